@@ -156,9 +156,10 @@ class UnchangedTraining:
         return result
 
     def save(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Write a file, such as a checkpoint; this wraps `torch.save`.
+        """Write a file, such as a checkpoint, and time it; this wraps `torch.save`.
 
-        If a step begins with a batch of a DataLoader, the timer itself finds the time of files.
+        It is timed here only in steps whose rows come from no DataLoader. In other steps, the timer
+        itself finds the time of files.
         """
         if self._timer is None or not self._is_without_loader or not self._is_own_thread:
             return wrapped(*arguments, **keywords)

@@ -457,9 +457,9 @@ class StepTimer:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Return a context in which the program writes a file while its own work is timed.
+        """Return a context in which the program writes a file during own work (compute time).
 
-        In other phases the time that files take is found by the number of bytes written.
+        The duration counts as file time. In other phases, file time is found by the bytes written.
         """
         if self._doing == OWN:
             began_s = time.perf_counter()

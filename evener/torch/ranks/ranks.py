@@ -381,8 +381,8 @@ def find_shares(
 def describe_own_rows(device: Any, rows: int, world: int) -> RankShares:
     """Return the shares of an unchanged program, of whose rows this process trains `rows` per step.
 
-    `world` is the number of its processes. If `device` is the CPU, it has the id of the CPU slice
-    on which evener started this process.
+    `world` is the number of its processes. If `device` is the CPU, the share has the id of the CPU
+    slice on which evener started this process.
     """
     name = _name_gpu(device, visible_gpus()) if device.type == "cuda" else launched_device()
     share = Share(name or str(device), device.index or 0, str(device), 0, 0.0)

@@ -195,7 +195,7 @@ class GradientSender:
 def bound_received(ranks: int) -> float:
     """Return the maximum size of the gradients that one of `ranks` ranks receives from the others.
 
-    It is relative to all gradients of a flat.
+    The result is relative to all gradients of a flat.
     """
     return min(MOST_RECEIVED, ranks - 1.0)
 
