@@ -381,7 +381,10 @@ class StepTimer:
             self._untimed.files_s += time.perf_counter() - began_s
 
     def _count_written(self) -> int:
-        """Return the bytes that this thread has written since the last call; 0 before a batch."""
+        """Return the bytes that this thread has written since the last call.
+
+        Return 0 before the first batch.
+        """
         if self._writes is None:
             return 0
         before = self._written

@@ -66,8 +66,8 @@ def select(source: torch.Tensor, rows: torch.Tensor, pinned: bool = False) -> to
 class Fetch:
     """Iterates over a sampler's batches in their order; each iteration starts from the beginning.
 
-    If the data set supports it, whole batches are fetched, with `pinned` into pinned memory.
-    Otherwise, or if `options` require it, DataLoader fetches them.
+    If the data set supports it, whole batches are fetched. With `pinned`, they are fetched into
+    pinned memory. Otherwise, or if `options` require it, DataLoader fetches the batches.
     """
 
     def __init__(
@@ -266,7 +266,8 @@ class _CopyStream:
         return event
 
     def use_on_current_stream(self, batch: Any, arrived: Any) -> Any:
-        """Return a batch that the loop can use; its stream waits until the batch has arrived.
+        """Return a batch that the loop can use; the loop's stream waits until the batch has
+        arrived.
 
         `arrived` is the event for the arrival. None means that memory was too short to send the
         batch earlier; then it is sent now.

@@ -269,7 +269,8 @@ class Flat:
     def _add_reduced(self, summed: torch.Tensor, keeps: bool = False) -> None:
         """Add the reduced gradients `summed` to the gradients that this rank's shard already has.
 
-        If it has none, its gradient becomes a copy of `summed`, or `summed` itself with `keeps`.
+        If the shard has none, its gradient becomes a copy of `summed`, or `summed` itself with
+        `keeps`.
         """
         for slot in self.slots:
             if slot.received or slot.piece.grad is not None:
