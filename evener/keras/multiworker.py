@@ -398,9 +398,9 @@ class Workers:
         return [(state, kind) for state, kind in every if adds_up(kind)]
 
     def _part_of_loss(self, batch: tuple[Any, ...], training: bool, own: OwnRows) -> Any:
-        """Return what this process's rows contribute to the loss, the sum of all contributions.
+        """Return this process's contribution to the loss, which is the sum of all contributions.
 
-        `batch` is (x, y, outputs, weight) of these rows.
+        `batch` is (x, y, outputs, weight) of this process's rows.
         """
         found, part = self.kinds[training], _part(own)
         main = main_part(found.loss, part)

@@ -180,7 +180,12 @@ def summarize_training(
 
 
 class _MatchedRank(NamedTuple):
-    """A device of a rank, with the rank's record, the device's entry in it, and its metrics."""
+    """A device of a rank.
+
+    - `record`: the rank's record.
+    - `live`: the device's entry in this record.
+    - `measured`: the device's metrics.
+    """
 
     record: LiveRecord
     live: LiveDevice

@@ -266,8 +266,7 @@ class _CopyStream:
         return event
 
     def use_on_current_stream(self, batch: Any, arrived: Any) -> Any:
-        """Return a batch that the loop can use; the loop's stream waits until the batch has
-        arrived.
+        """Return a batch that the loop can use; the loop's stream waits until it has arrived.
 
         `arrived` is the event for the arrival. None means that memory was too short to send the
         batch earlier; then it is sent now.
