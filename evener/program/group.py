@@ -191,10 +191,9 @@ def _has_sibling(own: dict[str, str]) -> bool:
 
 def _take_device(place: GroupRank) -> None:
     """Set the device of a process that evener didn't start to the plan's device for its rank."""
-    # more processes than shares use devices together; another number than the plan's means even
-    # shares
-    # these variables belong to the process that started this one
-    if place.is_given and is_eveners_rank():
+    # If there are more processes than shares, some use the same device. If the numbers differ,
+    # shares are even.
+    if place.is_given and is_eveners_rank():  # the variables are those of the parent process
         for name in RANK_VARIABLES:
             os.environ.pop(name, None)
     _free_interfaces(place)

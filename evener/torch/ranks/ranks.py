@@ -379,9 +379,9 @@ def find_shares(
 
 
 def describe_own_rows(device: Any, rows: int, world: int) -> RankShares:
-    """Return the shares of an unchanged program, of whose rows this process trains `rows` per step.
+    """Return the shares of an unchanged program, whose processes each train `rows` rows per step.
 
-    `world` is the number of its processes. If `device` is the CPU, the share has the id of the CPU
+    `world` is the number of processes. If `device` is the CPU, the share has the id of the CPU
     slice on which evener started this process.
     """
     name = _name_gpu(device, visible_gpus()) if device.type == "cuda" else launched_device()

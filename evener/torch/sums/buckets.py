@@ -385,8 +385,8 @@ class Buffers:
 
         The host doesn't wait for a GPU.
         """
-        # PyTorch's version counter misses changes through `buffer.data` and by BatchNorm
-        # if both are false, there are no buffers
+        # Values are compared, because PyTorch's version counter misses changes by BatchNorm and
+        # through `buffer.data`. If `may_differ` is false, there are no buffers.
         may_differ = self._places or self._kept_at != self._members.buffers_at()
         if may_differ and self._find_places() != self._places:
             flag.add_(1)

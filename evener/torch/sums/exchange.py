@@ -249,10 +249,8 @@ class Exchange:
 
     def _listen(self) -> None:
         """Register the hooks that record the order in which gradients are computed."""
-        # not necessary if it is known and no parameter has a gradient: any gradient after this
-        # backward pass was then computed in it
-        # not necessary if it is known and no parameter has a gradient: any gradient after this
-        # backward pass was then computed in it
+        # Not necessary if this order is known and no parameter has a gradient: any gradient after
+        # the backward pass was then computed in it.
         if not self._hooks and (self._order is not None or self.has_gradients()):
             self._hooks += (_hook(each, self._arrived.append) for each in self.parameters)
 
