@@ -609,7 +609,7 @@ def _whole(samples: object) -> int:
 
 def _reset_all() -> None:
     """Reset all reporters in a forked child, which then reports from zero."""
-    # without a touch on its parent's files
+    # the parent's files stay untouched
     for reporter in list(_reporters):
         reporter._reset()
 

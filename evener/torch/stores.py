@@ -80,7 +80,7 @@ def _release_other_ranks() -> None:
 
     Do nothing in an elastic agent (torchrun) that the program itself has started.
     """
-    # it may use the same address
+    # the agent may use the same address
     frame = inspect.currentframe()
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith("torch.distributed.elastic"):

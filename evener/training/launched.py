@@ -69,7 +69,7 @@ def rendezvous_file(address: str) -> str | None:
 
     Return None if they meet at the port, or if another launcher started this process.
     """
-    # its rendezvous may have the same address
+    # another launcher's rendezvous may have the same address
     named, _, path = os.environ.get(RENDEZVOUS, "").partition(" ")
     if is_in_other_run():
         return None
