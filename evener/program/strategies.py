@@ -76,7 +76,7 @@ def begin_epoch(wrapped: Any, loop: Any, arguments: Any, keywords: Any) -> Any:
 def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
     """Return why a Trainer can't train by shares; "" if it can.
 
-    `loader` is its first training loader, and `others` are the further ones.
+    `loader` is the Trainer's first training loader, and `others` are its other training loaders.
     """
     if type(strategy) is not DDPStrategy:
         return f"its strategy is {type(strategy).__name__}"

@@ -940,8 +940,8 @@ def _is_after_sum(marks: Sequence[tuple[Phase, Any]]) -> bool:
 def _join_parts(sums: Sequence[float]) -> tuple[float, float, float, float]:
     """Return a step's times as the monitor shows them, in seconds.
 
-    They are waiting for the batch, compute time (own work), waiting for other ranks, and the time
-    between steps. `sums` has the step's times in the order of StepSums' fields.
+    The times are the wait for the batch, the compute time (own work), the wait for other ranks, and
+    the time between steps. `sums` has the step's times in the order of StepSums' fields.
     """
     # if ranks wait for each other within a pass, that counts as compute time
     step = StepSums(0, *sums[1:])

@@ -165,7 +165,7 @@ def _add_squares(norms: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def refuse_noise(library: str) -> RequestError:
     """Return the error to raise if a noise scale is requested and `library` sums the gradients."""
-    # the noise scale compares the ranks' gradients, which only the library sees before they are summed
+    # the noise scale compares the ranks' gradients; only the library sees them before their sum
     return RequestError(
         f"{library} sums the gradients itself, so a rank's own can't be compared for the "
         f"noise scale.",
