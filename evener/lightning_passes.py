@@ -60,8 +60,8 @@ def check_module_part(strategy: Any, part: Part, rows: int) -> None:
 def compute_part(strategy: Any, part: Part, others: Sequence[Any] | None = None) -> Any:
     """Return the loss that training_step computes for a part's batch, or None.
 
-    `others` are training_step's arguments after the batch, by default those of an epoch's first
-    batch.
+    `others` are training_step's arguments after the batch. By default, they are the arguments for
+    an epoch's first batch.
     """
     module, precision = strategy.lightning_module, strategy.precision_plugin
     converted = precision.convert_input(part.batch)
@@ -144,7 +144,7 @@ class PassMetrics:
         self._earlier, self._pieces, self._reduced = {}, {}, {}
 
     def end(self, part: Part) -> None:
-        """Add a pass's metrics to those of earlier passes if `part` is the pass's last piece."""
+        """If `part` is a pass's last piece, add the pass's metrics to earlier passes' metrics."""
         if part.turn.ends:
             self._earlier |= self._reduced
             self._pieces, self._reduced = {}, {}

@@ -337,7 +337,7 @@ class DevicePasses:
             )
 
     def _begin(self, values: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """Return (state, starting value) for a pass; `values` are those after the previous pass."""
+        """Return (state, starting value) for a pass; `values` are from the previous pass."""
         pairs = zip(self._starts, values, strict=True)
         return [
             (state, begin if self._states.restarts_each_pass(state) else value)

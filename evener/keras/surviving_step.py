@@ -107,7 +107,7 @@ class SurvivingStep:
     def _trace_graphs(self, spec: Any, data: Tensors) -> None:
         """Trace both graphs for batches of the type `spec`, unless that is done.
 
-        If `spec` is None, the type is that of the batch `data`, with any number of rows.
+        If `spec` is None, the type of the batch `data` is used, with any number of rows.
         """
         spec = tf.nest.map_structure(open_rows, data) if spec is None else spec
         if spec == self._spec:

@@ -227,7 +227,7 @@ def _speed(record: LiveRecord) -> float:
 def _measure(record: LiveRecord, live: LiveDevice, name: str) -> MeasuredRank:
     """Return a rank's step metrics over the whole training run.
 
-    If its record has no sums over the whole run, the metrics are those of its last steps.
+    If its record has no sums over the whole run, the metrics are from its last steps.
     """
     sums = record.whole if record.whole.steps else recent_sums(record, live)
     return measure_rank(record, live, name, sums, live.micro, record.starved_so_far)

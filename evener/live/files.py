@@ -250,7 +250,7 @@ def read_stat(pid: int) -> list[bytes]:
 
 
 def clean(text: object) -> str:
-    """Return the text cut to 200 characters, with "?" for unprintable ones."""
+    """Return the text cut to 200 characters, with "?" for unprintable characters."""
     return "".join(sign if sign.isprintable() else "?" for sign in str(text)[:LONGEST_TEXT])
 
 

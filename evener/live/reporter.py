@@ -50,7 +50,7 @@ from .journal import TrainingJournal
 class DeviceTimes(NamedTuple):
     """A device's compute time (own work) and waiting time per step, in seconds.
 
-    The fields are those of `LiveDevice`.
+    The fields are the same as in `LiveDevice`.
     """
 
     own_work_s: float = 0.0

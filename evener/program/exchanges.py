@@ -467,6 +467,6 @@ def _gather_to_tensor(call: ExchangeCall, counts: list[int]) -> None:
 
 
 def _fill(place: torch.Tensor, rows: torch.Tensor) -> None:
-    """Replace the size and data of the tensor `place` by those of `rows`."""
+    """Give the tensor `place` the size and the data of `rows`."""
     with torch.no_grad():
         place.set_(rows)

@@ -755,7 +755,7 @@ class Program:
     def _compare_numbers(self, numbers: tuple[float, ...] | None) -> None:
         """Record a fault if numbers in the loss have changed because of exchanged values.
 
-        `numbers` are those of the latest step, such as factors, or None.
+        `numbers` are the latest step's numbers, such as factors; None if they aren't known.
         """
         before, self._numbers = self._numbers, numbers
         if None not in (before, numbers) and before != numbers:

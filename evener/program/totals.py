@@ -133,7 +133,7 @@ class Totals:
 
 
 def _find_places(marks: TensorMarks, tensors: list[torch.Tensor]) -> list[str]:
-    """Return the places of those tensors that are marked."""
+    """Return the places of the marked tensors."""
     return [place for place in map(marks.find, tensors) if place]
 
 

@@ -124,7 +124,7 @@ def _have_other_numbers(every: list[RankView]) -> bool:
 
 
 def differ(every: Sequence[Any]) -> bool:
-    """True if any rank's numbers differ from those of the first rank by more than rounding."""
+    """True if any rank's numbers differ from the first rank's numbers by more than rounding."""
     return any(not _are_near(each, every[0]) for each in every)
 
 

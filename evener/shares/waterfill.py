@@ -431,7 +431,7 @@ def _find_crossings(
     """Return, for each number of devices, the first interval of finish times that reaches `rate`.
 
     `rate` is in samples/s. `costs` are the seconds of gradient exchange by number of devices.
-    Numbers below `fewest`, and those that never reach `rate`, are left out.
+    Numbers below `fewest`, and numbers that never reach `rate`, are left out.
     """
     found: dict[int, _Crossing] = {}
     for early, late in pairwise((0.0, *finish_times(devices, quantum))):

@@ -217,7 +217,7 @@ def slice_cores(device: str, allowed: Iterable[int]) -> tuple[int, ...]:
 
 
 def pin_threads(cores: Iterable[int]) -> None:
-    """Restrict all existing threads of this process, and those that they start, to these CPUs."""
+    """Restrict this process's threads, and threads that they start later, to these CPUs."""
     for thread in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread), cores)

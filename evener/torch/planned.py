@@ -64,7 +64,7 @@ class PlannedTraining:
     - "trainer": by an adapter, which multiplies each pass's loss by (the pass's fraction of the
       global batch * the number of ranks).
 
-    The other options are those of Split.
+    The other options are the same as in Split.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class PlannedTraining:
     def compare_data(
         self, dataset: Any, collate: Callable[[list[Any]], Any], sampler: UnevenBatchSampler
     ) -> None:
-        """Compare a training data set with those of the other ranks, once a batch was trained.
+        """Compare a training data set with the other ranks' data sets, once a batch was trained.
 
         `collate` makes a batch from a list of rows, and `sampler` has the order of rows.
         """

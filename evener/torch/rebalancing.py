@@ -205,7 +205,7 @@ class Rebalancing:
     def _begin_exchange(self, metrics: RankTimes) -> tuple[Any, torch.Tensor]:
         """Start the all-reduce that gathers the measurements of all ranks.
 
-        Return its handle and its tensor. `metrics` are those of the last window.
+        Return its handle and its tensor. `metrics` are from the last window.
         """
         # Each rank sends its compute time and pass limit of each window, these metrics, the rows
         # that fit in a single and in several passes, and the batches drawn ahead. Ranks have their

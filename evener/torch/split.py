@@ -339,7 +339,7 @@ class Split(PlannedTraining):
     def load(self, folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> Any:
         """Load a checkpoint from `save` into a sharded model and its optimizer; return its `extra`.
 
-        The shares may differ from those at the time of saving. Every rank has to call this. Raises
+        The shares may have changed since it was saved. Every rank has to call this. Raises
         RequestError if the checkpoint belongs to another model.
         """
         return _checkpoints().load(folder, model, optimizer)

@@ -44,7 +44,7 @@ def open_file_store(path: str) -> Any:
 def replace_rendezvous() -> None:
     """Replace PyTorch's rendezvous handlers for `env://` and `tcp://`.
 
-    The new ones use the launcher's file if the URL has the address that `evener launch` chose.
+    The new handlers use the launcher's file if the URL has the address that `evener launch` chose.
     Other TCPStores of this process listen only on their own address.
     """
     # PyTorch's public `register_rendezvous_handler` can only add schemes

@@ -42,8 +42,8 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
     """A context in which random operations return the same numbers for every row.
 
     - `seed`: determines these numbers.
-    - `disturbance`: seed of errors added to sums of many terms, as large as those from another
-      order of the terms; 0 for no errors.
+    - `disturbance`: seed of errors added to sums of many terms, as large as another order of the
+      terms would cause; 0 for no errors.
     - `draws`: number of random operations in a pass.
     - `random`: number of these operations with random results; dropout doesn't count, because it
       keeps all values here.
@@ -255,7 +255,7 @@ def _draw_size(draw: _Draw) -> Any:
 def _fill_equal_rows(draw: _Draw) -> Any:
     """Draw equal rows into a tensor, or into a new tensor of the same shape.
 
-    Return None for other operations, and for those with several tensor arguments.
+    Return None for any other operation, and if there are several tensor arguments.
     """
     # the result of the latter depends on all of them
     arguments = draw.arguments

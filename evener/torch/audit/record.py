@@ -241,7 +241,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self._tape.append(entry)
 
     def _tensors(self, data: Any) -> list[torch.Tensor]:
-        """Return the tensors in a call's arguments, including those in objects of a batch."""
+        """Return the tensors in a call's arguments, including tensors in objects of a batch."""
         found = nested_tensors(data)
         if self._kinds:
             objects = [each for each in leaves_in(data) if type(each) in self._kinds]

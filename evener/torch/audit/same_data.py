@@ -50,7 +50,7 @@ class TensorSums(msgspec.Struct, frozen=True):
 
 
 class RankData(msgspec.Struct, frozen=True):
-    """A summary of one rank's data set, for comparison with those of the other ranks.
+    """A summary of one rank's data set, by which ranks compare their data sets.
 
     `length` is the number of rows in an epoch. `order` is a digest of the program's own order of
     these rows; None if there is none. `rows` has the sums of a few rows by their numbers in the

@@ -130,7 +130,7 @@ def copy_data(value: Any, memo: dict[int, Any], most_bytes: float = math.inf) ->
 
     Return None for a value that isn't copied, such as a number, or a tensor of more than
     `most_bytes`. `memo` has the ids of objects that are already copied or must be skipped; copied
-    ones are added.
+    objects are added.
     """
     if type(value) in _PLAIN or id(value) in memo:
         return None

@@ -47,7 +47,8 @@ class TimedBatches:
     def is_timed(self, number: int) -> bool:
         """True if the batch with this number is to be timed.
 
-        Call this with increasing numbers. Numbers may be skipped, except those from `find_next`.
+        Call this with increasing numbers. Numbers may be skipped, but not the results of
+        `find_next`.
         """
         if number % BLOCK_BATCHES == 0:
             self._choose_stride()

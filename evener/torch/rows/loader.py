@@ -104,7 +104,7 @@ class Loader:
     chosen an epoch or position.
 
     - `listener`: called for each step.
-    - `options`: those of DataLoader.
+    - `options`: the options of DataLoader.
     - `prefetch`: number of batches to prefetch and send to `device`. With 0, each batch is fetched
       when the loop requests it and stays on the host. None is the default of `check_prefetch`.
     - `training`: False for validation.
@@ -239,7 +239,7 @@ class Loader:
     def prefetched_rows(self) -> list[int]:
         """Return the row indices of all ranks in the loop's newest batch.
 
-        Before the first batch, return those of the first batch.
+        Before the first batch, return the row indices of the first batch.
         """
         return self.batch_sampler.rows_of_all(max(0, self._steps - 1))
 

@@ -223,7 +223,7 @@ class UnevenBatchSampler:
         return self._schedules[-1]
 
     def sample_rows(self, first: int, more: int) -> list[int]:
-        """Return the next `first` row indices of the epoch, and up to `more` evenly spaced ones.
+        """Return the next `first` row indices of the epoch, and up to `more` evenly spaced indices.
 
         Audits compute these rows. The result has no duplicates, and is the same on every rank.
         """
@@ -274,7 +274,7 @@ class UnevenBatchSampler:
     ) -> tuple[int, ...]:
         """Return each rank's number of rows in the step that begins at row `first` of the order.
 
-        By default, `epoch` is the current one, and `schedule` is that of the newest loop.
+        By default, `epoch` is the current one, and `schedule` is the newest loop's schedule.
         """
         rows, full = self.length - first, self.global_batch
         shares = (schedule or self.schedule).at(first)

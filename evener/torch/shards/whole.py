@@ -38,7 +38,7 @@ def count_gathered(
 
     - the parameters that belong to no unit, gathered, with their gradients;
     - two gathered units, because the next one is prefetched;
-    - the gradients of one unit, while those of the unit before it are still being reduced;
+    - the gradients of one unit, while the gradients of the unit before it are still being reduced;
     - the parameters that are never sharded, with their gradients and optimizer state;
     - the statistics of 4-bit weights, which every rank holds.
 

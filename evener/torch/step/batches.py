@@ -171,8 +171,8 @@ class BatchTracker:
     def _choose(self, data: Any, epochs: Sequence[Epoch], match: Match) -> TakenBatch | None:
         """Return the batch that matches `data`, or None if it doesn't matter which one that is.
 
-        `epochs` are those that may contain the batch. `match` returns the matching batches. Raises
-        RequestError if several batches are possible and they weight the ranks differently.
+        `epochs` are the epochs that may contain the batch. `match` returns the matching batches.
+        Raises RequestError if several batches are possible and they weight the ranks differently.
         """
         every = [batch for epoch in self._epochs for batch in epoch.batches]
         matched = match(data, every)
@@ -193,7 +193,7 @@ class BatchTracker:
 def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
     """Return the training epochs among `epochs` that may contain the current batch.
 
-    Usually these are the ones that haven't ended. If all have ended, return all.
+    Usually these are the epochs that haven't ended. If all have ended, return all.
     """
     trained = [each for each in epochs if each.training]
     running = [each for each in trained if each.open]
@@ -224,7 +224,7 @@ def _is_kept(epoch: Epoch, ended: Epoch) -> bool:
 
 
 def _drop_computed(batches: list[TakenBatch]) -> None:
-    """Remove from one epoch's `batches` those that no forward pass will compute any more."""
+    """Remove the batches that no forward pass will compute any more; all are from one epoch."""
     # Earlier ones than a used batch; and while there are more than two, the oldest if the loop no
     # longer holds its tensors.
     if batches and batches[-1].used:

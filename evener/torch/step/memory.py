@@ -31,7 +31,7 @@ class MemoryGauge:
     def measure(self, rows: int) -> int:
         """Return the maximum rows per pass that are predicted to fit, or 0 without a prediction.
 
-        `rows` are those of the largest pass that was computed.
+        `rows` is the number of rows in the largest pass that was computed.
         """
         if self._device.type == "cuda":
             self._capacity_bytes = self._measure_gpu(rows)
@@ -54,7 +54,7 @@ class MemoryGauge:
     def _measure_gpu(self, rows: int) -> float:
         """Record the allocator's peak, and return the bytes that the allocator could use.
 
-        `rows` are those of the largest pass.
+        `rows` is the number of rows in the largest pass.
         """
         # Without other processes' memory, within set_per_process_memory_fraction. What the
         # allocator reserves beyond the tensors' peak is assumed to grow with the peak.
@@ -71,7 +71,7 @@ class MemoryGauge:
     def _measure_process(self, rows: int) -> float:
         """Record the process's peak memory, and return the bytes that the process could use.
 
-        `rows` are those of the largest pass.
+        `rows` is the number of rows in the largest pass.
         """
         # the peak plus an equal part of the host's free memory
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -145,7 +145,7 @@ class Recovery:
     def open(self, part: Part, exchanges: Sequence[Exchange]) -> RunningPass:
         """Return a RunningPass with the state that the pass may change, saved before it starts.
 
-        `exchanges` are those that sum the gradients of the pass.
+        `exchanges` are the exchanges that sum the gradients of the pass.
         """
         return RunningPass(part, PassState(exchanges, self._constant), count_foreign())
 

@@ -147,7 +147,7 @@ def take_parts(
     """Yield the passes of a batch for a loop to compute.
 
     `count` means the same as in `train_batch`. `models` are the trained models; None for all
-    wrapped ones. This implements `PlannedTraining.parts`.
+    wrapped models. This implements `PlannedTraining.parts`.
     """
     weights = training.weights
     taken = weights.begin_parts(batch)

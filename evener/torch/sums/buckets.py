@@ -206,7 +206,7 @@ class Bucket:
                     self._parameters[place].grad = self._views[place]
 
     def _forget(self, place: int) -> None:
-        """Clear the gradient at index `place` of those that `fold` has set aside."""
+        """Clear the gradient at index `place` among the gradients that `fold` has set aside."""
         # the loop may have cleared the parameter's gradient in the meantime
         if self._hold is not None:
             self._held_views[place].zero_()
@@ -349,7 +349,7 @@ class TailReader:
 
 
 class Buffers:
-    """Tracks a module's buffers, except those named in `ignored`, and detects when they change."""
+    """Detects when a module's buffers change, except the buffers named in `ignored`."""
 
     def __init__(self, module: Any, ignored: Collection[str] = ()) -> None:
         self._members, self._ignored = Members(module), ignored
@@ -445,7 +445,7 @@ class EarlierGradients:
                 each.grad = None
 
     def merge(self) -> None:
-        """Add the pass's gradients, except final ones, to the gradients that `open` set aside."""
+        """Add the pass's gradients, unless they are final, to the gradients that `open` set aside."""
         if self._kept is None:
             return
         kept = [

@@ -68,7 +68,7 @@ def _find_normalizers(module: Any) -> list[Any]:
 
 
 def _list_taking_part(named: Iterable[tuple[str, Any]], ignored: set[str]) -> list[Any]:
-    """Return the tensors of a module without those named in `ignored`, each tensor only once.
+    """Return a module's tensors, each only once, without the tensors named in `ignored`.
 
     `named` are the module's parameters or buffers with their names.
     """
