@@ -445,7 +445,7 @@ class EarlierGradients:
                 each.grad = None
 
     def merge(self) -> None:
-        """Add the pass's gradients, unless they are final, to the gradients that `open` set aside."""
+        """Add the pass's gradients, unless they are final, to the gradients set aside by `open`."""
         if self._kept is None:
             return
         kept = [
