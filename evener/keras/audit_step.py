@@ -27,6 +27,7 @@ from .equal_draws import draws_alike
 from .instances import replaced
 from .keras_step import Tensors, call_model, calls_of_steps
 from .passes import SEED_NAME, is_seed
+from .sparse_gradients import has_each_row_once
 
 DRAWING = (
     "Random",
@@ -93,6 +94,7 @@ class TracedStep:
     - `assigned`: the keys of the variables that it may assign.
     - `attributes`: the plain values that the step assigned to attributes while it was traced.
     - `draws`: True if a row's random numbers depend on the device or pass that computes the row.
+    - `merged`: the indices of the trainable weights whose sparse gradient has one slice per row.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class TracedStep:
         self._places: list[str] = []  # the place of each decision, in the form of find_place
         self._step = step
         self._kinds: dict[str, str] = {}  # types of gradients, by the weights' names
+        self.merged: tuple[int, ...] = ()
         kept = kept_attributes(model)
         with kept as self.attributes, draws_alike(model), calls_of_steps():
             traced = tf.function(self._run_step, autograph=False)
@@ -187,6 +190,9 @@ class TracedStep:
         names, half = _name_weights(self._model), computes_in_half(self._model)
         self._kinds.clear()
         reached = [(each, variable) for each, variable in found if each is not None]
+        once = {id(variable) for each, variable in reached if has_each_row_once(each)}
+        weights = enumerate(self._model.trainable_weights)
+        self.merged = tuple(place for place, each in weights if id(each) in once)
         for _, variable in reached:
             self._kinds[names[id(variable)]] = half or tf.as_dtype(variable.dtype).name
         gradients = [each for each, _ in reached]

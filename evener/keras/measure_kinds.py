@@ -120,6 +120,7 @@ def measure_batch(
         if step is not None and measures:
             with suppress(Exception):
                 found = measure(model, step, data, training, engine.judges_parts(training))
+            found = msgspec.structs.replace(found, merged=step.merged)
     if group is not None:
         text = msgspec.json.encode(found) if group.rank == chosen else b""
         found = msgspec.json.decode(group.share_text(text, chosen), type=PartKinds)

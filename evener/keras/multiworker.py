@@ -67,7 +67,7 @@ from .passes import (
     kinds_of_states,
 )
 from .rebalancing import GroupRebalancer, WorkTimes
-from .sparse_gradients import SharedGradients, fill_gradients, without_filler
+from .sparse_gradients import SharedGradients, fill_gradients, merge_slices, without_filler
 from .surviving_step import SurvivingStep, describe_memory, is_out_of_memory
 
 
@@ -442,7 +442,8 @@ class Workers:
         loss = next(sums)
         for update, (start, _) in zip(result.updates, changes, strict=True):
             update.state.assign(start + next(sums))
-        apply_gradients(self.model, shared.join(list(sums)))
+        joined = shared.join(list(sums))
+        apply_gradients(self.model, merge_slices(joined, self.kinds[True].merged))
         return summed, loss
 
     def _sum_results_and_times(

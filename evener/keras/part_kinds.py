@@ -28,6 +28,7 @@ class PartKinds(msgspec.Struct, frozen=True):
     - `added`: kinds of the losses that layers add.
     - `states`: kind of each state's change, by index in `model.non_trainable_variables`.
     - `attributes`: kind of each tensor that a call stores in an attribute, by name.
+    - `merged`: indices of the trainable weights whose sparse gradient has one slice per table row.
 
     Values of the kind OTHER are combined like ROWS; audits check whether that is exact.
     """
@@ -36,6 +37,7 @@ class PartKinds(msgspec.Struct, frozen=True):
     added: tuple[str, ...] = ()
     states: dict[int, str] = {}
     attributes: dict[str, str] = {}
+    merged: tuple[int, ...] = ()
 
     def added_kind(self, place: int) -> str:
         """Return the kind of the layers' loss at index `place`; ROWS if it wasn't measured."""

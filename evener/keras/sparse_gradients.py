@@ -4,6 +4,10 @@ A sparse gradient consists of slices, one for each use of a table row. Keras' op
 clip each slice separately. If the slices were summed first, the model would learn something else.
 On one device, nothing sums them before the optimizer. Therefore passes and processes only
 concatenate them.
+
+There is one exception. `tf.nn.embedding_lookup_sparse`, by which Keras also multiplies a sparse
+input, reads each table row once, so on one device the gradient has one slice per row. The slices of
+such a gradient are merged after they were concatenated.
 """
 
 from __future__ import annotations
@@ -14,6 +18,43 @@ from typing import Any
 import tensorflow as tf
 
 from .keras_step import pad_rows
+
+# operations that keep the values of the indices
+SAME_VALUES = ("Identity", "Reshape", "Cast", "StopGradient")
+WITHOUT_REPEATS = (  # operations whose indices occur once
+    "Unique",
+    "UniqueV2",
+    "SparseSegmentSumGradV2",
+    "SparseSegmentMeanGradV2",
+    "SparseSegmentSqrtNGradV2",
+)
+
+
+def has_each_row_once(gradient: Any) -> bool:
+    """True if the program itself made sure that a sparse gradient has one slice per table row.
+
+    The gradient is a tensor of a graph.
+    """
+    if not isinstance(gradient, tf.IndexedSlices):
+        return False
+    made = gradient.indices.op
+    while made.type in SAME_VALUES:
+        made = made.inputs[0].op
+    return made.type in WITHOUT_REPEATS
+
+
+def merge_slices(gradients: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    """Return the gradients; in the sparse ones at `places`, each table row's slices are summed."""
+    return [
+        _merge(gradient) if place in places and isinstance(gradient, tf.IndexedSlices) else gradient
+        for place, gradient in enumerate(gradients)
+    ]
+
+
+def _merge(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+    indices, places = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(indices))
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
 def without_filler(gradient: Any, rows: Any) -> Any:

@@ -36,6 +36,7 @@ from .keras_step import (
     weigh_added,
 )
 from .passes import DevicePasses, PassSums, StateUpdate, StepStates, assign_updates
+from .sparse_gradients import merge_slices
 
 
 class Tower(NamedTuple):
@@ -103,9 +104,8 @@ class Towers(OneProcess):
         with tf.device(self.devices[0]):
             parts = [tf.cast(size, tf.float64) / tf.cast(rows, tf.float64) for _, size in pieces]
             assign_updates([(part, each.updates) for part, each in zip(parts, sums, strict=True)])
-            apply_gradients(
-                model, [_sum(each) for each in zip(*(each.gradients for each in sums), strict=True)]
-            )
+            every = zip(*(each.gradients for each in sums), strict=True)
+            self._apply([_sum(each) for each in every])
             loss = tf.add_n([each.loss for each in sums])
             return update_metrics(
                 model, loss, rows, x, y, join_rows([each.outputs for each in sums]), weight
@@ -136,9 +136,7 @@ class Towers(OneProcess):
                 left.put(self._join_attributes(towers, x, assigned, training=True))
                 loss = self._whole_loss(x, y, outputs, weight, towers, training=True)
                 scaled = scale_loss(model, loss)
-            apply_gradients(
-                model, self._gradients(tape, scaled, towers) if model.trainable_weights else []
-            )
+            self._apply(self._gradients(tape, scaled, towers) if model.trainable_weights else [])
             return update_metrics(model, loss, rows, x, y, outputs, weight)
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
@@ -259,6 +257,10 @@ class Towers(OneProcess):
         return loss_with(
             model, [*added, *model.losses] if added else [], x, y, outputs, weight, training
         )
+
+    def _apply(self, gradients: Sequence[Any]) -> None:
+        """Update the weights with the whole batch's gradients."""
+        apply_gradients(self.model, merge_slices(gradients, self.kinds[True].merged))
 
     def _gradients(self, tape: Any, scaled: Any, towers: list[Tower]) -> list[Any]:
         weights = self.model.trainable_weights

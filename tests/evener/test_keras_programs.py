@@ -25,7 +25,6 @@ METRIC_OF_CALL = "compute_metrics reads a tensor that call has left"
 OTHER_STATE = "is another one after all rows at once"
 SAMPLES = {
     "towers": {
-        "pooler, AdamW": EXACT,
         "loss of attributes: means and sums": EXACT,
         "add_loss: annealed sum": EXACT,
         "own table: take, clipped": EXACT,
@@ -50,12 +49,10 @@ SAMPLES = {
         "loss of attributes: means and sums": NO_MEAN,
         "loss of a slope": EXACT,
         "loss of weights: kernel": EXACT,
-        "own table: take, clipped": EXACT,
-        "two heads": EXACT,
+        "own table: bags, Adam": EXACT,
         "own counter: calls": EXACT,
         "own metric of an attribute": METRIC_OF_CALL,
         "own weights of pictures": GRAPH,
-        "add_loss: balance": ACROSS,
     },
     "multiworker": {
         "ignore_class": EXACT,
@@ -64,7 +61,6 @@ SAMPLES = {
         "own table: take, clipped": EXACT,
         "own metric in compute_loss, weighed": EXACT,
         "own state of a loss": NO_MEAN,
-        "own train_step": EXACT,
         "own weights of pictures": "6 of 8 rows can't be computed alone",
         "own graph": GRAPH,
         "own class weights, one class a batch": NO_MEAN,
@@ -72,12 +68,9 @@ SAMPLES = {
     },
     "multiworker in passes": {
         "ignore_class": "a mean over labels that aren't ignored",
-        "regularized, state: rows": EXACT,
-        "loss of a second call": EXACT,
+        "own table: bags, Adam": EXACT,
         "own train_step": EXACT,
         "crossentropy, two steps a call": EXACT,
-        "two heads": EXACT,
-        "own class weights, one class a batch": NO_MEAN,
     },
 }
 # their audits, which take half of the time, are those of towers except for passes and exchanged

@@ -19,8 +19,21 @@ from tests.support.keras_program_losses import VALUES, Made, X
 WORDS = (np.abs(X[:, :3] * 4) % 5).astype("int32")
 
 
+def look_up_bags(table: Any, words: Any, axis: int) -> Any:
+    """Return the mean of the rows that each bag of words names, with an axis of length 1.
+
+    TensorFlow reads each row of the table once, so the gradient has one slice for it.
+    """
+    one_more = tf.sparse.from_dense(words + 1)  # a 0 would be left out
+    names = tf.cast(one_more.values - 1, tf.int64)
+    bags = tf.SparseTensor(one_more.indices, names, one_more.dense_shape)
+    rows = tf.convert_to_tensor(table)
+    means = tf.nn.embedding_lookup_sparse(rows, bags, None, combiner="mean")
+    return tf.expand_dims(means, axis + 1)
+
+
 class Table(layers.Layer):
-    """A mean of a table's rows, by ops.take or tf.gather."""
+    """A mean of a table's rows, by ops.take, tf.gather or TensorFlow's look-up of bags."""
 
     def __init__(self, take: Callable[..., Any]) -> None:
         super().__init__()
@@ -259,6 +272,7 @@ def own_programs() -> dict[str, Made]:
         "own table: take, Adam": table(ops.take, adam),
         "own table: gather, Adam": table(tf.gather, adam),
         "own table: take, SGD": table(ops.take, sgd),
+        "own table: bags, Adam": table(look_up_bags, adam),
         "own table: take, clipped": table(ops.take, lambda rate: adam(rate, global_clipnorm=0.1)),
         "own counter: calls": ramp(by_rows=False),
         "own counter: rows": ramp(by_rows=True),
