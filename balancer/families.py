@@ -384,7 +384,10 @@ class PlaceFamily(Family):
         """
         if view.common_batch is None:
             return []
-        found = [place_on(view.devices, one, view.common_batch) for one in view.options.placements]
+        found = [
+            place_on(view.devices, placement, view.common_batch)
+            for placement in view.options.placements
+        ]
         return [layout for layout in found if layout is not None]
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:

@@ -427,7 +427,10 @@ def _choose(option: str, words: Sequence[str], allowed: Sequence[str]) -> list[s
 
 def _find_placements(resolved: Job) -> tuple[Placement, ...]:
     if resolved.machine is not None:
-        return tuple(Placement(one.name, one.devices) for one in resolved.machine.placements)
+        return tuple(
+            Placement(placement.name, placement.devices)
+            for placement in resolved.machine.placements
+        )
     framework = "" if resolved.framework == "none" else resolved.framework
     entry = registry.find(resolved.workload, framework)
     return tuple(

@@ -214,7 +214,7 @@ def _check_something_ran(record: JournalContents) -> None:
 
 def _check_devices(header: Header, found: Job) -> None:
     then, now = (
-        [(each.host, each.id, each.cores) for each in devices]
+        [(device.host, device.id, device.cores) for device in devices]
         for devices in (header.devices, found.devices)
     )
     if then != now:

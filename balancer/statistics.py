@@ -49,7 +49,7 @@ def student(freedom: int) -> float:
 def find_correlation(values: Sequence[float]) -> float:
     """Return the correlation between consecutive values, from 0 to `MOST_CORRELATION`."""
     middle = fmean(values)
-    around = [each - middle for each in values]
+    around = [value - middle for value in values]
     whole = sum(each * each for each in around)
     if whole <= 0:
         return 0.0
@@ -89,7 +89,9 @@ def _pool_lone(differences: Sequence[float], fitted: int) -> float:
 
     It is computed from relative differences of two steps, to which `fitted` parameters were fitted.
     """
-    variance = LONE_WEIGHT * LONE_ERROR**2 + math.fsum(each**2 / 2 for each in differences)
+    variance = LONE_WEIGHT * LONE_ERROR**2 + math.fsum(
+        difference**2 / 2 for difference in differences
+    )
     freedom = LONE_WEIGHT + max(0, len(differences) - fitted)
     return student(freedom) * math.sqrt(variance / freedom)
 
@@ -104,4 +106,7 @@ def is_known(*intervals: Interval) -> bool:
 
     They are then precise enough to be compared.
     """
-    return all(relative_error(one.value, one.low, one.high) <= UNKNOWN for one in intervals)
+    return all(
+        relative_error(interval.value, interval.low, interval.high) <= UNKNOWN
+        for interval in intervals
+    )

@@ -236,7 +236,7 @@ def _measure_alone(
     speeds: list[float | None] = []
     for position, share in enumerate(layout.shares):
         sizes = (layout.shares, layout.pass_rows)
-        own = (tuple(rows * (i == position) for i, rows in enumerate(each)) for each in sizes)
+        own = (tuple(rows * (i == position) for i, rows in enumerate(size)) for size in sizes)
         probe = Probe(layout_of(*own), Stage.SOLO, seconds)
         seen = _measure(prober, probe, stop) if share and not stop.is_set() else None
         speeds.append(seen.samples_per_second if isinstance(seen, Timed) else None)

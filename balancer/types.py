@@ -320,14 +320,14 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
         If `position` is given, only the device at that position counts.
         """
-        throttled = [one.device for one in self.warnings if one.code == "throttled"]
+        throttled = [warning.device for warning in self.warnings if warning.code == "throttled"]
         slowed = [device for device in throttled if device >= 0]
         return bool(slowed) if position < 0 else position in slowed
 
     @property
     def power(self) -> Power | None:
         """The power of all devices; None if a device doesn't report its power."""
-        watts = [each for each in self.watts if each is not None]
+        watts = [watt for watt in self.watts if watt is not None]
         if not watts or len(watts) < len(self.watts):
             return None
         active = sum(watts[i] for i in self.probe.layout.active)

@@ -344,7 +344,9 @@ class Machine(msgspec.Struct, frozen=True):
     def short_bytes(self, position: int, at_seconds: float) -> int:
         """Return how many bytes of a device's memory other processes hold at this time."""
         taken = sum(
-            each.memory_taken_mib for each in self.events if each.applies_to(position, at_seconds)
+            event.memory_taken_mib
+            for event in self.events
+            if event.applies_to(position, at_seconds)
         )
         left = max(0, round((self.devices[position].memory_mib - taken) * MIB))
         return max(0, self.usable_memory_bytes(position) - left)
@@ -354,13 +356,13 @@ class Machine(msgspec.Struct, frozen=True):
         if not self.events:
             return 0.0
         return max(
-            (each.slowed for each in self.events if each.applies_to(position, at_seconds)),
+            (event.slowed for event in self.events if event.applies_to(position, at_seconds)),
             default=0.0,
         )
 
     def lost(self, position: int, at_seconds: float) -> bool:
         """True if an event has made the device fail at this time."""
-        return any(each.lost and each.applies_to(position, at_seconds) for each in self.events)
+        return any(event.lost and event.applies_to(position, at_seconds) for event in self.events)
 
 
 def check_rising(key: str, points: Points) -> None:

@@ -57,7 +57,7 @@ def find_interface(host: str) -> str:
     own = find_source_address(host)
     interfaces: dict[str, Any] = psutil.net_if_addrs()
     for name, addresses in interfaces.items():
-        if own and own in {each.address for each in addresses}:
+        if own and own in {address.address for address in addresses}:
             return name
     return ""
 

@@ -73,7 +73,7 @@ class SnapshotBuilder:
         id. `host` is the sample of the host; None to take it now.
         """
         devices, processes = self.complete(samples, seen or {})
-        self._book.forget_others(each.pid for each in processes)
+        self._book.forget_others(process.pid for process in processes)
         return Snapshot(
             at_seconds=time.time(),
             interval_seconds=self.interval_seconds,
@@ -203,8 +203,8 @@ class TrainingRates:
     def _refresh(self) -> None:
         before = (*self._trainings, *self._ended)
         self._trainings = self._read()
-        going = {each.training for each in self._trainings if each.training}
-        ranks = {(each.training, each.rank) for each in self._trainings}
+        going = {training.training for training in self._trainings if training.training}
+        ranks = {(training.training, training.rank) for training in self._trainings}
         left = [each for each in before if (each.training, each.rank) not in ranks]
         self._ended = [each for each in left if each.training in going]
 

@@ -214,7 +214,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         def ask() -> None:
             handlers = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
             handlers[:] = [
-                (lambda *_: noted.append(None)) if each == own else each for each in handlers
+                (lambda *_: noted.append(None)) if handler == own else handler
+                for handler in handlers
             ]
             sent = torch.tensor([bool(noted or trainer.received_sigterm)])
             with own_collectives():
@@ -293,7 +294,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def _has_lbfgs(self) -> bool:
-        return any(isinstance(each, torch.optim.LBFGS) for each in self.optimizers)
+        return any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers)
 
     @property
     def _searches(self) -> bool:

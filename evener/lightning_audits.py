@@ -106,7 +106,7 @@ class ModuleAudit:
             sketcher.add(loss, retain_graph=options.get("retain_graph"))
 
         weights = _list_weights(module)
-        copies = [each.detach().clone() for each in weights]
+        copies = [weight.detach().clone() for weight in weights]
         try:
             with replaced(module, "manual_backward", add):
                 compute_part(self._strategy, part, others)
@@ -119,7 +119,7 @@ class ModuleAudit:
 
 
 def _list_weights(module: Any) -> list[torch.Tensor]:
-    return [each for each in module.parameters() if each.requires_grad]
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 @contextmanager
@@ -130,12 +130,12 @@ def _kept_steps(strategy: Any) -> Iterator[None]:
     """
     # the audit copies them
     weights = _list_weights(strategy.lightning_module)
-    if sum(each.nbytes for each in weights) > MOST_BYTES:
+    if sum(weight.nbytes for weight in weights) > MOST_BYTES:
         raise RequestError(
             "training_step takes its optimizers' steps itself, and copying weights of more than"
             f" {MOST_BYTES >> 30} GiB to put them back would take memory"
         )
-    gradients = [each.grad for each in weights]
+    gradients = [weight.grad for weight in weights]
     try:
         with ExitStack() as stack:
             for target, name, stub in _list_stubs(strategy):
@@ -154,10 +154,10 @@ def _list_stubs(strategy: Any) -> Iterator[tuple[Any, str, Any]]:
     Each item is (object, method name, stub), where the stub replaces the method during an audit.
     """
     yield strategy, "optimizer_step", lambda _, closure, *__, **___: closure()
-    for each in strategy.optimizers:
-        yield each, "step", lambda closure=None: None if closure is None else closure()
-    for each in private.wrapped_optimizers(strategy):
+    for optimizer in strategy.optimizers:
+        yield optimizer, "step", lambda closure=None: None if closure is None else closure()
+    for optimizer in private.wrapped_optimizers(strategy):
         for name in private.AROUND_STEPS:
-            yield each, name, lambda: None
+            yield optimizer, name, lambda: None
     for config in strategy.lightning_module.trainer.lr_scheduler_configs:
         yield config.scheduler, "step", lambda *_, **__: None

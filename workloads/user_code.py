@@ -428,7 +428,9 @@ def _check_file(path: Path, attribute: str) -> None:
         isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in tree.body
     )
     symbols = symtable.symtable(ast.unparse(tree), str(path), "exec").get_symbols()
-    names = {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
+    names = {
+        symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()
+    }
     if attribute not in names and not stars:
         functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
         known = ", ".join(functions) or "none"

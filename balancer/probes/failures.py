@@ -121,7 +121,7 @@ class GroupError(Exception):
     @property
     def recovered(self) -> bool:
         """True if the group's children can be used again."""
-        short = all(each.out_of_memory and each.recovered for each in self.failures)
+        short = all(failure.out_of_memory and failure.recovered for failure in self.failures)
         return short and not self.silent
 
     @property

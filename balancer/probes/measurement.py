@@ -408,8 +408,8 @@ class Measurement:
         """Return each rank's mean number of tokens and passes in a step; empty without lengths."""
         ranks = zip(*self._work, strict=True)
         return [
-            Work(*map(fmean, zip(*map(msgspec.structs.astuple, each), strict=True)))
-            for each in ranks
+            Work(*map(fmean, zip(*map(msgspec.structs.astuple, rank), strict=True)))
+            for rank in ranks
         ]
 
     def _cpu_share(self, ran: Ran) -> float | None:

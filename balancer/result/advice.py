@@ -49,7 +49,7 @@ def advise(verdict: Verdict) -> Recommendation:
 def _find_reason(verdict: Verdict) -> str:
     """Return the code of the reason to measure again before deciding; "" if there is none."""
     for code, most in REASONS:
-        if any(one.code == code and one.value >= most for one in verdict.doubts):
+        if any(doubt.code == code and doubt.value >= most for doubt in verdict.doubts):
             return code
     if not verdict.rate.known:
         # the samples/s are imprecise
@@ -64,7 +64,7 @@ def _lacks_comparison(verdict: Verdict) -> bool:
     """True if time ran out before uneven shares were compared with equal shares or one device."""
     if verdict.chosen.kind != "other_shares":
         return False
-    compared = [one for one in verdict.rivals if one.gain is not None]
+    compared = [rival for rival in verdict.rivals if rival.gain is not None]
     return not compared and any(one.reason == "no_time" for one in verdict.left_out)
 
 
@@ -75,12 +75,12 @@ def find_single(verdict: Verdict) -> Rival | None:
     no batch. It doesn't count if it may differ from the plan by more than a few percent.
     """
     batch = verdict.chosen.global_batch
-    for one in verdict.rivals:
-        if one.kind != "one_device" or not is_equal(one) or one.rate.samples_per_second <= 0:
+    for rival in verdict.rivals:
+        if rival.kind != "one_device" or not is_equal(rival) or rival.rate.samples_per_second <= 0:
             continue
-        same = one.global_batch == batch
-        if same or (one.global_batch < batch and not verdict.batch_given):
-            return one
+        same = rival.global_batch == batch
+        if same or (rival.global_batch < batch and not verdict.batch_given):
+            return rival
     return None
 
 

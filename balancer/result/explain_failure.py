@@ -120,7 +120,9 @@ def _locate_workload(workload: str, why: str) -> str:
 
 def _explain_shards(record: JournalContents) -> Iterator[str]:
     """Yield why the model can't be trained in shards either, if shards were tried."""
-    tried = [one for one in record.observations if one.probe.stage in SHARDED]
+    tried = [
+        observation for observation in record.observations if observation.probe.stage in SHARDED
+    ]
     failed = next((one for one in tried if isinstance(one, Failed)), None)
     full = _active(tried, OutOfMemory) - _active(tried, Timed)
     if failed is not None:
@@ -140,7 +142,9 @@ def _explain_shards(record: JournalContents) -> Iterator[str]:
 
 def _may_fit_in_shards(record: JournalContents) -> bool:
     """True if the sharded state should fit, and no step with shards on all devices was tried."""
-    tried = [one for one in record.observations if one.probe.stage in SHARDED]
+    tried = [
+        observation for observation in record.observations if observation.probe.stage in SHARDED
+    ]
     state = record.facts.state
     if state is None or any(one.probe.layout.traits.together for one in tried):
         return False

@@ -275,11 +275,11 @@ def list_alone(report: SearchReport) -> list[ComparedLayout]:
         if fastest is None:
             continue
         same = [
-            one
-            for one in report.results
-            if one.layout.traits.alone
-            and one.layout.active == (position,)
-            and one.layout.global_batch == batch
+            result
+            for result in report.results
+            if result.layout.traits.alone
+            and result.layout.active == (position,)
+            and result.layout.global_batch == batch
         ]
         best = max(same, key=lambda one: one.throughput.value, default=fastest)
         found.append(compare_alone(chosen, best))
@@ -301,8 +301,8 @@ def _name_rivals(
     """Return the verdict's entries for all layouts compared with the plan, with distinct names."""
     # the single device with which the plan is compared comes first
     chosen = report.chosen
-    known = {one.layout for one in rivals} | {chosen.layout}
-    devices = {one.layout.active for one in rivals if one.layout.traits.alone}
+    known = {rival.layout for rival in rivals} | {chosen.layout}
+    devices = {rival.layout.active for rival in rivals if rival.layout.traits.alone}
     alone = [one for one in list_alone(report) if one.layout not in known]
     # besides the rivals of the race: each device alone, and the fastest layout of all
     further = [one for one in alone if one.layout.active not in devices]
@@ -325,7 +325,7 @@ def _choose_single(
     """Return the single device to compare the plan with; None if there is none."""
     own = chosen.layout.active if chosen.layout.traits.alone else ()
     others = [one for one in alone if one.layout.active != own]
-    first = next((one for one in _list_singles(rivals) if one.layout.active != own), None)
+    first = next((single for single in _list_singles(rivals) if single.layout.active != own), None)
     # no single device took part in the race
     if first is None:
         return max(others, key=lambda one: one.throughput.value, default=None)
@@ -338,7 +338,7 @@ def _choose_single(
 
 def _list_singles(rivals: Sequence[ComparedLayout]) -> list[ComparedLayout]:
     """Return the rivals that use one device and no knobs."""
-    return [one for one in rivals if one.family and one.layout.traits.alone]
+    return [rival for rival in rivals if rival.family and rival.layout.traits.alone]
 
 
 def _find_fastest(report: SearchReport, known: set[Layout]) -> list[ComparedLayout]:
@@ -347,7 +347,7 @@ def _find_fastest(report: SearchReport, known: set[Layout]) -> list[ComparedLayo
     Return an empty list if it isn't faster than the plan.
     """
     batch, chosen = report.problem.global_batch, report.chosen
-    able = [one for one in report.results if batch in (None, one.layout.global_batch)]
+    able = [result for result in report.results if batch in (None, result.layout.global_batch)]
     fastest = max(able, key=lambda one: one.throughput.value, default=chosen)
     if fastest.layout in known or fastest.throughput.value <= chosen.throughput.value:
         return []
@@ -514,14 +514,18 @@ def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[
 def _list_splits_with(report: SearchReport, position: int) -> list[Result]:
     """Return the splits with the device at `position` and at least half of the plan's batch."""
     least = report.chosen.layout.global_batch / NEAR
-    splits = [one for one in report.results if one.layout.traits.together]
-    near = [one for one in splits if one.layout.global_batch >= least]
+    splits = [result for result in report.results if result.layout.traits.together]
+    near = [split for split in splits if split.layout.global_batch >= least]
     return [one for one in near if one.layout.shares[position]]
 
 
 def _best_split(rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
     """Return the best split that could be compared with the plan; None if there is none."""
-    splits = [one for one in rivals if one.family and one.layout.traits.together and one.compared]
+    splits = [
+        rival
+        for rival in rivals
+        if rival.family and rival.layout.traits.together and rival.compared
+    ]
     # rivals are sorted, best first
     return splits[0] if splits else None
 
@@ -530,8 +534,8 @@ def _lacks_split(chosen: Result, rivals: Sequence[ComparedLayout], devices: int)
     """True if one of several devices was chosen, and no split was measured near its batch."""
     if not chosen.layout.traits.alone or devices < 2:
         return False
-    splits = [one for one in rivals if one.family and one.layout.traits.together]
-    return not any(one.compared or not is_known(one.throughput) for one in splits)
+    splits = [rival for rival in rivals if rival.family and rival.layout.traits.together]
+    return not any(split.compared or not is_known(split.throughput) for split in splits)
 
 
 def _find_slow_bfloat16(record: JournalContents, layout: Layout) -> tuple[str, ...]:
@@ -662,7 +666,7 @@ def _find_left_out_hosts(report: SearchReport, devices: Sequence[Device]) -> Ite
 
     chosen = report.chosen
     own = list_hosts(chosen.layout)
-    wider = [one for one in report.results if len(list_hosts(one.layout)) > len(own)]
+    wider = [result for result in report.results if len(list_hosts(result.layout)) > len(own)]
     fastest = max(wider, key=lambda one: one.throughput.value, default=None)
     if not chosen.layout.traits.together or fastest is None:
         return

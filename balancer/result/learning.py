@@ -72,8 +72,8 @@ def _find_frontier(scale: NoiseScale, report: SearchReport) -> tuple[Point, ...]
     # equally fast
     chosen = report.chosen
     # the chosen layout has the same samples/s as in the verdict
-    results = [chosen if one.layout == chosen.layout else one for one in report.results]
-    shared = [one for one in results if one.layout.traits.by_shares]
+    results = [chosen if result.layout == chosen.layout else result for result in report.results]
+    shared = [result for result in results if result.layout.traits.by_shares]
     shared.sort(key=lambda one: (one.layout.global_batch, -one.throughput.value))
     frontier: list[Point] = []
     fastest = -math.inf

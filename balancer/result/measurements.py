@@ -74,14 +74,16 @@ def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Measu
     """Yield the doubts about the chosen layout, and every loss that was NaN or infinite."""
     for one in seen:
         if isinstance(one, Timed):
-            yield from (each for each in one.warnings if each.code == "not_finite")
+            yield from (warning for warning in one.warnings if warning.code == "not_finite")
         if isinstance(one, Timed) and one.probe.layout == chosen:
             yield from one.warnings
         # a disturbed rank looks like one that waits for others, so long disturbances of other
         # layouts in the race count for a layout with several devices
         elif isinstance(one, Timed) and one.probe.stage == Stage.RACE and len(chosen.active) > 1:
             yield from (
-                each for each in one.warnings if each.code == "disturbed" and each.value >= MOSTLY
+                warning
+                for warning in one.warnings
+                if warning.code == "disturbed" and warning.value >= MOSTLY
             )
 
 
@@ -106,12 +108,12 @@ def describe_doubts(
     """Return the verdict's entries for these doubts, with the labels of devices."""
     return tuple(
         VerdictDoubt(
-            one.code,
-            devices[one.device].label if 0 <= one.device < len(devices) else "",
-            one.value,
-            one.taken,
+            doubt.code,
+            devices[doubt.device].label if 0 <= doubt.device < len(devices) else "",
+            doubt.value,
+            doubt.taken,
         )
-        for one in doubts
+        for doubt in doubts
     )
 
 

@@ -136,7 +136,7 @@ def _list_alone(
 
 
 def _find_layout(rivals: Sequence[ComparedLayout], layout: Layout) -> ComparedLayout | None:
-    return next((one for one in rivals if one.layout == layout), None)
+    return next((rival for rival in rivals if rival.layout == layout), None)
 
 
 def _label(layout: Layout, devices: Sequence[Device]) -> str:
@@ -182,7 +182,9 @@ def _write_evidence(
 def _summarize(record: JournalContents, end: SearchEnd) -> SearchSummary:
     return SearchSummary(
         probes=len(record.seen),
-        out_of_memory=sum(isinstance(one, OutOfMemory) for one in record.observations),
+        out_of_memory=sum(
+            isinstance(observation, OutOfMemory) for observation in record.observations
+        ),
         seconds=round(end.seconds, 3),
         seed=record.header.request.seed,
         why_stopped=end.why_stopped,
@@ -193,7 +195,7 @@ def _write_chosen(record: JournalContents, layout: Layout, report: SearchReport)
     """Return the plan's entry for the chosen layout, with its devices' curves and memory."""
     devices, state = record.header.devices, record.facts.state
     written = _write_layout(layout, devices, record.facts, report)
-    ran = [one for one in record.observations if isinstance(one, Timed)]
+    ran = [observation for observation in record.observations if isinstance(observation, Timed)]
     ran = [one for one in ran if one.probe.layout == layout]
     curves = report.curves or (((), 0),) * len(devices)
     shares = []

@@ -148,9 +148,9 @@ def _fastest_split(
     if chosen.layout.traits.together:
         return []
     found = [
-        compare(chosen, Candidate(family_of(one.layout), one.layout), one.throughput)
-        for one in results
-        if one.layout.traits.together
+        compare(chosen, Candidate(family_of(result.layout), result.layout), result.throughput)
+        for result in results
+        if result.layout.traits.together
     ]
     fastest = max(found, key=lambda one: (one.compared, one.throughput.value), default=None)
     raced = [one.candidate.layout for one in ranking]
@@ -212,7 +212,7 @@ def name_rivals(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) 
     """
     layout = chosen.layout
     own = Candidate(find_own_family(layout), layout)
-    return name_all([own, *(one.candidate for one in rivals)], devices)[1:]
+    return name_all([own, *(rival.candidate for rival in rivals)], devices)[1:]
 
 
 def find_larger(chosen: Result, rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
@@ -223,7 +223,7 @@ def find_larger(chosen: Result, rivals: Sequence[ComparedLayout]) -> ComparedLay
     """
     if not chosen.layout.traits.by_shares:
         return None
-    faster = [one for one in rivals if one.candidate.synchronous and one.gain < 0]
+    faster = [rival for rival in rivals if rival.candidate.synchronous and rival.gain < 0]
     larger = [one for one in faster if one.layout.global_batch > chosen.layout.global_batch]
     return min(larger, key=lambda one: one.gain, default=None)
 
@@ -259,7 +259,10 @@ def printed_gain(own: float, other: float) -> float:
 
 def is_rough(*intervals: Interval) -> bool:
     """True if a value is too imprecise for decimals in a gain computed from it."""
-    return any(relative_error(one.value, one.low, one.high) > COARSE for one in intervals)
+    return any(
+        relative_error(interval.value, interval.low, interval.high) > COARSE
+        for interval in intervals
+    )
 
 
 def write_gain(gain: float, *intervals: Interval) -> str:

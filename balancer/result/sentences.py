@@ -146,7 +146,7 @@ PLANS: dict[LayoutKind, str] = {
 def _write_reason(verdict: Verdict, reason: str) -> str:
     """Return why the user should measure again, as a clause."""
     # `reason` is "uncompared", "uncertain", or the code of one of the verdict's doubts
-    value = max((one.value for one in verdict.doubts if one.code == reason), default=0.0)
+    value = max((doubt.value for doubt in verdict.doubts if doubt.code == reason), default=0.0)
     if reason == "disturbed":
         return (
             f"other work took CPU time in {percent(value)} of the blocks of steps. Stop it and "
@@ -225,7 +225,7 @@ def _find_even_split(verdict: Verdict) -> Rival | None:
         return None
     if advice is not None and advice.action == "one_device":
         return None
-    evens = [one for one in verdict.rivals if one.kind == "equal_shares"]
+    evens = [rival for rival in verdict.rivals if rival.kind == "equal_shares"]
     wide = [one for one in evens if len(one.devices) >= len(chosen.devices)]
     # the fewest devices, but at least as many as the plan uses
     even = min(wide, key=lambda one: len(one.devices), default=None)
@@ -238,7 +238,7 @@ def find_best_split(verdict: Verdict) -> Rival | None:
     Such a plan is a single device, a pack (several trainings on one device) or a placement. Return
     None if no split was measured near the plan's batch.
     """
-    splits = [one for one in verdict.rivals if one.kind in SPLITS]
+    splits = [rival for rival in verdict.rivals if rival.kind in SPLITS]
     return next(filter(_can_be_stated, splits), None)
 
 
@@ -248,7 +248,7 @@ def find_alone(verdict: Verdict) -> Rival | None:
     A plan with one device is compared with another device. Return None also if nothing can be said
     about the gain.
     """
-    alone = [one for one in verdict.rivals if one.kind == "one_device"]
+    alone = [rival for rival in verdict.rivals if rival.kind == "one_device"]
     if verdict.chosen.kind == "one_device":
         alone = [one for one in alone if one.devices != verdict.chosen.devices]
     return alone[0] if alone and _can_be_stated(alone[0]) else None
@@ -424,7 +424,7 @@ def _name_better_known_layouts(verdict: Verdict) -> Iterator[str]:
     if verdict.rate.known:
         return
     own = verdict.rate.samples_per_second
-    faster = [one for one in verdict.rivals if one.rate.known]
+    faster = [rival for rival in verdict.rivals if rival.rate.known]
     faster = [one for one in faster if one.rate.samples_per_second > own]
     for one in faster[:MOST_NAMED]:
         name, speed = one.name[:1].upper() + one.name[1:], rate(one.rate.samples_per_second)
@@ -478,7 +478,9 @@ def _describe_sum_loss(verdict: Verdict) -> Iterator[str]:
     if loss is None:
         return
     head = f"The plan reaches {percent(loss.fraction)} of the sum of all devices alone"
-    slowed = [one.device for one in verdict.doubts if one.code == "throttled" and one.device]
+    slowed = [
+        doubt.device for doubt in verdict.doubts if doubt.code == "throttled" and doubt.device
+    ]
     if slowed:
         yield f"{head}: {join_words(slowed)} was held back while the devices trained together."
     else:
@@ -549,7 +551,7 @@ def _describe_faster_layouts(verdict: Verdict) -> Iterator[str]:
     """Yield the layouts that had more samples/s than the plan, and why they weren't chosen."""
     if not verdict.rate.known:
         return
-    faster = [one for one in verdict.rivals if one.why_not is not None]
+    faster = [rival for rival in verdict.rivals if rival.why_not is not None]
     faster.sort(key=lambda one: -one.rate.samples_per_second)
     larger = [one for one in faster if one.why_not == "tolerance"][:MOST_NAMED]
     if larger:
@@ -610,7 +612,9 @@ def _write_batches(one: Rival) -> str:
 
 def _explain_plus_minus(verdict: Verdict) -> Iterator[str]:
     """Yield what ± means, if a gap between plan and rival is smaller than its error."""
-    gaps = [one.difference for one in verdict.rivals if one.tie and one.difference is not None]
+    gaps = [
+        rival.difference for rival in verdict.rivals if rival.tie and rival.difference is not None
+    ]
     close = any(gap.low <= 0 <= gap.high for gap in gaps)
     if close and verdict.rate.known:
         yield "± is half of a 95 % interval: a difference below its own ± is too close to call."
@@ -640,19 +644,19 @@ def _describe_knobs(verdict: Verdict) -> Iterator[str]:
     """Yield the gain or loss in speed of each tried knob (an option such as XLA)."""
     if not verdict.rate.known:
         return
-    for one in verdict.rivals:
-        if one.kind != "knobs" or one.gain is None or _find_workers(verdict, one) is not None:
+    for rival in verdict.rivals:
+        if rival.kind != "knobs" or rival.gain is None or _find_workers(verdict, rival) is not None:
             continue
-        knobs = one.knobs or verdict.chosen.knobs
+        knobs = rival.knobs or verdict.chosen.knobs
         what = join_words([KNOBS.get(knob, knob) for knob in knobs])
-        in_turn = f", {ALTERNATELY}" if one.paired else ""
+        in_turn = f", {ALTERNATELY}" if rival.paired else ""
         what = what[:1].upper() + what[1:]
-        if one.tie:
+        if rival.tie:
             yield f"{what} makes no difference."
-        elif one.knobs:
-            yield f"{what} loses {_write_percent_lost(one.gain)}{in_turn}."
-        elif one.batches == verdict.chosen.batches:
-            yield f"{what} gives {percent(one.gain, 0 if one.gain >= 0.02 else 1)}{in_turn}."
+        elif rival.knobs:
+            yield f"{what} loses {_write_percent_lost(rival.gain)}{in_turn}."
+        elif rival.batches == verdict.chosen.batches:
+            yield f"{what} gives {percent(rival.gain, 0 if rival.gain >= 0.02 else 1)}{in_turn}."
 
 
 def _find_workers(verdict: Verdict, one: Rival) -> str | None:
@@ -667,9 +671,9 @@ def _find_workers(verdict: Verdict, one: Rival) -> str | None:
 def _describe_workers(verdict: Verdict) -> Iterator[str]:
     """Yield the samples/s for each number of loader workers, the fastest first, and advice."""
     tried = [
-        (how, one.rate)
-        for one in verdict.rivals
-        if (how := _find_workers(verdict, one)) is not None
+        (how, rival.rate)
+        for rival in verdict.rivals
+        if (how := _find_workers(verdict, rival)) is not None
     ]
     if not tried:
         return
@@ -697,7 +701,7 @@ def _write_percent_lost(gain: float) -> str:
 
 def _describe_packs(verdict: Verdict) -> Iterator[str]:
     """Yield how much slower the best pack and the best placement are than the plan."""
-    others = [one for one in verdict.rivals if one.kind in ("side_by_side", "placed")]
+    others = [rival for rival in verdict.rivals if rival.kind in ("side_by_side", "placed")]
     yield from _describe_slower_layouts(verdict, others)
     # ties, and layouts that are too uncertain to compare, have sentences of their own
     tied = [one.name for one in others if one.tie and not one.unclear][:MOST_NAMED]
@@ -813,7 +817,7 @@ def _describe_left_out_hosts(verdict: Verdict) -> Iterator[str]:
     hosts = [one for one in verdict.left_out if one.kind == "host"]
     if not hosts:
         return
-    names = [one.name for one in hosts]
+    names = [host.name for host in hosts]
     one = hosts[0]
     at = f", at {one.global_batch} samples," if one.global_batch else ""
     seconds = one.network_seconds * 1000
@@ -917,12 +921,12 @@ def write_unfinished(one: Unfinished) -> str:
 
 def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
     """Yield the doubts about the plan's measurements, and a warning of unequal devices."""
-    changed = max((one.value for one in verdict.doubts if one.code == "changed"), default=0.0)
-    for one in verdict.doubts:
+    changed = max((doubt.value for doubt in verdict.doubts if doubt.code == "changed"), default=0.0)
+    for doubt in verdict.doubts:
         # repeated measurements differ by more than their noise
-        if one.code == "noisy" and changed > abs(one.value):
+        if doubt.code == "noisy" and changed > abs(doubt.value):
             continue
-        yield write_doubt(one, verdict.on_gpus)
+        yield write_doubt(doubt, verdict.on_gpus)
     twins = verdict.unequal_devices
     if twins is not None:
         yield (
@@ -1062,7 +1066,7 @@ def write_end(verdict: Verdict, words: str) -> str:
         return f"Nothing left to measure is expected to gain more than {part} (--tolerance)."
     if verdict.stopped != "tied":
         return words
-    tied = [one for one in verdict.rivals if one.tie][:MOST_NAMED]
+    tied = [rival for rival in verdict.rivals if rival.tie][:MOST_NAMED]
     if not tied:
         return "More turns within the budget would not make the rates more certain."
     names = join_words([f"{one.name} ({_write_batches(one)})" for one in tied])
@@ -1136,7 +1140,7 @@ def find_one_device_command(finished: Finished) -> str:
     host, _, own = label.rpartition("/")
     kind, _, number = own.lower().partition(":")
     shares = finished.plan.layout.share
-    ids = [each.device for each in shares if (each.host, str(each.index)) == (host, number)]
+    ids = [share.device for share in shares if (share.host, str(share.index)) == (host, number)]
     if not ids:
         return ""
     visible = find_backend(kind).show(ids[:1])

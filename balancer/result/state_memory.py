@@ -85,10 +85,10 @@ def write_adapters(memory: StateMemory) -> list[str]:
     A sentence has the memory that the method needs, and the devices that have enough.
     """
     sentences = []
-    for each in memory.adapters:
+    for adapter in memory.adapters:
         fits = "no device holds that alone"
-        if each.fits_on:
-            fits = f"that fits {join_words(each.fits_on, 'or')} alone"
-        need = size(each.state_bytes)
-        sentences.append(f"{each.description} would take about {need} and activations: {fits}.")
+        if adapter.fits_on:
+            fits = f"that fits {join_words(adapter.fits_on, 'or')} alone"
+        need = size(adapter.state_bytes)
+        sentences.append(f"{adapter.description} would take about {need} and activations: {fits}.")
     return sentences

@@ -105,7 +105,7 @@ def _find_looks(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
     """Return the measurements that also timed steps without input or waiting for the host."""
     turns = _find_turns(seen, layout)
     # without input: one batch is reused; without waiting: all kernels are enqueued first
-    return [one for one in turns if one.kept is not None or one.enqueued_seconds is not None]
+    return [turn for turn in turns if turn.kept is not None or turn.enqueued_seconds is not None]
 
 
 class _Measured:
@@ -125,7 +125,7 @@ class _Measured:
 
     def parts_of(self, position: int) -> list[tuple[Timed, PartSeconds]]:
         """Return each measurement with the parts of this device's step, where they are known."""
-        return [(one, part) for one in self.turns if (part := one.parts[position]) is not None]
+        return [(turn, part) for turn in self.turns if (part := turn.parts[position]) is not None]
 
     def share(self, position: int, name: str) -> float | None:
         """Return the mean fraction of a device's step that one part takes; None if unknown.
@@ -151,9 +151,9 @@ class _Measured:
     def own_s(self, position: int) -> float:
         """Return a device's compute time (own work) per step in seconds; 0 if unknown."""
         known = [
-            own / one.step_seconds
-            for one in self.turns
-            if (own := one.device_seconds[position]) is not None and one.step_seconds > 0
+            own / turn.step_seconds
+            for turn in self.turns
+            if (own := turn.device_seconds[position]) is not None and turn.step_seconds > 0
         ]
         return fmean(known) * self.step_s if known else 0.0
 
@@ -232,11 +232,11 @@ def _find_step_without_input(measured: _Measured) -> tuple[float, float] | None:
     """
     scaled = []
     errors = []
-    for one in measured.looks:
-        if one.kept is not None:
-            scale = measured.step_s / one.step_seconds
-            scaled.append(scale * one.kept.step_seconds)
-            errors.append(scale * (one.kept.high_seconds - one.kept.low_seconds) / 2)
+    for look in measured.looks:
+        if look.kept is not None:
+            scale = measured.step_s / look.step_seconds
+            scaled.append(scale * look.kept.step_seconds)
+            errors.append(scale * (look.kept.high_seconds - look.kept.low_seconds) / 2)
     if not scaled:
         return None
     count = len(scaled)
@@ -455,12 +455,12 @@ def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
     rows = [layout.shares[i] for i in layout.computing]
     if len(rows) < 2 or not layout.traits.by_shares or max(rows) - min(rows) <= 1:
         return []
-    for one in report.results:
-        same = one.layout.active == layout.active and one.layout.global_batch == sum(rows)
-        equal = [one.layout.shares[i] for i in one.layout.computing]
-        if not same or max(equal) - min(equal) > 1 or one.layout.knobs != layout.knobs:
+    for result in report.results:
+        same = result.layout.active == layout.active and result.layout.global_batch == sum(rows)
+        equal = [result.layout.shares[i] for i in result.layout.computing]
+        if not same or max(equal) - min(equal) > 1 or result.layout.knobs != layout.knobs:
             continue
-        step_s, even_s = sum(rows) / chosen.throughput.value, sum(rows) / one.throughput.value
+        step_s, even_s = sum(rows) / chosen.throughput.value, sum(rows) / result.throughput.value
         error_s = (sum(rows) / chosen.throughput.low - sum(rows) / chosen.throughput.high) / 2
         part = StepPart(
             kind=LimitKind.UNEQUAL,

@@ -209,7 +209,7 @@ class Budget:
 
         The number may be fractional, and is infinite without a budget.
         """
-        each = sum(max(self.least_seconds(one), BASE_SECONDS[Stage.RACE]) for one in layouts)
+        each = sum(max(self.least_seconds(layout), BASE_SECONDS[Stage.RACE]) for layout in layouts)
         if not each:
             return 0.0
         return max(0.0, LATER_TURNS_END_BY * self.seconds - self.spent) / each

@@ -312,7 +312,7 @@ class Evaluation:
         """The results of all layouts that ran as one training and may run again."""
         found = self._seen.timed(Stage.SOLO, Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.RACE)
         trainings = [one for one in found if one.probe.layout.traits.by_shares]
-        ran = [one for one in trainings if self.policy.is_sensible(one.probe.layout)]
+        ran = [training for training in trainings if self.policy.is_sensible(training.probe.layout)]
         # all of them, if none may run again
         layouts = [one.probe.layout for one in self._seen.still_fit(ran) or ran]
         turns = {layout: self._turns(layout) for layout in layouts}
@@ -324,7 +324,7 @@ class Evaluation:
     def _samples_per_second(self, turns: Turns) -> Interval:
         """Return the samples/s over some turns, with their interval."""
         interval = throughput(turns)
-        if not all(one.lone for one in turns.values()):
+        if not all(turn.lone for turn in turns.values()):
             return interval
         # turns with a single step don't show its noise: the typical error of such turns is used
         return widen(interval, self._lone_error / math.sqrt(len(turns)))
@@ -357,7 +357,7 @@ class Evaluation:
         ranking = self.ranking()
         results = self.results()
         raced = [one.candidate.layout for one in ranking]
-        ran = [one.layout for one in results]
+        ran = [result.layout for result in results]
         layouts = list(dict.fromkeys((self.best.layout, *raced, *ran)))
         splits = [layout for layout in ran if layout.traits.together]
         race = self.race
@@ -412,7 +412,7 @@ class Evaluation:
 
     def solos(self) -> tuple[Result | None, ...]:
         """Return the best result of each device alone, by position; None if it never ran alone."""
-        alone = [one for one in self.results() if one.layout.traits.alone]
+        alone = [result for result in self.results() if result.layout.traits.alone]
         fastest = {one.layout.active[0]: one for one in reversed(alone)}
         return tuple(fastest.get(i) for i in range(self.problem.devices))
 
@@ -452,7 +452,7 @@ class Evaluation:
             missing.append(layout_of(tuple(int(i in live) for i in range(self.problem.devices))))
         enough = budget.budget_with_more_turns(sum(map(budget.least_seconds, missing)))
         # packs that were still gaining get one more step
-        grown = sum(budget.least_seconds(one.layout) for one in self._growing_packs)
+        grown = sum(budget.least_seconds(pack.layout) for pack in self._growing_packs)
         if not grown:
             return enough
         return max(enough, budget.budget_with_larger_packs(grown + self.race.turn_seconds))

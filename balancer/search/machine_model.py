@@ -106,7 +106,7 @@ class MachineModel:
         self.groups = group_devices(evidence, problem.limits)
         groups = sorted((i, group) for group in self.groups for i in group)
         self.devices = tuple(DeviceModel(i, problem, time, evidence, group) for i, group in groups)
-        self.live = tuple(one.position for one in self.devices if not one.is_unusable)
+        self.live = tuple(device.position for device in self.devices if not device.is_unusable)
 
     @cached_property
     def splits(self) -> tuple[Timed, ...]:
@@ -144,7 +144,7 @@ class MachineModel:
 
         The first index is the number of hosts, the second the number of devices.
         """
-        samples = [self._exchange_sample(one) for one in self.splits]
+        samples = [self._exchange_sample(split) for split in self.splits]
         costs = fit_exchange_costs(samples, self.problem.devices, len(set(self.hosts)))
         return self._with_link(costs, max((k for k, *_ in samples), default=1))
 
@@ -164,12 +164,12 @@ class MachineModel:
         batch = self.problem.global_batch
         # what is left of the exchange on the device that hides most of it behind its computation
         left = []
-        for one in self.split_curves:
+        for curve in self.split_curves:
             # the batch is divided evenly; a free batch is as large as fits
-            share = one.limit if batch is None else max(1, batch // ranks)
-            own_s = one.curve.seconds(share)
+            share = curve.limit if batch is None else max(1, batch // ranks)
+            own_s = curve.curve.seconds(share)
             if self.problem.all_together:
-                passes = math.ceil(share / one.limit)
+                passes = math.ceil(share / curve.limit)
                 each_s = shard_pass_seconds(self.problem.parameter_bytes, ranks, link)
                 left.append(passes * each_s - HIDDEN_IN_SHARDS * own_s)
             else:
@@ -183,7 +183,7 @@ class MachineModel:
 
         None without splits.
         """
-        layouts = [one.probe.layout for one in self.splits]
+        layouts = [split.probe.layout for split in self.splits]
         if not layouts:
             return None
         return self.exchange_seconds(max(layouts, key=lambda one: len(one.active)).active)
@@ -218,7 +218,9 @@ class MachineModel:
         """
         layout = split.probe.layout
         devices = [self.devices[i] for i in layout.active]
-        return [one.seconds(layout, one.solo_curve) for one in devices if one.solo_curve]
+        return [
+            device.seconds(layout, device.solo_curve) for device in devices if device.solo_curve
+        ]
 
     def predicted_rate(self, layout: Layout) -> float:
         """Return the samples/s of a solo or split layout according to the curves.

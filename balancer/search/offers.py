@@ -53,10 +53,10 @@ class Offers:
         They include the smallest pack of each mode in which packs were tried but none ever ran.
         """
         found = []
-        for one in self.candidates:
-            failure = self._seen.first_failure(one.layout)
+        for candidate in self.candidates:
+            failure = self._seen.first_failure(candidate.layout)
             if failure is not None:
-                found.append((one, failure))
+                found.append((candidate, failure))
         for _, packing in self.view.packings:
             if packing.seen and not any(isinstance(one, Timed) for one in packing.seen):
                 smallest = packing.seen[0]

@@ -69,7 +69,8 @@ class Predictions:
         if not self._is_limited_by_memory(at_once):
             return at_once
         devices = [
-            self.machine.devices[each.position].in_passes(each) for each in self._trusted_devices
+            self.machine.devices[device.position].in_passes(device)
+            for device in self._trusted_devices
         ]
         in_passes = self._fastest_split_over(devices)
         if in_passes is None or at_once is None:
@@ -81,9 +82,9 @@ class Predictions:
         """True if a device has time for more rows than fit in one pass, and may use several."""
         # as much time as a step of `found` takes, or unlimited time if that is None
         seconds = found.seconds if found else math.inf
-        for each in self._trusted_devices:
-            most = each.curve.largest(seconds, each.limit, self.machine.quantum)
-            if self.machine.devices[each.position].pass_rows and most >= each.limit:
+        for device in self._trusted_devices:
+            most = device.curve.largest(seconds, device.limit, self.machine.quantum)
+            if self.machine.devices[device.position].pass_rows and most >= device.limit:
                 return True
         return False
 
@@ -104,10 +105,10 @@ class Predictions:
         if self.problem.global_batch is not None:
             return None
         found = []
-        for each in self._trusted_devices:
-            most = each.curve.largest(seconds, each.limit, self.machine.quantum)
+        for device in self._trusted_devices:
+            most = device.curve.largest(seconds, device.limit, self.machine.quantum)
             if most:
-                found.append(DeviceCurve(each.position, each.curve, most))
+                found.append(DeviceCurve(device.position, device.curve, most))
         return self._fastest_split_over(found)
 
     def rate_of(self, batch: int) -> float:
@@ -144,9 +145,9 @@ class Predictions:
     def _trusted_devices(self) -> tuple[DeviceCurve, ...]:
         """The devices, each limited to the batches for which its curve can be trusted."""
         found = []
-        for one in self.machine.split_curves:
-            limit = self.machine.devices[one.position].trusted_rows(one.curve, one.limit)
-            found.append(DeviceCurve(one.position, one.curve, limit))
+        for curve in self.machine.split_curves:
+            limit = self.machine.devices[curve.position].trusted_rows(curve.curve, curve.limit)
+            found.append(DeviceCurve(curve.position, curve.curve, limit))
         return tuple(found)
 
     # ------------------------------------------------------------------ one device
@@ -221,10 +222,10 @@ class Predictions:
     def _smallest_singles_reaching(self, rate: float) -> list[Allocation | None]:
         """Return each device's smallest batch that reaches `rate` alone; None if none does."""
         found = []
-        for one in self.machine.split_curves:
-            alone = self.machine.devices[one.position].solo_curve
+        for curve in self.machine.split_curves:
+            alone = self.machine.devices[curve.position].solo_curve
             if alone:
-                device = DeviceCurve(one.position, alone, one.limit)
+                device = DeviceCurve(curve.position, alone, curve.limit)
                 limit = self.problem.max_global_batch
                 found.append(waterfill.single_reaching(device, rate, self.machine.quantum, limit))
         return found

@@ -58,7 +58,11 @@ class Race:
     def running(self) -> tuple[Candidate, ...]:
         """The candidates that did not fail in the race and whose devices are all available."""
         candidates = self.offers.candidates
-        here = (one for one in candidates if not self._seen.gone.keys() & one.layout.active)
+        here = (
+            candidate
+            for candidate in candidates
+            if not self._seen.gone.keys() & candidate.layout.active
+        )
         return tuple(one for one in here if self._seen.first_failure(one.layout) is None)
 
     def repeat_best(self, chosen: Layout) -> tuple[Probe, ...]:
@@ -69,7 +73,7 @@ class Race:
         """
         if self._problem.budget_seconds is None:
             return ()
-        others = [one.candidate for one in self._without_knobs if one.candidate.layout != chosen]
+        others = [knob.candidate for knob in self._without_knobs if knob.candidate.layout != chosen]
         best = [Candidate(family_of(chosen), chosen), *others[: not chosen.knobs]]
         whole = [one for one in best if self._seen.first_failure(one.layout) is None]
         return self._next_turn(whole, Stage.KNOBS if chosen.knobs else Stage.RACE, settled=True)
@@ -108,7 +112,7 @@ class Race:
         Once the winner has been measured with knobs, its layouts with knobs are included.
         """
         rivals = self._knob_rivals
-        turns = {one.layout: self._seen.turns(one.layout, Stage.KNOBS) for one in rivals}
+        turns = {rival.layout: self._seen.turns(rival.layout, Stage.KNOBS) for rival in rivals}
         tried = rank(rivals, turns, self._problem)
         return (*tried, *self._without_knobs[1:]) if len(tried) > 1 else self._without_knobs
 
@@ -189,7 +193,7 @@ class Race:
         Return an empty tuple if no rival needs a turn or the budget doesn't allow the probe.
         """
         # `settled`: the winner is known, so all rivals take part, and no time is reserved
-        taken = {one.layout: set(self._seen.turns(one.layout, stage)) for one in rivals}
+        taken = {rival.layout: set(self._seen.turns(rival.layout, stage)) for rival in rivals}
         # further turns replace those in which a device was throttled
         for layout, turns in taken.items():
             turns.update(seen.probe.turn for seen in self._seen.timed_in(layout, stage))
@@ -230,7 +234,7 @@ class Race:
         for one in rivals:
             taken = self._seen.turns(one.layout, stage)
             turns[one.layout] = {turn: seen for turn, seen in taken.items() if turn < before}
-        ran = [one for one in rivals if turns[one.layout]]
+        ran = [rival for rival in rivals if turns[rival.layout]]
         held = [one for one in ran if _was_held_back_in_only_turn(turns[one.layout])]
         # nothing can be decided before these rivals have another turn
         if held:
@@ -251,7 +255,7 @@ class Race:
         for knob in self.options.knobs:
             layout = msgspec.structs.replace(winner.layout, knobs=(knob,))
             rivals.append(Candidate(winner.family, layout))
-        return [one for one in rivals if self._seen.first_failure(one.layout) is None]
+        return [rival for rival in rivals if self._seen.first_failure(rival.layout) is None]
 
     @property
     def turn_seconds(self) -> float:
@@ -265,7 +269,7 @@ class Race:
     @cached_property
     def _knobs_seconds(self) -> float:
         """The minimum time, in seconds, to measure the winner once with each knob."""
-        return sum(self._budget.least_seconds(one.layout) for one in self._knob_rivals)
+        return sum(self._budget.least_seconds(rival.layout) for rival in self._knob_rivals)
 
 
 def _was_held_back_in_only_turn(turns: Turns) -> bool:

@@ -118,7 +118,7 @@ def rank(
 
     `turns` has the measurements of each layout. The problem decides which candidate wins.
     """
-    ran = [one for one in candidates if turns.get(one.layout)]
+    ran = [candidate for candidate in candidates if turns.get(candidate.layout)]
     ran.sort(key=lambda one: -throughput(turns[one.layout]).value)
     if not ran:
         return ()
@@ -254,7 +254,7 @@ def throughput(turns: Turns) -> Interval:
 def _pooled_deviation(assumed: float, values: Sequence[float]) -> float:
     """Return the standard deviation of a single turn, given one value per turn."""
     mean = fmean(values)
-    spread = math.fsum((each - mean) ** 2 for each in values)
+    spread = math.fsum((value - mean) ** 2 for value in values)
     # a few turns may agree by chance, so the `assumed` variance counts as `DRIFT_WEIGHT` turns
     return math.sqrt((DRIFT_WEIGHT * assumed + spread) / (DRIFT_WEIGHT + len(values) - 1))
 

@@ -184,7 +184,7 @@ class RowPolicy:
         splits = [
             one for one in map(self.predictions.split_over, self._list_device_sets(costs)) if one
         ]
-        enough = [one for one in splits if one.samples_per_second >= least]
+        enough = [split for split in splits if split.samples_per_second >= least]
         return sorted(enough, key=value, reverse=True)[:LIKELY_SETS]
 
     def _list_device_sets(self, costs: list[tuple[float, float]]) -> Iterator[tuple[int, ...]]:
@@ -229,9 +229,9 @@ class RowPolicy:
         """Return the samples/s of every explored split of the requested batch that still fits."""
         batch = self.problem.global_batch
         found = [
-            one
-            for one in self.machine.fitting_splits
-            if batch in (None, one.probe.layout.global_batch)
+            split
+            for split in self.machine.fitting_splits
+            if batch in (None, split.probe.layout.global_batch)
         ]
         # the highest value of a layout comes last, and is kept
         found.sort(key=lambda one: one.samples_per_second)

@@ -87,7 +87,8 @@ class SplitStage:
         """The highest samples/s of the layouts that ran and could be the plan."""
         # as predicted now
         splits = [
-            self._machine.predicted_rate(one.probe.layout) for one in self._machine.fitting_splits
+            self._machine.predicted_rate(split.probe.layout)
+            for split in self._machine.fitting_splits
         ]
         # as measured
         others_idle = [one.samples_per_second for one in self._machine.others_idle.values()]
@@ -122,7 +123,7 @@ class SplitStage:
         if not self._machine.fitting_splits:
             return True
         raced = [self._seen.turns(seen.probe.layout) for seen in self._seen.timed_race()]
-        rates = [one.samples_per_second for turns in raced for one in turns.values()]
+        rates = [turn.samples_per_second for turns in raced for turn in turns.values()]
         best = max(self._best_rate, self._predictions.best_single_rate, *rates)
         return wanted.samples_per_second > best * (1 + self._budget.least_gain)
 

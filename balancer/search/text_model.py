@@ -65,9 +65,9 @@ def fit_step_cost(points: Sequence[WorkPoint]) -> StepCost | None:
     """
     if len(points) < FEWEST_SIZES:
         return None
-    works = [(one.work.passes, one.work.padded, one.work.padded_lengths) for one in points]
-    seconds = [one.seconds for one in points]
-    errors = [one.error * one.seconds for one in points]
+    works = [(point.work.passes, point.work.padded, point.work.padded_lengths) for point in points]
+    seconds = [point.seconds for point in points]
+    errors = [point.error * point.seconds for point in points]
     rates, missed = fit_rates([(0.0, *work) for work in works], seconds, errors)
     with_steps, less = fit_rates([(1.0, *work) for work in works], seconds, errors)
     # in doubt, time belongs to passes: if they seemed free, rows would get ever smaller passes
@@ -228,10 +228,10 @@ class TextModel(MachineModel):
         """Return how many times longer a device computes in splits than alone; 1 if unknown."""
         own = 0.0
         expected = 0.0
-        for one in self.splits:
-            seconds = one.device_seconds[position]
-            work = _work(one, position)
-            all_known = all(one.device_seconds[i] for i in one.probe.layout.active)
+        for split in self.splits:
+            seconds = split.device_seconds[position]
+            work = _work(split, position)
+            all_known = all(split.device_seconds[i] for i in split.probe.layout.active)
             if seconds and work and all_known:
                 own += seconds
                 expected += alone.seconds(work)

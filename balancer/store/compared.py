@@ -136,10 +136,13 @@ def compare_plans(before: str, one: Plan, after: str, other: Plan) -> RunDiffere
     `before` and `after` are the names of the runs. Raises RequestError if a plan has no samples/s.
     """
     throughputs = [one.throughput, other.throughput]
-    if not all(each.samples_per_second > 0 for each in throughputs):
+    if not all(throughput.samples_per_second > 0 for throughput in throughputs):
         raise RequestError("A plan has no samples/s.", "Compare runs that measured some.")
     ratio = throughputs[0].samples_per_second / throughputs[1].samples_per_second
-    errors = [(each.high - each.low) / 2 / each.samples_per_second for each in throughputs]
+    errors = [
+        (throughput.high - throughput.low) / 2 / throughput.samples_per_second
+        for throughput in throughputs
+    ]
     error = max(math.hypot(*errors), LEAST_ERROR)
     return RunDifference(
         kind="search",
@@ -178,7 +181,7 @@ def _list_windows(training: RecordedTraining) -> list[StepsEntry]:
 
 def _batch(windows: Sequence[StepsEntry]) -> float:
     """Return the mean number of rows per step of these windows."""
-    return sum(each.samples for each in windows) / sum(each.steps for each in windows)
+    return sum(window.samples for window in windows) / sum(window.steps for window in windows)
 
 
 class _Mean(msgspec.Struct, frozen=True):
@@ -209,15 +212,15 @@ def _compare_quick_steps(
 
     The error is half of the 95 % interval, as a fraction of the ratio.
     """
-    starts = [each.start for each in trainings]
+    starts = [training.start for training in trainings]
     quick = [
         [QuickWindow(each.quick_s * each.steps / each.samples, each.core_s) for each in own]
         for own in windows
     ]
     same_loop = starts[0].python == starts[1].python
     steps, shared = compare_quick_steps(quick, same_loop)
-    error = math.hypot(START_ERROR, shared, *(each.error for each in steps))
-    return [_Mean(each.seconds, each.error * each.seconds) for each in steps], error
+    error = math.hypot(START_ERROR, shared, *(step.error for step in steps))
+    return [_Mean(step.seconds, step.error * step.seconds) for step in steps], error
 
 
 def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]) -> float:
@@ -234,7 +237,7 @@ def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]
     longer = 0.0
     for field in RARE:
         part = _per_sample(_part(field))
-        before, after = [_mean(each, part, 0.0) for each in trainings]
+        before, after = [_mean(training, part, 0.0) for training in trainings]
         error = math.hypot(before.error / disturbed[0], after.error / disturbed[1])
         longer += max(0.0, after.value / disturbed[1] - before.value / disturbed[0] - error)
     return longer
@@ -260,21 +263,21 @@ def _per_sample(part: Callable[[StepsEntry], float]) -> Callable[[StepsEntry], f
 
 def _group_into_blocks(windows: Sequence[StepsEntry]) -> list[list[StepsEntry]]:
     """Divide the windows, in order, into at most `MOST_BLOCKS` blocks of about equal duration."""
-    whole_s = sum(each.seconds for each in windows)
+    whole_s = sum(window.seconds for window in windows)
     count = min(MOST_BLOCKS, len(windows))
     blocks: list[list[StepsEntry]] = [[] for _ in range(count)]
     so_far_s = 0.0
-    for each in windows:
-        middle = (so_far_s + each.seconds / 2) / whole_s
-        blocks[min(count - 1, int(middle * count))].append(each)
-        so_far_s += each.seconds
+    for window in windows:
+        middle = (so_far_s + window.seconds / 2) / whole_s
+        blocks[min(count - 1, int(middle * count))].append(window)
+        so_far_s += window.seconds
     return [block for block in blocks if block]
 
 
 def _weighted_mean(windows: Sequence[StepsEntry], metric: Callable[[StepsEntry], float]) -> float:
     """Return the mean of `metric` over the windows, weighted by the windows' durations."""
-    seconds = sum(each.seconds for each in windows)
-    return sum(metric(each) * each.seconds for each in windows) / seconds
+    seconds = sum(window.seconds for window in windows)
+    return sum(metric(window) * window.seconds for window in windows) / seconds
 
 
 def _compare_phases(
@@ -282,7 +285,7 @@ def _compare_phases(
 ) -> list[PhaseDifference]:
     """Return the differences between the parts of two trainings' steps, with their intervals."""
     # none if a training's ranks don't report the parts
-    known = [[each for each in windows if each.sums.steps] for windows in (first, second)]
+    known = [[window for window in windows if window.sums.steps] for windows in (first, second)]
     if not all(known):
         return []
     found = []

@@ -97,7 +97,7 @@ def list_links(devices: Sequence[Device], driver: str) -> tuple[Link, ...]:
     labels = {device.id: device.label for device in devices}
     found = []
     for ids, measurement in _find_newest(devices, driver).items():
-        names = tuple(labels[each] for each in labels if each in ids)
+        names = tuple(labels[label] for label in labels if label in ids)
         found.append(Link(names, measurement.path, measurement.bytes_per_second))
     return tuple(sorted(found, key=lambda link: (len(link.devices), link.devices)))
 

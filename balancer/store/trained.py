@@ -51,7 +51,7 @@ def find_trained(plan: Plan, trainings: Iterable[RecordedTraining]) -> Trained |
     `trainings` are sorted, the last training first. Return None if no training with the plan has
     reported a speed.
     """
-    parts = [_by_plan(plan, each) for each in trainings]
+    parts = [_by_plan(plan, training) for training in trainings]
     parts = list(filter(_speeds, parts))
     if not parts:
         return None
@@ -79,7 +79,9 @@ def _is_start_of(plan: Plan, start: StartEntry) -> bool:
 
 
 def _speeds(entries: Sequence[TrainingEntry]) -> list[SpeedEntry]:
-    return [each for each in entries if isinstance(each, SpeedEntry) and each.samples_per_second]
+    return [
+        entry for entry in entries if isinstance(entry, SpeedEntry) and entry.samples_per_second
+    ]
 
 
 def _explain_slowness(entries: Sequence[TrainingEntry]) -> Iterator[str]:
@@ -90,12 +92,12 @@ def _explain_slowness(entries: Sequence[TrainingEntry]) -> Iterator[str]:
         ("waiting_s", "its first device waited for the others in {part} of a step"),
         ("between_s", "its host was busy between steps for {part} of a step"),
     ):
-        spent = [getattr(each, name) / each.step_s for each in speeds]
+        spent = [getattr(speed, name) / speed.step_s for speed in speeds]
         if spent and median(spent) >= WORTH_NAMING:
             yield words.format(part=percent(median(spent)))
-    changes = [each.change for each in entries if isinstance(each, ChangeEntry)]
+    changes = [entry.change for entry in entries if isinstance(entry, ChangeEntry)]
     if changes:
         yield f"its shares became {'+'.join(map(str, changes[-1].after))}, as {changes[-1].reason}"
-    retreats = sum(isinstance(each, RetreatEntry) for each in entries)
+    retreats = sum(isinstance(entry, RetreatEntry) for entry in entries)
     if retreats:
         yield f"{retreats} of its passes ran out of memory and were computed again"

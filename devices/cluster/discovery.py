@@ -413,8 +413,10 @@ def _name_host(snapshot: Snapshot, host: str) -> Snapshot:
         for process in snapshot.processes
     )
     reports = tuple(
-        msgspec.structs.replace(each, devices=tuple(_place(live, host) for live in each.devices))
-        for each in snapshot.reports
+        msgspec.structs.replace(
+            report, devices=tuple(_place(live, host) for live in report.devices)
+        )
+        for report in snapshot.reports
     )
     return msgspec.structs.replace(snapshot, devices=devices, processes=processes, reports=reports)
 

@@ -503,12 +503,12 @@ class GpuProcesses:
             if code in (SUCCESS, NOT_FOUND) and not self._is_mig:
                 return {}, value(0.0)
             return {}, failed_reading(code)
-        newest = max((int(each.timeStamp) for each in samples), default=self.since)
+        newest = max((int(sample.timeStamp) for sample in samples), default=self.since)
         start = self.since or newest - FIRST_WINDOW_MICROSECONDS
         self.since = newest
         parts: dict[int, list[int]] = {}
-        for each in samples:
-            if each.timeStamp > start and each.smUtil <= 100:
-                parts.setdefault(int(each.pid), []).append(int(each.smUtil))
+        for sample in samples:
+            if sample.timeStamp > start and sample.smUtil <= 100:
+                parts.setdefault(int(sample.pid), []).append(int(sample.smUtil))
         # the driver lists only busy processes, so all others are at 0 %
         return {pid: sum(numbers) / len(numbers) for pid, numbers in parts.items()}, value(0.0)

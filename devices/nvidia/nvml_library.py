@@ -136,13 +136,13 @@ def list_gpus() -> Listing:
             handles, silent = enumerate_gpus(nvml)
         except nvml.NVMLError as error:
             raise driver_fault(error) from None
-        for each in handles:
+        for handle in handles:
             try:
-                device = describe(nvml, *each[:2])
-                used[device.id] = memory(nvml, each.handle)[1]
+                device = describe(nvml, *handle[:2])
+                used[device.id] = memory(nvml, handle.handle)[1]
                 devices.append(device)
             except nvml.NVMLError as error:
-                silent[each.number] = error
+                silent[handle.number] = error
         with suppress(nvml.NVMLError):
             driver = str(nvml.nvmlSystemGetDriverVersion())
     notes = tuple(f"GPU:{index} does not answer: {silent[index]}." for index in sorted(silent))
@@ -197,12 +197,12 @@ def find_gpu(nvml: Library, uuid: str) -> GpuHandle | None:
     """
     # not NVML's lookup by UUID: for a lost GPU, it would say that there is no such GPU
     handles, silent = enumerate_gpus(nvml)
-    for each in handles:
+    for handle in handles:
         try:
-            if str(nvml.nvmlDeviceGetUUID(each.handle)) == uuid:
-                return each
+            if str(nvml.nvmlDeviceGetUUID(handle.handle)) == uuid:
+                return handle
         except nvml.NVMLError as error:
-            silent[each.number] = error
+            silent[handle.number] = error
     if silent:
         raise next(iter(silent.values()))
     return None

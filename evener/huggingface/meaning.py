@@ -296,7 +296,7 @@ class LossFinder:
             return True
         # the dtype's precision doesn't show its effect: a sum of many rounded terms is more precise
         self._measure_rounding()
-        noise = max(_relate_losses(reference, each) for each in self._repeats)
+        noise = max(_relate_losses(reference, repeat) for repeat in self._repeats)
         allowed = max(NEAR_LOSS, SAFETY * noise)
         self._difference = _difference_of_losses(reference, other, allowed)
         return self._decide(relative <= allowed)

@@ -95,7 +95,9 @@ def weigh_loss(loss: Any, factor: float, model: Any) -> Any:
     parameters of the model, so that each of them gets a gradient.
     """
     if factor == 0.0 and not torch.isfinite(loss):
-        return sum((each * 0).sum() for each in model.parameters() if each.requires_grad)
+        return sum(
+            (parameter * 0).sum() for parameter in model.parameters() if parameter.requires_grad
+        )
     return loss if factor == 1.0 else loss * factor
 
 

@@ -329,12 +329,12 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         """Train on the passes of a global batch, and return the sum of their losses."""
         # weighted so that the mean over ranks is the loss of a single process
         parts = [Part(each, *self._to_come.popleft(), lambda loss: loss) for each in inputs]
-        for each in parts:
-            self._planned.weights.note_lengths(each.batch)
+        for part in parts:
+            self._planned.weights.note_lengths(part.batch)
         train = partial(self._train_part, model, num_items_in_batch)
         result = self._passes.compute(model, parts, self._loss_found, train)
         if self.args.include_num_input_tokens_seen not in ("no", False):
-            self._tokens += sum(count_tokens(self, each.batch) for each in parts if each.rows)
+            self._tokens += sum(count_tokens(self, part.batch) for part in parts if part.rows)
         while self._logged:
             super().log(*self._logged.pop(0))
         if not self._to_come:

@@ -69,7 +69,7 @@ class CallTensors:
         self._containers: list[Any] = []
         slots = self._find_slots(self._containers)
         self._before = {name: leaf for slot in slots for name, leaf in slot.leaves().items()}
-        self._contents = [_copy(each) for each in self._containers]
+        self._contents = [_copy(container) for container in self._containers]
 
     def collect(self) -> Leaves:
         """Return the tensors that were stored after this object was created, by name."""

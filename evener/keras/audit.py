@@ -588,7 +588,7 @@ class StepAudit:
         Return None if there is no difference.
         """
         # only gradients are compared if `moved` isn't empty
-        sketches = [each.gradients for each in repeats]
+        sketches = [repeat.gradients for repeat in repeats]
         found = compare(reference.gradients, trained.gradients, sketches)
         one, other = reference.gradients.loss, trained.gradients.loss
         size = max(abs(one), abs(other))
@@ -596,7 +596,7 @@ class StepAudit:
             return found
         # a difference doesn't show in gradients that are 0
         relative = abs(one - other) / size
-        noise = max((abs(each.loss - one) / size for each in sketches), default=0.0)
+        noise = max((abs(sketch.loss - one) / size for sketch in sketches), default=0.0)
         allowed = max(floor(computes_in_half(self._model) or "float32"), SAFETY * noise)
         if relative <= allowed:
             return None
@@ -604,7 +604,7 @@ class StepAudit:
 
     def _list_seeds(self) -> dict[int, Any]:
         """Return a new value for each state of a random generator of Keras, by variable."""
-        seeds = [each for each in self._model.non_trainable_variables if is_seed(each)]
+        seeds = [variable for variable in self._model.non_trainable_variables if is_seed(variable)]
         return {
             # the same in all processes, however often they have drawn, and different in each step
             id(each.value.handle): tf.constant([self.audits.step, number], each.dtype)
@@ -743,8 +743,8 @@ class StepAudit:
         """Return a finding about a variable that differs between processes; otherwise, None."""
         if self._group is None:
             return None
-        weights = {id(each.value.handle) for each in self._model.trainable_variables}
-        states = {each.key for each in list_states(self._model, plain)}
+        weights = {id(variable.value.handle) for variable in self._model.trainable_variables}
+        states = {state.key for state in list_states(self._model, plain)}
         chosen = [each for key, each in plain.variables.items() if key in weights or key in states]
         rank, size = self._group.rank, self._group.size
         own = [_summary(each.read()) for each in chosen]
@@ -978,7 +978,7 @@ def _change_labels(y: Any, outputs: Tensors) -> Any:
     """
     labels = keras.tree.flatten(y)
     found = keras.tree.flatten(outputs)
-    if len(labels) != len(found) or not all(isinstance(each, tf.Tensor) for each in labels):
+    if len(labels) != len(found) or not all(isinstance(label, tf.Tensor) for label in labels):
         return None
     pairs = zip(labels, found, strict=True)
     # classes are shifted, by one more in each row; other values are multiplied by a growing factor

@@ -184,7 +184,7 @@ def _check_output(whole: Any, short: Any, steps: int, weights: list[Any]) -> Non
     if whole.shape != short.shape:
         counted = [
             getattr(whole, "_keras_mask", None),
-            *(each for each in weights if each is not None),
+            *(weight for weight in weights if weight is not None),
         ]
         marks = [
             tf.cast(each[:, steps:], tf.bool)

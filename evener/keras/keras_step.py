@@ -155,7 +155,7 @@ def _with_marks(result: Any, sources: Sequence[Any], combine: Callable[[list[Any
     if all(mask is not None for mask in masks):
         result._keras_mask = combine(masks)
     logits = [logits_of(source) for source in sources]
-    if all(each is not None for each in logits):
+    if all(logit is not None for logit in logits):
         result._keras_logits = combine(logits)
     return result
 

@@ -39,7 +39,7 @@ class SurvivingStep:
     ) -> None:
         self._engine, self._limit, self._report_retry = engine, limit, report_retry
         self._least = 1 + any(
-            each.trainable for each in list_normalizations(engine.model)
+            normalization.trainable for normalization in list_normalizations(engine.model)
         )  # minimum rows per pass; batch normalization needs two
         self._spec: Any = None  # type of the batches for which the graphs were traced
         self._compute: Any = None

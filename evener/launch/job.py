@@ -117,7 +117,7 @@ class HostJob(msgspec.Struct, frozen=True):
         """Return a copy of the job with one process per device, for Keras' engine "multiworker"."""
         layout = msgspec.structs.replace(self.plan.layout, engine="multiworker")
         processes = assign_devices(
-            [device for each in self.processes for device in each], one_process=False
+            [device for process in self.processes for device in process], one_process=False
         )
         plan = msgspec.structs.replace(self.plan, layout=layout)
         return msgspec.structs.replace(self, plan=plan, processes=processes)

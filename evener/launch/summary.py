@@ -203,12 +203,12 @@ class _MatchedRank(NamedTuple):
 
 def _find_plan_rate(records: Sequence[LiveRecord]) -> float:
     """Return the samples/s of the plan in the records; 0 if they have none."""
-    return max(each.plan_samples_per_second for each in records)
+    return max(record.plan_samples_per_second for record in records)
 
 
 def _find_changes(records: Sequence[LiveRecord]) -> tuple[ShareChange, ...]:
     """Return the longest list of share changes in the records."""
-    return max((each.changes for each in records), key=len)
+    return max((record.changes for record in records), key=len)
 
 
 def _match_all(records: Sequence[LiveRecord], labels: Mapping[str, str]) -> list[_MatchedRank]:
@@ -271,11 +271,11 @@ def _describe_limits(summary: TrainingSummary) -> str:
     if not summary.limits:
         return f"limited by: nothing beside own work, of {milliseconds(summary.step_s)} a step"
     named = [
-        f"{NOUNS[each.kind]}{_by(each)}, {milliseconds(each.milliseconds / 1e3)} of a step "
-        f"({percent(each.share)})"
-        for each in summary.limits[:MOST_NAMED]
+        f"{NOUNS[limit.kind]}{_by(limit)}, {milliseconds(limit.milliseconds / 1e3)} of a step "
+        f"({percent(limit.share)})"
+        for limit in summary.limits[:MOST_NAMED]
     ]
-    rest = 1 - sum(each.share for each in summary.limits)
+    rest = 1 - sum(limit.share for limit in summary.limits)
     if len(summary.limits) <= MOST_NAMED and rest > 0:
         rows = ", with making rows," if summary.without_loader else ""
         named.append(f"the rest, {percent(rest)}, is own work{rows} and small parts")
@@ -304,12 +304,12 @@ def _write_gain(gain: float) -> str:
 
 
 def _describe_ranks(summary: TrainingSummary) -> list[str]:
-    held = [_describe_memory(each) for each in summary.ranks if each.memory_bytes]
+    held = [_describe_memory(rank) for rank in summary.ranks if rank.memory_bytes]
     memory = [f"memory: {', '.join(held)}"] if held else []
     if not summary.ranks:
         return memory
     if summary.without_loader:
-        return [*(_describe_device(each) for each in summary.ranks), *memory]
+        return [*(_describe_device(rank) for rank in summary.ranks), *memory]
     shares = ", ".join(map(_describe_share, summary.ranks))
     missing = f"; {summary.missing_ranks} ranks aren't seen here" if summary.missing_ranks else ""
     return [f"shares: {shares}{_describe_changes(summary)}{missing}", *memory]

@@ -62,7 +62,7 @@ def _find_local_ranks(own: LiveRecord) -> Sequence[LiveRecord]:
     """
     if not own.training:
         return (own,)
-    every = [each for each in read_trainings() if each.training == own.training]
+    every = [training for training in read_trainings() if training.training == own.training]
     others = [each for each in every if each.pid != os.getpid()]
     return (own, *(each for each in others if each.rank != own.rank))
 
@@ -71,7 +71,7 @@ def join_metrics(ranks: Sequence[LiveRecord]) -> dict[str, float]:
     """Return the metrics of a training run from the records of its ranks."""
     ranks = sorted(ranks, key=lambda each: each.rank)
     found = _join_training(ranks)
-    placed = list(chain.from_iterable(_number_devices(each) for each in ranks))
+    placed = list(chain.from_iterable(_number_devices(rank) for rank in ranks))
     rows = sum(device.batch for _, device in placed)
     for number, device in placed:
         for name, metric in _describe_device(device, rows).items():
@@ -84,18 +84,18 @@ def _join_training(ranks: Sequence[LiveRecord]) -> dict[str, float]:
 
     Rates are summed over the ranks. Times are the slowest rank's.
     """
-    speed = sum(each.samples_per_second for each in ranks)
-    plan = max(each.plan_samples_per_second for each in ranks)
-    seen = len({each.rank for each in ranks})
-    is_whole = seen >= max(each.world for each in ranks)
+    speed = sum(rank.samples_per_second for rank in ranks)
+    plan = max(rank.plan_samples_per_second for rank in ranks)
+    seen = len({rank.rank for rank in ranks})
+    is_whole = seen >= max(rank.world for rank in ranks)
     joined = {
         "samples_per_second": speed,
-        "tokens_per_second": sum(each.tokens_per_second for each in ranks),
+        "tokens_per_second": sum(rank.tokens_per_second for rank in ranks),
         "of_plan": speed / plan if plan and is_whole else 0.0,
-        "step_ms": 1000 * max(each.step_s for each in ranks),
-        "input_ms": 1000 * max(each.input_s for each in ranks),
-        "between_ms": 1000 * max(each.between_s for each in ranks),
-        "out_of_memory_passes": sum(each.retreats for each in ranks),
+        "step_ms": 1000 * max(rank.step_s for rank in ranks),
+        "input_ms": 1000 * max(rank.input_s for rank in ranks),
+        "between_ms": 1000 * max(rank.between_s for rank in ranks),
+        "out_of_memory_passes": sum(rank.retreats for rank in ranks),
     }
     return _drop_zeros(joined)
 

@@ -498,13 +498,15 @@ def newest_reporter() -> Reporter | None:
 
     Return None before the first report with samples/s, and after the training run.
     """
-    reporting = [each for each in list(_reporters) if each._record is not None]
+    reporting = [reporter for reporter in list(_reporters) if reporter._record is not None]
     return max(reporting, key=lambda each: each._reported_at, default=None)
 
 
 def is_reported_elsewhere(own: Reporter | None) -> bool:
     """True if another reporter of this process than `own` has reported a step."""
-    return any(each is not own and each._last_call is not None for each in list(_reporters))
+    return any(
+        reporter is not own and reporter._last_call is not None for reporter in list(_reporters)
+    )
 
 
 def report(
@@ -537,7 +539,7 @@ def _is_launched_alone() -> bool:
 
 
 def _has_journal() -> bool:
-    return any(each._journal is not None for each in _reporters)
+    return any(reporter._journal is not None for reporter in _reporters)
 
 
 def _describe_devices(

@@ -39,7 +39,7 @@ def join_curves(curves: Sequence[Knots], rows: Sequence[int]) -> tuple[Curve, ..
 
 def proportional_curves(rows: Sequence[float]) -> tuple[Curve, ...]:
     """Return curves that are lines through 0; each device takes 1 s for its number in `rows`."""
-    return tuple(Curve((0.0,), (0.0,), 1 / each) for each in rows)
+    return tuple(Curve((0.0,), (0.0,), 1 / row) for row in rows)
 
 
 def scale(curve: Curve, factor: float) -> Curve:
@@ -68,7 +68,7 @@ def solve_shares(
     """
     count = len(curves)
     more = extras or (0.0,) * count
-    rows = [each * passes for each in pass_limits] if isinstance(passes, bool) else passes
+    rows = [limit * passes for limit in pass_limits] if isinstance(passes, bool) else passes
     devices = []
     for i, (curve, pass_limit) in enumerate(zip(curves, pass_limits, strict=True)):
         if pass_limit and rows[i]:

@@ -60,7 +60,7 @@ def advise(optimizer: Any, loader: Any) -> str:
         "Its rows come from no DataLoader, so make a data set of them. " if loader is None else ""
     )
     return f"{rows}To train on all of them, add {place}{first}{methods}:" + "".join(
-        f"\n    {each}" for each in lines
+        f"\n    {line}" for line in lines
     )
 
 
@@ -119,7 +119,7 @@ def advise_lightning() -> str:
         f'trainer = L.Trainer(devices={devices}, strategy="ddp", ...)  # the rest as it was',
         f"loader = DataLoader(..., batch_size=batch_size // {devices})",
     )
-    return "To train on all of them, write:" + "".join(f"\n    {each}" for each in lines)
+    return "To train on all of them, write:" + "".join(f"\n    {line}" for line in lines)
 
 
 def _share_rows(name: str, loader: Any) -> list[str]:
@@ -160,7 +160,7 @@ def _find_frame(weights: set[int], loader: Any) -> FrameType | None:
     for frame in _own_frames():  # later frames are further out
         names = _list_names(frame)
         has_loader = bool(_name_loader(names, loader))
-        has_model = any(_count_trained(each, weights) > 0 for each in names.values())
+        has_model = any(_count_trained(name, weights) > 0 for name in names.values())
         found = has_loader + has_model
         if found and found >= most:
             best, most = frame, found
@@ -170,7 +170,7 @@ def _find_frame(weights: set[int], loader: Any) -> FrameType | None:
 def _collect_weights(names: Mapping[str, Any]) -> set[int]:
     """Return the ids of the parameters of all optimizers among a script's variables."""
     # such as one optimizer for each model of a GAN
-    optimizers = [each for each in names.values() if isinstance(each, torch.optim.Optimizer)]
+    optimizers = [name for name in names.values() if isinstance(name, torch.optim.Optimizer)]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     return {id(each) for group in groups for each in group["params"]}
 
@@ -205,7 +205,7 @@ def _name_models(names: Mapping[str, Any], weights: set[int]) -> list[tuple[str,
     for name in ranked:
         model = names[name]
         if _count_trained(model, left) > 0:
-            left -= {id(each) for each in model.parameters()}
+            left -= {id(parameter) for parameter in model.parameters()}
             found.append(tuple(other for other in ranked if names[other] is model))
     return found
 
@@ -264,7 +264,7 @@ def _describe_methods(frame: FrameType, body: ast.AST, models: Set[str], inserte
     for scope in scopes:
         nodes = list(_walk_scope(scope))
         is_own = getattr(scope, "name", "<module>") == frame.f_code.co_name
-        assigned = {ast.unparse(each) for each in nodes if _is_assigned(each)}
+        assigned = {ast.unparse(node) for node in nodes if _is_assigned(node)}
         names = models if is_own else models - assigned
         for name, line in _find_methods(nodes, names):
             if not is_own or line >= inserted:
@@ -278,11 +278,11 @@ def _find_methods(nodes: Iterable[ast.AST], models: Set[str]) -> Iterator[tuple[
 
     `nodes` is parsed code. A use is named as it has to be written, such as "model.module.decode".
     """
-    for each in nodes:
-        if isinstance(each, ast.Attribute) and not _is_in_wrapper(each.attr):
-            model = ast.unparse(each.value)
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and not _is_in_wrapper(node.attr):
+            model = ast.unparse(node.value)
             if model in models:
-                yield f"{model}.module.{each.attr}", each.lineno
+                yield f"{model}.module.{node.attr}", node.lineno
 
 
 def _name_lines(numbers: Iterable[int]) -> str:
@@ -294,10 +294,10 @@ def _name_lines(numbers: Iterable[int]) -> str:
 
 def _walk_scope(scope: ast.AST) -> Iterator[ast.AST]:
     """Yield the parsed code of a module or a function, without the functions in it."""
-    for each in ast.iter_child_nodes(scope):
-        if not isinstance(each, ast.FunctionDef):
-            yield each
-            yield from _walk_scope(each)
+    for node in ast.iter_child_nodes(scope):
+        if not isinstance(node, ast.FunctionDef):
+            yield node
+            yield from _walk_scope(node)
 
 
 def _is_assigned(node: ast.AST) -> bool:
@@ -346,7 +346,7 @@ def _count_trained(value: Any, weights: set[int]) -> int:
     """
     if not isinstance(value, torch.nn.Module):
         return 0
-    return sum(id(each) in weights for each in value.parameters())
+    return sum(id(parameter) in weights for parameter in value.parameters())
 
 
 def _own_frames() -> Iterator[FrameType]:

@@ -69,7 +69,7 @@ class EvenStart:
     @property
     def is_training(self) -> bool:
         """True unless the trainer evaluates its models."""
-        return any(each.training for each in self._training.weights.models)
+        return any(model.training for model in self._training.weights.models)
 
     @property
     def shares(self) -> tuple[int, ...]:

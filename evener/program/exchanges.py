@@ -307,7 +307,7 @@ def _counts_rows(call: ExchangeCall, rows: int) -> bool:
     False if `rows` is 1, because many other values equal 1.
     """
     numbers = [each for each in _tensors(call) if each.numel() == 1 and not each.is_complex()]
-    return rows > 1 and any(float(each.detach()) == rows for each in numbers)
+    return rows > 1 and any(float(number.detach()) == rows for number in numbers)
 
 
 def _tensors(call: ExchangeCall) -> list[torch.Tensor]:
@@ -351,7 +351,7 @@ def is_installed(path: str) -> bool:
     """True if the file belongs to Python itself or to an installed library."""
     folders = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
     folders += [*site.getsitepackages(), site.getusersitepackages()]
-    return path.startswith("<frozen") or any(path.startswith(f"{each}/") for each in folders)
+    return path.startswith("<frozen") or any(path.startswith(f"{folder}/") for folder in folders)
 
 
 # ---------------------------------------------------------------------- once shares are uneven

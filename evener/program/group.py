@@ -101,7 +101,7 @@ def _read_place(given: dict[str, Any]) -> GroupRank | None:
         value if int(value) >= 0 else os.environ.get(name, "")
         for value, name in ((rank, "RANK"), (world, "WORLD_SIZE"))
     ]
-    if not all(str(each).isdecimal() for each in numbers):
+    if not all(str(number).isdecimal() for number in numbers):
         return None
     return GroupRank(int(numbers[0]), int(numbers[1]), is_given)
 

@@ -124,7 +124,9 @@ class Guard(Recorder):
         self._kind = type(batch).__name__
         lengths = {len(each) for each in tensors_in(unfold(batch)) if each.ndim}
         # an item of the data set may also be several rows, of every tensor
-        self._is_ragged = len(lengths) > 1 or (rows > 0 and any(each % rows for each in lengths))
+        self._is_ragged = len(lengths) > 1 or (
+            rows > 0 and any(length % rows for length in lengths)
+        )
         super().__init__(models, batch, _judge, rows if self._is_ragged else 0)
 
     @property
@@ -232,11 +234,11 @@ class Guard(Recorder):
         # add up
         places, _, is_known = self._find_computing_calls(tensor)
         entries = [self._tape[place] for place in sorted(places)]
-        meets = self._agree is not None and any(each.from_model for each in entries)
+        meets = self._agree is not None and any(entry.from_model for entry in entries)
         if not entries or not is_known or meets or self.rows < 2 or tensor.requires_grad:
             return False
         record = LossRecord(
-            [self.take_inner(each) for each in self.models],
+            [self.take_inner(model) for model in self.models],
             self.batch,
             self.rows,
             entries,
@@ -264,11 +266,11 @@ class Guard(Recorder):
             return False
         whole = record.compute(few.whole, few.rows)
         parts = [record.compute(*each) for each in zip(few.parts, few.sizes, strict=True)]
-        is_alike = {each.shape for each in parts} == {whole.shape}
+        is_alike = {part.shape for part in parts} == {whole.shape}
         return is_alike and bool(whole.count_nonzero()) and _are_near(sum(parts), whole)
 
     def _join_models(self) -> torch.nn.Module:
-        return torch.nn.ModuleList(getattr(each, "module", each) for each in self.models)
+        return torch.nn.ModuleList(getattr(model, "module", model) for model in self.models)
 
     def is_flag(self, tensor: torch.Tensor) -> bool:
         """True if the tensor is an integer or boolean 0 or 1, not computed from the batch."""
@@ -352,7 +354,7 @@ class Guard(Recorder):
             return record
         if record.reads:
             return "its loss is computed with a number that the program has read from a tensor"
-        self.numbers = tuple(each.value for each in record.numbers)
+        self.numbers = tuple(number.value for number in record.numbers)
         return record
 
     def _judge_on_all_ranks(self, record: LossRecord | str, agree: Callable[[str], str]) -> str:
@@ -463,7 +465,7 @@ class Guard(Recorder):
         if not self._collated and self._few is not None:
             few = self._few()
             batches = [] if few is None else [few.whole, *few.parts]
-            is_alike = all(_count_tensors(each) == len(self.batch) for each in batches)
+            is_alike = all(_count_tensors(batch) == len(self.batch) for batch in batches)
             self._collated = [few if is_alike else None]
         return self._collated[0] if self._collated else None
 

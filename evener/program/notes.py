@@ -108,7 +108,7 @@ class Notebook:
         self._record, self._steps, self._read = StepRecord(), 0, 0
         training.listeners.insert(0, self._note_step)
         shares = training.ranks
-        names = ", ".join(each.name or each.device for each in shares.shares)
+        names = ", ".join(share.name or share.device for share in shares.shares)
         split = "+".join(map(str, shares.batches)) + " = " if len(shares.batches) > 1 else ""
         say(
             f"{self.settings.name} trains on {names}: {split}{shares.global_batch} rows a "

@@ -37,7 +37,7 @@ def find_library(model: Any) -> str:
 
 def has_copies(models: Iterable[Any]) -> bool:
     """True if optimizers train flat copies of the models' parameters, as with DeepSpeed."""
-    return any(find_library(each) == "DeepSpeed" for each in models)
+    return any(find_library(model) == "DeepSpeed" for model in models)
 
 
 def trains_others(optimizer: Any, models: Iterable[Any]) -> bool:
@@ -85,7 +85,7 @@ def _find_fsdp2_fault(model: Any) -> str:
     # half a second of CPU for programs without FSDP2, whose library has imported it already
     from torch.distributed.tensor import DTensor
 
-    kept = [each for each in model.parameters() if isinstance(each, DTensor)]
+    kept = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
     if len(kept) < len(list(model.parameters())):
         return IGNORED
     for each in kept:

@@ -84,7 +84,7 @@ def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
         return fault
     if not strategy.lightning_module.automatic_optimization:
         return "it optimizes manually, so its loss can't be compared before shares leave even"
-    if any(trains_others(each, [strategy.model]) for each in strategy.optimizers):
+    if any(trains_others(optimizer, [strategy.model]) for optimizer in strategy.optimizers):
         return OUTSIDE
     if others:
         return "it has several loaders"

@@ -70,7 +70,7 @@ class Totals:
         """
         # it depends on them if the call also uses this rank's own rows, or reads a sum as a number
         leaves = leaves_in((arguments, keywords))
-        tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         parts = _find_places(self._parts, tensors)
         if parts:
             return self._follow_parts(function, tensors, result, parts)
@@ -80,7 +80,7 @@ class Totals:
         whole = _find_places(self._whole, tensors)
         if not whole:
             return ""
-        counts = is_arithmetic(function) and not all(_is_fixed(each, rows) for each in leaves)
+        counts = is_arithmetic(function) and not all(_is_fixed(leaf, rows) for leaf in leaves)
         if function in READS or counts:
             return whole[0]
         return self._follow_whole(function, tensors, result, rows, whole[0])
@@ -94,7 +94,7 @@ class Totals:
         shares. Otherwise return "".
         """
         # own rows with gradients are a part of the loss, which is computed again in parts
-        others = [each for each in tensors if not self._whole.find(each)]
+        others = [tensor for tensor in tensors if not self._whole.find(tensor)]
         own = [each for each in others if rows.goes_by_rows(each)]
         if own:
             return "" if all(each.requires_grad for each in own) else place

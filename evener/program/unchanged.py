@@ -308,7 +308,7 @@ def _count_rows(batch: Any, iteration: _Iteration) -> int:
     first = batch[0] if isinstance(batch, list | tuple) and batch else batch
     if not isinstance(first, torch.Tensor) or not first.ndim:
         tensors = [each for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
-        first = next((each for each in tensors if each.ndim), None)
+        first = next((tensor for tensor in tensors if tensor.ndim), None)
     length = 0 if first is None else len(first)
     loader = None if iteration.loader is None else iteration.loader()
     size = getattr(loader, "batch_size", None)

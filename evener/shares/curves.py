@@ -72,7 +72,9 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """True if all coefficients are finite and not negative, and at least one is above 0."""
         # those of a plan may have been edited
         coefficients = (self.fixed_s, self.per_token_s, self.per_token_length_s)
-        return all(math.isfinite(each) and each >= 0 for each in coefficients) and any(coefficients)
+        return all(
+            math.isfinite(coefficient) and coefficient >= 0 for coefficient in coefficients
+        ) and any(coefficients)
 
 
 class RankCost(msgspec.Struct, frozen=True):

@@ -46,7 +46,9 @@ def pack_weights(model: Any, device: torch.device) -> None:
 def list_statistics(tensors: Iterable[Any]) -> list[torch.Tensor]:
     """Return the statistics of the packed parameters among `tensors`, as tensors."""
     found: list[torch.Tensor] = []
-    states = [each.quant_state for each in tensors if is_packed(each) and each.bnb_quantized]
+    states = [
+        tensor.quant_state for tensor in tensors if is_packed(tensor) and tensor.bnb_quantized
+    ]
     while states:
         state = states.pop(0)
         for value in vars(state).values():

@@ -71,7 +71,7 @@ def take_apart(outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
 def gradient_hooks(parameter: Any) -> list[int]:
     """Return the handle ids of the hooks on a parameter's gradient, in order of registration."""
     both = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-    return [each for hooks in both if hooks for each in hooks]
+    return [hook for hooks in both if hooks for hook in hooks]
 
 
 # -- a module's own dicts, in which tensors can be replaced without registering them again

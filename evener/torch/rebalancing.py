@@ -192,8 +192,10 @@ class Rebalancing:
         # memory must then also hold the gradients of earlier passes
         if not self._divides or self._training.passes.recovery.uses_collectives:
             return 0
-        weights = [each for model in self._training.weights.models for each in model.parameters()]
-        trained = [each for each in weights if each.requires_grad]
+        weights = [
+            parameter for model in self._training.weights.models for parameter in model.parameters()
+        ]
+        trained = [weight for weight in weights if weight.requires_grad]
         gradient_bytes = sum(each.numel() * each.element_size() for each in trained)
         return self._memory.most_in_several(gradient_bytes)
 
@@ -212,7 +214,7 @@ class Rebalancing:
         # own positions in the tensor, and send zeros in the others.
         own = [
             *(value for window in self._windows.values() for value in window),
-            *(UNKNOWN if math.isnan(each) else each for each in metrics),
+            *(UNKNOWN if math.isnan(metric) else metric for metric in metrics),
             self._rows_that_fit(),
             self._rows_of_several_passes(),
             self._training.ahead,
@@ -235,7 +237,7 @@ class Rebalancing:
         metrics = [_read_metrics(each[windows:-3]) for each in every]
         fits, passes_fit = ([int(each[place]) for each in every] for place in (-3, -2))
         batches = int(max(each[-1] for each in every))
-        step_s = max(each.step_s for each in metrics)
+        step_s = max(metric.step_s for metric in metrics)
         window_s = self._window_steps * step_s
         self._window_steps = int(
             min(max(FEWEST_STEPS, WINDOW_SECONDS / max(step_s, 1e-6)), MOST_STEPS)

@@ -427,7 +427,7 @@ class TrainingAudits:
             if isinstance(record, str):
                 found = Replayed(None, record)
             else:
-                numbers = [each for each in record.numbers if each.value != factor]
+                numbers = [number for number in record.numbers if number.value != factor]
                 found = self._audit_record(record, None, factor)
         self._note_fault(found)
         self._share_result(found, numbers, survives=True)
@@ -532,10 +532,10 @@ class TrainingAudits:
         """Return a digest of which weights the models have, and which of them are trained."""
         # another audit is due if it changes
         models = self._training.weights.models
-        for each in models:
-            if each not in self._members:
-                self._members[each] = Members(each)
-        return hash(tuple(self._members[each].trained() for each in models))
+        for model in models:
+            if model not in self._members:
+                self._members[model] = Members(model)
+        return hash(tuple(self._members[model].trained() for model in models))
 
     @property
     def _is_single_device(self) -> bool:
@@ -562,7 +562,7 @@ class TrainingAudits:
         loader = None if taken is None else taken.origin.loader()
         given = list(map(id, tensors_in(batch)))
         same = record is not None or (
-            taken is not None and [id(each()) for each in taken.tensors] == given
+            taken is not None and [id(tensor()) for tensor in taken.tensors] == given
         )
         few = None
         if loader is not None and same:
@@ -613,7 +613,7 @@ class TrainingAudits:
         GradientSketcher.
         """
         every = list(models)
-        groups = [group for each in optimizers for group in each.param_groups]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         others = [each for group in groups for each in group["params"]]
         around = [
             self._training.weights.auditing,
@@ -648,14 +648,14 @@ class TrainingAudits:
         """Return a context in which gradient exchanges ignore backward passes."""
         # an audit's backward passes must not be all-reduced
         exchanges = self._training.weights.list_exchanges()
-        for each in exchanges:
-            each.resting = True
+        for exchange in exchanges:
+            exchange.resting = True
         try:
             with own_collectives():
                 yield
         finally:
-            for each in exchanges:
-                each.resting = False
+            for exchange in exchanges:
+                exchange.resting = False
 
     def make_computations(
         self, few: FewRows, compute: OfPart, counted: OfPart | None
@@ -887,7 +887,7 @@ def _read_verdicts(keys: Sequence[str]) -> list[RankVerdict]:
     try:
         if not store.check(keys):
             return []
-        return [msgspec.msgpack.decode(store.get(each), type=RankVerdict) for each in keys]
+        return [msgspec.msgpack.decode(store.get(key), type=RankVerdict) for key in keys]
     except dist.DistError:
         return []
 

@@ -148,7 +148,7 @@ def are_losses_near(reference: Sketch, other: Sketch, repeats: Sequence[Sketch] 
     """
     # the allowed rounding is computed as in `compare`, but with a lower floor
     scale = max(abs(reference.loss), abs(other.loss))
-    rounding = max((abs(each.loss - reference.loss) for each in repeats), default=0.0)
+    rounding = max((abs(repeat.loss - reference.loss) for repeat in repeats), default=0.0)
     precision = LOSS_SAFETY * max(map(floor, reference.kinds.values()), default=0.0)
     return abs(other.loss - reference.loss) <= max(precision * scale, SAFETY * rounding)
 
@@ -215,7 +215,7 @@ def find_noises(reference: Sketch, repeats: Sequence[Sketch]) -> dict[str, float
     for name in reference.sums:
         scale = _scale(name, reference, reference, largest)
         if scale > 0.0:
-            own[name] = max(_distance(reference, each, name) / scale for each in repeats)
+            own[name] = max(_distance(reference, repeat, name) / scale for repeat in repeats)
     usual = median(own.values()) if own else 0.0
     return {name: max(noise, usual) for name, noise in own.items()}
 
@@ -262,7 +262,7 @@ def compare_ranks(
         for name, noise in own.items():
             rounding[name] = max(noise, rounding.get(name, 0.0))
     differences = [_compare(every[0], each, rounding) for each in every[1:]]
-    found = [each for each in differences if each is not None]
+    found = [difference for difference in differences if difference is not None]
     return max(found, key=lambda each: each.relative, default=None)
 
 

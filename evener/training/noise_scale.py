@@ -129,7 +129,7 @@ class NoiseWindow:
             return None
         weights = [self._kept**age for age in range(len(self._blocks))][::-1]
         columns = list(zip(*self._blocks, strict=True))
-        noise, signal = (_mean(weights, each) for each in columns)
+        noise, signal = (_mean(weights, column) for column in columns)
         low, high = _interval(weights, *columns)
         if noise <= 0:
             return NoiseScale(0.0, 0.0, min(high, ENDLESS), self._samples)

@@ -461,7 +461,7 @@ class Rebalancer:
         """
         if count < FEWEST_DRIFT:
             return self._drifts
-        factors = [_relative_to_others(each.factors) for each in list(self._windows)[:count]]
+        factors = [_relative_to_others(window.factors) for window in list(self._windows)[:count]]
         return list(map(_deviation, zip(*factors, strict=True)))
 
     def _estimate_largest_gain(self, factors: Sequence[float], rest_s: float) -> float:
@@ -496,9 +496,9 @@ class Rebalancer:
 
         `seconds` are the times that the curves predict for each rank's new share.
         """
-        rest = math.fsum(each.rest_s for each in windows)
+        rest = math.fsum(window.rest_s for window in windows)
         before, after = (
-            rest + math.fsum(max(map(mul, each.factors, some)) for each in windows)
+            rest + math.fsum(max(map(mul, window.factors, some)) for window in windows)
             for some in (self._planned, seconds)
         )
         return before / after - 1
@@ -526,7 +526,7 @@ class Rebalancer:
         predicted ones.
         """
         windows = list(self._windows)
-        usual = _medians([each.factors for each in windows[:-span]]) or self._usual or factors
+        usual = _medians([window.factors for window in windows[:-span]]) or self._usual or factors
         shifts = [math.log(now / before) for now, before in zip(factors, usual, strict=True)]
         rank = max(range(len(shifts)), key=lambda i: abs(shifts[i]))
         apart = math.log(max(factors) / min(factors))
@@ -622,7 +622,7 @@ def _relative_to_others(factors: Sequence[float]) -> list[float]:
     # A slowdown of all ranks alike is no reason to move rows, and cancels out.
     logs = list(map(math.log, factors))
     others = max(1, len(logs) - 1)
-    return [math.exp(each - (math.fsum(logs) - each) / others) for each in logs]
+    return [math.exp(log - (math.fsum(logs) - log) / others) for log in logs]
 
 
 def _deviation(ratios: Sequence[float]) -> float:

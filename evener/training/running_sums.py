@@ -106,4 +106,4 @@ def _deviation(values: Sequence[float]) -> float:
     """Return the sample standard deviation of the values."""
     # `statistics.stdev` is 20 times slower, because it computes with fractions.
     middle = sum(values) / len(values)
-    return math.sqrt(sum((each - middle) ** 2 for each in values) / (len(values) - 1))
+    return math.sqrt(sum((value - middle) ** 2 for value in values) / (len(values) - 1))

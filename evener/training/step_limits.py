@@ -109,7 +109,7 @@ def judge_training(
     advised. `competitors` names the programs that used cores which this training run needed.
     """
     steps = tuple(
-        divide_steps([each.sums for each in ranks], [each.least_waiting_s for each in ranks])
+        divide_steps([rank.sums for rank in ranks], [rank.least_waiting_s for rank in ranks])
     )
     step_s = _find_step_seconds(steps)
     if step_s <= 0:
@@ -128,7 +128,7 @@ def _find_step_seconds(steps: Sequence[RankStep]) -> float:
     # A step takes equally long on all ranks, because they wait for each other. Waits are timed in
     # only some of the steps, so a long wait in a single step may be missed. Therefore the ranks
     # that wait least know the duration best.
-    known = [each for each in steps if each.step_s > 0]
+    known = [step for step in steps if step.step_s > 0]
     if not known:
         return 0.0
     last = list_last(known, fmean(each.step_s for each in known))
@@ -172,7 +172,7 @@ class _Finder:
         """
         # A rank has it alone if another needs less than half as long. A remedy then saves at most
         # the time that the others wait for that rank.
-        means = [each.sums.mean(name) for each in self._ranks]
+        means = [rank.sums.mean(name) for rank in self._ranks]
         place = max(self._last, key=means.__getitem__)
         seconds = means[place]
         if seconds < LEAST_SHARE * self._step_s:
@@ -211,7 +211,7 @@ class _Finder:
         # Busy times show it better than measured waits. Waits are timed in only some of the steps,
         # so a long wait in a single step may be missed; files and validation are timed in all
         # steps.
-        busy_s = [each.input_s + each.own_work_s + each.between_s for each in self._steps]
+        busy_s = [step.input_s + step.own_work_s + step.between_s for step in self._steps]
         others = [seconds for other, seconds in enumerate(busy_s) if other != place]
         return busy_s[place] - max(others)
 
@@ -231,7 +231,7 @@ def list_last(steps: Sequence[RankStep], step_s: float) -> list[int]:
     These are the ranks that wait at most 5 % of a step (`step_s` seconds) longer than the rank that
     waits least.
     """
-    least_s = min(each.waiting_s for each in steps)
+    least_s = min(step.waiting_s for step in steps)
     return [
         place
         for place, each in enumerate(steps)
@@ -247,12 +247,12 @@ def _find_exchange(
     # time.
     if len(ranks) < 2:
         return
-    seconds = min(each.exchange_s for each in steps)
+    seconds = min(step.exchange_s for step in steps)
     if seconds >= LEAST_EXCHANGE * step_s:
         yield StepPart(
             kind=LimitKind.EXCHANGE,
             seconds=seconds,
-            error_s=min(each.errors.meeting_s for each in ranks),
+            error_s=min(rank.errors.meeting_s for rank in ranks),
             rest_error_s=_find_rest_error(seconds, step_s),
             spared=HALF,
             remedy=REMEDIES[LimitKind.EXCHANGE],
@@ -309,7 +309,7 @@ def _wait_for_starved(
     # If all are, each rank is the last one in some steps, and the others wait for it. A rank may
     # also be starved while it waits; that time is already counted as starved. So the result is at
     # most the rest of a step after starved time, computing and the exchange.
-    if not all(each.starved >= LEAST_SHARE for each in ranks):
+    if not all(rank.starved >= LEAST_SHARE for rank in ranks):
         return 0.0
     sums = ranks[place].sums
     idle_s = sums.mean("idle_own_s") + sums.mean("idle_input_s")
@@ -342,7 +342,7 @@ def _find_unequal_work(
 
 def _even_seconds(ranks: Sequence[MeasuredRank]) -> float:
     """Return the compute time that all ranks would have if their shares matched their speeds."""
-    shares = [each.share or 1 for each in ranks]
+    shares = [rank.share or 1 for rank in ranks]
     rates = [share / each.own_work_s for share, each in zip(shares, ranks, strict=True)]
     total = math.fsum(rates)
     return sum(shares) / total if total > 0 else 0.0
@@ -370,15 +370,15 @@ def advise_shares(ranks: Sequence[MeasuredRank], step_s: float) -> Advice | None
     Return None if a share or a compute time is unknown, or if the gain is at most two standard
     errors.
     """
-    shares, own_work_s = [each.share for each in ranks], [each.own_work_s for each in ranks]
+    shares, own_work_s = [rank.share for rank in ranks], [rank.own_work_s for rank in ranks]
     if len(ranks) < 2 or not all(shares) or sum(shares) > MOST_ROWS:
         return None
     if not all(map(_is_plausible, own_work_s)):
         return None
-    in_passes = any(0 < each.micro < each.share for each in ranks)
-    most = [each.most for each in ranks]
+    in_passes = any(0 < rank.micro < rank.share for rank in ranks)
+    most = [rank.most for rank in ranks]
     found = advise(_read_curves(ranks), shares, own_work_s, step_s, most, in_passes)
-    error = 2 * MEDIAN_ERROR * max(each.own_spread for each in ranks)
+    error = 2 * MEDIAN_ERROR * max(rank.own_spread for rank in ranks)
     if found is None or found.gain <= error:
         return None
     return Advice(found.shares, found.gain, found.by_curves, error)
@@ -387,8 +387,8 @@ def advise_shares(ranks: Sequence[MeasuredRank], step_s: float) -> Advice | None
 def _read_curves(ranks: Sequence[MeasuredRank]) -> Sequence[Curve]:
     """Return the plan's curves, or proportional curves if a curve is missing or implausible."""
     # Curves come from other processes' reports, so they aren't trusted.
-    shares = [each.share for each in ranks]
-    curves = join_curves([each.curve if is_curve(each.curve) else () for each in ranks], shares)
+    shares = [rank.share for rank in ranks]
+    curves = join_curves([rank.curve if is_curve(rank.curve) else () for rank in ranks], shares)
     planned = (curve.seconds(share) for curve, share in zip(curves, shares, strict=True))
     return curves if all(map(_is_plausible, planned)) else proportional_curves(shares)
 

@@ -94,7 +94,7 @@ def divide_steps(ranks: Sequence[StepSums], least_meeting_s: Sequence[float]) ->
     exchange. The smallest of these times counts as the exchange of every rank, because even the
     last rank needs that long. The rest of a rank's mean `meeting_s` is waiting.
     """
-    means = [each.mean("meeting_s") for each in ranks]
+    means = [rank.mean("meeting_s") for rank in ranks]
     known = [least for least, mean in zip(least_meeting_s, means, strict=True) if mean > 0]
     exchange_s = min(known, default=0.0)
     parts = []

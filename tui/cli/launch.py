@@ -191,7 +191,7 @@ def _print_summary(
     labels = {share.device: device.label for share, device in zip(job.own, devices, strict=True)}
     records = read_records(guard.folder / RECORDS_FOLDER)
     planned = job.plan.throughput.samples_per_second
-    processes = max((each.world for each in records), default=0)
+    processes = max((record.world for record in records), default=0)
     if job.executable and processes < len(job.plan.layout.active):
         planned = 0.0  # the program has trained on fewer devices than the plan is for
     competitors = name_competitors(before, read_process_use(), os.getpid(), 0.0)

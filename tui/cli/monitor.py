@@ -189,7 +189,7 @@ def _read_first(source: Source) -> Snapshot:
     except OSError as error:
         raise _unreadable(error) from None
     time.sleep(
-        max((find_backend(each.kind).settle_seconds for each in source.devices()), default=0.0)
+        max((find_backend(device.kind).settle_seconds for device in source.devices()), default=0.0)
     )
     return first
 
@@ -239,7 +239,7 @@ def snapshot_text(snapshot: Snapshot, width: int, *, colour: bool) -> str:
     parts = [host_line(snapshot, width), *whole_table(DEVICES, rows, width)]
     parts += _link_lines(snapshot, width)
     parts += [Line(), *whole_table(grid, shown, width), *_training_parts(snapshot, width)]
-    lines = (*_notes(snapshot), *(_drawn(each) if colour else each.text.rstrip() for each in parts))
+    lines = (*_notes(snapshot), *(_drawn(part) if colour else part.text.rstrip() for part in parts))
     return "\n".join(lines) + "\n"
 
 

@@ -110,7 +110,7 @@ def _describe_type(kind: Any) -> str:
     """Return the values that a parameter accepts as text; "" unless they are numbers or choices."""
     choices = getattr(kind, "choices", None)
     if choices is not None:
-        return _either([str(getattr(each, "value", each)) for each in choices])
+        return _either([str(getattr(choice, "value", choice)) for choice in choices])
     name = str(getattr(kind, "name", ""))
     number = _NUMBERS.get(name.removesuffix(" range"))
     if number is None:

@@ -150,7 +150,7 @@ def list_models(found: Sequence[str], last: RunSummary | None, now: float) -> li
         models.append(
             Model(last.workload, _short_path(last.workload), _last_balanced_text(last, now), True)
         )
-    known = {_full_name(each.name) for each in models}
+    known = {_full_name(model.name) for model in models}
     new = [name for name in found if _full_name(name) not in known]
     models += [Model(name, name, "a function of yours", True) for name in new]
     models.append(Model("", ANOTHER, "choose it to name it, as file.py:build", True))
@@ -282,7 +282,8 @@ class BalanceForm(UsesApp, Vertical):
         """
         devices = self.evener.trainable
         rows = [
-            (each.label, f"{_memory(each)}  {short_name(each.name)}".lstrip()) for each in devices
+            (device.label, f"{_memory(device)}  {short_name(device.name)}".lstrip())
+            for device in devices
         ]
         self.query_one("#pick-devices", Ticks).offer(rows, frozenset(range(len(rows))))
         for button in self.query(Button):

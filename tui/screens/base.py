@@ -253,7 +253,7 @@ class KeysBar(Lines):
 
     def redraw(self) -> None:
         """Rebuild the line from the active key bindings."""
-        active = [each.binding for each in self.screen.active_bindings.values()]
+        active = [binding.binding for binding in self.screen.active_bindings.values()]
         by_action: dict[str, Binding] = {}
         more: dict[str, Binding] = {}
         for each in reversed(active):  # of several keys for one action, the first is shown

@@ -18,8 +18,8 @@ class ColumnDialog(Dialog[None]):
 
     def __init__(self) -> None:
         super().__init__("Columns of the devices")
-        self._keys = [each.key for each in DEVICES.columns if each.key not in ALWAYS]
-        self._titles = {each.key: each.titles[0] for each in DEVICES.columns}
+        self._keys = [column.key for column in DEVICES.columns if column.key not in ALWAYS]
+        self._titles = {column.key: column.titles[0] for column in DEVICES.columns}
 
     def content(self) -> Iterable[Widget]:
         """Yield the list, which has an entry for each column."""

@@ -172,7 +172,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         snapshot = self.evener.snapshot
         links: tuple[Link, ...] = ()
         if snapshot is not None:
-            links = list_links([each.device for each in snapshot.devices], snapshot.driver)
+            links = list_links([device.device for device in snapshot.devices], snapshot.driver)
 
         def draw(width: int) -> tuple[Line, ...]:
             return device_details(self._newest(sample), width, links)
@@ -182,7 +182,9 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
     def _newest(self, sample: DeviceSample) -> DeviceSample:
         """Return a device's newest sample, or `sample` itself if the device has disappeared."""
         devices = self.evener.snapshot.devices if self.evener.snapshot is not None else ()
-        return next((each for each in devices if each.device.key == sample.device.key), sample)
+        return next(
+            (device for device in devices if device.device.key == sample.device.key), sample
+        )
 
     def action_open_process(self) -> None:
         """Show all details of the process under the cursor."""
@@ -272,7 +274,7 @@ class DevicePanel(ListPanel[PanelRow]):
         if not hidden:
             return DEVICES
         return DEVICES._replace(
-            columns=tuple(each for each in DEVICES.columns if each.key not in hidden)
+            columns=tuple(column for column in DEVICES.columns if column.key not in hidden)
         )
 
 
@@ -307,7 +309,7 @@ class ProcessPanel(SortedPanel[ProcessRow]):
             for key, (each, at) in self._seen.items()
             if 0 <= now - at <= STAY_SECONDS
         }
-        self._seen = kept | {identity(each): (each, now) for each in snapshot.processes}
+        self._seen = kept | {identity(process): (process, now) for process in snapshot.processes}
         self._nothing = nothing_there(snapshot.devices)
         self.set_data(
             process_rows(snapshot, [each for each, at in self._seen.values() if at != now])

@@ -320,8 +320,8 @@ def metric_families(snapshot: Snapshot) -> Iterator[Metric]:
     # Prometheus rejects a response with duplicate series: of two reports with one name, the newer
     # counts
     named = {
-        _training_labels(each, hostname): each
-        for each in sorted(snapshot.reports, key=lambda each: each.updated_at)
+        _training_labels(report, hostname): report
+        for report in sorted(snapshot.reports, key=lambda each: each.updated_at)
     }
     yield from _training_families(named)
     yield from _noise_families(named)

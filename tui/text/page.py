@@ -118,15 +118,15 @@ def _verdict_html(report: ReportData) -> Iterator[str]:
     if written is not None:
         yield f"<p>{unbroken(escape(plain(f'{written.rate}: {written.description}', 1000)))}</p>"
     plan = report.rivals[0]
-    top = max(each.rate.value for each in report.rivals)
+    top = max(rival.rate.value for rival in report.rivals)
     rows = []
-    for each in report.rivals:
-        own = each is plan
-        value = each.rate.value
-        words = rate(value) if is_known(each.rate) else f"~{rate(value)}"
-        gain = "" if own else versus(plan, each)
+    for rival in report.rivals:
+        own = rival is plan
+        value = rival.rate.value
+        words = rate(value) if is_known(rival.rate) else f"~{rate(value)}"
+        gain = "" if own else versus(plan, rival)
         bar = _bar((value, SERIES[2] if own else SERIES[0], 1), most=top)
-        rows.append((PLAN_NAME if own else plain(each.name, 40), bar, words, gain))
+        rows.append((PLAN_NAME if own else plain(rival.name, 40), bar, words, gain))
     head = ("", "", "samples/s", "plan faster by")
     yield _draw_table(head, rows, range(2, 4), "gains")
     if report.steps:

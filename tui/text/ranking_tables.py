@@ -57,7 +57,7 @@ def ranking_table(found: SearchReport, labels: Sequence[str]) -> Table:
         )
     ]
     standings = found.ranking
-    titles = name_all([one.candidate for one in standings], len(labels))
+    titles = name_all([standing.candidate for standing in standings], len(labels))
     for title, one, power in zip(titles, standings, drawn, strict=True):
         waiting = (
             waiting_share(found.turns_of(one.candidate.layout))
@@ -188,7 +188,7 @@ def scaling_table(found: SearchReport) -> Table:
 def ranking_json(found: SearchReport, labels: Sequence[str]) -> dict[str, Any]:
     """Return the ranking as JSON-serializable data; the names of its keys contain the units."""
     standings = found.ranking
-    titles = name_all([one.candidate for one in standings], len(labels))
+    titles = name_all([standing.candidate for standing in standings], len(labels))
     return {
         "layouts": [
             {"name": title, **_ranked_json(found, one)}

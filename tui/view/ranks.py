@@ -376,13 +376,13 @@ def _throttled(ranks: Sequence[RankOnDevice]) -> Iterator[Cause]:
 def _neighbours(rows: Sequence[RankRow], processes: Sequence[ProcessSample]) -> Iterator[Cause]:
     own = {row.pid for row in rows}
     devices = {row.device for row in rows}
-    for each in processes:
-        busy = each.sm_percent.current or 0.0
-        if each.pid in own or each.device_label not in devices:
+    for process in processes:
+        busy = process.sm_percent.current or 0.0
+        if process.pid in own or process.device_label not in devices:
             continue
-        if busy >= LEAST_PERCENT or each.samples_per_second.current:
-            whose = f" of {plain(each.user, 32)}" if each.user else ""
+        if busy >= LEAST_PERCENT or process.samples_per_second.current:
+            whose = f" of {plain(process.user, 32)}" if process.user else ""
             how_much = f" ({busy:.0f} % of it)" if busy else ""
-            where = each.device_label
-            text = f"Process {each.pid}{whose} also computes on {where}{how_much}."
+            where = process.device_label
+            text = f"Process {process.pid}{whose} also computes on {where}{how_much}."
             yield Cause(LimitKind.NEIGHBOUR.value, text, where, part=busy / 100)

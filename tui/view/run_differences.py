@@ -66,7 +66,7 @@ def _write_settings(run: StoredRun) -> str:
 
 def _compare_plans(before: Plan, after: Plan) -> Iterator[ComparedFact]:
     intervals = [throughput_interval(plan.throughput) for plan in (before, after)]
-    speeds = [each.value for each in intervals]
+    speeds = [interval.value for interval in intervals]
     change = _signed(speeds[1] / speeds[0] - 1) if speeds[0] > 0 else ""
     tone: Tone = "good" if speeds[1] >= speeds[0] else "warn"
     if not all(map(is_known, intervals)):

@@ -186,7 +186,7 @@ def _largest_that_fits(row: SearchDeviceRow) -> str:
     """
     ran = largest_run(row.state, row.device)
     curves = row.state.belief.curves if row.state.belief else ()
-    sketch = next((each for each in curves if each.device == row.device), None)
+    sketch = next((curve for curve in curves if curve.device == row.device), None)
     if sketch is None or sketch.largest_batch is None or not ran:
         return ""
     predicted = "~" if sketch.largest_batch > ran else ""

@@ -205,9 +205,9 @@ def best_chart(state: SessionState) -> Chart:
     The solo measurements are one series, the measurements of splits another.
     """
     points = best_over_time(state)
-    alone = [each for each in points if not each.together]
-    together = [each for each in points if each.together]
-    end = max([state.at_seconds, *(each.at_seconds for each in points)], default=0.0)
+    alone = [point for point in points if not point.together]
+    together = [point for point in points if point.together]
+    end = max([state.at_seconds, *(point.at_seconds for point in points)], default=0.0)
     turn = together[0].at_seconds if together else end
     series = []
     if alone:
@@ -237,8 +237,8 @@ def _best_series(
             (until, each.samples_per_second),
         )
     drawn = tuple(
-        PlotPoint(each.at_seconds, each.samples_per_second, text=_best_text(state, each))
-        for each in points
+        PlotPoint(point.at_seconds, point.samples_per_second, text=_best_text(state, point))
+        for point in points
     )
     return Series(label, tone, drawn, tuple(steps))
 

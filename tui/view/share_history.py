@@ -29,7 +29,7 @@ def share_lines(
     The line below numbers the changes of shares. The time axis ends now, at `at_seconds`. Return an
     empty tuple without changes, without room, or if the changes don't match the ranks.
     """
-    known = [each for each in changes if len(each.before) == len(each.after) == len(rows)]
+    known = [change for change in changes if len(change.before) == len(change.after) == len(rows)]
     shown = rows[: max(0, height - 1)]
     if not known or not shown:
         return ()
@@ -56,9 +56,9 @@ def _draw_lanes(
 
     `ends` has the cell of each change, at which the previous shares end.
     """
-    most = max(max(*each.before, *each.after) for each in changes)
+    most = max(max(*change.before, *change.after) for change in changes)
     for rank, row in enumerate(rows):
-        shares = [*(each.before[rank] for each in changes), changes[-1].after[rank]]
+        shares = [*(change.before[rank] for change in changes), changes[-1].after[rank]]
         tone: Tone = "dim" if row.ended_s else device_tone(rank)
         yield tuple(_draw_lane(shares, ends, most, room, tone))
 

@@ -292,7 +292,7 @@ def _draw_gutter(
     if rows >= MIDDLE_ROWS:
         texts[rows // 2] = Span(metric.draw((top + metric.low) / 2), "dim")
     texts[1 if rows > LEAST_ROWS else 0] = drawn
-    return [(Span(fit(each.text, room, "right"), each.tone), Span(" ")) for each in texts]
+    return [(Span(fit(text.text, room, "right"), text.tone), Span(" ")) for text in texts]
 
 
 def _draw_value(reading: Reading, metric: GraphMetric, room: int) -> Span:

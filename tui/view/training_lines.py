@@ -320,12 +320,12 @@ def _list_excluded_causes(row: TrainingRow) -> str:
     if not steps:
         return "No cause was found: this training reports no parts of its steps."
     longest = {
-        "input": max(each.input_s for each in steps),
-        "waiting": max(each.waiting_s for each in steps),
-        "the exchange": max(each.exchange_s for each in steps),
-        "what lies between steps": max(each.between_s for each in steps),
+        "input": max(step.input_s for step in steps),
+        "waiting": max(step.waiting_s for step in steps),
+        "the exchange": max(step.exchange_s for step in steps),
+        "what lies between steps": max(step.between_s for step in steps),
     }
-    step_s = max(each.step_s for each in steps)
+    step_s = max(step.step_s for step in steps)
     longest_parts = ", ".join(f"{name} {percent(part / step_s)}" for name, part in longest.items())
     return (
         f"No cause was found. Of a step take at most: {longest_parts}. Threads wait for cores "

@@ -212,7 +212,7 @@ def _add_totals(row: TrainingRow) -> TrainingRow:
 
 def _largest_value(reports: Sequence[Training], name: str) -> Any:
     """Return the largest value of the field `name` in the reports of all ranks."""
-    return max(getattr(each, name) for each in reports)
+    return max(getattr(report, name) for report in reports)
 
 
 def _judge(placed: Sequence[tuple[Training, RankOnDevice]], missing: int) -> TrainingAnalysis:
@@ -243,5 +243,5 @@ def _watts(places: Sequence[RankOnDevice]) -> float:
     """
     samples = {place.sample.device.label: place.sample for place in places if place.sample}
     watts = [sample.power_watts.current for sample in samples.values()]
-    known = [each for each in watts if each is not None]
+    known = [watt for watt in watts if watt is not None]
     return sum(known) if len(known) == len(watts) and all(place.sample for place in places) else 0.0

@@ -179,7 +179,7 @@ class DenseAdam(keras.optimizers.Adam):  # type: ignore[misc]  # keras is not fo
 
         `grads` are in the order of the weights.
         """
-        dense = [None if each is None else tf.convert_to_tensor(each) for each in grads]
+        dense = [None if grad is None else tf.convert_to_tensor(grad) for grad in grads]
         super().apply(dense, trainable_variables)
 
 
@@ -215,7 +215,7 @@ def placed_step(places: Sequence[Sequence[str]], model: Any, batch: Any) -> dict
         loss = model.compute_loss(x=x, y=y, y_pred=rating)
         scaled = model.optimizer.scale_loss(loss)
         # unlike a tape, this computes an operation's gradient on the operation's device
-        gradients = tf.gradients(scaled, [each.value for each in variables])
+        gradients = tf.gradients(scaled, [variable.value for variable in variables])
     model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
     return {"loss": loss}
 

@@ -291,9 +291,9 @@ class KerasWorkload(Workload):
             "rows": str(self.data.rows if self.data is not None else 0),
             "batch_statistics": next(
                 (
-                    type(each).__name__
-                    for each in layers
-                    if isinstance(each, keras.layers.BatchNormalization)
+                    type(layer).__name__
+                    for layer in layers
+                    if isinstance(layer, keras.layers.BatchNormalization)
                 ),
                 "",
             ),

@@ -98,8 +98,8 @@ class RecipeShards:
         """Return the bytes of the whole model's state, and an optimizer step's temporary bytes."""
         # A first step with zero gradients is run on this rank's shard. The results are extrapolated
         # from it to the whole model.
-        for each in self.sharded.parameters:
-            each.grad = torch.zeros_like(each)
+        for parameter in self.sharded.parameters:
+            parameter.grad = torch.zeros_like(parameter)
         before, noted = _count_from_here(device), self.sharded.held.now.total()
         optimizer.step()
         ledger = self.sharded.held

@@ -134,9 +134,9 @@ class TorchWorkload(Workload, StepListener):
         self._known = {
             "parameters": sum(map(torch.numel, module.parameters())),
             "digest": model_digest(module),
-            "parameter_bytes": sum(each.nbytes for each in module.parameters()),
+            "parameter_bytes": sum(parameter.nbytes for parameter in module.parameters()),
             "gradient_bytes": sum(
-                each.nbytes for each in module.parameters() if each.requires_grad
+                parameter.nbytes for parameter in module.parameters() if parameter.requires_grad
             ),
         }
         self._shards = RecipeShards(self.recipe, setup, self.device) if setup.state else None
@@ -431,7 +431,8 @@ class TorchWorkload(Workload, StepListener):
             "rows": self.recipe.data.rows if self.recipe.data is not None else 0,
             "computes": "bfloat16" if self._computes_bfloat16() else None,
             "batch_statistics": next(
-                (type(each).__name__ for each in modules if isinstance(each, _BatchNorm)), None
+                (type(module).__name__ for module in modules if isinstance(module, _BatchNorm)),
+                None,
             ),
             "hip": torch.version.hip,  # None except in PyTorch for AMD GPUs
             **cuda,
@@ -451,7 +452,9 @@ class TorchWorkload(Workload, StepListener):
         return (
             _HALVES.get(self.setup.precision) is torch.bfloat16
             or self.recipe.mixed_precision == "bf16"
-            or any(each.dtype is torch.bfloat16 for each in self.recipe.module.parameters())
+            or any(
+                parameter.dtype is torch.bfloat16 for parameter in self.recipe.module.parameters()
+            )
         )
 
     def _open_batches(self) -> Batches:

@@ -118,16 +118,16 @@ class _ObservationsByUse(msgspec.Struct):
 
 def _sort_by_use(by_rows: Iterable[Observation]) -> _ObservationsByUse:
     found = _ObservationsByUse()
-    for one in by_rows:
-        layout = one.probe.layout
+    for row in by_rows:
+        layout = row.probe.layout
         if layout.traits.together:
-            found.splits.append(one)
+            found.splits.append(row)
         elif layout.traits.alone and layout.in_passes:
-            found.in_passes.append(one)
-        elif layout.traits.alone and one.probe.stage == Stage.REST:
-            found.others_idle.append(one)
-        elif layout.traits.alone and one.probe.stage == Stage.SOLO:
-            found.rounds.append(one)
+            found.in_passes.append(row)
+        elif layout.traits.alone and row.probe.stage == Stage.REST:
+            found.others_idle.append(row)
+        elif layout.traits.alone and row.probe.stage == Stage.SOLO:
+            found.rounds.append(row)
     return found
 
 
@@ -309,12 +309,12 @@ def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
 
     return [
         msgspec.structs.replace(
-            one,
-            alone=wider(one.alone),
-            others_idle=wider(one.others_idle),
-            in_splits=wider(one.in_splits),
+            device,
+            alone=wider(device.alone),
+            others_idle=wider(device.others_idle),
+            in_splits=wider(device.in_splits),
         )
-        for one in devices
+        for device in devices
     ]
 
 

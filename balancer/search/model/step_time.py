@@ -156,7 +156,9 @@ def _simplest_curve(points: Sequence[Point]) -> tuple[Curve, float]:
     if worst <= LINE_ERRORS or len(points) < 3:
         return line, worst
     curves = [line, *(_knee_curve(points, cut) for cut in range(1, len(points)))]
-    return min(((one, _worst_residual(points, one)) for one in curves), key=lambda pair: pair[1])
+    return min(
+        ((curve, _worst_residual(points, curve)) for curve in curves), key=lambda pair: pair[1]
+    )
 
 
 def _knee_curve(points: Sequence[Point], cut: int) -> Curve:

@@ -107,8 +107,8 @@ class _SavedValues:
         for cell, value in self._cells:
             if value is not _EMPTY and read_cell(cell) is not value:
                 cell.cell_contents = value
-        for each in self._states:
-            each()
+        for state in self._states:
+            state()
 
 
 def is_foreign(module: str) -> bool:
@@ -120,9 +120,9 @@ def list_names(code: CodeType) -> set[str]:
     """Return the names that a function's code, and functions nested in it, may look up globally."""
     # with names of attributes, which Python stores in the same list
     found = set(code.co_names)
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            found |= list_names(each)
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            found |= list_names(const)
     return found
 
 

@@ -88,7 +88,7 @@ class GradientSketcher:
         known: KnownPasses | None = None,
     ) -> None:
         self._models = list(models)
-        self._named = [pair for each in self._models for pair in each.named_modules()]
+        self._named = [pair for model in self._models for pair in model.named_modules()]
         self._modules = [module for _, module in self._named]
         self._tensors = tensors
         self._holders = holders
@@ -246,9 +246,9 @@ def _has_room(tensors: Iterable[torch.Tensor]) -> bool:
     """True if the gradients of all these tensors fit into memory at once."""
     # twice their size is needed, because they are copied to be projected together
     sizes: dict[torch.device, int] = {}
-    for each in tensors:
-        if each.requires_grad:
-            sizes[each.device] = sizes.get(each.device, 0) + each.nbytes
+    for tensor in tensors:
+        if tensor.requires_grad:
+            sizes[tensor.device] = sizes.get(tensor.device, 0) + tensor.nbytes
     return all(2 * size <= _measure_room(device) for device, size in sizes.items())
 
 
@@ -284,9 +284,9 @@ def _without_ddp(model: Any) -> Iterator[None]:
 def _fixed_statistics(modules: Iterable[Any]) -> Iterator[None]:
     """Return a context in which BatchNorm layers in `modules` use their running statistics."""
     fixed = [
-        (each, each.training)
-        for each in modules
-        if isinstance(each, BatchNorm) and each.track_running_stats
+        (module, module.training)
+        for module in modules
+        if isinstance(module, BatchNorm) and module.track_running_stats
     ]
     for each, _ in fixed:
         each.training = False
@@ -321,7 +321,7 @@ def _list_constant_tensors(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, f
     # The host compares small tensors and the first values of others, because a GPU needs 50 ms to
     # load the operations. A large tensor is compared on its device only if its first values are
     # equal.
-    plain = [each.data for each in tensors if type(each.data) is torch.Tensor]
+    plain = [tensor.data for tensor in tensors if type(tensor.data) is torch.Tensor]
     several = [each for each in plain if each.is_floating_point() and each.numel() > 1]
     found = []
     for each, first in zip(several, _copy_first_values(several), strict=True):

@@ -44,7 +44,7 @@ def _unfold_nested(data: Any, seen: set[int]) -> Any:
         return {name: each for name, each in values.items() if each is not None} or None
     if isinstance(data, tuple | list):
         items = [_unfold_nested(each, inner) for each in data]
-        return [each for each in items if each is not None] or None
+        return [item for item in items if item is not None] or None
     return None
 
 

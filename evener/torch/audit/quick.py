@@ -105,4 +105,4 @@ def _attend(attend: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any
 def _recur(recur: Callable[..., Any], *arguments: Any) -> Any:
     """Call `recur`, a function of a recurrent layer, without dropout."""
     # the dropout rate is its only float argument
-    return recur(*(0.0 if isinstance(each, float) else each for each in arguments))
+    return recur(*(0.0 if isinstance(argument, float) else argument for argument in arguments))

@@ -153,7 +153,9 @@ def _count_terms(name: str, arguments: Any, place: int) -> int:
         of_input = place == 0
         return int(weight.numel() // weight.shape[1] if of_input else gradient[:, 0].numel())
     if name.startswith(_ATTENTION):
-        shapes = [each.shape for each in arguments[:4] if isinstance(each, torch.Tensor)]
+        shapes = [
+            argument.shape for argument in arguments[:4] if isinstance(argument, torch.Tensor)
+        ]
         return max(int(max(shape[-2:])) for shape in shapes if len(shape) > 1)
     return SUM_TERMS if name in _SUMS else 0
 
@@ -176,7 +178,7 @@ class _Draw(msgspec.Struct, frozen=True, eq=False):
 
     def names(self) -> list[str]:
         """Return the names of the operation's arguments."""
-        return [each.name for each in self.function._schema.arguments]
+        return [argument.name for argument in self.function._schema.arguments]
 
     def call(self) -> Any:
         """Call the operation with these arguments, and return the result."""
@@ -259,7 +261,7 @@ def _fill_equal_rows(draw: _Draw) -> Any:
     """
     # the result of the latter depends on all of them
     arguments = draw.arguments
-    if sum(isinstance(each, torch.Tensor) for each in arguments) != 1:
+    if sum(isinstance(argument, torch.Tensor) for argument in arguments) != 1:
         return None
     if draw.function._schema.is_mutable:
         return arguments[0].copy_(_one_row(draw))
@@ -274,7 +276,7 @@ def _find_dropout(function: Any) -> tuple[tuple[int, str], ...]:
     # fused attention and recurrent layers have such arguments, and so do their backward passes
     if function.overloadpacket.__name__ == _CUDNN:
         return ()
-    names = [each.name for each in function._schema.arguments]
+    names = [argument.name for argument in function._schema.arguments]
     return tuple((place, name) for place, name in enumerate(names) if name in _RATES)
 
 
@@ -303,9 +305,9 @@ def _turn_dropout_off(
 
 def _needs_generator(function: Any) -> bool:
     """True for an overload such as randn.generator, which can't be called without a generator."""
-    for each in function._schema.arguments:
-        if each.name == "generator":
-            return not each.has_default_value()
+    for argument in function._schema.arguments:
+        if argument.name == "generator":
+            return not argument.has_default_value()
     return False
 
 

@@ -111,7 +111,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         rows: int = 0,
     ) -> None:
         super().__init__()
-        self.models = [each for each in models if each.training]
+        self.models = [model for model in models if model.training]
         self.batch = [each for each in tensors_in(unfold(batch)) if each.ndim]
         self.objects = find_objects(batch)  # outside of containers, with tensors of the batch
         self._kinds = {type(each) for each in self.objects}
@@ -133,10 +133,10 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self._inside = self._busy = False
         self._given: Any = ((), {})  # arguments of the model whose forward pass is running
         self._handles = [
-            each.register_forward_pre_hook(self._enter, with_kwargs=True) for each in self.models
+            model.register_forward_pre_hook(self._enter, with_kwargs=True) for model in self.models
         ]
         self._handles += [
-            each.register_forward_hook(self._leave, with_kwargs=True) for each in self.models
+            model.register_forward_hook(self._leave, with_kwargs=True) for model in self.models
         ]
         self.__enter__()
 
@@ -218,7 +218,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         from_model: bool = False,
         draw: GeneratorState | None = None,
     ) -> None:
-        given = {id(each) for each in self._tensors((arguments, keywords))}
+        given = {id(tensor) for tensor in self._tensors((arguments, keywords))}
         gradients = torch.is_grad_enabled()
         led = (from_model and gradients) or bool(given & self._from_model)
         if function in _READS and led and self._first_read is None:
@@ -294,11 +294,11 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         needed = self._find_needed(loss)
         if isinstance(needed, str):
             return needed
-        numbers = [each for place in needed for each in self._find_numbers(self._tape[place])]
+        numbers = [number for place in needed for number in self._find_numbers(self._tape[place])]
         read = any(self._may_use_read(place) for place in needed)
         entries = [self._tape[place] for place in needed]
         value = self.read_loss(loss)
-        models = [self.take_inner(each) for each in self.models]
+        models = [self.take_inner(model) for model in self.models]
         return LossRecord(
             models,
             self.batch,
@@ -386,16 +386,16 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         such as task weights. The result is empty if the call doesn't use a model's results.
         """
         arguments = leaves_in((entry.arguments, entry.keywords))
-        if not any(id(each) in self._from_model for each in arguments):
+        if not any(id(argument) in self._from_model for argument in arguments):
             return []
         numbers: list[float] = []
         if is_arithmetic(entry.function):
-            plain = [each for each in arguments if isinstance(each, int | float)]
+            plain = [argument for argument in arguments if isinstance(argument, int | float)]
             numbers += [float(each) for each in plain if not isinstance(each, RowNumber)]
-        for each in arguments:
-            if isinstance(each, torch.Tensor) and self._is_given(each):
-                numbers += _sum_up(each)
-        return [Number(each, entry.place) for each in numbers]
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor) and self._is_given(argument):
+                numbers += _sum_up(argument)
+        return [Number(number, entry.place) for number in numbers]
 
     def _is_given(self, tensor: torch.Tensor) -> bool:
         """True for a small tensor that was created before the batch, such as task weights.
@@ -483,7 +483,7 @@ class LossRecord:
 
     def may_count_rows(self) -> bool:
         """True if a number in the loss may be a count of its rows, perhaps computed with len()."""
-        return any(may_count(self.rows, each.value) for each in self.numbers)
+        return any(may_count(self.rows, number.value) for number in self.numbers)
 
     def has_other_rows(self) -> bool:
         """True if the calls use a tensor with one entry per row that isn't in the batch."""
@@ -609,8 +609,8 @@ def replay(
 
     Random generators that the program passes to calls keep their states.
     """
-    draws = [each.draw for each in entries if each.draw is not None]
-    now = [GeneratorState(each.generator, each.generator.get_state()) for each in draws]
+    draws = [entry.draw for entry in entries if entry.draw is not None]
+    now = [GeneratorState(draw.generator, draw.generator.get_state()) for draw in draws]
     try:
         _replay_entries(entries, known, rows, number, fresh)
     finally:

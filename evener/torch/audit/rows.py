@@ -79,7 +79,7 @@ def fetch_rows(
         items = [copied[number] for number in numbers[: TIMES * most]]
         if len(items) < 2:
             return None
-        chosen = _choose(items, [_sign_item(each, collated) for each in items], most)
+        chosen = _choose(items, [_sign_item(item, collated) for item in items], most)
         whole = collated(chosen)
         first, half = _rows_of_first_part(len(chosen)), len(chosen) // 2
         sizes = (first, len(chosen) - first)
@@ -190,10 +190,10 @@ def _pick_rows(batch: Any, rows: int, in_order: bool, most: int) -> Any:
     are returned. With `in_order`, the rows keep the batch's order.
     """
     tensors = [each for each in tensors_in(batch) if each.ndim]
-    if not tensors or any(len(each) != rows for each in tensors):
+    if not tensors or any(len(tensor) != rows for tensor in tensors):
         return cut_rows(batch, 0, min(most, rows) // 2 * 2, rows)
     few = min(TIMES * most, rows)
-    signs = list(zip(*(_sign_rows(each[:few]) for each in tensors), strict=True))
+    signs = list(zip(*(_sign_rows(tensor[:few]) for tensor in tensors), strict=True))
     places = spread_places(signs, most)
     if in_order:
         places.sort()
@@ -211,7 +211,7 @@ def _join(rows: Sequence[Any]) -> Any:
     if hasattr(first, "keys"):
         made = first.copy()
         for key in first.keys():  # noqa: SIM118 - mappings of libraries iterate otherwise
-            made[key] = _join([each[key] for each in rows])
+            made[key] = _join([row[key] for row in rows])
         return made
     return first
 
@@ -225,8 +225,8 @@ def _join_sequences(rows: Sequence[Any]) -> Any:
     kind = type(first)
     nested = any(isinstance(each, torch.Tensor | tuple | list | dict) for each in first)
     if first and not nested:
-        return kind(item for each in rows for item in each)
-    items = [_join([each[place] for each in rows]) for place in range(len(first))]
+        return kind(item for row in rows for item in row)
+    items = [_join([row[place] for row in rows]) for place in range(len(first))]
     return kind(*items) if hasattr(first, "_fields") else kind(items)
 
 

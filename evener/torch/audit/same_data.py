@@ -46,7 +46,7 @@ class TensorSums(msgspec.Struct, frozen=True):
         """True if both tensors are probably equal, except for rounding."""
         allowed = max(self.allowed, other.allowed)
         differences = (self.plain - other.plain, self.by_place - other.by_place)
-        return not any(abs(each) > allowed for each in differences)
+        return not any(abs(difference) > allowed for difference in differences)
 
 
 class RankData(msgspec.Struct, frozen=True):

@@ -53,8 +53,8 @@ class LossSettings:
         """
         self._checks += 1
         found: dict[Key, Any] = {}
-        for each in holders:
-            _collect_object(each, DEPTH - 1, found)
+        for holder in holders:
+            _collect_object(holder, DEPTH - 1, found)
         changed = False
         checked = len(found)
         for module in self._list_modules(models):
@@ -73,7 +73,7 @@ class LossSettings:
         if identity != self._models:
             self._models = identity
             modules = [part for each in every for part in each.modules()]
-            own = [each for each in modules if not is_foreign(type(each).__module__)]
+            own = [module for module in modules if not is_foreign(type(module).__module__)]
             self._modules = list(map(_ModuleSettings, own))
         return self._modules
 

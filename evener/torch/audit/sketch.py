@@ -145,7 +145,7 @@ def sum_lines(gradients: Sequence[torch.Tensor], signs: Signs) -> LineSums:
     The gradients are dense, have the same dtype and device, and have lines of the same length.
     """
     # a gradient's sums don't depend on the other gradients
-    flat = [_flatten(each) for each in gradients]
+    flat = [_flatten(gradient) for gradient in gradients]
     width = _line_width(flat[0])
     layout = signs.lay_out(tuple(each.numel() for each in flat), width, _widen(flat[0][:1]))
     pieces = [part for pair in zip(flat, layout.rests, strict=True) for part in pair]
@@ -318,9 +318,9 @@ def read_scalars(values: Sequence[torch.Tensor]) -> list[float]:
 
     For a single device, the host waits only once.
     """
-    if len({each.device for each in values}) == 1:
+    if len({value.device for value in values}) == 1:
         return list(torch.stack(list(values)).tolist())
-    return [float(each) for each in values]
+    return [float(value) for value in values]
 
 
 def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:

@@ -114,8 +114,8 @@ def kept_state(holders: Iterable[Any] = (), apart: Iterable[Any] = ()) -> Iterat
     """
     modules = [
         part
-        for each in holders
-        for part in (each.modules() if isinstance(each, torch.nn.Module) else [each])
+        for holder in holders
+        for part in (holder.modules() if isinstance(holder, torch.nn.Module) else [holder])
     ]
     numbers = RandomState()
     try:

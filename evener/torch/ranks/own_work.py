@@ -729,7 +729,7 @@ class StepTimer:
         missing = sum(each.counts for each in self._marked)
         if count <= missing:
             return []
-        return [self._make_timed_step(*each) for each in list(self._steps)[-(count - missing) :]]
+        return [self._make_timed_step(*step) for step in list(self._steps)[-(count - missing) :]]
 
     def _time_past(self) -> None:
         """Compute the times of the steps that the device has finished since the last call."""

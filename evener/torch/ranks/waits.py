@@ -50,7 +50,7 @@ def _time_waits_in(kind: Any, name: str, counts: Callable[[Any], bool] | None = 
     def wait(*arguments: Any, **keywords: Any) -> Any:
         if counts is not None and not counts(arguments[0]):
             return original(*arguments, **keywords)
-        entered = [each for each in _timers if each.begin_wait()]
+        entered = [timer for timer in _timers if timer.begin_wait()]
         try:
             return original(*arguments, **keywords)
         finally:

@@ -40,7 +40,7 @@ def whole_fetch(dataset: Any) -> Whole | None:
     """
     if type(dataset) is TensorDataset:
         tensors = dataset.tensors
-        return lambda rows, pinned: [select(each, rows, pinned) for each in tensors]
+        return lambda rows, pinned: [select(tensor, rows, pinned) for tensor in tensors]
     if type(dataset) is Subset:
         inner = whole_fetch(dataset.dataset)
         numbers = torch.as_tensor(dataset.indices)

@@ -173,8 +173,8 @@ def _gather_parameters(flat: Flat, shard: torch.Tensor) -> Tensors:
         return {}
     own = whole.cpu()
     return {
-        each.names[0]: own[each.start : each.start + each.numel].view(each.shape).clone()
-        for each in flat.slots
+        slot.names[0]: own[slot.start : slot.start + slot.numel].view(slot.shape).clone()
+        for slot in flat.slots
     }
 
 
@@ -263,7 +263,7 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 def _number(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return groups from `_groups` in the form of a `state_dict`, with indices of parameters."""
     numbers = count()
-    return [{**each, "params": list(islice(numbers, each["params"]))} for each in groups]
+    return [{**group, "params": list(islice(numbers, group["params"]))} for group in groups]
 
 
 # ---------------------------------------------------------------------- a folder
@@ -351,7 +351,7 @@ class _Writer:
         with path.open("rb") as stream:
             os.fsync(stream.fileno())
         self._maps[kind] |= dict.fromkeys(tensors, path.name)
-        self._size += sum(each.numel() * each.element_size() for each in tensors.values())
+        self._size += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
     def close(self, rest: dict[str, Any]) -> None:
         """Replace the index, and remove the files of the previous checkpoint.

@@ -173,7 +173,7 @@ class Flat:
     def count_gradients(self) -> None:
         """Count the bytes of whole parameters' gradients in the Ledger, until they are taken."""
         gradients = [slot.whole.grad for slot in self.slots]
-        size = sum([each.nbytes for each in gradients if each is not None])
+        size = sum([gradient.nbytes for gradient in gradients if gradient is not None])
         self.held.add("gathered", size - self._computed_bytes)
         self._computed_bytes = size
 

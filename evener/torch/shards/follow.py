@@ -122,7 +122,7 @@ class Follower:
         start = torch.zeros((), device=self._device, requires_grad=True)
         made = iter(_Repeated.apply(self, record, start, *seen))
         return record.put_together(
-            [next(made) if torch.is_tensor(each) else each for each in record.outputs]
+            [next(made) if torch.is_tensor(output) else output for output in record.outputs]
         )
 
     def repeat_backward(self, record: PassRecord) -> None:
@@ -158,7 +158,7 @@ class _Repeated(torch.autograd.Function):  # type: ignore[misc]  # torch isn't f
         ctx: Any, follower: Follower, record: PassRecord, _: torch.Tensor, *outputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.follower, ctx.record = follower, record
-        made = tuple(each.clone() for each in outputs)
+        made = tuple(output.clone() for output in outputs)
         pairs = zip(made, record.trained, strict=True)
         ctx.mark_non_differentiable(*(each for each, trained in pairs if not trained))
         return made

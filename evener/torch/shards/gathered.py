@@ -62,7 +62,8 @@ class Gathered:
         block = torch.empty(self.size, dtype=torch.uint8, device=place.device)
         self._storage = block.untyped_storage()
         self._typed = [
-            block[each.byte : each.byte_of(each.stop)].view(each.dtype) for each in self.segments
+            block[segment.byte : segment.byte_of(segment.stop)].view(segment.dtype)
+            for segment in self.segments
         ]
         self._is_single_rank = place.single_rank
         byte_ranges = [(self._byte_of(start), self._byte_of(stop)) for start, stop in ranges]

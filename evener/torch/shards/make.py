@@ -292,7 +292,7 @@ def sum_norms(
     RuntimeError if `error_if_nonfinite` is True and the norm isn't finite.
     """
     shards = _list_shard_gradients()
-    own = [each for each in tensors if id(each) in shards]
+    own = [tensor for tensor in tensors if id(tensor) in shards]
     if not own:
         return norm(tensors, kind, *options, **named)
     if kind == 0:
@@ -301,7 +301,7 @@ def sum_norms(
         )
     strict = options[0] if options else named.pop("error_if_nonfinite", False)
     total = _sum_shard_norms(norm, own, kind)
-    rest = [each for each in tensors if id(each) not in shards]
+    rest = [tensor for tensor in tensors if id(tensor) not in shards]
     if rest:
         total = norm([total, *rest], kind)
     if strict and not torch.isfinite(total):
@@ -313,8 +313,8 @@ def sum_norms(
 
 def _list_shard_gradients() -> set[int]:
     """Return the ids of the gradients of all sharded models on this rank."""
-    parameters = [each for sharded in _all for each in sharded.pieces]
-    return {id(each.grad) for each in parameters if each.grad is not None}
+    parameters = [piece for sharded in _all for piece in sharded.pieces]
+    return {id(parameter.grad) for parameter in parameters if parameter.grad is not None}
 
 
 def _sum_shard_norms(norm: Callable[..., Any], own: list[Any], kind: float) -> torch.Tensor:

@@ -214,10 +214,10 @@ def _divide(segments: Sequence[Segment], start: int, stop: int) -> list[DtypeRan
     """Return the pieces of a flat's elements from `start` to `stop`, one for each dtype."""
     pieces: list[DtypeRange] = []
     byte = HEADER
-    for each in segments:  # the widest dtypes come first, so each piece is aligned
-        low, high = max(start, each.start), min(stop, each.stop)
+    for segment in segments:  # the widest dtypes come first, so each piece is aligned
+        low, high = max(start, segment.start), min(stop, segment.stop)
         if low < high:
-            pieces.append(DtypeRange(each.dtype, low, high, byte))
+            pieces.append(DtypeRange(segment.dtype, low, high, byte))
             byte += _byte_count(pieces[-1])
     return pieces
 

@@ -186,9 +186,9 @@ class Sharded:
             self.arm(batch)
             self.begin_backward(self.root)
 
-        for each in outputs:
-            if each.requires_grad:
-                each.register_hook(begin)
+        for output in outputs:
+            if output.requires_grad:
+                output.register_hook(begin)
 
     # ------------------------------------------------------------------ a forward pass
 
@@ -540,7 +540,7 @@ class UnitHooks:
         if len(direct) < len(tensors):  # some are inside of tuples, lists or mappings
             return each_tensor(lambda tensor: marked.get(id(tensor), tensor), (arguments, keywords))
         return (
-            tuple([marked.get(id(each), each) for each in arguments]),
+            tuple([marked.get(id(argument), argument) for argument in arguments]),
             {name: marked.get(id(each), each) for name, each in keywords.items()},
         )
 
@@ -614,8 +614,8 @@ def _find_tensors(outputs: Any) -> Iterator[Any]:
     else:
         yield outputs
         return
-    for each in items:
-        yield from _find_tensors(each)
+    for item in items:
+        yield from _find_tensors(item)
 
 
 def _in_backward() -> bool:

@@ -33,8 +33,8 @@ def choose_units(model: Any, wanted: Sequence[Any] | type | None) -> dict[str, A
         return _choose_blocks(model)
     given: Sequence[Any] = wanted if isinstance(wanted, Sequence) else (wanted,)
     kinds = [each for item in given for each in (item.children() if _lists(item) else (item,))]
-    classes = tuple(each for each in kinds if isinstance(each, type))
-    modules = {id(each) for each in kinds if isinstance(each, Module)}
+    classes = tuple(kind for kind in kinds if isinstance(kind, type))
+    modules = {id(kind) for kind in kinds if isinstance(kind, Module)}
     found = dict(
         _find_outermost("", model, lambda each: isinstance(each, classes) or id(each) in modules)
     )
@@ -108,7 +108,7 @@ def _repeats(module: Any) -> bool:
 
 
 def _count(module: Any) -> int:
-    return sum(each.numel() for each in module.parameters())
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def find_parameters(model: Any, units: Mapping[str, Any]) -> dict[str, list[Slot]]:
@@ -215,11 +215,11 @@ class Unit:
     ):
         self.name, self.module = name, module
         kinds: dict[Any, list[Slot]] = {}
-        for each in parameters:
-            tensor = each.tensor
-            each.computes = choose_dtype(each, dtype, casts)
+        for parameter in parameters:
+            tensor = parameter.tensor
+            parameter.computes = choose_dtype(parameter, dtype, casts)
             kind = (tensor.dtype, tensor.requires_grad, is_packed(tensor))
-            kinds.setdefault(kind, []).append(each)
+            kinds.setdefault(kind, []).append(parameter)
         self.flats = [Flat(place, each, held) for each in kinds.values()]
         self.reads_backward = not is_lookup(module)
         self.slots = [slot for flat in self.flats for slot in flat.slots]
@@ -373,7 +373,7 @@ class Ledger:
         for parameter, state in optimizer.state.items():
             kind = "whole" if id(parameter) in whole else "state"
             tensors = [each for each in state.values() if torch.is_tensor(each)]
-            sizes[kind] += sum(byte_count(each) for each in tensors if each.ndim)
+            sizes[kind] += sum(byte_count(tensor) for tensor in tensors if tensor.ndim)
         self.add("state", sizes["state"] - self.now["state"])
         self.add("whole", sizes["whole"] - self._whole_state)
         self._whole_state = sizes["whole"]

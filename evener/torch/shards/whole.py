@@ -61,7 +61,7 @@ def count_gathered(
         root.buffer,
         _add_largest(sizes.values()),  # in the forward pass
         _add_largest(others) + max((each.reduced for each in others), default=0),
-        max((each.reduced for each in lookups), default=0),
+        max((lookup.reduced for lookup in lookups), default=0),
     ]
     beside = STATE_COPIES * sum(byte_count(slot.tensor) for slot in whole)
     beside += sum(map(byte_count, list_statistics(model.parameters())))
@@ -89,7 +89,7 @@ class UnitBytes(NamedTuple):
 def _add_largest(units: Iterable[UnitBytes]) -> int:
     """Return the bytes of the whole parameters of the two largest units."""
     # while one unit computes, the next one is already being gathered
-    return sum(sorted((each.gathered for each in units), reverse=True)[:2])
+    return sum(sorted((unit.gathered for unit in units), reverse=True)[:2])
 
 
 def _measure(own: Sequence[Slot], dtype: Any, casts: Any, received: float | None) -> UnitBytes:

@@ -63,8 +63,8 @@ def _make_backward(own: Callable[..., Any]) -> Callable[..., Any]:
         listeners = list(_LISTENERS)
         if listeners:
             made_of, caller = list_operations(self), sys._getframe(1)
-            for each in listeners:
-                each.note_loss(self, made_of, caller)
+            for listener in listeners:
+                listener.note_loss(self, made_of, caller)
         return own(self, *arguments, **keywords)
 
     return backward

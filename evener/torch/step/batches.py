@@ -99,7 +99,7 @@ class BatchTracker:
         """
         BatchTracker.newest = weakref.ref(self)
         if not (self._epochs and self._epochs[-1] is origin):
-            others = [each for each in self._epochs if each not in (origin, self._manual)]
+            others = [epoch for epoch in self._epochs if epoch not in (origin, self._manual)]
             self._epochs = [*others, origin]
         before = origin.batches[-1] if origin.batches else None
         _drop_computed(origin.batches)
@@ -124,15 +124,15 @@ class BatchTracker:
         self._only = None
         origin.open = False
         origin.unfinished = not (origin.batches and origin.batches[-1].used)
-        self._epochs = [each for each in self._epochs if each.open or _is_kept(each, origin)]
+        self._epochs = [epoch for epoch in self._epochs if epoch.open or _is_kept(epoch, origin)]
         if self.current is not None and self.current.origin is origin:
-            left = [each.batches[-1] for each in self._epochs if each.open]
+            left = [epoch.batches[-1] for epoch in self._epochs if epoch.open]
             self.current = left[-1] if left else None
             self.last = self.current or self.last
 
     def is_training(self) -> bool:
         """True if a loop may still use a batch of a training loader."""
-        return any(each.training and each.may_be_computed() for each in self._epochs)
+        return any(epoch.training and epoch.may_be_computed() for epoch in self._epochs)
 
     def find(self, data: Any, training: bool, match: Match) -> TakenBatch | None:
         """Return the batch that `data` belongs to, or None if no loader has yielded a batch.
@@ -147,8 +147,8 @@ class BatchTracker:
                 return None
             found = None if _weigh_the_same(epochs) else self._choose(data, epochs, match)
             if found is None:
-                for each in epochs:
-                    each.batches[-1].used = True
+                for epoch in epochs:
+                    epoch.batches[-1].used = True
                 found = epochs[-1].batches[-1]
         found.used = True
         self.current = self.last = found
@@ -159,7 +159,7 @@ class BatchTracker:
         # Usually, the training epochs that haven't ended; if all have ended, all of them; without
         # training epochs, the newest epoch. In evaluation mode, a newest epoch for validation is
         # the only one.
-        epochs = [each for each in self._epochs if each.may_be_computed()]
+        epochs = [epoch for epoch in self._epochs if epoch.may_be_computed()]
         if not epochs:
             return []
         newest = epochs[-1]
@@ -195,7 +195,7 @@ def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
 
     Usually these are the epochs that haven't ended. If all have ended, return all.
     """
-    trained = [each for each in epochs if each.training]
+    trained = [epoch for epoch in epochs if epoch.training]
     running = [each for each in trained if each.open]
     if not running:
         return trained
@@ -244,8 +244,8 @@ def _list_waiting(epoch: Epoch) -> list[TakenBatch]:
 def _weigh_the_same(epochs: Sequence[Epoch]) -> bool:
     """True if the ranks' weights don't depend on which of these epochs the batch is from."""
     newest = epochs[-1].batches[-1]
-    if not all(batch.can_share_backward(newest) for each in epochs for batch in each.batches):
+    if not all(batch.can_share_backward(newest) for epoch in epochs for batch in epoch.batches):
         return False
     return newest.origin.tail is None or all(
-        batch.used for each in epochs for batch in each.batches[:-1]
+        batch.used for epoch in epochs for batch in epoch.batches[:-1]
     )

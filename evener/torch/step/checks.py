@@ -81,7 +81,7 @@ class OptimizerCheck:
 
     def _look(self, optimizer: Any, found: int, trainer: Any) -> None:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        trained = [each for each in parameters if each.grad is not None]
+        trained = [parameter for parameter in parameters if parameter.grad is not None]
         if trained:
             trainer.check_trained(trained)
             check_memory(optimizer, trained)
@@ -98,7 +98,10 @@ class OptimizerCheck:
         step = kind.step
 
         def step_once(schedule: Any, *arguments: Any, **keywords: Any) -> None:
-            if any(getattr(each, "optimizer", each) in self._known for each in schedule.optimizers):
+            if any(
+                getattr(optimizer, "optimizer", optimizer) in self._known
+                for optimizer in schedule.optimizers
+            ):
                 # accelerate's name for a batch that all processes share
                 schedule.split_batches = True
             step(schedule, *arguments, **keywords)
@@ -186,7 +189,9 @@ def _memory_holds(parameters: list[Any], tensors: int) -> bool:
     for last in (False, True):
         held: list[torch.Tensor] = []
         try:
-            held += (torch.empty_like(each) for each in parameters for _ in range(tensors))
+            held += (
+                torch.empty_like(parameter) for parameter in parameters for _ in range(tensors)
+            )
             return True
         except Exception as error:
             if not is_out_of_memory(error):
@@ -206,11 +211,11 @@ def check_summed(optimizer: Any) -> None:
     """Raise RequestError if the next step would apply gradients of only this rank's rows."""
     exchanges = [each for each in EXCHANGES if isinstance(each, Exchange) and not each.single_rank]
     before = _applied.get(optimizer)
-    _applied[optimizer] = {id(each): each.sums for each in exchanges}
-    if not any(each.waits for each in exchanges):
+    _applied[optimizer] = {id(exchange): exchange.sums for exchange in exchanges}
+    if not any(exchange.waits for exchange in exchanges):
         return
     applied = _list_applied(optimizer)
-    own = [each for each in exchanges if each.has_any(applied)]
+    own = [exchange for exchange in exchanges if exchange.has_any(applied)]
     if any(each.unsummed for each in own):
         raise RequestError(
             "The optimizer is about to apply gradients that weren't summed over the ranks: "
@@ -224,7 +229,7 @@ def check_summed(optimizer: Any) -> None:
 
 def _check_seen(exchanges: list[Exchange]) -> None:
     """Raise RequestError if a model ran a forward pass whose backward pass wasn't detected."""
-    if any(each.waits for each in exchanges):
+    if any(exchange.waits for exchange in exchanges):
         raise RequestError(
             "The optimizer is about to apply gradients of a wrapped model that weren't summed "
             "over the ranks: they came by torch.autograd.grad or torch.func, or from a loss that "
@@ -239,7 +244,7 @@ def _has_summed(exchanges: list[Exchange], before: dict[int, int]) -> bool:
 
     `before` has the number of sums of each model's exchange at that step, by the exchange's id.
     """
-    return any(each.sums > before.get(id(each), 0) for each in exchanges)
+    return any(exchange.sums > before.get(id(exchange), 0) for exchange in exchanges)
 
 
 def _list_applied(optimizer: Any) -> set[int]:

@@ -275,9 +275,11 @@ class PassState:
 
     def __init__(self, exchanges: Sequence[Exchange], constant: set[int]) -> None:
         self._numbers = RandomState()
-        normalizers = [each for exchange in exchanges for each in exchange.normalizers]
-        self._mixes_rows = any(each.training for each in normalizers)
-        self._statistics = {id(buffer) for each in normalizers for buffer in each.buffers()}
+        normalizers = [normalizer for exchange in exchanges for normalizer in exchange.normalizers]
+        self._mixes_rows = any(normalizer.training for normalizer in normalizers)
+        self._statistics = {
+            id(buffer) for normalizer in normalizers for buffer in normalizer.buffers()
+        }
         buffers = [each for exchange in exchanges for each in exchange.buffers.all()]
         self._buffers = [
             (each, each._version, None if id(each) in constant else each.detach().clone())

@@ -318,7 +318,7 @@ class Passes:
         # models with gradients are recorded, to detect a zero_grad() between passes
         running.part.check_computed()
         if not running.part.turn.last:
-            self._given.update(each for each in self._exchanges if each.has_gradients())
+            self._given.update(exchange for exchange in self._exchanges if exchange.has_gradients())
         if queue.complete():
             self.recovery.forget(running, self._exchanges)
 
@@ -334,6 +334,6 @@ class Passes:
         """Return the minimum number of rows in a pass."""
         # a BatchNorm in training mode can't normalize a single row
         for exchange in self._exchanges:
-            if any(each.training for each in exchange.normalizers):
+            if any(normalizer.training for normalizer in exchange.normalizers):
                 return 2
         return 1

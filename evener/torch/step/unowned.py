@@ -64,7 +64,7 @@ class UnownedTensors:
         rows.
         """
         owned = _owned_by(*_list_alive(torch.nn.Module))
-        unowned = [each for each in parameters if id(each) not in owned]
+        unowned = [parameter for parameter in parameters if id(parameter) not in owned]
         unknown = [each for each in unowned if not self._has_summed(each)]
         if unknown and not self._are_alike([each.grad for each in unknown]):
             raise RequestError(
@@ -74,7 +74,7 @@ class UnownedTensors:
                 " their gradients; or have them in the model that split.wrap wraps, as"
                 " nn.Parameter.",
             )
-        return [each for each in parameters if id(each) in owned]
+        return [parameter for parameter in parameters if id(parameter) in owned]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -96,7 +96,7 @@ class UnownedTensors:
     def _are_alike(self, gradients: Sequence[Any]) -> bool:
         """True if these gradients are equal on all ranks; every rank has to call this."""
         # for example, a loop copies them from a wrapped model after its gradients were summed
-        flat = torch.cat([each.detach().reshape(-1).to(self.device) for each in gradients])
+        flat = torch.cat([gradient.detach().reshape(-1).to(self.device) for gradient in gradients])
         least = -flat
         with own_collectives():
             dist.all_reduce(flat, dist.ReduceOp.MAX)
@@ -108,8 +108,8 @@ class TensorGroup:
     """Unowned tensors of one optimizer, whose gradients are summed in one all-reduce."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], unowned: UnownedTensors) -> None:
-        self._tensors = [weakref.ref(each) for each in tensors]
-        self._sizes = [each.numel() for each in tensors]
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]
+        self._sizes = [tensor.numel() for tensor in tensors]
         self._unowned = unowned
         self._task = -1  # the current backward pass
         self._before: dict[int, tuple[Any, torch.Tensor]] = {}  # old and new gradients, by index
@@ -235,7 +235,7 @@ UNOWNED = UnownedTensors()
 
 def trains_others(optimizer: Any, models: Iterable[Any]) -> bool:
     """True if an optimizer trains a tensor that isn't a parameter of these models."""
-    known = {id(each) for model in models for each in model.parameters()}
+    known = {id(parameter) for model in models for parameter in model.parameters()}
     return any(id(each) not in known for each in _trained_by(optimizer))
 
 

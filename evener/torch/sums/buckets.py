@@ -44,7 +44,7 @@ class Bucket:
     def __init__(self, parameters: Sequence[Any]) -> None:
         self._parameters, self.last = tuple(parameters), parameters[-1]
         self.ids = set(map(id, parameters))
-        sizes = [each.numel() for each in parameters]
+        sizes = [parameter.numel() for parameter in parameters]
         self.flat = torch.zeros(
             sum(sizes) + len(sizes) + TAIL, dtype=self.last.dtype, device=self.last.device
         )
@@ -239,10 +239,10 @@ def make_buckets(parameters: Sequence[Any], most_bytes: int) -> list[Bucket]:
     """
     made: list[Bucket] = []
     open_: dict[Any, list[Any]] = {}
-    for each in parameters:
-        kind = each.dtype, each.device
+    for parameter in parameters:
+        kind = parameter.dtype, parameter.device
         own = open_.setdefault(kind, [])
-        own.append(each)
+        own.append(parameter)
         size = sum(one.numel() * one.element_size() for one in own)
         if size >= (most_bytes if made else min(FIRST_BYTES, most_bytes)):
             made.append(Bucket(own))
@@ -252,11 +252,17 @@ def make_buckets(parameters: Sequence[Any], most_bytes: int) -> list[Bucket]:
 
 def _cut(flat: torch.Tensor, parameters: Sequence[Any]) -> list[torch.Tensor]:
     views, start = [], 0
-    for each in parameters:
-        part = flat[start : start + each.numel()]
-        start += each.numel()
-        dense = any(each.is_contiguous(memory_format=kind) for kind in _FORMATS.get(each.ndim, ()))
-        views.append(part.as_strided(each.shape, each.stride()) if dense else part.view(each.shape))
+    for parameter in parameters:
+        part = flat[start : start + parameter.numel()]
+        start += parameter.numel()
+        dense = any(
+            parameter.is_contiguous(memory_format=kind) for kind in _FORMATS.get(parameter.ndim, ())
+        )
+        views.append(
+            part.as_strided(parameter.shape, parameter.stride())
+            if dense
+            else part.view(parameter.shape)
+        )
     return views
 
 
@@ -274,7 +280,7 @@ def warn_of_hooks(parameters: Sequence[Any], own: set[int]) -> None:
 
     Such hooks get the gradient of this rank's rows instead of the whole batch's.
     """
-    if any(set(gradient_hooks(each)) - own for each in parameters):
+    if any(set(gradient_hooks(parameter)) - own for parameter in parameters):
         warnings.warn(
             "A parameter has a hook on its gradient, which gets that of this rank's rows "
             "alone: masks and factors are"
@@ -373,10 +379,10 @@ class Buffers:
         self._places = self._find_places()
         self._known = []
         buffers = self.all()
-        if sum(each.numel() * each.element_size() for each in buffers) > MOST_KEPT:
+        if sum(buffer.numel() * buffer.element_size() for buffer in buffers) > MOST_KEPT:
             return False
-        for device in {each.device for each in buffers}:
-            own = [_bytes_of(each) for each in buffers if each.device == device]
+        for device in {buffer.device for buffer in buffers}:
+            own = [_bytes_of(buffer) for buffer in buffers if buffer.device == device]
             self._known.append((own, torch.cat(own)))
         return True
 
@@ -437,12 +443,13 @@ class EarlierGradients:
         """
         self.opened, self.late = True, dependent or self.final is not None
         self.apart = self.late and (
-            self.final is not None or any(each.grad is not None for each in self._parameters)
+            self.final is not None
+            or any(parameter.grad is not None for parameter in self._parameters)
         )
         if self.apart:
-            self._kept = [each.grad for each in self._parameters]
-            for each in self._parameters:
-                each.grad = None
+            self._kept = [parameter.grad for parameter in self._parameters]
+            for parameter in self._parameters:
+                parameter.grad = None
 
     def merge(self) -> None:
         """Add the pass's gradients, unless they are final, to the gradients set aside by `open`."""

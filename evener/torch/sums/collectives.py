@@ -181,8 +181,8 @@ def spread(tensors: Sequence[torch.Tensor], group: Any = None, source: int = 0) 
 
     `source` is the sender's rank within the group. `group` None means all ranks.
     """
-    for device in {each.device for each in tensors}:
-        own = [each.detach() for each in tensors if each.device == device]
+    for device in {tensor.device for tensor in tensors}:
+        own = [tensor.detach() for tensor in tensors if tensor.device == device]
         broadcast_each(own, group, 250 << 20, source)
 
 

@@ -158,8 +158,8 @@ def _norm(gradients: torch.Tensor) -> torch.Tensor:
 
 def _add_squares(norms: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of squared norms, as a float64 tensor of one element on the first device."""
-    if len({(each.device, each.dtype) for each in norms}) > 1:
-        norms = [each.to(norms[0].device, torch.float64) for each in norms]
+    if len({(norm.device, norm.dtype) for norm in norms}) > 1:
+        norms = [norm.to(norms[0].device, torch.float64) for norm in norms]
     return torch.stack(list(norms)).double().square().sum(0, keepdim=True)
 
 
