@@ -315,7 +315,7 @@ def _tensors(call: ExchangeCall) -> list[torch.Tensor]:
 
 
 def find_caller(frame: FrameType | None) -> str:
-    """Return the file and line in the program's own code that calls a collective.
+    """Return the file and line at which the program's own code calls a collective.
 
     The search starts at `frame`, the caller of the hook. The result is like "train.py:12"; "" if a
     library in LIBRARIES makes the call.

@@ -343,7 +343,7 @@ class EpochBatches:
 def _draw_own_batches_too(
     batches: Iterable[Any], drawn: Iterator[Any], expected: Sequence[list[Any]]
 ) -> Iterator[Any]:
-    """Yield `batches`, and draw one batch of the program's own sampler for each.
+    """Yield `batches`; for each of them, also draw a batch of the program's own sampler.
 
     `drawn` yields the sampler's batches. Raises RequestError if one differs from `expected`.
     """

@@ -252,8 +252,8 @@ def compare_ranks(
     """Return the largest difference between the gradients that ranks computed from the same rows.
 
     `every` has the ranks' sketches, and `noises` their results of `find_noises`. Without `noises`,
-    a difference is only a reason to measure them. Return None if no difference exceeds the
-    rounding.
+    a returned difference only means that rounding has to be measured. Return None if no difference
+    exceeds the rounding.
     """
     # The weights are the same on all ranks. So a difference comes from something else that the loss
     # uses, or from rounding on different kinds of devices.

@@ -40,7 +40,7 @@ class Signs:
     """Random signs: the sign of a value is the product of its line's sign and its column's sign.
 
     The standard deviation of a sum with such signs is the gradient's norm, as with independent
-    signs. But these need only a matrix product with a few columns.
+    signs. But these signs need only a matrix product with a few columns.
     """
 
     def __init__(self) -> None:

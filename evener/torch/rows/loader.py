@@ -486,7 +486,7 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
     def take(self, step: int) -> tuple[int, ...]:
         """Return each rank's number of rows in the global batch `step`, which the trainer begins.
 
-        Later changes of shares take effect after it.
+        Later changes of shares take effect after this batch.
         """
         sizes: tuple[int, ...] = self.batch_sampler.sampler.take(step)
         return sizes

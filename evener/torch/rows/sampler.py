@@ -264,7 +264,7 @@ class UnevenBatchSampler:
         """Return each rank's number of rows in a step that a trainer begins now.
 
         `step` is counted from `position` in the epoch. Later changes of shares take effect after
-        it.
+        this step.
         """
         self.schedule.begun = self.position + (step + 1) * self.global_batch
         return self.sizes(step)

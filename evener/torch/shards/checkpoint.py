@@ -132,7 +132,7 @@ def _parameters(sharded: AnyModel, wanted: Collection[str]) -> Iterator[Tensors]
 
     The last dicts have the unsharded parameters. On ranks other than 0, the dicts are empty.
     `wanted` are the names of the parameters to include; flats with one of them are included whole.
-    If it is empty, all are.
+    If it is empty, all parameters are included.
     """
     for flat in _flats(sharded):
         if not wanted or any(slot.names[0] in wanted for slot in flat.slots):
