@@ -151,8 +151,8 @@ def _share_rows(name: str, loader: Any) -> list[str]:
 def _find_frame(weights: set[int], loader: Any) -> FrameType | None:
     """Return the stack frame whose variables the message names; None if no frame has them.
 
-    A frame of the program with variables for both the loader and a trained model comes first, then
-    a frame with one of them. The outermost such frame is returned. `weights` are the ids of the
+    The program's frames with variables for both the loader and a trained model are preferred to
+    frames with one of them. Of these, the outermost is returned. `weights` are the ids of the
     optimizer's parameters.
     """
     # lines inserted in the outermost frame run once, before all epochs

@@ -128,8 +128,8 @@ def _refuse_difference(strategy: ProgramStrategy, loader: Any) -> None:
 def _used_unless_refused(trainer: Any, strategy: Any) -> Iterator[Any]:
     """Make a Trainer use a ProgramStrategy, which is the value of the returned context.
 
-    It shares the attributes of `strategy`, the Trainer's own one, and stays in use afterwards. On
-    an error, the Trainer gets `strategy` back.
+    The ProgramStrategy shares the attributes of `strategy`, the Trainer's own strategy, and stays
+    in use afterwards. On an error, the Trainer gets `strategy` back.
     """
     chosen = share_state(strategy, ProgramStrategy)
     chosen.program_strategy = strategy

@@ -662,9 +662,9 @@ class TrainingAudits:
     ) -> Computations:
         """Return the two computations of a few rows that an audit compares.
 
-        The reference is one device. For the program's own launcher, it is the mean over devices
-        with equal parts. The other computation is by shares on two devices, or one if the run has
-        only one. It is in passes if the plan has passes.
+        The reference computes the rows on one device. For the program's own launcher, it is the
+        mean over devices with equal parts. The other computation is by shares on two devices, or
+        one if the run has only one. It is in passes if the plan has passes.
         """
         in_passes = self._training.ranks.in_passes
         loss = refuse_collectives(compute)

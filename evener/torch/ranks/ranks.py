@@ -106,7 +106,7 @@ def visible_gpus() -> dict[str, int]:
 def choose_device(share: Share | None, process: ProcessRank, gpus: dict[str, int]) -> Any:
     """Return the `torch.device` of this process.
 
-    If the share is on a CPU, it is the CPU. Otherwise it is the first of these:
+    If the share is on a CPU, the device is the CPU. Otherwise the device is the first of these:
 
     - the plan's GPU, if its UUID is in `gpus` (see `visible_gpus`);
     - the GPU with the local rank as its index, if there is one;

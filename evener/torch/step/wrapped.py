@@ -253,10 +253,10 @@ _frozen_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> handl
 
 
 def find_wrapper(model: Any) -> Any:
-    """Return the DistributedDataParallel or Exchanged that `model` is, or None.
+    """Return `model` if it is a DistributedDataParallel or an Exchanged, otherwise None.
 
-    A compiled model counts as the wrapper inside. Raises RequestError if only a part of the model
-    is wrapped.
+    For a compiled model, return the wrapper inside it. Raises RequestError if only a part of the
+    model is wrapped.
     """
     inner = unwrap_compiled(model)  # of torch.compile
     if isinstance(inner, DistributedDataParallel | Exchanged):
