@@ -83,6 +83,7 @@ class Loop:
     """
 
     def __init__(self, loader: Any, begin: Any, outer: Any = None) -> None:
+        PROGRAM.open_loop()
         self._loader = loader
         self.shared_batches = SharedBatches.of(loader)
         self.shared_batches.opens = True

@@ -5,10 +5,11 @@ The hooks of `evener.program.install` call the methods of PROGRAM, the process's
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -57,22 +58,10 @@ class Program:
         self.notebook = Notebook(read_settings())
         # models in DDP, in order of creation
         self.models: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
-        self.training: PlannedTraining | None = None
-        self._loop: Any = None  # the loop that yielded the latest batch
-        self._other_loop: Any = None  # another loop whose batch belongs to the same step
-        self._loader_steps: LoaderSteps | None = None  # receives the steps of the followed loop
-        self._guard: Guard | None = None
-        self._rechecks = False  # True if the guard's batch follows a change that this rank has seen
-        self._updated = False  # True if an optimizer has stepped since that batch
+        # models that were wrapped since the program trains by shares
+        self._later_models: weakref.WeakSet[Any] = weakref.WeakSet()
         self._stepped = False  # True once an optimizer of PyTorch has stepped
         self._passes = 0  # number of backward passes before that
-        self._fault = ""  # why the program's use of gradients prevents uneven shares
-        # digest of the optimizers' settings in this step; by shares, of the learning rates in all
-        # steps so far
-        self._rates = 0
-        self._steps = 0  # number of steps by shares
-        self._uneven = 0  # number of steps with uneven shares
-        self._look = LOOK_AGAIN  # the step of the next check by a guard
         # the loader over which the latest loop began
         self._newest_loader: weakref.ref[Any] | None = None
         # True if the latest loop began before a model was wrapped
@@ -80,14 +69,32 @@ class Program:
         self._own_iteration = ""  # the class of a loader whose own iteration isn't followed
         self._others = 0  # number of running trainers that have their own hooks
         self._exchanges = 0  # number of exchanges between ranks
+        self.remarks: list[str] = []  # warnings to print once shares may become uneven
+        self._even_start: EvenStart | None = None  # of a library's trainer
+        self._begin_undecided()
+
+    def _begin_undecided(self) -> None:
+        """Forget all earlier steps, so that the next ones decide whether shares may be uneven."""
+        self.training: PlannedTraining | None = None
+        self._loop: Any = None  # the loop that yielded the latest batch
+        self._other_loop: Any = None  # another loop whose batch belongs to the same step
+        self._loader_steps: LoaderSteps | None = None  # receives the steps of the followed loop
+        self._guard: Guard | None = None
+        self._rechecks = False  # True if the guard's batch follows a change that this rank has seen
+        self._updated = False  # True if an optimizer has stepped since that batch
+        self._fault = ""  # why the program's use of gradients prevents uneven shares
+        # digest of the optimizers' settings in this step; by shares, of the learning rates in all
+        # steps so far
+        self._rates = 0
+        self._steps = 0  # number of steps by shares
+        self._uneven = 0  # number of steps with uneven shares
+        self._look = LOOK_AGAIN  # the step of the next check by a guard
         self.exchanges = Exchanges(self.note_exchange)
         self._numbers: tuple[float, ...] | None = None  # numbers in the loss of the previous step
         # settings at the start of the batch, for optimizers that have stepped
         self._begun_rates: weakref.WeakKeyDictionary[Any, list[float]]
         self._begun_rates = weakref.WeakKeyDictionary()
         self._begun_reads = 0  # of exchanged values, before the batch
-        self.remarks: list[str] = []  # warnings to print once shares may become uneven
-        self._even_start: EvenStart | None = None  # of a library's trainer
         self._watched = 0  # number of even steps in which the program itself exchanged values
 
     @property
@@ -135,6 +142,8 @@ class Program:
             for each in model.modules():
                 self.models.pop(each, None)
             self.models[model] = None
+            if self.training is not None and not self._others:
+                self._note_later_model(model, self.training)
 
     def shard_model(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
         """Shard models with FSDP2's `fully_shard`, and record them for training by shares."""
@@ -363,11 +372,43 @@ class Program:
         if len(set(self.sizes)) > 1 and any(each.training for each in self.models):
             self.notebook.warn(views.EXCHANGED)
 
+    def open_loop(self) -> None:
+        """Begin a loop in which the program trains. All ranks call this equally often.
+
+        If the program has wrapped another model since it trains by shares, as for the next fold of
+        a cross-validation, this is another training: it begins with even shares, and its loss is
+        checked before shares leave even.
+        """
+        if self.training is None or not self._later_models:
+            return
+        gc.collect()  # models that the program has dropped
+        if self._loop is not None:
+            self.end(self._loop)  # left early
+        self.training.leave()
+        self._later_models.clear()
+        self._begin_undecided()
+
+    def _note_later_model(self, model: Any, training: PlannedTraining) -> None:
+        """Record a model that is wrapped after the program has begun to train by shares.
+
+        If it is wrapped within a loop, it may be trained on the current batch already. So its
+        gradients are weighted from now on.
+        """
+        self._later_models.add(model)
+        in_loop = self._loop is not None and not self._loop.is_over
+        if in_loop and isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            with suppress(EvenerError):  # the optimizer's first step then says what is wrong
+                training.wrap(model)
+
     def begin(self, loop: Any) -> None:
         """Begin the step of a loop's next batch.
 
         If the batch is to be checked, create a guard that records its forward and backward pass.
         """
+        if self.training is not None and self._later_models:
+            # batches may already be fetched by shares, so no loss can be checked before
+            self._later_models.clear()
+            self.go_even(self.training, views.WRAPPED_LATER)
         if loop is not self._loop:
             left = self._loop
             if left is not None and self._updated and left.shared_batches is loop.shared_batches:

@@ -61,6 +61,7 @@ SINGLE = (
     "each rank takes one item of its data set at a time, a row or a whole batch, and one can't be "
     "divided"
 )
+WRAPPED_LATER = "it has wrapped another model in the middle of an epoch"
 SEVERAL = "its steps take rows of several loaders"
 # relative tolerance, because different kinds of GPUs round computed values differently
 NEAR = 1e-4

@@ -137,6 +137,17 @@ class PlannedTraining:
         self.audits.release()
         self._release()
 
+    def leave(self) -> None:
+        """End this training run, so that another one can begin with any models in this process.
+
+        Every rank calls this.
+        """
+        if self.rebalancing is not None:
+            self.rebalancing.stop()
+            self.rebalancing = None
+        self.weights.leave()
+        self.close()
+
     # ------------------------------------------------------------------ rows
 
     def sampler(

@@ -64,6 +64,50 @@ class Reshuffled(DistributedSampler[Any]):
 
 
 @program
+def folds() -> Any:
+    """Each fold of a cross-validation trains a new model on other rows."""
+    every = []
+    for fold in range(3):
+        model, optimizer = start()
+        every.append(model)
+        rows = [row for row in range(ROWS) if row % 3 != fold]
+        batches = epochs(load(torch.utils.data.Subset(points(), rows)))
+        for step, (x, classes, _) in enumerate(batches):
+            update(optimizer, F.cross_entropy(model(x), classes))
+            if fold == 1 and step == 3:
+                break  # in the middle of an epoch
+    return tuple(every)
+
+
+@program
+def unfrozen_and_wrapped_again() -> Any:
+    network = net()
+    network[0].requires_grad_(False)
+    loader = load()
+    for _ in range(2):
+        model = ddp(network)
+        trained = [each for each in model.parameters() if each.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.1)
+        for x, classes, _ in epochs(loader):
+            update(optimizer, F.cross_entropy(model(x), classes))
+        network[0].requires_grad_(True)
+    return model
+
+
+@program
+def a_model_wrapped_within_an_epoch() -> Any:
+    """It is trained from then on, in place of the first one, and by even shares."""
+    first, optimizer = start()
+    second = None
+    batches = epochs(load(), 3)
+    for number, (x, classes, _) in enumerate(batches):
+        if number == 9:
+            second, optimizer = start()
+        update(optimizer, F.cross_entropy((second or first)(x), classes))
+    return first, second
+
+
+@program
 def left_in_evaluation_mode() -> Any:
     """After an epoch of one step, the model stays in evaluation mode, as its training goes on."""
     model, optimizer = start()

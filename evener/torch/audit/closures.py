@@ -25,7 +25,7 @@ _GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, 
 _FOREIGN = {
     *("torch", "numpy", "evener", "transformers", "accelerate", "lightning", "pytorch_lightning"),
     *("lightning_fabric", "trl", "peft", "datasets", "timm", "torchvision", "torchaudio"),
-    *("torchmetrics", "diffusers", "builtins"),
+    *("torchmetrics", "diffusers", "deepspeed", "builtins"),
 }
 
 

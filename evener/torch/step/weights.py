@@ -28,6 +28,7 @@ from .unowned import UNOWNED
 from .wrapped import (
     check_not_inside_ddp,
     check_passes,
+    forget_frozen,
     hook_forward,
     is_sharded,
     replace_all_reduce,
@@ -100,6 +101,17 @@ class BatchWeights(BatchTracker):
         super().take(origin, sizes, data)
         if origin.training:
             self.look_for_tensors()
+
+    def leave(self) -> None:
+        """Stop weighting batches. The models' gradients are averaged over the ranks from now on."""
+        if BatchTracker.newest() is self:
+            BatchTracker.newest = staticmethod(lambda: None)
+            UNOWNED.weigh = lambda: None
+        for exchange in self._exchanges:
+            exchange.average()
+        for model in self.models:
+            hook_forward(model, None, lambda *_: None)
+        forget_frozen()  # of models that no longer exist, too
 
     def look_for_tensors(self) -> None:
         """Find tensors that optimizers train and that belong to no module; search only once.

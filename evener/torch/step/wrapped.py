@@ -426,6 +426,13 @@ def watch_frozen(model: Any) -> None:
             parameter.requires_grad_(False)
 
 
+def forget_frozen() -> None:
+    """Let all parameters that were frozen get gradients; this ends what `watch_frozen` began."""
+    for handle in _frozen_hooks.values():
+        handle.remove()
+    _frozen_hooks.clear()
+
+
 def _refuse_unfrozen(_: Any) -> None:
     raise RequestError(
         "A layer that was frozen when split.wrap was called is trained, but its gradients "

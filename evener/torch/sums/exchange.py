@@ -164,6 +164,13 @@ class Exchange:
             weakref.finalize(self, _remove, hooks)
         EXCHANGES.add(self)
 
+    def average(self) -> None:
+        """Average gradients over the ranks from now on, as DistributedDataParallel does."""
+        self.begun = lambda *_: None
+        self.ready = self.sent = self.done = lambda: None
+        self.noise = None
+        self.weigh(1.0 / self._world)
+
     def has_any(self, parameters: set[int]) -> bool:
         """True if this exchange sums the gradient of a parameter whose id is in `parameters`."""
         return not self.single_rank and not parameters.isdisjoint(map(id, self.parameters))
