@@ -144,10 +144,10 @@ def check_links(
 
 
 def describe_link(measurements: Sequence[LinkMeasurement], here: Transport = "as it is") -> Check:
-    """Return the check of the link between the devices of one set.
+    """Return the result of checking the link between the devices of one set.
 
-    `measurements` has one measurement per transport, the default transport first. `here` is the
-    transport that the environment chooses.
+    `measurements` has one measurement for each way of exchanging data (transport), the default
+    first. `here` is the transport that this process's environment variables select.
     """
     own, *others = measurements
     name = f"link {' – '.join(own.devices)}"
@@ -181,10 +181,10 @@ def _describe_set_link(
     others: Sequence[LinkMeasurement],
     here: Transport,
 ) -> Check:
-    """Return the check of a link whose transport the environment's variables choose.
+    """Return the result of checking a link whose transport is set by environment variables.
 
-    `here` is that transport. `own` is the measurement without these variables, and `others` are
-    those of other transports.
+    `here` is that transport. `own` is the measurement without these variables, over the default
+    transport. `others` are the measurements over other transports.
     """
     # `name` and `found` are the check's
     variables = write_variables(switches_of(here))
@@ -207,8 +207,8 @@ def _name_variables(transport: Transport) -> str:
 def write_link(measurement: LinkMeasurement) -> str:
     """Return one measurement as text: the transport, its speed and its latency.
 
-    An example is `as it is 6.1 GB/s, 28 µs` for the default transport. For a failed measurement,
-    the text says what went wrong.
+    For example, `as it is 6.1 GB/s, 28 µs`, where `as it is` names the default transport. If the
+    measurement failed, the text says what went wrong instead.
     """
     if measurement.outcome == "ok":
         speed = f"{measurement.bytes_per_second / 1e9:.3g} GB/s"
@@ -218,7 +218,10 @@ def write_link(measurement: LinkMeasurement) -> str:
 
 
 def _check_driver(backend: Backend) -> tuple[Check, int]:
-    """Check a vendor's driver, and return the result and the number of devices that it lists."""
+    """Check a vendor's driver.
+
+    Return the result, and the number of devices that the driver lists.
+    """
     name = f"{backend.maker} driver"
     try:
         listing = backend.list_devices()
@@ -233,7 +236,11 @@ def _check_driver(backend: Backend) -> tuple[Check, int]:
 
 
 def _check_frameworks(gpus: int) -> list[Check]:
-    """Check whether each framework can be imported and sees all GPUs of the drivers."""
+    """Check that each framework can be imported and sees all GPUs.
+
+    `gpus` is the number of GPUs that the drivers list. If at least one framework has no problem,
+    the problems of others are returned as notes.
+    """
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(lambda name: _check_framework(name, gpus), _QUERIES))
     # one working framework is enough: a problem with the other is then only a note
@@ -273,7 +280,11 @@ def _check_framework(name: str, gpus: int) -> Check:
 
 
 def _compare_gpus(name: str, version: str, seen: int, gpus: int) -> Check:
-    """Return the check of whether a framework sees all GPUs that the drivers list (`gpus`)."""
+    """Check whether a framework sees all GPUs, and return the result.
+
+    `name` and `version` are the framework's. `seen` is the number of GPUs that it sees, and `gpus`
+    the number that the drivers list.
+    """
     found = f"{version}, sees {seen} of {gpus} GPUs"
     if seen < gpus:
         variables = " and ".join(
@@ -397,7 +408,10 @@ def check_cluster(spec: str, address: str) -> tuple[Check, ...]:
 
 
 def _start_agents(nodes: Sequence[Node]) -> tuple[list[Agent], list[Check]]:
-    """Start an agent on each node; return the agents, and a failed check for each other node."""
+    """Start an agent on each node.
+
+    Return the agents that started, and a failed check for each node on which none could start.
+    """
 
     def start(node: Node) -> Agent | Check:
         try:
@@ -446,9 +460,10 @@ def _check_interface(other: str) -> Check:
 
 
 def merge_checks(by_host: Mapping[str, Sequence[Check]]) -> tuple[Check, ...]:
-    """Merge equal checks of several hosts, in the order of the first host's checks.
+    """Return the checks of several hosts, with equal results merged.
 
-    A check names its hosts unless all hosts have the same result.
+    The order is that of the first host's checks. Unless all hosts have the same result, each result
+    begins with the names of the hosts that have it.
     """
     hosts: dict[str, dict[Check, list[str]]] = {}  # by the check's name and result
     for host, checks in by_host.items():
@@ -481,7 +496,10 @@ def _compare_versions(by_host: Mapping[str, dict[str, str]]) -> tuple[Check, ...
 
 
 def _check_ports(agents: Sequence[Agent]) -> tuple[Check, ...]:
-    """Check that every host can connect to every other; empty for a single host."""
+    """Check that every host can connect to every other.
+
+    Return an empty tuple if there is only one host.
+    """
     if len(agents) < 2:
         return ()
     remedy = (

@@ -1,6 +1,6 @@
 """The events that a session reports, and the thread that reports them.
 
-Events are received by a terminal, a screen or the player of a journal.
+A terminal or a screen displays them. Replaying a journal yields the same events again.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ Report = Callable[[ProbeProgress], None]  # may be called from any thread
 class Observed(msgspec.Struct, frozen=True, tag=True):
     """A measurement ended, was written to the journal, and was passed to the search.
 
-    `belief` is what the search now predicts. `best` is the best layout so far.
+    `belief` is what the search now predicts for each device. `best` is the result of the best
+    layout so far, if there is one.
     """
 
     seen: Observation
@@ -106,7 +107,7 @@ class EventThread:
     implements `_work`, which reports events with `_emit`. `_work` must wait for `_going` before it
     starts anything new, and return once `_halt` is set.
 
-    A signal handler may call `stop`. The reader of the events can then continue to read.
+    `stop` may be called from a signal handler. The remaining events can still be read after it.
     """
 
     def __init__(self) -> None:
@@ -145,7 +146,7 @@ class EventThread:
         self._going.clear()
 
     def unpause(self) -> None:
-        """Continue to start new work, after `pause`."""
+        """Allow new work to start again, after `pause`."""
         self._going.set()
 
     def close(self) -> None:

@@ -56,14 +56,17 @@ class SearchView(Protocol):
 
     @property
     def common_batch(self) -> int | None:
-        """The global batch for layouts that have no measured best batch, such as placements.
+        """The global batch for layouts whose own best batch wasn't measured, such as placements.
 
-        None until exploration has found it, and if rows are assigned by cost.
+        None until exploration has found such a batch, or if rows are assigned by cost.
         """
 
     @property
     def singles(self) -> Sequence[Layout]:
-        """The best solo layout, possibly followed by the same layout in a single pass."""
+        """The best solo layout.
+
+        If it has several passes and its batch surely fits in one, the layout with one pass follows.
+        """
 
     @property
     def splits(self) -> Sequence[Layout]:
@@ -82,9 +85,9 @@ class SearchView(Protocol):
 
     @property
     def packs(self) -> Sequence[Layout]:
-        """The best measured pack of each mode, such as plain processes or MPS.
+        """The best measured pack for each way to share a device, such as plain processes or MPS.
 
-        For a mode without measurements, it is the pack that would be tried first.
+        Where no pack has been measured yet, it is the pack to measure first.
         """
 
 
@@ -171,7 +174,10 @@ class SoloFamily(Family):
     in_balance = True
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return the best solo layout, possibly followed by the same layout in a single pass."""
+        """Return the best solo layout.
+
+        If it has several passes and its batch surely fits in one, the layout with one pass follows.
+        """
         return view.singles
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
@@ -236,7 +242,10 @@ class EvenFamily(Family):
         return view.even_splits
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name of an even split; it has the number of devices unless all are used."""
+        """Return the name of an even split.
+
+        If devices are left out, the name has the number of those used, such as `even over 4`.
+        """
         count = len(layout.active)
         name = EVEN_SPLIT if count == devices else f"even over {count}"
         return f"another {name}" if another else name
@@ -295,8 +304,8 @@ class ShardFamily(Family):
     def layouts(self, view: SearchView) -> Sequence[Layout]:
         """Return the sharded layouts worth racing.
 
-        Rows are divided by the devices' speed. The model's state is divided by the memory that
-        these rows leave free.
+        The devices' rows are in proportion to their speed. Their parts of the model's state are in
+        proportion to the memory that these rows leave free.
         """
         return view.shards
 
@@ -339,9 +348,9 @@ class PackFamily(Family):
     plural = "packs"
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return the best pack of each mode, such as plain processes or MPS.
+        """Return the best measured pack for each way to share a device, such as MPS.
 
-        If no pack of a mode has been measured, its smallest pack is returned.
+        Where no pack has been measured yet, it is the pack to measure first.
         """
         return view.packs
 

@@ -187,7 +187,7 @@ def check_hosts(hosts: Mapping[str, tuple[Device, ...]], framework: str) -> tupl
 
 
 def check_here(devices: tuple[Device, ...], framework: str) -> tuple[str, ...]:
-    """Check this machine, and return notes on its devices that other programs use too.
+    """Check this machine, and return notes on devices that other programs use too.
 
     Raises RequestError if the framework isn't installed or can't use the devices. Raises
     DeviceError if other programs hold the memory of all devices.
@@ -276,9 +276,9 @@ def _check_numbers(request: Request) -> None:
 
 
 def check_problem(problem: Problem) -> None:
-    """Raise RequestError for a problem that has no solution.
+    """Raise RequestError for a problem that no search can solve.
 
-    An example is a global batch with fewer samples than devices.
+    An example is a global batch with fewer samples than there are devices.
     """
     quantum = problem.multiple_of
     batch = problem.global_batch
@@ -317,11 +317,12 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {  # by their names in --try
 def make_comparison_job(
     request: Request, layouts: Sequence[str] | None = None, knobs: Sequence[str] = ()
 ) -> Job:
-    """Make a job that compares layouts on these devices, for a request as in `make_job`.
+    """Make a job that compares layouts on these devices.
 
-    `layouts` are names of families; None for all. `knobs` are names of options to try.
-    `request.compare.left_out` of the job names the families and knobs that are impossible here.
-    Raises RequestError for an unknown name, or if no layout is possible.
+    The request is checked as in `make_job`. `layouts` are the names of the layout families to
+    compare; None for all. `knobs` are the names of options to try. `request.compare.left_out` of
+    the job has a message for each of these that was named but is impossible here. Raises
+    RequestError for an unknown name, or if no layout is possible.
     """
     families = find_families(_choose("--layouts", layouts or tuple(FAMILIES), tuple(FAMILIES)))
     tried = _choose("--try", knobs, tuple(KNOBS))
@@ -377,9 +378,9 @@ def _sort_families(
 def make_job_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
     """Make a job whose search also measures the best layout with each of these knobs.
 
-    A knob is a tuned option. Only `workers` can be requested here: it tries several numbers of
-    loader worker processes. If that is impossible on these devices, `request.compare.left_out` says
-    so. Raises RequestError for any other name.
+    A knob is an option to tune. The only knob allowed here is `workers`, which tries several
+    numbers of loader worker processes. If that is impossible on these devices,
+    `request.compare.left_out` of the job says so. Raises RequestError for any other name.
     """
     tried = _choose("--try", knobs, (WORKERS,))
     resolved = make_job(request)

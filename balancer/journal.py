@@ -94,7 +94,7 @@ class ObservationEntry(msgspec.Struct, frozen=True, tag="seen", tag_field="entry
 
 
 class FactsEntry(msgspec.Struct, frozen=True, tag="known", tag_field="entry"):
-    """All facts about software, data and model that children have reported until this line."""
+    """All facts about software, data and model that children have reported so far."""
 
     facts: Facts
 
@@ -281,7 +281,11 @@ def read(path: Path, *, foreign: bool = False) -> JournalContents:
 
 
 def _explain_broken_line(line: str, foreign: bool) -> str:
-    """Return what the user can do about a broken line, which `line` names."""
+    """Return what the user can do about a broken line of a journal.
+
+    `line` names the line in the text, such as "line 7". `foreign` is True for a journal of another
+    user.
+    """
     return (
         "Copy the file again."
         if foreign
@@ -316,7 +320,10 @@ def _entry(text: bytes, path: Path, number: int, foreign: bool) -> Entry:
 
 
 def _decode(text: bytes) -> Entry:
-    """Return the entry in a line, also if it has the field names from before version 0.3."""
+    """Return the entry in a line of a journal.
+
+    A verdict may still have the field names from before version 0.3.
+    """
     try:
         return _decoder.decode(text)
     except msgspec.ValidationError:
@@ -342,7 +349,10 @@ def _check_schema(text: bytes, path: Path) -> None:
 
 
 def _check_against_header(entry: Entry, header: Header, where: str, foreign: bool) -> LaterEntry:
-    """Return the entry, or raise RequestError if it is a second header or doesn't fit the first."""
+    """Return the entry if it fits the header; otherwise, raise RequestError.
+
+    A second header never fits. `where` names the entry's line in the message.
+    """
     if isinstance(entry, Header):
         raise RequestError(
             f"{where} is a second header.", _explain_broken_line("that line", foreign)

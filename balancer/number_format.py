@@ -71,7 +71,7 @@ def write_share(batch: int, micro: int) -> str:
 def relative_error(value: float, low: float, high: float) -> float:
     """Return half of the width of a value's 95 % interval, divided by the value.
 
-    If the interval's upper end is farther from the value, that distance is used instead. Return 0
+    If the upper bound is farther from the value than that, its distance is used instead. Return 0
     for a value of 0.
     """
     # near 0, an interval may be lopsided
@@ -135,7 +135,7 @@ def millions(count: int) -> str:
 def join_shares(shares: Sequence[Sequence[int]]) -> str:
     """Return shares as text, such as 150 + 106 or, with passes, (820 = 2 × 410) + 568.
 
-    Each share is a pair: its samples, and the rows per pass.
+    Each share is given as its number of rows and its number of rows per pass.
     """
     words = [write_share(rows, micro) for rows, micro in shares]
     return " + ".join(f"({share})" if "=" in share and len(words) > 1 else share for share in words)

@@ -43,8 +43,8 @@ class Objective(msgspec.Struct, frozen=True):
         """Return two costs per second for each device, such as its power in watts.
 
         The first is the cost while the device trains, and the second while only other devices
-        train. A split is predicted to be worth its samples/s divided by the sum of its devices'
-        costs. `seen` are all measurements. Return an empty list if the costs are unknown.
+        train. To predict the value of a split, its samples/s are divided by the sum of all devices'
+        costs. `seen` are all measurements so far. Return an empty list if the costs are unknown.
         """
         return []
 
