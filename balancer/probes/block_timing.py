@@ -3,15 +3,15 @@
 The functions have no side effects: the caller runs the steps and measures their time.
 
 A `BlockTimer` first warms up. Warm-up steps are timed in series ("windows") until two consecutive
-windows take about the same time. The timer then requests blocks of steps until the 95 % interval of
-the mean step time is within `TIGHT`, or until the probe's time is used up. There are four
-exceptions:
+windows take about the same time per step. The timer then requests blocks of steps until the 95 %
+interval of the mean step time is within `TIGHT`, or until the probe's time is used up. There are
+four exceptions:
 
 - A probe ends after half of its time if its interval would still exceed `TOO_IMPRECISE` at the end.
 - If the first warm-up step takes longer than the probe's whole time, the probe ends with that step.
-  Its precision is estimated from the difference to the step before.
-- A probe with a drift or throttling warning is timed again for half of its time. It keeps the
-  warning.
+  The error of its duration is estimated from the step that ran before the warm-up.
+- A probe with a drift or throttling warning is timed once more, for half of its time. The warning
+  remains, even if the second round has none.
 - `evener probe` measures for a requested time or number of steps (a "whole" run), regardless of
   precision.
 """
@@ -214,7 +214,10 @@ class BlockTimer:
         return over
 
     def _start_second_round(self) -> bool:
-        """Start a second round if the first drifted or was throttled; return True if it starts."""
+        """Start a second round of timing if the first one drifted or was throttled.
+
+        Return True if it starts.
+        """
         # only the second round's blocks are reported, and it takes half of the time; a whole run
         # has none, because the user has requested its time or its number of steps
         timing = self.result()
@@ -258,7 +261,10 @@ class BlockTimer:
         )
 
     def _list_undisturbed(self) -> list[Block]:
-        """Return the blocks without disturbances or new memory, or all if they are too few."""
+        """Return the blocks that were neither disturbed nor raised a device's peak memory.
+
+        If too few remain, return all blocks.
+        """
         undisturbed = [block for block in self._blocks if not block.disturbed]
         clean = [block for block in undisturbed if not block.grew]
         return clean if len(clean) >= FEWEST_BLOCKS else self._blocks
@@ -299,7 +305,10 @@ class BlockTimer:
 
 
 def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[MeasurementDoubt, bool]:
-    """Return a throttling warning for undisturbed blocks, and whether it should be reported."""
+    """Return a throttling warning, and whether it is serious enough to be reported.
+
+    `clean` are the blocks that weren't disturbed, and `step` is their mean step time.
+    """
     # the warning's value is the larger of two fractions: the time in which devices report
     # throttling, and the distance of the mean step time from the blocks' median
     spent = sum(block.wall_seconds for block in clean)
@@ -347,8 +356,10 @@ def step_time_interval(blocks: Sequence[Block], first_seconds: float = 0.0) -> I
 
 
 def _stays_too_imprecise(blocks: Sequence[Block], part: float) -> bool:
-    """True if the interval is predicted to exceed `TOO_IMPRECISE` at the end of the probe."""
-    # `part` is the fraction of the probe's time that the blocks took
+    """True if the step time's error is predicted to exceed `TOO_IMPRECISE` at the probe's end.
+
+    `part` is the fraction of the probe's time that the blocks have taken.
+    """
     times = [block.step_seconds for block in blocks]
     # the noise is the median difference between consecutive blocks: a single change of speed
     # doesn't count, because a probe with such a change needs its full time
@@ -367,9 +378,9 @@ def _mean_own_seconds(blocks: Sequence[Block]) -> tuple[float | None, ...]:
 
 
 def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
-    """Return each rank's mean seconds per step in every part of a step, such as input.
+    """Return how long each rank spends in each part of a step, in mean seconds per step.
 
-    Return an empty tuple if the parts of a block are unknown.
+    A part is, for example, waiting for input. Return an empty tuple if a block's parts are unknown.
     """
     steps = sum(block.steps for block in blocks)
     if not steps or not all(block.parts for block in blocks):

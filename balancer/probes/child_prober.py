@@ -1,9 +1,9 @@
 """Measures probes with real child processes.
 
 Children are started when needed, kept between probes if memory allows, and replaced on failure. A
-solo probe has its own child. A split has one child over all its devices if one process can drive
-them (GPUs without limits, in TensorFlow). Otherwise it has one child per device. The children of a
-split step as a group, over loopback if all devices are on one host.
+solo probe has its own child. A split has a single child if one process can drive all its devices,
+as TensorFlow can with GPUs that have no limits. Otherwise, it has one child per device, and these
+children run each step together. They communicate over loopback if all devices are on one host.
 """
 
 from __future__ import annotations
@@ -318,9 +318,9 @@ class ChildProber:
     def _measure_memory_of_others(self, key: Layout, clean: bool) -> tuple[int, ...]:
         """Return how many bytes of each device's memory other processes hold; 0 where unknown.
 
-        Return an empty tuple for a pack, or if nothing is known.
+        `clean` is True while no child of the layout `key` is running. Return an empty tuple for a
+        pack, or if nothing is known.
         """
-        # `clean`: no child of this layout is running
         if key.traits.side_by_side:
             return ()  # under MPS, the memory counts as the daemon's
         with self._lock:
@@ -333,7 +333,10 @@ class ChildProber:
         return tuple(short.get(i, 0) for i in range(len(self._devices))) if is_known else ()
 
     def _warm_up_share(self, probe: Probe, group: ChildGroup) -> int:
-        """Return the share for an additional first step; 0 if no such step is needed."""
+        """Return the share for the additional first step that new TensorFlow children need.
+
+        Return 0 for children that need no such step.
+        """
         request = self._resolved.request
         # TensorFlow traces the first batch size separately, and the second one for all sizes: the
         # first step of new children has another share than the probe's own
@@ -399,11 +402,12 @@ class ChildProber:
     def _measure_all_reduce(
         self, group: ChildGroup, key: Layout, stop: threading.Event
     ) -> KnownLink:
-        """Measure an all-reduce between the ranks; return its speed on the slowest rank, or 0.
+        """Measure an all-reduce between the ranks, and return the link's speed and latency.
 
-        Raises GroupError if the all-reduce hangs or its sums are wrong.
+        The speed is the lowest of all ranks, and the latency the highest. Both are 0 if the
+        workload doesn't measure them. Raises GroupError if the all-reduce hangs or its sums are
+        wrong.
         """
-        # the speed is 0 if the workload doesn't measure it
         who = " – ".join(self._devices[i].label for i in key.active)
         remedy = "evener doctor --links finds the pair, and the variable of NCCL that cures it"
         try:
@@ -499,7 +503,10 @@ class ChildProber:
         return () if failure.gpu is None else key.active[failure.gpu : failure.gpu + 1]
 
     def _explain_stop(self, probe: Probe, progress: ProgressReporter, stack: Stack) -> None:
-        """Report in which phase a probe was stopped before it measured anything."""
+        """Report the phase and the line of code in which a probe was stopped.
+
+        The probe hadn't measured anything yet. `stack` is the stack of one of its children.
+        """
         labels = ", ".join(self._devices[i].label for i in probe.layout.active)
         # the stack is saved if it contains a line of the user's code
         saved = stack.where and self._save_output(
@@ -539,9 +546,9 @@ def needs_link_check(framework: str, devices: Sequence[Device]) -> bool:
 def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: Job) -> Facts:
     """Return the facts `before`, updated with the facts that one more child has `found`.
 
-    `engine` synchronizes the ranks of the child's split; "" if its layout isn't a split. A digest
-    of the model, if reported, replaces the workload's digest. Otherwise the digest comes from the
-    first child and never changes.
+    `engine` synchronizes the ranks of the child's split; "" if its layout isn't a split. The
+    workload's digest comes from the first child and never changes. It is the digest of the model,
+    if that child reported one; otherwise, of the workload's name and settings.
     """
     names = (*_FRAMEWORKS, *(name for backend in all_backends() for name in backend.device_words))
     parts = [resolved.workload, resolved.request.settings, found.get("parameters", "")]

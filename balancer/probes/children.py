@@ -63,9 +63,9 @@ Inbox = queue.Queue[tuple[int, Message]]
 
 
 class RunningChild(ABC):
-    """A child process of a probe, on this machine or on another host, as its group sees it.
+    """A child process of a probe, on this machine or on another host.
 
-    `rank` is its rank in the group. Its messages are put into the group's inbox.
+    `rank` is its rank in its group of children. Its messages are put into the group's inbox.
     """
 
     rank: int
@@ -98,7 +98,8 @@ class Child(RunningChild):
     """A worker process that `server` forks.
 
     Its messages are put into `inbox` together with its rank. `cap_bytes` is the limit of its
-    memory, if any. A peak close to the limit shows, after an exit, that memory ran out.
+    memory, if any. If it exits after its peak memory came close to the limit, it counts as out of
+    memory.
     """
 
     def __init__(
@@ -112,8 +113,9 @@ class Child(RunningChild):
     ) -> None:
         """Request the child from `server`.
 
-        `build_channel` is the descriptor of a channel for a copy of the child, from which other
-        children are forked. If it is None, the child leaves no copy.
+        `build_channel` is the descriptor of a channel. Once the child has built its workload, a
+        copy of it receives requests for further children on this channel. With None, the child
+        leaves no copy.
         """
         self.rank, self.alive = rank, True
         self.pid = 0  # 0 until the child runs
@@ -315,7 +317,10 @@ class ChildGroup:
         return replies, failures
 
     def _stop_waiting(self, expected: type[Reply], replies: Mapping[int, Reply]) -> NoReturn:
-        """Raise StoppedError, with a late rank's stack if the user's code may be running."""
+        """Raise StoppedError, because the session is stopping.
+
+        While the user's code may be running, the error has the stack of a rank that hasn't replied.
+        """
         late = [child for child in self.children if child.rank not in replies]
         # the user's code runs while children start, build or prepare
         in_users_code = expected in (Ready, Built, Prepared)
@@ -331,10 +336,11 @@ class ChildGroup:
         return found
 
     def release_memory(self, seconds: float, stop: threading.Event) -> dict[int, int]:
-        """Make every rank release unused memory, and return the bytes that the group still holds.
+        """Make every rank release unused memory, and return the memory that the group still holds.
 
-        The result has the bytes by device position; unknown numbers are left out. Raises GroupError
-        if a rank fails or doesn't reply within `seconds`, and StoppedError if `stop` is set.
+        The result has the bytes by device position; positions with an unknown number are left out.
+        Raises GroupError if a rank fails or doesn't reply within `seconds`, and StoppedError if
+        `stop` is set.
         """
         replies = self.call(lambda _: ReleaseMemory(), MemoryReleased, seconds, stop)
         sizes = [size for reply in replies for size in cast(MemoryReleased, reply).memory_bytes]

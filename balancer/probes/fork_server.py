@@ -46,8 +46,8 @@ class ForkRequest(msgspec.Struct, frozen=True, tag=True):
     """A request to fork a child with these environment variables, on these cores.
 
     The descriptors of the child's three standard streams are sent with the message. A fourth
-    descriptor is a channel on which the child may fork copies of itself, once it has built its
-    workload.
+    descriptor may follow. It is the channel on which a copy of the child, left after it has built
+    its workload, receives requests to fork.
     """
 
     key: int  # identifies the child at both ends
@@ -105,8 +105,8 @@ NO_CHANNEL = -1
 class ForkServer:
     """Forks children that call `run`, and reports their exit codes.
 
-    Requests arrive on `channel`. `run` gets this process's pid, and the descriptor of a channel for
-    copies of the child; NO_CHANNEL if there is none.
+    Requests arrive on `channel`. Each child calls `run` with two arguments: this process's pid, and
+    the descriptor of the channel for a copy of the child (NO_CHANNEL if there is none).
     """
 
     def __init__(self, channel: socket.socket, run: Callable[[int, int], object]) -> None:
@@ -242,9 +242,9 @@ class ForkedChild(Protocol):
 
 
 class ChildServer(ABC):
-    """The end of a socket that sends requests to a process that forks children.
+    """Sends requests over a socket to a process that forks children.
 
-    `channel` is this end of the socket. A thread reads the answers.
+    `channel` is this process's end of the socket. A thread reads the answers.
     """
 
     def __init__(self, channel: socket.socket) -> None:
@@ -330,14 +330,14 @@ class ChildServer(ABC):
 
     @abstractmethod
     def _release(self) -> None:
-        """Close what is still open, after the server has exited."""
+        """Close the channel and any other open files, after the server has exited."""
 
 
 class BuiltServer(ChildServer):
     """Sends requests to the copy that a child has left of itself after building its workload.
 
     Children that the copy forks have the workload already. `far_end` is the descriptor of the
-    copy's end of the channel, which is given to the child that builds.
+    copy's end of the channel. It is passed to the child that builds the workload.
     """
 
     def __init__(self) -> None:

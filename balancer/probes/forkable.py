@@ -78,9 +78,9 @@ class BuildWatch:
             kind.__getitem__ = look_up  # type: ignore[method-assign]
 
     def noting(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
-        """Return a wrapper of `function` that records `what` if the user's code calls it.
+        """Return a wrapper of `function` that makes a note if the user's code calls it.
 
-        `what` names what the function returns, for messages.
+        `what` is the text of the note: what the function returns.
         """
 
         def ask(*arguments: Any, **keywords: Any) -> Any:

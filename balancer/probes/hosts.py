@@ -1,4 +1,4 @@
-"""One interface for the hosts of a session's devices: this machine, and hosts through Ray.
+"""One interface for all hosts of a session's devices: this machine, and others through Ray.
 
 A `RemoteHost` calls a `HostService`, which runs in evener's actor on a host of the cluster. A
 thread receives the messages of the children on that host, and delivers them like messages of local
@@ -123,9 +123,12 @@ class LocalHost:
         return self._starter.submit(start).result()
 
     def _find_server(self, environment: ChildEnvironment) -> tuple[ChildServer, int | None]:
-        """Return a server that can fork a child with this environment, and a descriptor or None."""
+        """Return a server that can fork a child with this environment, and a descriptor.
+
+        The descriptor is of a channel: a copy of the new child should serve later requests on it.
+        It is None if the child should leave no copy.
+        """
         # a server has already imported the framework, so it suits only children with the same
-        # the descriptor is of a channel on which the new child should leave a copy of itself
         # values of all variables that affect the import
         late = tuple(prefix for backend in all_backends() for prefix in backend.late_variables)
         before = {
@@ -247,7 +250,7 @@ class HostService(LocalHost):
 
 
 class RemoteChild(RunningChild):
-    """A child on another host, as its group sees it. `key` identifies it on that host."""
+    """A child that runs on another host. `key` identifies it on that host."""
 
     def __init__(self, host: RemoteHost, key: int, rank: int, inbox: Inbox) -> None:
         self.rank = rank
@@ -334,8 +337,10 @@ class RemoteHost:
         return self.service.ask(method, *arguments, **how)
 
     def _recover(self, generation: int) -> bool:
-        """Restart the host in a new actor; return False if that fails or the session closed it."""
-        # `generation` is the number of the actor that has exited
+        """Start a new actor on the host; return False if that fails or the host was closed.
+
+        `generation` is the number of the actor that has exited. Its children count as killed.
+        """
         if self._closed.is_set() or not self.service.restart(generation):
             return False
         for key, child in tuple(self._children.items()):
@@ -404,7 +409,7 @@ class RemoteHost:
 
 
 class Hosts:
-    """All hosts of a session's devices, with one method for each task.
+    """All hosts of a session's devices, behind a single interface.
 
     Raises DeviceError if a host can't be reached.
     """

@@ -218,12 +218,16 @@ class InterferenceMonitor:
     def _find_persistent_short(
         self, position: int, own: Collection[int], clean: bool
     ) -> int | None:
-        """Return the bytes of a device's memory that other processes hold; None if unknown."""
+        """Return how many bytes of a device's memory other processes keep holding.
+
+        A higher number than before is read again, because a process that holds memory may be
+        exiting. `own` are the pids of the session's children; if `clean`, none of them runs on the
+        device. Return None if the number is unknown.
+        """
         reported = self._short.get(position, 0) + _unclear_bytes(
             self._devices[position].memory_bytes or 0
         )
         short = self._short_now(position, own, clean)
-        # an increase must persist, because the process that holds the memory may be exiting
         for _ in range(SETTLE_READS):
             if short is None or short <= reported:
                 break
@@ -334,7 +338,11 @@ class ProbeInterference:
 def _add_throttled_time(
     part: PartSeconds, wall_seconds: float, before: Vitals | None, now: Vitals | None
 ) -> PartSeconds:
-    """Return `part` with the seconds that the rank's device lost to reduced clocks in a block."""
+    """Return `part`, a rank's time in a block, with the seconds lost to reduced clocks added.
+
+    Heat or a power limit reduces the clocks of the rank's device. `before` and `now` are its vitals
+    at both ends of the block.
+    """
     if now is None or now.clock_fraction is None:
         return part
     braked = _share_of_time(before, now, "braked_seconds")
@@ -366,7 +374,10 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _unclear_bytes(memory_bytes: int) -> float:
-    """Return how many used bytes of a GPU with this memory may belong to its driver."""
+    """Return how many bytes of a GPU's used memory may belong to its driver.
+
+    `memory_bytes` is the GPU's whole memory.
+    """
     return max(SPREAD * memory_bytes, min(SPREAD_BYTES, SPREAD_SMALL * memory_bytes))
 
 
@@ -384,8 +395,11 @@ def _others_bytes(vitals: Vitals, own: Collection[int], clean: bool) -> int | No
 
 
 def _share_of_time(before: Vitals | None, now: Vitals, counter: str) -> float:
-    """Return the fraction of the time between two readings in which a condition held."""
-    # 0 if unknown; `counter` is the field of `Vitals` that counts the seconds of the condition
+    """Return the fraction of the time between two readings in which a condition held.
+
+    `counter` is the field of `Vitals` that counts the condition's seconds, such as
+    "capped_seconds". Return 0 if it is unknown.
+    """
     if before is None or now.at_seconds <= before.at_seconds:
         return 0.0
     first = getattr(before, counter)

@@ -153,7 +153,10 @@ def build_commands(
 
 
 def _make_stand_in(devices: int) -> tuple[float, ...]:
-    """Return the parts of a model's state for a device that is measured alone, its own first."""
+    """Return how a model's state is divided while one device of a sharded training runs alone.
+
+    The first fraction is the part of the state on that device. The other `devices` - 1 are equal.
+    """
     others = devices - 1
     return (MEASURED_PART, *((1 - MEASURED_PART) / others for _ in range(others)))
 
@@ -322,11 +325,11 @@ class MemoryBudget:
     def _lacks_memory(
         self, position: int, need: int | None, wanted: set[Layout], idle: HeldBytes
     ) -> bool:
-        """True if a GPU has too little memory for a child while the idle children stay.
+        """True if a GPU has too little memory for a child unless idle children are killed.
 
-        `need` is what the child needs, in bytes; None if unknown.
+        `need` is the memory that the child needs, in bytes; None if unknown. The `wanted` groups
+        are reused for the next probes. `idle` has the bytes that each idle group holds.
         """
-        # the `wanted` groups are reused for the probes
         device = self._devices[position]
         if not find_backend(device.kind).own_memory:
             return False  # each slice has its own memory cap

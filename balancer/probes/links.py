@@ -1,11 +1,14 @@
 """Measures the links between devices by all-reduces between each pair and between all devices.
 
-The links are measured first as the driver has them, then with some of NCCL's transports disabled.
-Variables of the environment that disable transports don't count in these measurements. If they make
-another setting than these, it is measured, too. Each rank has its own process, and each reply has a
-deadline. So if an all-reduce hangs, its devices are reported and the rest is still measured. A pair
-that hangs or gets wrong sums is measured again with environment variables that disable transports,
-to find the variables with which it works.
+The links are measured first with the driver's default transport, then with some of NCCL's
+transports disabled. Variables of the user's environment that disable transports are ignored in
+these measurements. If the user's variables amount to yet another setting, that setting is measured
+too.
+
+Each rank has its own process, and each reply has a deadline. If an all-reduce hangs, its devices
+are reported and the other links are still measured. If an all-reduce hangs or gives wrong sums over
+the default transport, it is tried again with variables that disable transports, to find those with
+which it works.
 """
 
 from __future__ import annotations
@@ -85,7 +88,7 @@ class LinkMeasurement(msgspec.Struct, frozen=True, rename=STORED):
 
 
 class RankTask(NamedTuple):
-    """What a rank is asked to do, as a verb and its past form for messages."""
+    """What a rank is asked to do, for messages: a verb and its past form, such as "started"."""
 
     verb: str
     past: str
@@ -117,10 +120,11 @@ def measure_links(
     report: Callable[[LinkMeasurement], None] = lambda _: None,
     program: Sequence[str] = PROGRAM,
 ) -> tuple[LinkMeasurement, ...]:
-    """Measure every pair of devices and all devices together, over each of their transports.
+    """Measure each pair of devices, and all devices together, over every transport.
 
-    `program` is the command that runs a rank. `report` is called after each measurement, before the
-    search for a remedy if it failed.
+    `program` is the command that starts a rank. `report` is called after each measurement. If an
+    all-reduce fails over the default transport, variables with which it works are searched for
+    after the report, and added to the returned measurement.
     """
     sets: list[tuple[int, ...]] = [*combinations(range(len(devices)), 2)]
     if len(devices) > 2:
@@ -193,8 +197,8 @@ def switches_of(transport: Transport) -> Mapping[str, str]:
 def name_path(devices: Sequence[Device], switches: Mapping[str, str]) -> str:
     """Return the name of the slowest path between two of these devices, such as NVLink.
 
-    `switches` are variables as `read_switches` returns them. The name says if they switch P2P off.
-    Return "" if a path is unknown, as between hosts.
+    `switches` are variables as `read_switches` returns them. If they switch P2P off, the name says
+    so. Return "" if a path is unknown, as between hosts.
     """
     kinds = {device.kind for device in devices}
     if len(kinds) > 1 or any(device.host for device in devices):
@@ -277,10 +281,10 @@ def _describe(devices: Sequence[Device], transport: Transport, summed: Summed) -
 
 
 class LinkGroup:
-    """A group with one process on each device, which measures all-reduces between them.
+    """A group of processes, one on each device, that measures all-reduces between the devices.
 
-    `variables` are added to the environment of the processes, in place of all others that choose a
-    transport. Raises LinkError if the processes can't join. Call `close` to kill them.
+    `variables` are added to the processes' environment. Any other variables that choose a transport
+    are removed from it. Raises LinkError if the processes can't join. Call `close` to kill them.
     """
 
     def __init__(

@@ -405,7 +405,10 @@ class Measurement:
         return [_scale_times(reply, factor) for reply in ran]
 
     def _mean_work(self) -> list[Work | None]:
-        """Return each rank's mean number of tokens and passes in a step; empty without lengths."""
+        """Return each rank's mean number of tokens and passes in a step.
+
+        Return an empty list if rows have no lengths.
+        """
         ranks = zip(*self._work, strict=True)
         return [
             Work(*map(fmean, zip(*map(msgspec.structs.astuple, rank), strict=True)))
@@ -453,7 +456,7 @@ class Measurement:
             self._progress.update(rate, relative_half_width(interval))
 
     def _by_position(self, values: Sequence[_T | None]) -> tuple[_T | None, ...]:
-        """Return one value per device, from values in rank order; None for one without a rank."""
+        """Return one value per device, given one per rank; None for a device without a rank."""
         by_position = dict(zip(self._ranks.positions, values, strict=False))
         return tuple(
             by_position.get(position) for position in range(len(self._probe.layout.shares))

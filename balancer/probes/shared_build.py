@@ -31,9 +31,9 @@ QUICK = "it was quick"
 
 
 class SharedRecipe:
-    """A recipe: the user's model as a command has built it, before it is moved to a device.
+    """The user's model as a `Build` command has built it, before it is moved to a device.
 
-    It suits any device or group that trains the same workload with the same settings.
+    It can be used by any device or group that trains the same workload with the same settings.
     """
 
     def __init__(self, command: Build, recipe: Any) -> None:

@@ -346,8 +346,10 @@ class _SimulatedProbe:
         )
 
     def _draw(self, noise: float, steps: int) -> float:
-        """Return a random factor for the duration of a block of `steps` steps."""
-        # `noise` is the relative standard deviation of a single step
+        """Return a random factor for the duration of a block of `steps` steps.
+
+        `noise` is the relative standard deviation of a single step's duration.
+        """
         return max(0.01, self._random.gauss(1.0, noise / steps**0.5)) if noise else 1.0
 
     def _report_timing(self, elapsed: float, timer: BlockTimer) -> None:

@@ -294,9 +294,11 @@ class Worker:
         )
 
     def _run_steps(self, count: int, workload: Workload, build: protocol.Build) -> float:
-        """Run `count` steps, wait for the devices, and return the seconds spent spinning."""
+        """Run `count` steps and wait for the devices; return the seconds spent spinning.
+
+        Spinning slows a CPU slice down to its share of a core's speed.
+        """
         if build.compute < 1:
-            # spinning slows a CPU slice to its share of speed
             return sum(self._run_slowed_step(workload, build) for _ in range(count))
         for _ in range(count):
             workload.step()
