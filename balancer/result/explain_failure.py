@@ -213,9 +213,9 @@ def find_unfinished(
 ) -> tuple[Unfinished, ...]:
     """Return the phases of the running probes that haven't timed any steps yet.
 
-    `running` are the latest reports of the running probes. A phase is, for example, "building". It
-    has the labels of its devices, the longest time that a probe has spent in it, and the line of
-    the user's code if that is known.
+    `running` are the latest reports of the running probes. A phase is, for example, "building".
+    Each entry has the labels of the devices in that phase, the longest time that a probe has spent
+    in it, and the line of the user's code if that is known.
     """
     found = []
     for phase in ("importing", "loading", "building", "preparing", "warming up"):

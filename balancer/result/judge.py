@@ -289,7 +289,8 @@ def list_alone(report: SearchReport) -> list[ComparedLayout]:
 def compare_alone(chosen: Result, one: Result) -> ComparedLayout:
     """Return the comparison of a device alone with the chosen layout.
 
-    If `one` is the chosen layout itself, it has the chosen layout's samples/s.
+    `one` is the result of the device alone. If it has the chosen layout itself, the samples/s of
+    `chosen` are used instead of its own.
     """
     interval = chosen.throughput if one.layout == chosen.layout else one.throughput
     return compare(chosen, Candidate(SOLO, one.layout), interval)
@@ -470,9 +471,11 @@ def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> Sum
 def _find_cause_of_lost_time(
     lost: float, by_share: float, by_exchange: float
 ) -> Literal["longest_part", "exchange", "both", "unexplained"]:
-    """Return the cause that explains most of the `lost` seconds of a step."""
-    # `by_share`: lost because the largest share is a small, inefficient batch; `by_exchange`: taken
-    # by synchronization
+    """Return the cause that explains most of the `lost` seconds of a step.
+
+    `by_share` are the seconds lost because the largest share is a small, inefficient batch.
+    `by_exchange` are the seconds that synchronization takes.
+    """
     if by_share >= COVERS * lost:
         return "longest_part"
     if by_exchange >= COVERS * lost:

@@ -23,7 +23,7 @@ def find_learning(request: Request, report: SearchReport) -> Learning | None:
     """Return how the plan's batch affects learning, with a learning rate for it.
 
     Return None if neither the noise scale nor the script's own batch is known, or if the plan's
-    layout isn't a single training by shares.
+    layout isn't a single training in which each device computes a share.
     """
     layout = report.chosen.layout
     scale = request.noise_scale

@@ -181,9 +181,11 @@ UNEQUAL_RATIO = 1.25
 def find_unequal_devices(
     seen: Iterable[Observation], devices: Sequence[Device]
 ) -> UnequalDevices | None:
-    """Return the two devices of the same product and limit whose solo speeds differ most.
+    """Return the two equal devices whose solo speeds differ most.
 
-    Speeds are compared at the same batch. Return None if no two differ by at least 25 %.
+    Devices are equal if they have the same product name, and the same limit on compute and memory,
+    if any. Speeds are compared at the same batch. Return None if no such speeds differ by at least
+    25 %.
     """
     best: dict[tuple[int, int], float] = {}
     for one in seen:

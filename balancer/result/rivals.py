@@ -218,8 +218,8 @@ def name_rivals(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) 
 def find_larger(chosen: Result, rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
     """Return the fastest layout that has a larger batch than the chosen layout and is faster.
 
-    Only layouts of a single training count. Return None if there is no such layout, or if the
-    chosen layout isn't a single training by shares.
+    Layouts of several trainings don't count. Return None if there is no such layout, or if the
+    chosen layout isn't a single training in which each device computes a share.
     """
     if not chosen.layout.traits.by_shares:
         return None
@@ -258,7 +258,10 @@ def printed_gain(own: float, other: float) -> float:
 
 
 def is_rough(*intervals: Interval) -> bool:
-    """True if a value is too imprecise for decimals in a gain computed from it."""
+    """True if a gain computed from these values should be printed without decimals.
+
+    That is so if the relative error of any value is large.
+    """
     return any(
         relative_error(interval.value, interval.low, interval.high) > COARSE
         for interval in intervals
@@ -266,5 +269,9 @@ def is_rough(*intervals: Interval) -> bool:
 
 
 def write_gain(gain: float, *intervals: Interval) -> str:
-    """Return a gain as a percentage, such as 36.4 %, without decimals if a value is imprecise."""
+    """Return a gain as a percentage, such as 36.4 %.
+
+    `intervals` are the values from which the gain was computed, with their errors. If an error is
+    large, a gain of 0.5 % or more has no decimals.
+    """
     return percent(gain, 0 if is_rough(*intervals) and gain >= 0.005 else 1)

@@ -265,7 +265,7 @@ def _name_split(verdict: Verdict, split: Rival) -> str:
 
 
 def _can_be_stated(rival: Rival) -> bool:
-    """True if the gain over a rival is known, or the rival is too uncertain to compare."""
+    """True if the text can state the gain over a rival, or say that the rival is too uncertain."""
     return rival.gain is not None or not rival.rate.known
 
 
@@ -274,8 +274,10 @@ def _interval(measured: MeasuredRate) -> Interval:
 
 
 def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
-    """Return the plan's gain over a rival, whose name is `over`, as text."""
-    # with an error after ± if a rate is imprecise
+    """Return the plan's gain over a rival as text.
+
+    `over` is the rival's name in the text. The error follows after ± if a rate is imprecise.
+    """
     if not rival.rate.known or rival.gain is None:
         return f"{over} is too uncertain to compare ({write_error(rival.rate)})"
     if rival.tie:
@@ -385,7 +387,10 @@ MUCH_MORE = 3.0  # relative to a gain: a larger upper bound is meaningless
 
 
 def _write_promise(verdict: Verdict, limit: TrainingLimit) -> str:
-    """Return as text the samples/s without a limit, as measured or as expected with its remedy."""
+    """Return as text how many samples/s the training would reach without this limit.
+
+    The number was measured, or is expected with the remedy for the limit.
+    """
     speed = verdict.rate.samples_per_second
     low, high = rate(speed * (1 + limit.gain_low)), rate(speed * (1 + limit.gain_high))
     gain = f"+{percent(limit.gain)}"
@@ -589,7 +594,7 @@ def _write_faster(verdict: Verdict, one: Rival) -> str:
 
 
 def _relative_gain(verdict: Verdict, one: Rival) -> float:
-    """Return the samples/s of a rival divided by the plan's, minus 1, as printed."""
+    """Return a rival's gain over the plan, computed from the samples/s as they are printed."""
     return printed_gain(one.rate.samples_per_second, verdict.rate.samples_per_second)
 
 
@@ -621,7 +626,7 @@ def _explain_plus_minus(verdict: Verdict) -> Iterator[str]:
 
 
 def _explain_use_on_real_devices(verdict: Verdict) -> Iterator[str]:
-    """Yield how to use such a plan on real devices, if the devices are simulated."""
+    """If the devices are simulated, yield how to make and use such a plan on real devices."""
     planned = verdict.recommendation is not None and verdict.recommendation.action == "plan"
     if verdict.simulated and planned and verdict.chosen.kind in (*SPLITS, "one_device"):
         yield (
@@ -1105,7 +1110,7 @@ def write_next_steps(run: str, finished: Finished, path: str, measured: bool) ->
 
 
 def _needs_time(finished: Finished) -> bool:
-    """True if more measuring time would complete a missing comparison."""
+    """True if more measuring time could complete a missing comparison or make the rate precise."""
     found = finished.found
     if found is None:
         return False

@@ -1,8 +1,8 @@
 """Finds what limits a training with the chosen layout, from measured parts of a step.
 
 Only probes with real children measure these parts, so simulated devices have no limits. Times are
-in seconds per optimizer step. They are those of the rank where a part takes longest, because the
-other ranks wait for that rank.
+in seconds per optimizer step. The time of a part, such as waiting for input, is that of the rank
+where it takes longest, because the other ranks wait for that rank.
 """
 
 from __future__ import annotations
@@ -102,7 +102,10 @@ def _find_turns(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
 
 
 def _find_looks(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
-    """Return the measurements that also timed steps without input or waiting for the host."""
+    """Return the layout's measurements that also timed steps with a kind of waiting removed.
+
+    The steps don't wait for input or, on GPUs, for the host to launch kernels.
+    """
     turns = _find_turns(seen, layout)
     # without input: one batch is reused; without waiting: all kernels are enqueued first
     return [turn for turn in turns if turn.kept is not None or turn.enqueued_seconds is not None]
@@ -112,8 +115,8 @@ class _Measured:
     """The measurements of one layout, whose step takes `step_s` seconds in the verdict.
 
     - `turns`: the measurements in which the parts of a step are known.
-    - `looks`: the measurements that also timed steps without input or without waiting for the host.
-    - `closer`: the last of these; None if there is none.
+    - `looks`: those that also timed steps without input, or without waiting for the host.
+    - `closer`: the last of `looks`; None if there is none.
     """
 
     def __init__(
@@ -280,8 +283,10 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _seconds_saved_by_doubling(step_s: float, waits_s: float) -> float:
-    """Return the seconds saved per step if every two steps became one of twice as many rows."""
-    # `waits_s` is the part of `step_s` in which the device waits for its host
+    """Return the seconds saved per step if every two steps became one of twice as many rows.
+
+    `waits_s` is the part of `step_s` in which the device waits for its host.
+    """
     # the host takes as long as before, and the device twice as long
     after_s = max(step_s, 2 * (step_s - waits_s))
     return step_s - after_s / 2
@@ -310,7 +315,7 @@ def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[S
 
 
 def _describe_link(measured: _Measured, devices: Sequence[Device]) -> str:
-    """Return the devices that exchange gradients as text, with their link if it was measured."""
+    """Return as text which devices exchange gradients, with their link if it was measured."""
     link = find_link(measured.turns, measured.layout, devices)
     if link is None:
         return " – ".join(devices[i].label for i in measured.layout.active)
@@ -383,7 +388,10 @@ def _find_memory(
 
 
 def _list_passes(seen: Sequence[Observation], position: int) -> list[tuple[int, float]]:
-    """Return the rows and seconds of a device's (up to) two largest batches in one pass."""
+    """Return the rows and seconds of the two largest shares that a device computed in one pass.
+
+    Return fewer if fewer were measured, and an empty list if there are none.
+    """
     fastest: dict[int, float] = {}
     for one in seen:
         if not isinstance(one, Timed) or not one.probe.layout.by_rows:
@@ -398,8 +406,11 @@ def _list_passes(seen: Sequence[Observation], position: int) -> list[tuple[int, 
 def _seconds_saved_by_one_pass(
     known: Sequence[tuple[int, float]], passes: int, on_cpu: bool
 ) -> tuple[float, float]:
-    """Return the seconds that one pass saves over `passes` passes, with half of the interval."""
-    # `known` has the rows and seconds of two single passes
+    """Return the seconds that a single pass saves over `passes` passes, and their error.
+
+    `known` has the rows and seconds of two single passes. The error is half of the width of the 95
+    % interval.
+    """
     (few, few_s), (many, many_s) = known
     now_s = passes * many_s
     if on_cpu or many > FEW_ROWS:
@@ -416,8 +427,10 @@ def _seconds_saved_by_one_pass(
 
 
 def _is_whole_sample(part: PartSeconds) -> bool:
-    """True if the driver's sample of running kernels covers the measurement."""
-    # otherwise most of the sample is from before the session's kernels began
+    """True if the driver sampled the running kernels during the whole measurement.
+
+    Otherwise, most of the sample is from before the session's kernels began.
+    """
     return part.busy is None or part.busy >= LEAST_BUSY
 
 
