@@ -53,7 +53,7 @@ CERTAIN_TURN = 0.5
 
 
 class Budget:
-    """What is left of a search's budget, and which probes it allows for how long."""
+    """How much of a search's budget is left, and how long each probe may take."""
 
     def __init__(
         self,
