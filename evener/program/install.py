@@ -246,4 +246,13 @@ def _import_later(target: str) -> Any:
     `target` is a module of this package and a function in it.
     """
     name, _, function = target.partition(":")
-    return lambda *given: attrgetter(function)(import_module(f"evener.program.{name}"))(*given)
+    find = attrgetter(function)
+    module = None
+
+    def call(*given: Any) -> Any:
+        nonlocal module
+        if module is None:
+            module = import_module(f"evener.program.{name}")
+        return find(module)(*given)
+
+    return call
