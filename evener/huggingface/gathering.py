@@ -1,4 +1,4 @@
-"""Gathers a Trainer's values over ranks with different numbers of rows, and over passes."""
+"""Gather a Trainer's values over ranks with different numbers of rows, and over passes."""
 
 from __future__ import annotations
 

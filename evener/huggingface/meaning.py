@@ -1,4 +1,4 @@
-"""Determines what a Trainer's loss is a mean over, before the first step.
+"""Determine what a Trainer's loss is a mean over, before the first step.
 
 Many models of transformers accept `num_items_in_batch` but compute a mean of their own, so their
 signature says nothing about their loss. So a few rows are computed together and in parts. If the

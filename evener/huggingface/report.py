@@ -1,4 +1,4 @@
-"""Reports a trainer's speed to evener's monitor and to its trackers, with or without a plan."""
+"""Report a trainer's speed to evener's monitor and to its trackers, with or without a plan."""
 
 from __future__ import annotations
 

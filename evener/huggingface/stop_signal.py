@@ -1,4 +1,4 @@
-"""Supports transformers' `enable_jit_checkpoint` on several ranks.
+"""Support transformers' `enable_jit_checkpoint` on several ranks.
 
 All ranks save one checkpoint at the same step. transformers' own callback saves three seconds after
 SIGTERM by each rank's own clock, so ranks in different steps would wait for each other forever.

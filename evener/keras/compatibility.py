@@ -1,4 +1,4 @@
-"""Checks a model before its first step.
+"""Check a model before its first step.
 
 A model that an engine can't train exactly is refused, or a warning is issued.
 """

@@ -1,4 +1,4 @@
-"""Finds decisions in the graph of a step: comparisons that aren't made for each row separately.
+"""Find decisions in the graph of a step: comparisons that aren't made for each row separately.
 
 An example is the comparison of a batch's mean confidence with a threshold. Such a mean is different
 for parts of a batch, so a part may take a different branch from the whole. Most batches don't

@@ -1,4 +1,4 @@
-"""Makes random numbers independent of where a row is computed.
+"""Make random numbers independent of where a row is computed.
 
 Audits need this when they compare parts of a batch with the whole: a row must get the same random
 numbers, such as a dropout mask, in both.

@@ -1,4 +1,4 @@
-"""Starts the watcher, a process that kills leftover processes of a training run.
+"""Start the watcher, a process that kills leftover processes of a training run.
 
 The watcher is separate from the launcher, so that it works even if the launcher is killed.
 """

@@ -1,4 +1,4 @@
-"""Determines this host's part of a training run from a plan: shares, devices and rendezvous."""
+"""Determine this host's part of a training run from a plan: shares, devices and rendezvous."""
 
 from __future__ import annotations
 

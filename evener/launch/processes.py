@@ -1,4 +1,4 @@
-"""Starts this host's training processes, copies their output and waits until they exit.
+"""Start this host's training processes, copy their output and wait until they exit.
 
 The processes are children of this process, or run by PyTorch's elastic agent.
 """

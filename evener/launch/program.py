@@ -1,4 +1,4 @@
-"""Prepares a user's program for `evener run`, and evaluates its training run at the end.
+"""Prepare a user's program for `evener run`, and evaluate its training run at the end.
 
 Before the start, the command is read and the plan is chosen. At the end, all ranks' notes are read,
 and the final shares are saved for the next run.

@@ -1,4 +1,4 @@
-"""Runs a training and restarts it after the loss of a device.
+"""Run a training and restart it after the loss of a device.
 
 After a process was killed or aborted, all processes start again on the devices that still work.
 """

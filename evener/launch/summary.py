@@ -1,4 +1,4 @@
-"""Summarizes a training run at its end: its speed, its bottlenecks and their remedies.
+"""Summarize a training run at its end: its speed, its bottlenecks and their remedies.
 
 The summary is made from each process's last record, and saved in the run's folder as JSON and text.
 """

@@ -1,4 +1,4 @@
-"""Reports a training run's samples/s to the monitor.
+"""Report a training run's samples/s to the monitor.
 
 The reporter counts each step, and writes a small file at most twice a second. It must not disturb
 training: it takes less than 0.05 % of the time, and ignores a full disk or a missing folder.

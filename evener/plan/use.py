@@ -1,4 +1,4 @@
-"""Detects whether any process of a script that `evener launch` started reads its plan."""
+"""Detect whether any process of a script that `evener launch` started reads its plan."""
 
 from __future__ import annotations
 

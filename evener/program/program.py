@@ -99,12 +99,12 @@ class Program:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Number of rows of each rank in a full batch; empty until the program trains by shares."""
+        """Each rank's rows in a full batch; empty until the program trains by shares."""
         return () if self.training is None else self.training.ranks.batches
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of rows of each rank in the current batch, used to weight gradients.
+        """The number of rows of each rank in the current batch, used to weight gradients.
 
         Empty before the first batch.
         """

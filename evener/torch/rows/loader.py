@@ -479,7 +479,7 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
 
     @property
     def drawn_ahead(self) -> int:
-        """Maximum number of global batches whose rows are drawn before they are requested."""
+        """The maximum number of global batches whose rows are drawn before they are requested."""
         drawn: int = self.num_workers * (self.prefetch_factor or 2)
         return drawn + self._ahead
 

@@ -307,7 +307,7 @@ class PassState:
     def restore(self) -> None:
         """Restore random numbers and buffers to their state before the pass.
 
-        Raises DeviceError if a buffer has changed that wasn't copied.
+        Raises DeviceError if a buffer that wasn't copied has changed.
         """
         self._numbers.restore()
         if any(

@@ -176,7 +176,7 @@ def _same(value: Any) -> Any:
 
 @contextmanager
 def _without_sums(models: Sequence[Any]) -> Iterator[None]:
-    """Enter a context in which backward passes don't all-reduce the gradients of `models`."""
+    """Return a context in which backward passes don't all-reduce the gradients of `models`."""
     with ExitStack() as stack:
         stack.enter_context(UNOWNED.no_sync())
         for model in models:

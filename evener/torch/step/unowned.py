@@ -78,7 +78,7 @@ class UnownedTensors:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Enter a context in which gradients are accumulated, to be summed over the ranks later."""
+        """Return a context that accumulates gradients, to be summed over the ranks later."""
         before, self.syncs = self.syncs, False
         try:
             yield

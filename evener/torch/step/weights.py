@@ -385,7 +385,7 @@ class BatchWeights(BatchTracker):
 
     @contextmanager
     def auditing(self) -> Iterator[None]:
-        """Enter a context for audits, in which forward passes aren't counted as part of a step."""
+        """Return a context for audits, in which forward passes aren't counted as part of a step."""
         self._auditing = True
         try:
             yield

@@ -84,7 +84,7 @@ class Exchanged(torch.nn.Module):  # type: ignore[misc]  # torch isn't followed
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Enter a context in which gradients are accumulated, to be summed over the ranks later."""
+        """Return a context that accumulates gradients, to be summed over the ranks later."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield

@@ -38,7 +38,7 @@ def note_own() -> None:
 
 @contextmanager
 def own_collectives() -> Iterator[None]:
-    """Enter a context in which all collectives are counted as evener's own, not the program's."""
+    """Return a context in which all collectives are counted as evener's own, not the program's."""
     global _own
     before = count_foreign()
     try:
