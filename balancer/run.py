@@ -212,17 +212,17 @@ def _check_something_ran(record: JournalContents) -> None:
         )
 
 
-def _check_devices(header: Header, found: Job) -> None:
+def _check_devices(header: Header, job: Job) -> None:
     then, now = (
         [(device.host, device.id, device.cores) for device in devices]
-        for devices in (header.devices, found.devices)
+        for devices in (header.devices, job.devices)
     )
     if then != now:
         before, here = (
             ", ".join(f"{host}/{name}" if host else name for host, name, _ in each)
             for each in (then, now)
         )
-        where = "the cluster" if found.devices[0].host else "this machine"
+        where = "the cluster" if job.devices[0].host else "this machine"
         raise RequestError(
             f"The run {header.run} was measured on {before}; {where} has {here}.",
             "Resume it where it began, or start a new run.",

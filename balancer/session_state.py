@@ -341,26 +341,28 @@ def _without_own_device(plan: Plan, solos: Iterable[Evidence]) -> list[Evidence]
     return [each for each in solos if _positions(each.layout) != own]
 
 
-def _is_comparable(plan: Plan, each: Evidence) -> bool:
-    own, other = throughput_interval(plan.throughput), throughput_interval(each.throughput)
-    return is_comparable(own, plan.layout.batches, other, each.layout.batches)
+def _is_comparable(plan: Plan, evidence: Evidence) -> bool:
+    own, other = throughput_interval(plan.throughput), throughput_interval(evidence.throughput)
+    return is_comparable(own, plan.layout.batches, other, evidence.layout.batches)
 
 
-def _plan_rival(plan: Plan, each: Evidence, labels: tuple[str, ...]) -> RatedLayout:
-    batches = each.layout.batches
-    rival = _rival(each.kind, each.name, throughput_interval(each.throughput), batches, labels)
-    if each.kind in ("best_device", "one_device"):
-        (position,) = _positions(each.layout)
+def _plan_rival(plan: Plan, evidence: Evidence, labels: tuple[str, ...]) -> RatedLayout:
+    batches = evidence.layout.batches
+    rival = _rival(
+        evidence.kind, evidence.name, throughput_interval(evidence.throughput), batches, labels
+    )
+    if evidence.kind in ("best_device", "one_device"):
+        (position,) = _positions(evidence.layout)
         name = f"{labels[position]} alone"
         if plan.layout.traits.alone and len(labels) == 2:
             name = f"the other device alone, {labels[position]}"
         rival = rival._replace(name=name)
-    elif each.kind == "equal_shares":
-        rival = rival._replace(name=_name_even(plan, each))
-    elif each.kind == "larger_batch":
+    elif evidence.kind == "equal_shares":
+        rival = rival._replace(name=_name_even(plan, evidence))
+    elif evidence.kind == "larger_batch":
         rival = rival._replace(name=f"larger batch, {sum(batches)} samples")
-    paired = each.gain if each.paired else None
-    return rival._replace(tie=each.tie, paired=paired, earlier=_find_earlier(plan, each))
+    paired = evidence.gain if evidence.paired else None
+    return rival._replace(tie=evidence.tie, paired=paired, earlier=_find_earlier(plan, evidence))
 
 
 def _name_even(plan: Plan, even: Evidence) -> str:
@@ -396,8 +398,8 @@ def _positions(layout: PlanLayout) -> tuple[int, ...]:
     return tuple(i for i, batch in enumerate(layout.batches) if batch)
 
 
-def _speed(each: Evidence) -> float:
-    return each.throughput.samples_per_second
+def _speed(evidence: Evidence) -> float:
+    return evidence.throughput.samples_per_second
 
 
 def best_alone(plan: Plan) -> dict[int, Evidence]:
@@ -412,8 +414,12 @@ def alone_at_batch(plan: Plan) -> dict[int, Evidence]:
     """
     batch = plan.layout.global_batch
 
-    def prefer(each: Evidence) -> tuple[bool, bool, float]:
-        return each.layout.global_batch == batch, each.kind == "best_device", _speed(each)
+    def prefer(evidence: Evidence) -> tuple[bool, bool, float]:
+        return (
+            evidence.layout.global_batch == batch,
+            evidence.kind == "best_device",
+            _speed(evidence),
+        )
 
     return _choose_alone(plan, prefer)
 
@@ -430,7 +436,7 @@ def _choose_alone(plan: Plan, prefer: Callable[[Evidence], Any]) -> dict[int, Ev
 
 
 def _fastest(measurements: list[Timed]) -> Timed | None:
-    return max(measurements, key=lambda each: each.samples_per_second, default=None)
+    return max(measurements, key=lambda measurement: measurement.samples_per_second, default=None)
 
 
 def throughput_interval(throughput: Throughput) -> Interval:

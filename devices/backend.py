@@ -331,7 +331,7 @@ class Backend(Protocol):
         """
         return device_id
 
-    def open_source(self, found: Discovery) -> Source:
+    def open_source(self, discovery: Discovery) -> Source:
         """Return a source that samples these devices for the monitor.
 
         Raises DeviceError if the driver has gone since the devices were found.

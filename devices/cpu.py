@@ -235,9 +235,9 @@ class CpuSlices(Backend):
             )
         return f"cpu/{found[2]}:{found[1]}"
 
-    def open_source(self, found: Discovery) -> Source:
+    def open_source(self, discovery: Discovery) -> Source:
         """Return a source that samples these slices from /proc and /sys."""
-        return CpuSource(found.devices, notes=found.notes)
+        return CpuSource(discovery.devices, notes=discovery.notes)
 
     def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
         """Return the environment of a child process that uses only these slices.

@@ -451,7 +451,7 @@ class SimulatedDevices(Backend):
             f"The plan is for a simulated device, {device_id}.", "Make one for real devices."
         )
 
-    def open_source(self, found: Discovery) -> Source:
+    def open_source(self, discovery: Discovery) -> Source:
         """Return a source that computes the readings of a simulated machine's devices."""
-        assert found.machine is not None
-        return SimulatedSource(found.machine)
+        assert discovery.machine is not None
+        return SimulatedSource(discovery.machine)

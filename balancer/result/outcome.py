@@ -104,7 +104,7 @@ def _list_rivals(
     chosen, single = report.chosen, report.single
     names = name_rivals(chosen, rivals, devices)
     found: list[_Named] = [
-        (name, _find_kind(one, devices), one) for name, one in zip(names, rivals, strict=True)
+        (name, _find_kind(rival, devices), rival) for name, rival in zip(names, rivals, strict=True)
     ]
     if single is not None:
         alone = _find_layout(rivals, single.layout) or compare_alone(chosen, single)
@@ -144,37 +144,37 @@ def _label(layout: Layout, devices: Sequence[Device]) -> str:
     return devices[position].label
 
 
-def _find_kind(one: ComparedLayout, devices: int) -> EvidenceKind:
+def _find_kind(compared: ComparedLayout, devices: int) -> EvidenceKind:
     """Return what a plan's evidence calls a rival, such as "best_device"."""
-    traits = one.layout.traits
-    if one.family is None or traits.sharded or not traits.by_shares:
+    traits = compared.layout.traits
+    if compared.family is None or traits.sharded or not traits.by_shares:
         return "other"
     if traits.alone:
         return "best_device"
-    if not one.family.equal_shares:
+    if not compared.family.equal_shares:
         return "other_shares"
-    return "equal_shares" if len(one.layout.active) == devices else "other"
+    return "equal_shares" if len(compared.layout.active) == devices else "other"
 
 
 def _write_evidence(
     name: str,
     kind: EvidenceKind,
-    one: ComparedLayout,
+    compared: ComparedLayout,
     devices: Sequence[Device],
     facts: Facts,
     report: SearchReport,
 ) -> Evidence:
     """Return a rival as an entry of the plan's evidence, with this name and kind."""
-    layout = one.layout
+    layout = compared.layout
     contended = layout.traits.alone and len(layout.shares) > 1 and layout not in report.others_idle
     return Evidence(
         name,
         _write_layout(layout, devices, facts, report),
-        _write_throughput(one.throughput, layout, report),
+        _write_throughput(compared.throughput, layout, report),
         kind,
-        one.tie,
-        one.gain if one.compared else None,
-        one.paired,
+        compared.tie,
+        compared.gain if compared.compared else None,
+        compared.paired,
         contended,
     )
 

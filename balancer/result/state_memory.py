@@ -47,11 +47,11 @@ def find_state_memory(
     )
 
 
-def _holds_whole(one: Observation) -> bool:
+def _holds_whole(observation: Observation) -> bool:
     """True if an observation shows that each of its devices can hold the whole model."""
-    layout = one.probe.layout
-    in_parts = one.probe.stage in SHARDED or layout.traits.sharded or bool(layout.placement)
-    return isinstance(one, Timed) and not in_parts
+    layout = observation.probe.layout
+    in_parts = observation.probe.stage in SHARDED or layout.traits.sharded or bool(layout.placement)
+    return isinstance(observation, Timed) and not in_parts
 
 
 def _find_adapters(

@@ -405,8 +405,8 @@ class Evaluation:
         If none may run again, return all layouts that ran.
         """
 
-        def order(one: Result) -> tuple[float, int, tuple[int, ...]]:
-            return -one.throughput.value, one.layout.global_batch, one.layout.shares
+        def order(result: Result) -> tuple[float, int, tuple[int, ...]]:
+            return -result.throughput.value, result.layout.global_batch, result.layout.shares
 
         return tuple(sorted(self._results_that_ran.values(), key=order))
 

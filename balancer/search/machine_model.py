@@ -186,7 +186,7 @@ class MachineModel:
         layouts = [split.probe.layout for split in self.splits]
         if not layouts:
             return None
-        return self.exchange_seconds(max(layouts, key=lambda one: len(one.active)).active)
+        return self.exchange_seconds(max(layouts, key=lambda layout: len(layout.active)).active)
 
     def exchange_seconds(self, positions: Sequence[int]) -> float:
         """Return the exchange time that computation doesn't hide, in seconds; 0 for one device.

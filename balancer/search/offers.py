@@ -108,11 +108,11 @@ class Offers:
         return msgspec.structs.replace(candidate, layout=layout)
 
 
-def _without_duplicates(found: Sequence[Candidate]) -> list[Candidate]:
+def _without_duplicates(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the candidates without splits that a measurement can't tell from an earlier split."""
     kept: list[Candidate] = []
     splits: list[Layout] = []
-    for one in found:
+    for one in candidates:
         layout = one.layout
         if layout.by_rows and any(same_measurement(layout, split) for split in splits):
             continue

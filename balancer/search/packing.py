@@ -85,8 +85,8 @@ class Packing:
             if layout.active == self._single.active and layout.placement == self._mode:
                 found.append(one)
 
-        def order(one: Observation) -> tuple[int, int]:
-            return one.probe.layout.processes, -one.probe.layout.global_batch
+        def order(observation: Observation) -> tuple[int, int]:
+            return observation.probe.layout.processes, -observation.probe.layout.global_batch
 
         return tuple(sorted(found, key=order))
 

@@ -158,16 +158,18 @@ class Race:
         seconds = self._budget.probe_seconds(layout, Stage.RACE, probes, reserved=reserved)
         return (Probe(layout, stage, seconds, FIRST_TURN),)
 
-    def _first_turn_key(self, one: Candidate) -> tuple[bool, float]:
+    def _first_turn_key(self, candidate: Candidate) -> tuple[bool, float]:
         """Return a candidate's sort key for its first turn; the lowest key is measured first."""
-        comparable = [one]
-        if not one.synchronous:
+        comparable = [candidate]
+        if not candidate.synchronous:
             # a pack or placement is expected to be as fast as the fastest other candidate
             comparable = [other for other in self.offers.candidates if other.synchronous]
         rates = [self._machine.predicted_rate(each.layout) for each in comparable]
-        seconds = self._budget.least_seconds(one.layout)
+        seconds = self._budget.least_seconds(candidate.layout)
         # fast layouts with short probes come before the budget runs out
-        return one.extra and self.options.needs_more_children, seconds / max([LEAST_RATE, *rates])
+        return candidate.extra and self.options.needs_more_children, seconds / max(
+            [LEAST_RATE, *rates]
+        )
 
     # ------------------------------------------------------------------ packs
 

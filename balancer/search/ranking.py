@@ -140,22 +140,22 @@ def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Probl
     """
     rates = {one.layout: throughput(turns[one.layout]).value for one in ran}
 
-    def rate(one: Candidate) -> float:
-        return rates[one.layout]
+    def rate(candidate: Candidate) -> float:
+        return rates[candidate.layout]
 
     leader = max(ran, key=rate)
     lead = turns[leader.layout]
     gaps = {one.layout: compare_turns(turns[one.layout], lead).interval().value for one in ran}
 
-    def gap(one: Candidate) -> float:
-        return gaps[one.layout]
+    def gap(candidate: Candidate) -> float:
+        return gaps[candidate.layout]
 
     objective = find_objective(problem.objective)
     if objective.trades_speed:
         quick = [one for one in ran if gap(one) >= -problem.max_slowdown]
 
-        def worth(one: Candidate) -> float:
-            return objective.value(rate(one), turns[one.layout].values())
+        def worth(candidate: Candidate) -> float:
+            return objective.value(rate(candidate), turns[candidate.layout].values())
 
         return max([leader, *quick], key=worth)
     if leader.synchronous and problem.global_batch is None and problem.tolerance:
@@ -276,12 +276,12 @@ def overlap(one: Interval, other: Interval) -> bool:
     return one.low <= other.high and other.low <= one.high
 
 
-def _rank_layout(one: Candidate, winner: Candidate, turns: TurnsByLayout) -> RankedLayout:
-    own = turns[one.layout]
+def _rank_layout(candidate: Candidate, winner: Candidate, turns: TurnsByLayout) -> RankedLayout:
+    own = turns[candidate.layout]
     best = turns[winner.layout]
     speed = throughput(own)
-    if one is winner:
-        return RankedLayout(one, speed, None, False, len(own))
+    if candidate is winner:
+        return RankedLayout(candidate, speed, None, False, len(own))
     against = compare_turns(own, best).interval()
     uncertain = against.low <= 0 <= against.high and overlap(speed, throughput(best))
-    return RankedLayout(one, speed, against, uncertain or abs(against.value) < TIE, len(own))
+    return RankedLayout(candidate, speed, against, uncertain or abs(against.value) < TIE, len(own))

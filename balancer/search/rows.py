@@ -169,10 +169,10 @@ class RowPolicy:
         if not costs:
             return []
 
-        def value(one: Allocation) -> float:
-            shares = dict(one.shares)
+        def value(allocation: Allocation) -> float:
+            shares = dict(allocation.shares)
             cost = sum(active if i in shares else idle for i, (active, idle) in enumerate(costs))
-            return one.samples_per_second / cost if cost else 0.0
+            return allocation.samples_per_second / cost if cost else 0.0
 
         tops = [
             one.samples_per_second
@@ -265,7 +265,7 @@ class RowPolicy:
             for one in (*self.seen.timed_race(), *self.machine.others_idle.values())
         }
         turns = {layout: self.seen.turns(layout) for layout in {*ran, *self._split_rates()}}
-        leader = max(turns.values(), key=lambda one: throughput(one).value)
+        leader = max(turns.values(), key=lambda turn: throughput(turn).value)
         for part in PARTS:
             # slower by the whole tolerance or, if that was measured as too slow, by half of it
             wanted = self.predictions.within(part)
@@ -302,8 +302,8 @@ class RowPolicy:
         near = [one for one in raced if same_measurement(one, layout, SAME_BATCH)]
         batch = layout.global_batch
 
-        def distance(one: Layout) -> tuple[int, tuple[int, ...]]:
-            return abs(one.global_batch - batch), one.shares
+        def distance(layout: Layout) -> tuple[int, tuple[int, ...]]:
+            return abs(layout.global_batch - batch), layout.shares
 
         return min(near, key=distance, default=layout)
 

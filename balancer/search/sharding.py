@@ -340,10 +340,10 @@ class Sharding:
         expected = layout.global_batch / expect_seconds(layout, self._row_demands)
         return expected < FAR_SLOWER * max(rates)
 
-    def _beyond_rows(self, one: Timed) -> float:
+    def _beyond_rows(self, timed: Timed) -> float:
         """Return how much longer a step took than predicted without gathering, in seconds."""
-        layout = one.probe.layout
-        return max(0.0, one.step_seconds - expect_seconds(layout, self._row_demands))
+        layout = timed.probe.layout
+        return max(0.0, timed.step_seconds - expect_seconds(layout, self._row_demands))
 
     # ------------------------------------------------------------------ rows, as with whole models
 
@@ -372,51 +372,59 @@ class Sharding:
                 known.add(self._check_fit_beside_state(self._without_shards(one), left))
         return RowPolicy(MachineModel(problem, known, TimeLeft(problem, BALANCE, known)))
 
-    def _without_shards(self, one: Observation) -> Observation:
+    def _without_shards(self, observation: Observation) -> Observation:
         """Return the observation as in a training without shards, with memory for rows only."""
-        layout = one.probe.layout
+        layout = observation.probe.layout
         probe = msgspec.structs.replace(
-            one.probe,
+            observation.probe,
             layout=layout_of(layout.shares, layout.micro),
             stage=Stage.SPLIT if layout.traits.together else Stage.SOLO,
         )
-        if not isinstance(one, Timed):
-            return msgspec.structs.replace(one, probe=probe)
+        if not isinstance(observation, Timed):
+            return msgspec.structs.replace(observation, probe=probe)
         return msgspec.structs.replace(
-            one, probe=probe, memory_bytes=self._bytes_without_state(one)
+            observation, probe=probe, memory_bytes=self._bytes_without_state(observation)
         )
 
-    def _bytes_without_state(self, one: Timed) -> tuple[int | None, ...]:
+    def _bytes_without_state(self, timed: Timed) -> tuple[int | None, ...]:
         """Return the bytes that each device's rows took; None if the state can't be subtracted."""
-        layout = one.probe.layout
+        layout = timed.probe.layout
         parts = layout.state or (MEASURED_PART,) * len(layout.shares)
         held = [part * state_bytes_at_peak(self._state, layout.in_passes) for part in parts]
-        left = list(_subtract_bytes(one.memory_bytes, held))
+        left = list(_subtract_bytes(timed.memory_bytes, held))
         if not layout.state:
             return tuple(left)
-        for i, (part, used) in enumerate(zip(parts, one.memory_bytes, strict=True)):
+        for i, (part, used) in enumerate(zip(parts, timed.memory_bytes, strict=True)):
             whole = part * self._state.state_bytes + self._state.gathered_bytes
             # no more than the state and the gathered units would take
             if used is not None and used <= whole:
                 left[i] = None
         return tuple(left)
 
-    def _check_fit_beside_state(self, one: Observation, left: Sequence[int | None]) -> Observation:
+    def _check_fit_beside_state(
+        self, observation: Observation, left: Sequence[int | None]
+    ) -> Observation:
         """Return the observation, or OutOfMemory if its rows don't fit beside the state."""
         # `left` are the bytes that the devices' parts of the state leave free
         # a device measured alone held less of the state
-        if not isinstance(one, Timed) or one.probe.layout.traits.together or not self.parts:
-            return one
+        if (
+            not isinstance(observation, Timed)
+            or observation.probe.layout.traits.together
+            or not self.parts
+        ):
+            return observation
         short = []
-        for position, used in enumerate(one.memory_bytes):
+        for position, used in enumerate(observation.memory_bytes):
             limit = left[position]
             if used is not None and limit is not None and used > limit:
                 short.append(position)
         if not short:
-            return one
+            return observation
         why = "its part of the state leaves too little memory for these rows"
         # its children ran, so the next probe needs no start
-        return OutOfMemory(one.probe, tuple(short), why, one.elapsed_seconds, goes_on=True)
+        return OutOfMemory(
+            observation.probe, tuple(short), why, observation.elapsed_seconds, goes_on=True
+        )
 
     def _with_shards(self, probe: Probe) -> Probe:
         """Return a probe of a sharded training with the same rows as this probe."""

@@ -94,18 +94,18 @@ class SoloStage:
                 due[one] = batch
         return due
 
-    def _lacks_memory_line(self, one: DeviceModel) -> bool:
+    def _lacks_memory_line(self, device: DeviceModel) -> bool:
         """True if a smaller batch may help to extrapolate a device's memory use."""
-        memory = one.memory
+        memory = device.memory
         # two batches are needed, and it never ran
-        if not one.evidence.alone:
+        if not device.evidence.alone:
             return True
         if memory.smallest_failed is None or memory.limit_bytes is None:
             return False
-        if memory.line is not None or len(one.evidence.alone) > 1:
+        if memory.line is not None or len(device.evidence.alone) > 1:
             return False
         # it ran out of memory before the second batch
-        return self._is_new(one, self._small_batch(one))
+        return self._is_new(device, self._small_batch(device))
 
     def _devices_worth_waiting_for(self, due: Batches) -> Batches:
         """Choose the devices, with their second batches, that the next round should measure.
@@ -129,14 +129,14 @@ class SoloStage:
             return {}
         return {one: due[one] for one in kept}
 
-    def _affords_second(self, one: DeviceModel, batch: int) -> bool:
+    def _affords_second(self, device: DeviceModel, batch: int) -> bool:
         """True if the budget allows a round with this second batch of a device."""
-        step_seconds = _step_seconds(one, batch)
+        step_seconds = _step_seconds(device, batch)
         if any(len(other.evidence.alone) > 1 for other in self._live):
-            return self._has_time(self._probe_seconds(one, batch), step_seconds)
+            return self._has_time(self._probe_seconds(device, batch), step_seconds)
         # without a second batch on any device there is no curve, so it may take the time of later
         # stages
-        layout = solo(self._problem.devices, one.position, batch)
+        layout = solo(self._problem.devices, device.position, batch)
         return self._budget.affords(layout, Stage.RACE, step_seconds)
 
     def _optimistic_round(self) -> tuple[Probe, ...]:
@@ -191,30 +191,30 @@ class SoloStage:
             return ()
         return self._round(self._add_other_devices(wanted), self._turn)
 
-    def _gap_at_best(self, one: DeviceModel) -> int:
+    def _gap_at_best(self, device: DeviceModel) -> int:
         """Return the middle of the wider gap beside the batch with the most samples/s.
 
         Return 0 if the gap is too narrow to hide a peak.
         """
-        undivided = self._problem.global_batch is not None and not one.pass_rows
-        if one.solo_curve is None or one.solo_curve.error > TIE or undivided:
+        undivided = self._problem.global_batch is not None and not device.pass_rows
+        if device.solo_curve is None or device.solo_curve.error > TIE or undivided:
             # the measurements are too noisy to show a peak
             return 0
-        points = merge_points(one.points)
+        points = merge_points(device.points)
         rates = [point.batch / point.seconds for point in points]
         best = next(i for i, rate in enumerate(rates) if rate >= (1 - TIE) * max(rates))
         around = points[max(0, best - 1) : best + 2]
         return self._middle_of_widest([point.batch for point in around], WIDE)
 
-    def _even_share(self, one: DeviceModel) -> int:
+    def _even_share(self, device: DeviceModel) -> int:
         """Return the device's share in an even split; 0 if it isn't worth measuring."""
         batch = self._problem.global_batch or 0
         even = batch // len(self._devices_of_split) // self._quantum * self._quantum
         return (
             even
             # it may fit, and is larger than all batches that ran
-            if one in self._devices_of_split
-            and one.memory.largest_ran < even <= one.trusted_alone_rows
+            if device in self._devices_of_split
+            and device.memory.largest_ran < even <= device.trusted_alone_rows
             else 0
         )
 
@@ -300,23 +300,27 @@ class SoloStage:
         # about half of the optimistic predictions come true
         return COMES_TRUE * (wanted.samples_per_second / known.samples_per_second - 1) - error
 
-    def _would_show_more(self, one: DeviceModel, share: int) -> bool:
+    def _would_show_more(self, device: DeviceModel, share: int) -> bool:
         """True if a measurement of this share would show something new about the device."""
-        if one.solo_curve is None or one.optimistic is None or not self._is_new(one, share):
+        if (
+            device.solo_curve is None
+            or device.optimistic is None
+            or not self._is_new(device, share)
+        ):
             return False
-        if share > one.memory.largest_ran:
+        if share > device.memory.largest_ran:
             return True
         # the optimistic curve is clearly faster there
-        return one.optimistic.seconds(share) < (1 - TIE) * one.solo_curve.seconds(share)
+        return device.optimistic.seconds(share) < (1 - TIE) * device.solo_curve.seconds(share)
 
-    def _is_new(self, one: DeviceModel, batch: int) -> bool:
+    def _is_new(self, device: DeviceModel, batch: int) -> bool:
         """True if no batch near this one was measured on the device."""
-        return batch > 0 and all(abs(p.batch - batch) > SAME_BATCH * p.batch for p in one.points)
+        return batch > 0 and all(abs(p.batch - batch) > SAME_BATCH * p.batch for p in device.points)
 
-    def _probe_seconds(self, one: DeviceModel, batch: int) -> float:
+    def _probe_seconds(self, device: DeviceModel, batch: int) -> float:
         """Return the expected duration of the shortest probe of this batch, in seconds."""
-        layout = solo(self._problem.devices, one.position, batch)
-        return self._budget.least_seconds(layout, _step_seconds(one, batch))
+        layout = solo(self._problem.devices, device.position, batch)
+        return self._budget.least_seconds(layout, _step_seconds(device, batch))
 
     def _has_time(self, seconds: float, step_seconds: float = 0.0) -> bool:
         """True if a round may take `seconds` and still leave time for the first split."""
@@ -349,12 +353,12 @@ class SoloStage:
 
     # ------------------------------------------------------------------ the first two batches
 
-    def _small_batch(self, one: DeviceModel) -> int:
+    def _small_batch(self, device: DeviceModel) -> int:
         """Return the next small batch to measure on the device."""
-        memory = one.memory
+        memory = device.memory
         quantum = self._quantum
-        first, second = self._first_two_batches(one.requested_rows)
-        second = self._choose_second_batch(one, first, second)
+        first, second = self._first_two_batches(device.requested_rows)
+        second = self._choose_second_batch(device, first, second)
         if not memory.largest_ran and memory.smallest_failed is None:
             return first
         if memory.smallest_failed is None or (
@@ -370,15 +374,15 @@ class SoloStage:
             retreat = (memory.largest_ran + memory.smallest_failed) // 2
         return max(quantum, retreat // quantum * quantum)
 
-    def _choose_second_batch(self, one: DeviceModel, first: int, second: int) -> int:
+    def _choose_second_batch(self, device: DeviceModel, first: int, second: int) -> int:
         """Return the second batch, or a smaller one if running out of memory would be costly."""
-        surely = one.memory.largest_in_proportion()
+        surely = device.memory.largest_in_proportion()
         if surely is None:
             return second
         if self._budget.is_expensive(self._budget.starts.after_out_of_memory):
             # restarting a child process takes long
             likely = SAFE_GROWTH * first
-        elif self._budget.time.takes_lone_steps(_step_seconds(one, second)):
+        elif self._budget.time.takes_lone_steps(_step_seconds(device, second)):
             # steps are so slow that a probe times only one
             likely = 2 * first
         else:
@@ -401,15 +405,15 @@ class SoloStage:
         return first, min(second, most)
 
 
-def _step_seconds(one: DeviceModel, batch: int) -> float:
+def _step_seconds(device: DeviceModel, batch: int) -> float:
     """Return the expected duration of a step of this batch in seconds; 0 before any measurement."""
-    if one.solo_curve is None:
+    if device.solo_curve is None:
         return 0.0
-    if len(one.evidence.alone) == 1:
+    if len(device.evidence.alone) == 1:
         # of a single point; if steps are much longer, the probe ends after one, so little time is
         # lost
-        return one.evidence.alone[0].seconds
-    return one.solo_curve.seconds(batch)
+        return device.evidence.alone[0].seconds
+    return device.solo_curve.seconds(batch)
 
 
 def _optimistic_rate(due: Batches, some: Sequence[DeviceModel]) -> float:

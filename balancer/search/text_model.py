@@ -411,8 +411,8 @@ class TextModel(MachineModel):
     def _batches(self, positions: Sequence[int], batch: int) -> Sequence[RowAssignment]:
         costs = self._costs_of(positions)
         ranks = [
-            RankCost(one.cost, self.token_limits[i])
-            for i, one in zip(positions, costs, strict=True)
+            RankCost(cost.cost, self.token_limits[i])
+            for i, cost in zip(positions, costs, strict=True)
         ]
         return _draw_batches(tuple(ranks), self.problem.lengths, batch)
 

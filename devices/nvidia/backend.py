@@ -131,9 +131,9 @@ class NvidiaGpus(Backend):
         )
         return msgspec.structs.replace(found, notes=(*found.notes, note))
 
-    def open_source(self, found: Discovery) -> Source:
+    def open_source(self, discovery: Discovery) -> Source:
         """Return a source that samples these GPUs, and keeps NVML open until it is closed."""
-        return NvmlSource(found.devices, notes=found.notes)
+        return NvmlSource(discovery.devices, notes=discovery.notes)
 
     def show_by_number(self, devices: Sequence[Device]) -> dict[str, str]:
         """Return variables that select the GPUs by nvidia-smi's numbers.

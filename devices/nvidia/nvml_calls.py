@@ -185,8 +185,8 @@ class Fields(Batch):
         asked = [(field, self._scopes[field]) if field in self._scopes else field for field in due]
         answers = self._nvml.nvmlDeviceGetFieldValues(self._handle, asked)
         return {
-            field: (each.nvmlReturn, getattr(each.value, VALUE_MEMBERS[each.valueType]))
-            for field, each in zip(due, answers, strict=True)
+            field: (answer.nvmlReturn, getattr(answer.value, VALUE_MEMBERS[answer.valueType]))
+            for field, answer in zip(due, answers, strict=True)
         }
 
 

@@ -25,8 +25,8 @@ def report(trainer: Trainer) -> None:
     console = next(
         (
             place
-            for place, each in enumerate(callbacks)
-            if isinstance(each, PrinterCallback | ProgressCallback)
+            for place, callback in enumerate(callbacks)
+            if isinstance(callback, PrinterCallback | ProgressCallback)
         ),
         len(callbacks),
     )

@@ -207,7 +207,7 @@ def join_leaves(
                 weights = [main_part(kinds.get(name, ROWS), part) for part in parts]
                 joined[name] = _add_up(leaves, weights)
         else:
-            counted = [_counted_rows(each, size) for each, size in zip(leaves, sizes, strict=True)]
+            counted = [_counted_rows(leaf, size) for leaf, size in zip(leaves, sizes, strict=True)]
             joined[name] = tf.concat([pad(each) for each in counted], 0)
     return joined
 

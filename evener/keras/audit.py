@@ -607,8 +607,8 @@ class StepAudit:
         seeds = [variable for variable in self._model.non_trainable_variables if is_seed(variable)]
         return {
             # the same in all processes, however often they have drawn, and different in each step
-            id(each.value.handle): tf.constant([self.audits.step, number], each.dtype)
-            for number, each in enumerate(seeds)
+            id(seed.value.handle): tf.constant([self.audits.step, number], seed.dtype)
+            for number, seed in enumerate(seeds)
         }
 
     def _repeat_with_rounding_errors(

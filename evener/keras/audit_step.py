@@ -118,7 +118,9 @@ class TracedStep:
             traced = tf.function(self._run_step, autograph=False)
             seed = tf.TensorSpec([2], tf.int32)
             self._graph = traced.get_concrete_function(spec, seed)
-        self.variables = {each.key: each for each in _list_variables(model, self._graph.graph)}
+        self.variables = {
+            variable.key: variable for variable in _list_variables(model, self._graph.graph)
+        }
         self.assigned = _find_assigned(self._graph.graph) & self.variables.keys()
         self.draws = any(map(_is_draw, _list_operations(self._graph.graph)))
 
@@ -158,7 +160,7 @@ class TracedStep:
         by_place: Margins = {}
         for place, margin in zip(self._places, margins, strict=True):
             by_place.setdefault(place, []).append(margin.numpy())
-        summed = [each.numpy() for each in outputs]
+        summed = [output.numpy() for output in outputs]
         return StepResult(sketch, numbers, states, by_place, summed, _with_masks(call))
 
     def leave(self, call: StepCall) -> None:
@@ -200,8 +202,8 @@ class TracedStep:
         margins = self._read_margins()  # read before operations are added that aren't the user's
         call = calls[-1] if calls else None
         leaves = [] if call is None else keras.tree.flatten(call[0])
-        outputs = [_sum_rows(each, seed) for each in leaves if _has_rows(each)]
-        if not all(tf.is_tensor(each) for each in leaves):
+        outputs = [_sum_rows(leaf, seed) for leaf in leaves if _has_rows(leaf)]
+        if not all(tf.is_tensor(leaf) for leaf in leaves):
             call = None
         return sums, logs, margins, outputs, call
 
@@ -303,7 +305,7 @@ def list_states(model: Any, step: TracedStep) -> list[StepVariable]:
         *model.trainable_variables,
         *model.metrics_variables,
         *model.optimizer.variables,
-        *(each for each in model.non_trainable_variables if is_seed(each)),
+        *(variable for variable in model.non_trainable_variables if is_seed(variable)),
     ]
     left_out = {id(each.value.handle) for each in others}
     return [
@@ -324,7 +326,7 @@ def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
     """
     values: Values = {}
     names = []
-    moved = {each.key for each in list_states(model, step)}
+    moved = {state.key for state in list_states(model, step)}
     moved |= {id(each.value.handle) for each in model.trainable_variables}
     moved.add(id(model.optimizer._iterations.value.handle))
     for number, (key, variable) in enumerate(step.variables.items()):
@@ -390,9 +392,9 @@ def _project_gradients(gradients: Sequence[Any], shapes: Sequence[Any], seed: An
 
 def _sum_vectors(vectors: Sequence[Any], seed: Any) -> Any:
     """Return the random sums of all gradients with only one row, such as gradients of biases."""
-    sizes = [each.shape[1] for each in vectors]
+    sizes = [vector.shape[1] for vector in vectors]
     # there are many of them, so they are computed together
-    joined = tf.concat([tf.cast(each, tf.float64) for each in vectors], 1)
+    joined = tf.concat([tf.cast(vector, tf.float64) for vector in vectors], 1)
     signs = _draw_signs(sum(sizes), seed)[tf.float64]
     numbers = np.repeat(np.arange(len(sizes)), sizes)
     signed = joined[0][:, None] * signs

@@ -329,7 +329,7 @@ def loss_with(
 
 def part_of_loss(
     model: Any,
-    found: PartKinds,
+    kinds: PartKinds,
     losses: Sequence[Any],
     batch: Sequence[Any],
     training: bool,
@@ -339,7 +339,7 @@ def part_of_loss(
 
     - `batch`: (x, y, outputs, weight).
     - `losses`: the losses that layers added, then the regularizers' losses.
-    - `found`: how the losses of parts combine.
+    - `kinds`: how the losses of parts combine.
     - `parts`: the weights of `losses` and of the model's own loss. The first is this part's
       fraction of the rows. The second is its fraction of what the own loss is a mean over, such as
       tokens.
@@ -349,7 +349,7 @@ def part_of_loss(
     own = own_loss(model, losses, batch, training)
     total = own * tf.cast(parts[1], own.dtype)
     for place, loss in enumerate(losses):  # regularizers come last, and count by rows
-        total += weigh_added(found.added_kind(place), loss, parts[0], own.dtype)
+        total += weigh_added(kinds.added_kind(place), loss, parts[0], own.dtype)
     return total
 
 

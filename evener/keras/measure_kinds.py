@@ -161,7 +161,7 @@ def measure(
     first = max(1, 3 * rows // 8)
     every = [cut_rows(data, *edge) for edge in ((0, rows), (0, first), (first, rows))]
     results = [step.run(each) for each in every]
-    whole, *parts = [each.call for each in results]
+    whole, *parts = [result.call for result in results]
     if whole is None or None in parts:
         return PartKinds()
     measured = Measured(model, step, every, results, (first, rows - first))
@@ -201,7 +201,7 @@ class Measured(NamedTuple):
                 break
             with suppress(Exception):  # the model can't compute with these values
                 values, rows = vary()
-                again = self._read_added([self.step.run(each, values) for each in rows])
+                again = self._read_added([self.step.run(row, values) for row in rows])
                 found = [
                     before if any(before) else after
                     for before, after in zip(found, again, strict=True)
@@ -212,8 +212,8 @@ class Measured(NamedTuple):
 
     def _read_added(self, results: Sequence[StepResult]) -> list[tuple[float, ...]]:
         """Return, for each loss that layers add, its value on all rows and on each part."""
-        calls = [each.call for each in results if each.call is not None]
-        added = [split_losses(self.model, each.losses)[0] for each in calls]
+        calls = [result.call for result in results if result.call is not None]
+        added = [split_losses(self.model, call.losses)[0] for call in calls]
         values = [[float(tf.reduce_sum(loss)) for loss in losses] for losses in added]
         return list(zip(*values, strict=True))
 
@@ -239,9 +239,9 @@ class Measured(NamedTuple):
         # a sum that decays looks like a plain sum while it is 0
         variables = self.model.non_trainable_variables
         keys = {
-            place: id(each.value.handle)
-            for place, each in enumerate(variables)
-            if not is_seed(each) and id(each.value.handle) in self.step.assigned
+            place: id(variable.value.handle)
+            for place, variable in enumerate(variables)
+            if not is_seed(variable) and id(variable.value.handle) in self.step.assigned
         }
         starts = {key: tf.convert_to_tensor(variables[place]) for place, key in keys.items()}
         once = self._judge_states(keys, starts, self.results)
@@ -251,14 +251,16 @@ class Measured(NamedTuple):
             twice = self._judge_states(keys, later, again)
             once = {place: kind if twice[place] == kind else OTHER for place, kind in once.items()}
         averages = set(map(id, list_normalization_states(self.model)))
-        return once | {place: ROWS for place, each in enumerate(variables) if id(each) in averages}
+        return once | {
+            place: ROWS for place, variable in enumerate(variables) if id(variable) in averages
+        }
 
     def _judge_states(
         self, keys: Mapping[int, int], starts: Values, results: Sequence[StepResult]
     ) -> dict[int, str]:
         found = {}
         for place, key in keys.items():
-            whole, *parts = (np.asarray(each.states[key]) for each in results)
+            whole, *parts = (np.asarray(result.states[key]) for result in results)
             found[place] = _judge_state(np.asarray(starts[key]), whole, parts, self.sizes)
         return found
 
@@ -268,7 +270,9 @@ class Measured(NamedTuple):
         Tensors with one entry per row are left out. The others are, for example, means over the
         rows.
         """
-        whole, *parts = [each.call.attributes for each in self.results if each.call is not None]
+        whole, *parts = [
+            result.call.attributes for result in self.results if result.call is not None
+        ]
         found = {}
         for name, value in whole.items():
             own = [part.get(name) for part in parts]
@@ -284,7 +288,7 @@ class Measured(NamedTuple):
         """Return the kind of the model's loss without the layers' losses; OTHER if no kind fits."""
         # The rows may not distinguish all kinds: labels without padding don't show whether padding
         # counts. So the loss is also computed with changed masks, weights and labels.
-        calls = [each.call for each in self.results if each.call is not None]
+        calls = [result.call for result in self.results if result.call is not None]
         now = CallTensors(self.model)
         left: list[str] = []
         try:
@@ -325,7 +329,7 @@ class Measured(NamedTuple):
             counts.append({ROWS: stop - start} | {name: float(n) for name, n in units.items()})
         if not np.isfinite(values[0]):
             return None
-        by_name = {name: tuple(each[name] for each in counts[1:]) for name in counts[0]}
+        by_name = {name: tuple(count[name] for count in counts[1:]) for name in counts[0]}
         near = LOSS_CLOSE.get(loss.dtype.name, LOSS_NEAR)
         return find_fitting(values[0], values[1:], by_name, near)
 
@@ -339,7 +343,7 @@ def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[i
     if whole.dtype.kind not in "iuf":
         return SAME if all(np.array_equal(whole, part) for part in parts) else OTHER
     values = [np.asarray(each, np.float64) for each in (start, whole, *parts)]
-    largest = max(np.abs(each).max(initial=0.0) for each in values)
+    largest = max(np.abs(value).max(initial=0.0) for value in values)
     near = CLOSE.get(whole.dtype.name, NEAR) * largest
     before, after, *others = values
     meant = _predict_whole_state(before, others, sizes, near)
@@ -357,10 +361,10 @@ def _predict_whole_state(
     `before` is the state's value before the batch. `parts` are its values after each part, and
     `sizes` the parts' numbers of rows. SAME is left out if `parts` differ by more than `near`.
     """
-    changes = [each - before for each in parts]
+    changes = [part - before for part in parts]
     weighted = [size * change for size, change in zip(sizes, changes, strict=True)]
     meant = {ROWS: before + sum(weighted) / sum(sizes), SUM: before + sum(changes)}
-    if all(np.allclose(each, parts[0], rtol=0, atol=near) for each in parts):
+    if all(np.allclose(part, parts[0], rtol=0, atol=near) for part in parts):
         meant = {SAME: parts[0]} | meant
     return meant
 
@@ -371,9 +375,9 @@ def _without_side_effects(model: Any) -> Iterator[None]:
     values = [(variable, variable.numpy()) for variable in plain_variables(model)]
     # regularizers that run in a scope see only the scope's weights
     given = [
-        (each, tf.convert_to_tensor(each))
-        for each in model.trainable_weights
-        if each.regularizer is not None
+        (weight, tf.convert_to_tensor(weight))
+        for weight in model.trainable_weights
+        if weight.regularizer is not None
     ]
     try:
         with kept_generators(), keras.StatelessScope(state_mapping=given, collect_losses=True):

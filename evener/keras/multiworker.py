@@ -204,7 +204,7 @@ class Workers:
         model = self.model
         model.optimizer.build(model.trainable_variables)
         variables = [*model.weights, *model.optimizer.variables]
-        self.group.share_weights([each.value for each in variables])
+        self.group.share_weights([variable.value for variable in variables])
 
     def device_times(self) -> Sequence[DeviceTimes]:
         """Return each process's compute time (own work) and the time it waited for the others.
@@ -362,8 +362,8 @@ class Workers:
         """
         part = _part(own)
         changes = [
-            (start, change(each, start, part))
-            for each, start in zip(result.updates, starts, strict=True)
+            (start, change(update, start, part))
+            for update, start in zip(result.updates, starts, strict=True)
         ]
         sent = metrics.own(*_own_batch(own, result.outputs))
         summed, loss = self._sum_and_update(began, result, changes, own, digest, sent)
@@ -382,7 +382,7 @@ class Workers:
             loss = self._part_of_loss((x, y, outputs, weight), True, own)
             scaled = scale_loss(model, loss)
         gradients = tape.gradient(scaled, list(model.trainable_weights))
-        gradients = [without_filler(each, own.size) for each in gradients]
+        gradients = [without_filler(gradient, own.size) for gradient in gradients]
         updates = [
             StateUpdate(state, tf.convert_to_tensor(state), kind) for state, kind, _ in states
         ]
@@ -684,7 +684,7 @@ def whole_statistics(model: Any, group: Group, size: Any) -> Iterator[None]:
         counts = tf.cast(size > 0, inputs.dtype)  # a filler row doesn't count
         moments = (tf.ones_like(inputs), inputs, tf.square(inputs))
         rows, total, squares = sum_all(
-            *(counts * tf.reduce_sum(each, layer._reduction_axes) for each in moments)
+            *(counts * tf.reduce_sum(moment, layer._reduction_axes) for moment in moments)
         )
         mean = total / rows
         return mean, tf.maximum(squares / rows - tf.square(mean), 0.0)

@@ -57,8 +57,8 @@ class StepStates:
     each device starts from 0, and the counts are added.
     """
 
-    def __init__(self, model: Any, found: PartKinds) -> None:
-        self._kinds = kinds_of_states(model, found)
+    def __init__(self, model: Any, kinds: PartKinds) -> None:
+        self._kinds = kinds_of_states(model, kinds)
         self._metrics = {id(variable): variable for variable in model.metrics_variables}
         losses = model._compile_loss.metrics if model._compile_loss else []
         self._losses = {id(each) for metric in losses for each in metric.variables}
@@ -224,7 +224,7 @@ class DevicePasses:
     def __init__(
         self,
         model: Any,
-        found: PartKinds,
+        kinds: PartKinds,
         device: str,
         number: int,
         data: Tensors,
@@ -233,13 +233,13 @@ class DevicePasses:
         variables: PlainVariables,
     ) -> None:
         self.model = model
-        self.found = found
+        self.found = kinds
         self._variables = variables
         self.device = device
         self._data = data
         self._size = size
         self._rows = rows
-        self._states = StepStates(model, found)
+        self._states = StepStates(model, kinds)
         self._starts = self._states.starts(number)
         self._copies = [tf.identity(variable) for variable in model.trainable_variables]
         self._changed: set[int] = set()  # ids of states that a pass updates

@@ -162,13 +162,15 @@ class SharedSlices:
         self._totals: list[Any] = []
         if not gradients:
             return
-        counts = [tf.shape(each.indices, tf.int64)[0] for each in gradients]
+        counts = [tf.shape(gradient.indices, tf.int64)[0] for gradient in gradients]
         sent = [tf.one_hot(group.rank, group.size, count, 0, dtype=tf.int64) for count in counts]
-        for each, summed in zip(gradients, group.sum(sent), strict=True):
+        for gradient, summed in zip(gradients, group.sum(sent), strict=True):
             total = tf.reduce_sum(summed)
             start = tf.reduce_sum(summed[: group.rank])
             # one more row, because there may be no slice at all
-            self.own += [pad_rows(leaf, start, total + 1) for leaf in (each.values, each.indices)]
+            self.own += [
+                pad_rows(leaf, start, total + 1) for leaf in (gradient.values, gradient.indices)
+            ]
             self._totals.append(total)
 
     def join(self, sums: Sequence[Any]) -> list[tf.IndexedSlices]:
@@ -178,8 +180,8 @@ class SharedSlices:
         """
         pairs = zip(sums[::2], sums[1::2], strict=True)
         return [
-            tf.IndexedSlices(values[:total], indices[:total], each.dense_shape)
-            for each, total, (values, indices) in zip(
+            tf.IndexedSlices(values[:total], indices[:total], gradient.dense_shape)
+            for gradient, total, (values, indices) in zip(
                 self._gradients, self._totals, pairs, strict=True
             )
         ]
@@ -194,7 +196,9 @@ class SharedGradients:
 
     def __init__(self, gradients: Sequence[Any]) -> None:
         self._count = len(gradients)
-        reached = {place: each for place, each in enumerate(gradients) if each is not None}
+        reached = {
+            place: gradient for place, gradient in enumerate(gradients) if gradient is not None
+        }
         self._sparse = {
             place: each for place, each in reached.items() if isinstance(each, tf.IndexedSlices)
         }

@@ -145,7 +145,9 @@ class SurvivingStep:
             engine.model, engine.kinds[True], device, 0, batch, own.size, own.rows, variables
         ).run(passes)
         self._updated = [(update.state, update.kind) for update in found.updates]
-        self._reached = [place for place, each in enumerate(found.gradients) if each is not None]
+        self._reached = [
+            place for place, gradient in enumerate(found.gradients) if gradient is not None
+        ]
         gradients = [found.gradients[place] for place in self._reached]
         return found.outputs, found.loss, gradients, [update.value for update in found.updates]
 

@@ -59,7 +59,7 @@ class Tower(NamedTuple):
         logits = [logits_of(each) for each in keras.tree.flatten(self.outputs)]
         every = [
             *_floats(self.outputs),
-            *(each for each in logits if each is not None),
+            *(logit for logit in logits if logit is not None),
             *self.losses,
             *_floats(list(self.attributes.values())),
         ]

@@ -125,11 +125,11 @@ def read_records(folder: Path) -> list[LiveRecord]:
                 records.append(found)
     if not records:
         return []
-    newest = max(records, key=lambda each: each.updated_at)
+    newest = max(records, key=lambda record: record.updated_at)
     ranks = {}
-    for each in sorted(records, key=lambda each: each.updated_at):
-        if each.training == newest.training and each.world == newest.world:
-            ranks[each.rank] = each
+    for record in sorted(records, key=lambda record: record.updated_at):
+        if record.training == newest.training and record.world == newest.world:
+            ranks[record.rank] = record
     return [ranks[rank] for rank in sorted(ranks)]
 
 

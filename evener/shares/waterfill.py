@@ -214,7 +214,10 @@ def single_best(
         for size in sizes
         if quantum <= size <= limit
     ]
-    return max(allocations, key=lambda one: (one.samples_per_second, -one.global_batch))
+    return max(
+        allocations,
+        key=lambda allocation: (allocation.samples_per_second, -allocation.global_batch),
+    )
 
 
 def single_reaching(

@@ -43,10 +43,10 @@ def find_bottleneck(ranks: Sequence[RankTimes]) -> Bottleneck:
     threads or processes counts as "input".
     """
     # rows that the training loop prepares itself are a part of its compute time
-    last = max(ranks, key=lambda each: _zero_for_nan(each.own_work_s + each.input_s))
+    last = max(ranks, key=lambda rank: _zero_for_nan(rank.own_work_s + rank.input_s))
     if last.input_s > INPUT_PART * last.step_s:
         return "input"
-    slowest = max(ranks, key=lambda each: _zero_for_nan(each.own_work_s))
+    slowest = max(ranks, key=lambda rank: _zero_for_nan(rank.own_work_s))
     if slowest.behind < BEHIND_PART:
         return "host"
     if slowest.computing < COMPUTING_PART:

@@ -183,29 +183,31 @@ def _student(freedom: float) -> float:
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
-def describe(found: NoiseScale, batch: int, steps: int) -> str:
+def describe(noise_scale: NoiseScale, batch: int, steps: int) -> str:
     """Return a sentence about the noise scale and the efficiency of a batch of `batch` rows.
 
     `steps` is the number of steps in which the noise scale was measured. The sentence doesn't end
     with a period.
     """
     after = f"after {steps:,} steps"
-    if found.rows == 0:
+    if noise_scale.rows == 0:
         return (
-            f"noise scale below {write_rows(found.high)} rows {after}: the ranks' gradients "
+            f"noise scale below {write_rows(noise_scale.high)} rows {after}: the ranks' gradients "
             f"hardly differ"
         )
-    span = f" ({write_rows(found.low)} - {write_rows(found.high)})" * (found.high < ENDLESS)
-    part = f"{100 * efficiency(batch, found.safe_rows):.0f} % of the samples' worth"
-    return f"noise scale {write_scale(found)}{span} {after}; {batch:,} rows: {part}"
+    span = f" ({write_rows(noise_scale.low)} - {write_rows(noise_scale.high)})" * (
+        noise_scale.high < ENDLESS
+    )
+    part = f"{100 * efficiency(batch, noise_scale.safe_rows):.0f} % of the samples' worth"
+    return f"noise scale {write_scale(noise_scale)}{span} {after}; {batch:,} rows: {part}"
 
 
-def write_scale(found: NoiseScale) -> str:
+def write_scale(noise_scale: NoiseScale) -> str:
     """Return a noise scale as text, such as "3,900 rows" or "at least 2,700 rows".
 
     "At least" means that the batch was too small for an upper bound.
     """
-    return f"{'at least ' * (found.high >= ENDLESS)}{write_rows(found.safe_rows)} rows"
+    return f"{'at least ' * (noise_scale.high >= ENDLESS)}{write_rows(noise_scale.safe_rows)} rows"
 
 
 def write_rows(rows: float) -> str:

@@ -326,7 +326,7 @@ def _find_unequal_work(
     Its duration is how much longer the slowest rank computes than if all finished together. Return
     None if that, or the longest wait of another rank, is within noise or below 5 % of a step.
     """
-    timed = [place for place, each in enumerate(ranks) if each.own_work_s > 0]
+    timed = [place for place, rank in enumerate(ranks) if rank.own_work_s > 0]
     if len(timed) < 2:
         return None
     last = [place for place in list_last(steps, step_s) if place in timed] or timed

@@ -33,14 +33,14 @@ RANKING_NOTE = (
 )
 
 
-def ranking_table(found: SearchReport, labels: Sequence[str]) -> Table:
+def ranking_table(report: SearchReport, labels: Sequence[str]) -> Table:
     """Return a table with a row for each layout, the winner first.
 
     It shows throughput, step time, and the difference from the winner. `labels` are the devices'
     short names, such as GPU:0, in the search's order.
     """
-    counts = ("tokens/s", "padding") if found.mean_length else ()
-    drawn = [mean_power(found.turns_of(one.candidate.layout)) for one in found.ranking]
+    counts = ("tokens/s", "padding") if report.mean_length else ()
+    drawn = [mean_power(report.turns_of(one.candidate.layout)) for one in report.ranking]
     energy = ("samples/J", "W", "idle W") if any(drawn) else ()
     rows = [
         (
@@ -56,11 +56,11 @@ def ranking_table(found: SearchReport, labels: Sequence[str]) -> Table:
             "turns",
         )
     ]
-    standings = found.ranking
+    standings = report.ranking
     titles = name_all([standing.candidate for standing in standings], len(labels))
     for title, one, power in zip(titles, standings, drawn, strict=True):
         waiting = (
-            waiting_share(found.turns_of(one.candidate.layout))
+            waiting_share(report.turns_of(one.candidate.layout))
             if len(one.candidate.layout.active) > 1
             else None
         )
@@ -68,7 +68,7 @@ def ranking_table(found: SearchReport, labels: Sequence[str]) -> Table:
             (
                 title,
                 where(one, labels),
-                *_token_cells(found, one),
+                *_token_cells(report, one),
                 rate(one.throughput.value),
                 half_width(one.throughput.value, one.throughput.low, one.throughput.high),
                 *(_energy_cells(one, power) if energy else ()),
@@ -81,33 +81,33 @@ def ranking_table(found: SearchReport, labels: Sequence[str]) -> Table:
     return Table("", rows, 2, RANKING_NOTE)
 
 
-def _token_cells(found: SearchReport, one: RankedLayout) -> tuple[str, ...]:
+def _token_cells(report: SearchReport, ranked: RankedLayout) -> tuple[str, ...]:
     """Return the cells for tokens/s and padding; an empty tuple unless rows are texts."""
-    if not found.mean_length:
+    if not report.mean_length:
         return ()
-    padding = padding_share(found.turns_of(one.candidate.layout))
-    return rate(one.throughput.value * found.mean_length), percent(padding, 1)
+    padding = padding_share(report.turns_of(ranked.candidate.layout))
+    return rate(ranked.throughput.value * report.mean_length), percent(padding, 1)
 
 
-def _energy_cells(one: RankedLayout, power: Power | None) -> tuple[str, str, str]:
+def _energy_cells(ranked: RankedLayout, power: Power | None) -> tuple[str, str, str]:
     power = power or Power(0.0, 0.0)
-    return energy_cells(one.throughput.value, power.active_watts, power.idle_watts)
+    return energy_cells(ranked.throughput.value, power.active_watts, power.idle_watts)
 
 
-def where(one: RankedLayout, labels: Sequence[str]) -> str:
+def where(ranked: RankedLayout, labels: Sequence[str]) -> str:
     """Return the devices of a layout with their samples, such as GPU:0[820] GPU:1[568].
 
     Five trainings on one device are 5 x GPU:0[256]. For devices that hold different parts of the
     model, the text ends in their common batch: GPU:0 GPU:1 [820].
     """
-    layout = one.candidate.layout
+    layout = ranked.candidate.layout
     if layout.traits.placed:
         return f"{' '.join(labels[i] for i in layout.active)} [{layout.global_batch}]"
     words = " ".join(f"{labels[i]}[{share_text(layout, i)}]" for i in layout.active)
     return words if layout.processes == 1 else f"{layout.processes} x {words}"
 
 
-def against(one: RankedLayout, winner: RankedLayout) -> str:
+def against(ranked: RankedLayout, winner: RankedLayout) -> str:
     """Return the difference of a layout's throughput from the winner's, with its 95 % interval.
 
     An example is "-9.0 % (-9.4 to -8.6)". For the winner itself, return "chosen". These notes may
@@ -117,53 +117,60 @@ def against(one: RankedLayout, winner: RankedLayout) -> str:
     - `larger batch` for a faster layout that wasn't chosen because of its batch size
     - `too uncertain` if the measurements don't show which layout is faster
     """
-    if one.against is None:
+    if ranked.against is None:
         return "chosen"
-    low, high = (f"{100 * max(-1.0, value):+.1f}" for value in (one.against.low, one.against.high))
+    low, high = (
+        f"{100 * max(-1.0, value):+.1f}" for value in (ranked.against.low, ranked.against.high)
+    )
     notes = []
-    batch = one.candidate.layout.global_batch
-    faster = one.throughput.value > winner.throughput.value
-    if not is_known(one.throughput, winner.throughput):
+    batch = ranked.candidate.layout.global_batch
+    faster = ranked.throughput.value > winner.throughput.value
+    if not is_known(ranked.throughput, winner.throughput):
         notes.append("too uncertain")
-    elif one.tie:
-        notes.append("unclear" if one.unclear else "tie")
-    if faster and batch > winner.candidate.layout.global_batch and one.candidate.synchronous:
+    elif ranked.tie:
+        notes.append("unclear" if ranked.unclear else "tie")
+    if faster and batch > winner.candidate.layout.global_batch and ranked.candidate.synchronous:
         notes.append("larger batch")
-    return ", ".join([*notes, f"{100 * one.against.value:+.1f} % ({low} to {high})"])
+    return ", ".join([*notes, f"{100 * ranked.against.value:+.1f} % ({low} to {high})"])
 
 
-def packing_tables(found: SearchReport) -> list[Table]:
+def packing_tables(report: SearchReport) -> list[Table]:
     """Return a table for each way to run several trainings on one device, such as MPS.
 
     Each row is for a number of trainings, with their combined throughput, the seconds for
     `SCALING_STEPS` steps, and the memory used.
     """
     heads = ("trainings", "batch", "samples/s together", f"s per {SCALING_STEPS} steps", "memory")
-    packs = found.packings
+    packs = report.packings
     return [
         Table(f"packing{MODES[mode]}", [heads, *map(_pack_row, seen)], 0) for mode, seen in packs
     ]
 
 
-def _pack_row(one: Observation) -> tuple[str, str, str, str, str]:
-    layout = one.probe.layout
+def _pack_row(observation: Observation) -> tuple[str, str, str, str, str]:
+    layout = observation.probe.layout
     head = (str(layout.processes), str(layout.global_batch))
-    if isinstance(one, OutOfMemory):
+    if isinstance(observation, OutOfMemory):
         return (*head, "out of memory", "-", "-")
-    if isinstance(one, Failed):
-        return (*head, f"failed: {plain(one.detail, 60)}", "-", "-")
-    held = one.memory_bytes[layout.active[0]]
-    seconds = f"{one.step_seconds * SCALING_STEPS:.1f}"
-    return (*head, rate(one.samples_per_second), seconds, "-" if held is None else size(held))
+    if isinstance(observation, Failed):
+        return (*head, f"failed: {plain(observation.detail, 60)}", "-", "-")
+    held = observation.memory_bytes[layout.active[0]]
+    seconds = f"{observation.step_seconds * SCALING_STEPS:.1f}"
+    return (
+        *head,
+        rate(observation.samples_per_second),
+        seconds,
+        "-" if held is None else size(held),
+    )
 
 
-def scaling_table(found: SearchReport) -> Table:
+def scaling_table(report: SearchReport) -> Table:
     """Return a table that shows how an even split scales with the number of devices.
 
     It has the time for `SCALING_STEPS` steps without tuned options (XLA, precision). It has only
     headings if no single device or no even split was measured.
     """
-    plain_ones = [one for one in found.ranking if not one.candidate.layout.knobs]
+    plain_ones = [one for one in report.ranking if not one.candidate.layout.knobs]
     single = next((one for one in plain_ones if one.candidate.layout.traits.alone), None)
     together = [one for one in plain_ones if one.candidate.layout.traits.together]
     evens = [one for one in together if is_even(one.candidate.layout)]
@@ -185,61 +192,61 @@ def scaling_table(found: SearchReport) -> Table:
     return Table("evenly over 1, 2, ... devices", rows, 0)
 
 
-def ranking_json(found: SearchReport, labels: Sequence[str]) -> dict[str, Any]:
+def ranking_json(report: SearchReport, labels: Sequence[str]) -> dict[str, Any]:
     """Return the ranking as JSON-serializable data; the names of its keys contain the units."""
-    standings = found.ranking
+    standings = report.ranking
     titles = name_all([standing.candidate for standing in standings], len(labels))
     return {
         "layouts": [
-            {"name": title, **_ranked_json(found, one)}
+            {"name": title, **_ranked_json(report, one)}
             for title, one in zip(titles, standings, strict=True)
         ],
         "packing": [
             {"mode": mode or "processes", "measured": [_pack_json(one) for one in seen]}
-            for mode, seen in found.packings
+            for mode, seen in report.packings
         ],
     }
 
 
-def _ranked_json(found: SearchReport, one: RankedLayout) -> dict[str, object]:
-    layout = one.candidate.layout
-    difference = one.against
+def _ranked_json(report: SearchReport, ranked: RankedLayout) -> dict[str, object]:
+    layout = ranked.candidate.layout
+    difference = ranked.against
     interval = None if difference is None else [difference.low, difference.high]
-    turns = found.turns_of(layout)
+    turns = report.turns_of(layout)
     power = mean_power(turns)
     return {
-        "kind": one.candidate.family.name,
+        "kind": ranked.candidate.family.name,
         "batches": layout.shares,
         "micro": layout.pass_rows,
         "processes": layout.processes,
         "placement": layout.placement,
         "knobs": layout.knobs,
-        "samples_per_second": one.throughput.value,
-        "samples_per_second_interval": [one.throughput.low, one.throughput.high],
-        "tokens_per_second": one.throughput.value * found.mean_length or None,
-        "padding": padding_share(turns) if found.mean_length else None,
-        "samples_per_joule": power.samples_per_joule(one.throughput.value) if power else None,
+        "samples_per_second": ranked.throughput.value,
+        "samples_per_second_interval": [ranked.throughput.low, ranked.throughput.high],
+        "tokens_per_second": ranked.throughput.value * report.mean_length or None,
+        "padding": padding_share(turns) if report.mean_length else None,
+        "samples_per_joule": power.samples_per_joule(ranked.throughput.value) if power else None,
         "active_watts": power and power.active_watts,
         "idle_watts": power and power.idle_watts,
-        "step_milliseconds": one.step.value * 1000,
+        "step_milliseconds": ranked.step.value * 1000,
         "moved_share": waiting_share(turns) if len(layout.active) > 1 else None,
         "against_winner": None if difference is None else difference.value,
         "against_winner_interval": interval,
         "paired": difference is not None,
-        "tie": one.tie,
-        "unclear": one.unclear,
-        "turns": one.turns,
+        "tie": ranked.tie,
+        "unclear": ranked.unclear,
+        "turns": ranked.turns,
     }
 
 
-def _pack_json(one: Observation) -> dict[str, object]:
-    layout = one.probe.layout
-    timed = one if isinstance(one, Timed) else None
+def _pack_json(observation: Observation) -> dict[str, object]:
+    layout = observation.probe.layout
+    timed = observation if isinstance(observation, Timed) else None
     return {
         "processes": layout.processes,
         "batch": layout.global_batch,
         "samples_per_second": timed and timed.samples_per_second,
         "step_milliseconds": timed and timed.step_seconds * 1000,
         "memory_bytes": timed and timed.memory_bytes[layout.active[0]],
-        "outcome": outcome_name(one),
+        "outcome": outcome_name(observation),
     }

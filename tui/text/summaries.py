@@ -407,19 +407,19 @@ def _write_alone(solo: Evidence | None) -> str:
     return f"{speed} at {write_share(share.batch, share.micro)}"
 
 
-def versus(best: RatedLayout, each: RatedLayout) -> str:
-    """Return the best layout's gain over layout `each` in a few characters, such as +20.4 %.
+def versus(best: RatedLayout, rated: RatedLayout) -> str:
+    """Return the best layout's gain over layout `rated` in a few characters, such as +20.4 %.
 
-    Return "tie" if both are equally fast, "unclear" if `each` is too uncertain, and "" for any
+    Return "tie" if both are equally fast, "unclear" if `rated` is too uncertain, and "" for any
     other unknown gain. For the sum of all solo throughputs, return a fraction such as "97 % of it".
     """
-    gain = each.gain_of(best)
+    gain = rated.gain_of(best)
     if gain is None:
-        return "" if is_known(each.rate) else "unclear"
-    if each.kind == "sum":
+        return "" if is_known(rated.rate) else "unclear"
+    if rated.kind == "sum":
         return f"{percent(1 + gain)} of it"
-    size = write_gain(abs(gain), best.rate, each.rate)
-    if each.tie:
+    size = write_gain(abs(gain), best.rate, rated.rate)
+    if rated.tie:
         return "tie"
     sign = "-" if gain < 0 else "+"
     return f"{sign}{size}"

@@ -222,19 +222,19 @@ _BRIEF_CELLS = 10  # cells of such a narrow line without its name and its gain
 
 
 def _rival_line(
-    each: RatedLayout,
+    rated: RatedLayout,
     best: RatedLayout,
     width: int,
     drawn: tuple[Span, ...],
     name_cells: int = USUAL_NAME,
 ) -> Line:
-    first = each is best
-    half = relative_error(each.rate.value, each.rate.low, each.rate.high)
+    first = rated is best
+    half = relative_error(rated.rate.value, rated.rate.low, rated.rate.high)
     error = f"±{percent(half, 1 if half < 0.1 else 0)}"
-    gain = "" if first else write_gain_of(best, each)
+    gain = "" if first else write_gain_of(best, rated)
     spans: tuple[Span, ...] = (
-        Span(f" {cut(each.name, name_cells):<{name_cells}}", "strong" if first else "text"),
-        Span(f"{rate(each.rate.value):>8}", "speed"),
+        Span(f" {cut(rated.name, name_cells):<{name_cells}}", "strong" if first else "text"),
+        Span(f"{rate(rated.rate.value):>8}", "speed"),
     )
     if width < _WHOLE_CELLS:
         last = Span(f" {error}", "dim") if first else Span(f" {gain}", versus_tone(gain))
@@ -246,17 +246,17 @@ def _rival_line(
         Span(f" {gain:<12} ", versus_tone(gain)),
     )
     left = width - span_cells(spans)
-    where = f"at {each.where}" if each.where else ""
+    where = f"at {rated.where}" if rated.where else ""
     return Line(pad((*spans, Span(cut(where, max(1, min(25, left))), "dim")), width))
 
 
-def write_gain_of(best: RatedLayout, each: RatedLayout) -> str:
-    """Return the best layout's gain over layout `each`, such as "plan +20.4 %" or "best +20.4 %".
+def write_gain_of(best: RatedLayout, rated: RatedLayout) -> str:
+    """Return the best layout's gain over layout `rated`, such as "plan +20.4 %" or "best +20.4 %".
 
     The first word says whose gain it is: "plan" if `best` is the plan of a finished search, "best"
     while the search runs. If there is no gain, return what `versus` says instead, such as "tie".
     """
-    gain = versus(best, each)
+    gain = versus(best, rated)
     if not gain.startswith(("+", "-")):
         return gain
     owner = "plan" if best.name == "the plan" else "best"

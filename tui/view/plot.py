@@ -290,22 +290,22 @@ def _hatch(canvas: Canvas, frame: Frame, zone: Zone) -> None:
     canvas.write(max(0, beside), 0, zone.label, zone.tone, behind=True)
 
 
-def _draw_line(canvas: Canvas, frame: Frame, one: Series) -> None:
-    places = [(x, frame.dots(x, y)) for x, y in one.line]
+def _draw_line(canvas: Canvas, frame: Frame, series: Series) -> None:
+    places = [(x, frame.dots(x, y)) for x, y in series.line]
     for (_, start), (x, end) in pairwise(places):
-        canvas.stroke(start, end, one.tone, 1 if x <= one.known_to else _DASH)
+        canvas.stroke(start, end, series.tone, 1 if x <= series.known_to else _DASH)
 
 
-def _draw_points(canvas: Canvas, frame: Frame, one: Series) -> None:
-    for point in one.points:
+def _draw_points(canvas: Canvas, frame: Frame, series: Series) -> None:
+    for point in series.points:
         x, y = frame.dots(point.x, point.y)
         if point.low is not None and point.high is not None:
             low, high = frame.dots(point.x, point.low), frame.dots(point.x, point.high)
-            canvas.stroke(high, low, one.tone, 1)
-        if one.sign:
-            canvas.write(x // 2, y // 4, one.sign[0], one.tone)
+            canvas.stroke(high, low, series.tone, 1)
+        if series.sign:
+            canvas.write(x // 2, y // 4, series.sign[0], series.tone)
         else:
-            canvas.dot(x, y, one.tone)
+            canvas.dot(x, y, series.tone)
 
 
 def _draw_cursor(canvas: Canvas, frame: Frame, chart: Chart) -> None:

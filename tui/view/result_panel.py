@@ -100,15 +100,15 @@ def gain_bars(state: SessionState, width: int) -> list[Line]:
 
 
 def _gain_bar(
-    each: RatedLayout, plan: RatedLayout, name: str, name_cells: int, width: int, top: float
+    rated: RatedLayout, plan: RatedLayout, name: str, name_cells: int, width: int, top: float
 ) -> Line:
-    first = each is plan
+    first = rated is plan
     bar_cells = width - name_cells - GAIN_CELLS - 13
-    gain = "" if first else write_gain_of(plan, each)
+    gain = "" if first else write_gain_of(plan, rated)
     spans = [Span(f" {cut(plain(name), name_cells):<{name_cells}} ", "strong" if first else "text")]
     if bar_cells >= LEAST_BAR:
-        spans += _blocks(each.rate.value / top, bar_cells, first)
-    number = rate(each.rate.value) if is_known(each.rate) else f"~{rate(each.rate.value)}"
+        spans += _blocks(rated.rate.value / top, bar_cells, first)
+    number = rate(rated.rate.value) if is_known(rated.rate) else f"~{rate(rated.rate.value)}"
     spans += (Span(f"{number:>10}", "speed" if first else "text"),)
     spans += (Span(f"  {gain:<{GAIN_CELLS - 2}}", versus_tone(gain)),)
     return Line(pad(tuple(spans), width))

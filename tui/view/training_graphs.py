@@ -208,27 +208,27 @@ def _draw_graphs(
     return tuple(lines)
 
 
-def _draw_graph(one: Graph, reader: Reader, width: int, height: int) -> list[tuple[Span, ...]]:
+def _draw_graph(graph: Graph, reader: Reader, width: int, height: int) -> list[tuple[Span, ...]]:
     """Return a graph in exactly `height` lines: caption, columns of dots, and time axis."""
     rows = height - 2
     window = reader.window
-    lines = draw_columns(window.dots(one.values), 0.0, one.top, rows)
-    level = rows - 1 - min(rows - 1, int(one.level / one.top * rows)) if one.level else -1
-    drawn = [_caption(one, width)]
+    lines = draw_columns(window.dots(graph.values), 0.0, graph.top, rows)
+    level = rows - 1 - min(rows - 1, int(graph.level / graph.top * rows)) if graph.level else -1
+    drawn = [_caption(graph, width)]
     for row, text in enumerate(lines):
-        label = {0: one.draw(one.top), rows - 1: "0"}.get(row, "")
+        label = {0: graph.draw(graph.top), rows - 1: "0"}.get(row, "")
         gutter = Span(f"{fit(label, GUTTER_CELLS - 1, 'right')} ", "dim")
-        tone = shade_tone(one.tone, (rows - row) / rows)
+        tone = shade_tone(graph.tone, (rows - row) / rows)
         drawn.append((gutter, *(_mark(text, tone) if row == level else (Span(text, tone),))))
     axis = axis_text(window.width, window, reader.past.times(window.newest))
     return [*drawn, (Span(" " * GUTTER_CELLS), Span(axis, "dim"))]
 
 
-def _caption(one: Graph, width: int) -> tuple[Span, ...]:
+def _caption(graph: Graph, width: int) -> tuple[Span, ...]:
     """Return the caption with the newest value, and at the right end the text about the level."""
-    head = (Span(f" {one.caption} ", "title"), Span(one.newest, one.tone))
-    words = Span(f"{Mark.TRACK} {one.level_text}" if one.level_text else "", "warn")
-    return spread(head, (words,), width).spans if one.level_text else pad(head, width)
+    head = (Span(f" {graph.caption} ", "title"), Span(graph.newest, graph.tone))
+    words = Span(f"{Mark.TRACK} {graph.level_text}" if graph.level_text else "", "warn")
+    return spread(head, (words,), width).spans if graph.level_text else pad(head, width)
 
 
 def _mark(text: str, tone: Tone) -> tuple[Span, ...]:

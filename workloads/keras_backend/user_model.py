@@ -94,7 +94,7 @@ def noise_for(model: Any, rows: int) -> tuple[Any, Any]:
     x = keras.tree.map_structure(lambda each: _input(random, rows, each, model), inputs)
     outputs = keras.tree.flatten(answers)
     losses = _loss_names(model, len(outputs))
-    labels = [_label(rows, each, loss) for each, loss in zip(outputs, losses, strict=True)]
+    labels = [_label(rows, output, loss) for output, loss in zip(outputs, losses, strict=True)]
     return x, keras.tree.pack_sequence_as(answers, labels)
 
 

@@ -81,8 +81,8 @@ def fit_curve(points: Iterable[Point], among: int = 1) -> Curve | None:
 
 
 @lru_cache(CURVES_KEPT)
-def _fit_points(found: tuple[Point, ...], among: int) -> Curve | None:
-    merged = merge_points(found)
+def _fit_points(points: tuple[Point, ...], among: int) -> Curve | None:
+    merged = merge_points(points)
     if not merged:
         return None
     if len(merged) == 1:
@@ -91,7 +91,7 @@ def _fit_points(found: tuple[Point, ...], among: int) -> Curve | None:
     error = median(p.error for p in merged)  # a rough point says nothing about the others
     if worst <= LINE_ERRORS:
         return msgspec.structs.replace(line, simple=True, error=error)
-    stairs = fit_stairs(found)
+    stairs = fit_stairs(points)
     if stairs:
         return stairs.curve(merged[-1].batch, error, among)
     bends = _bend_factors(merged, line)
@@ -103,12 +103,12 @@ def _fit_points(found: tuple[Point, ...], among: int) -> Curve | None:
     return Curve(batches, tuple(times), line.slope * bends[-1][1], False, error)
 
 
-def _level_curve(one: Point) -> Curve:
+def _level_curve(point: Point) -> Curve:
     """Return the curve of a single point, as an upper bound for other batches."""
     # fewer rows are assumed to take as long, and more rows proportionally longer
-    batches = (0.0, float(one.batch))
-    times = (one.seconds, one.seconds)
-    return Curve(batches, times, one.seconds / one.batch, True, one.error)
+    batches = (0.0, float(point.batch))
+    times = (point.seconds, point.seconds)
+    return Curve(batches, times, point.seconds / point.batch, True, point.error)
 
 
 def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Point]:

@@ -338,8 +338,8 @@ def _copy_first_values(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return all values of small tensors and the first values of others, on the host."""
     # the host waits for one copy per device and dtype
     kinds: dict[tuple[Any, ...], list[int]] = {}
-    for place, each in enumerate(tensors):
-        kinds.setdefault((each.device, each.dtype), []).append(place)
+    for place, tensor in enumerate(tensors):
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(place)
     found: dict[int, torch.Tensor] = {}
     for places in kinds.values():
         counts = [tensors[place].numel() for place in places]

@@ -419,7 +419,7 @@ def _sum_up(tensor: torch.Tensor) -> list[float]:
     values = [float(each) for each in tensor.detach().reshape(-1).tolist()]
     if len(values) == 1:
         return values
-    return [sum(values), sum(place * each for place, each in enumerate(values, 1))]
+    return [sum(values), sum(place * value for place, value in enumerate(values, 1))]
 
 
 class Number(msgspec.Struct, frozen=True):

@@ -84,14 +84,14 @@ class _Known:
     def __init__(self) -> None:
         self._values: dict[Key, tuple[Any, int]] = {}
 
-    def note(self, found: Mapping[Key, Any], check: int) -> bool:
+    def note(self, settings: Mapping[Key, Any], check: int) -> bool:
         """Save the current settings; return True if one changed after STILL checks.
 
-        `found` has the current values, and `check` is the number of this check.
+        `settings` has the current values, and `check` is the number of this check.
         """
         changed = False
         before, self._values = self._values, {}
-        for key, value in found.items():
+        for key, value in settings.items():
             was, since = before.get(key, (value, check))
             same = type(was) is type(value) and (was == value or was is value)
             changed |= not same and check - since >= STILL
@@ -141,49 +141,51 @@ class _ModuleSettings:
 
 
 def _collect_settings(
-    holder: int, name: Any, value: Any, depth: int, found: dict[Key, Any]
+    holder: int, name: Any, value: Any, depth: int, settings: dict[Key, Any]
 ) -> None:
-    """Add a setting, or the settings inside an object or function, to `found`.
+    """Add a setting, or the settings inside an object or function, to `settings`.
 
     `value` is the attribute or variable `name` of the object with the id `holder`. Nested objects
     are read up to `depth` levels deep.
     """
-    if len(found) >= MOST or depth < 0:
+    if len(settings) >= MOST or depth < 0:
         return
     if isinstance(value, _PLAIN):
-        found[holder, name] = value
+        settings[holder, name] = value
     elif isinstance(value, torch.Tensor):
-        found[holder, name] = id(value)
+        settings[holder, name] = id(value)
     elif isinstance(value, partial):
         for place, each in enumerate((value.func, *value.args, *value.keywords.values())):
-            _collect_settings(holder, (name, place), each, depth, found)
+            _collect_settings(holder, (name, place), each, depth, settings)
     elif isinstance(value, MethodType):
-        _collect_settings(holder, name, value.__func__, depth, found)
-        _collect_settings(id(value.__func__), "self", value.__self__, depth, found)
+        _collect_settings(holder, name, value.__func__, depth, settings)
+        _collect_settings(id(value.__func__), "self", value.__self__, depth, settings)
     elif isinstance(value, FunctionType):
-        _collect_function(holder, name, value, depth, found)
+        _collect_function(holder, name, value, depth, settings)
     elif isinstance(value, dict):
-        found[holder, name] = id(value)
+        settings[holder, name] = id(value)
         if len(value) < MOST:
-            _collect_held(value, value, depth - 1, found)
+            _collect_held(value, value, depth - 1, settings)
     elif is_own_object(value):
-        found[holder, name] = id(value)
-        _collect_object(value, depth - 1, found)
+        settings[holder, name] = id(value)
+        _collect_object(value, depth - 1, settings)
 
 
-def _collect_object(value: Any, depth: int, found: dict[Key, Any]) -> None:
-    """Add the settings of an object and of its classes to `found`, without libraries' classes.
+def _collect_object(value: Any, depth: int, settings: dict[Key, Any]) -> None:
+    """Add the settings of an object and of its classes to `settings`, without libraries' classes.
 
     Objects inside `value` are read up to `depth` levels deep.
     """
     for kind in type(value).__mro__:
         if kind is not object and not is_foreign(kind.__module__):
-            _collect_held(kind, vars(kind), depth, found)
-    _collect_held(value, vars(value), depth, found)
+            _collect_held(kind, vars(kind), depth, settings)
+    _collect_held(value, vars(value), depth, settings)
 
 
-def _collect_held(holder: Any, held: Mapping[Any, Any], depth: int, found: dict[Key, Any]) -> None:
-    """Add the settings in `held`, the attributes or items of `holder`, to `found`.
+def _collect_held(
+    holder: Any, held: Mapping[Any, Any], depth: int, settings: dict[Key, Any]
+) -> None:
+    """Add the settings in `held`, the attributes or items of `holder`, to `settings`.
 
     Private names are skipped. With `depth` 0, objects aren't read.
     """
@@ -191,26 +193,26 @@ def _collect_held(holder: Any, held: Mapping[Any, Any], depth: int, found: dict[
         if isinstance(each, _PLAIN) or depth > 0:
             plain = not isinstance(name, str) or not name.startswith("_")
             if plain and not isinstance(each, type | ModuleType | torch.nn.Module | FunctionType):
-                _collect_settings(id(holder), name, each, depth, found)
+                _collect_settings(id(holder), name, each, depth, settings)
 
 
 def _collect_function(
-    holder: int, name: Any, function: FunctionType, depth: int, found: dict[Key, Any]
+    holder: int, name: Any, function: FunctionType, depth: int, settings: dict[Key, Any]
 ) -> None:
-    found[holder, name] = id(function.__code__)
+    settings[holder, name] = id(function.__code__)
     if is_foreign(function.__module__ or ""):
         return
     names = function.__code__.co_freevars
     for own, cell in zip(names, function.__closure__ or (), strict=True):
         # a function defined in the loop is a new object in each step, but its variables aren't
-        _collect_settings(id(cell), own, read_cell(cell), depth - 1, found)
-    _collect_globals(function.__code__, function.__globals__, depth - 1, found)
+        _collect_settings(id(cell), own, read_cell(cell), depth - 1, settings)
+    _collect_globals(function.__code__, function.__globals__, depth - 1, settings)
 
 
 def _collect_globals(
-    code: CodeType, variables: Mapping[str, Any], depth: int, found: dict[Key, Any]
+    code: CodeType, variables: Mapping[str, Any], depth: int, settings: dict[Key, Any]
 ) -> None:
     for name in sorted(list_names(code)):
         value = variables.get(name)
         if name in variables and not isinstance(value, type | ModuleType):
-            _collect_settings(id(variables), name, value, depth, found)
+            _collect_settings(id(variables), name, value, depth, settings)

@@ -73,21 +73,21 @@ def tensors_in(data: Any) -> list[torch.Tensor]:
     return found
 
 
-def _add_tensors(data: Any, found: list[torch.Tensor]) -> None:
-    """Append the tensors in nested `data` to `found`."""
+def _add_tensors(data: Any, tensors: list[torch.Tensor]) -> None:
+    """Append the tensors in nested `data` to `tensors`."""
     # fast, because models call it for each of their layers
     if isinstance(data, torch.Tensor):
-        found.append(data)
+        tensors.append(data)
     elif data is None or isinstance(data, (bool, int, float, str)):
         return
     elif isinstance(data, (tuple, list)):
         for item in data:
-            _add_tensors(item, found)
+            _add_tensors(item, tensors)
     elif isinstance(data, AssignedBatch):
-        _add_tensors(data.passes, found)
+        _add_tensors(data.passes, tensors)
     elif isinstance(data, Mapping):
         for item in data.values():
-            _add_tensors(item, found)
+            _add_tensors(item, tensors)
 
 
 def each_item(function: Callable[[Any], Any], data: Any) -> Any:

@@ -88,7 +88,7 @@ class Bucket:
         """Copy gradients into the bucket, and replace each `.grad` with a view of the bucket."""
         # needed again after zero_grad has set gradients to None
         gradients = list(map(GRADIENT, self._parameters))
-        self._absent = [place for place, each in enumerate(gradients) if each is None]
+        self._absent = [place for place, gradient in enumerate(gradients) if gradient is None]
         pairs = enumerate(zip(gradients, self._views, strict=True))
         places = [place for place, (each, view) in pairs if each is not view and each is not None]
         if places:
