@@ -32,11 +32,7 @@ TOWERS = [
         RATIOS,
         "clipped accumulation, adamw, L2, activity, weighted mean, three steps per execution 5:0:1",
     ),
-    *(
-        "masked embedding, dataset",
-        "two heads",
-        "passes 2:5, weights, one row, evaluate and predict",
-    ),
+    *("masked embedding, dataset", "passes 2:5, weights, one row, evaluate and predict"),
 ]
 
 
@@ -387,7 +383,7 @@ def found(proofs: Any) -> dict[str, Any]:
             ("towers", case)
             for case in ("own loss, test and predict", "watched", "without training, frozen")
         ],
-        *[("towers", case) for case in ("single samples, rebatched, instance", "eager")],
+        ("towers", "single samples, rebatched, instance"),
         *[(process, "added, sparse") for process in ("towers", "chief")],
         *[("chief", case) for case in (EVERY_WAY, "own predict")],
     ],

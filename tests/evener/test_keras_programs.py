@@ -27,7 +27,6 @@ SAMPLES = {
     "towers": {
         "loss of attributes: means and sums": EXACT,
         "add_loss: annealed sum": EXACT,
-        "own table: take, clipped": EXACT,
         "own counter: calls": EXACT,
         "own counter: rows": OTHER_STATE,
         "own metric in compute_loss": EXACT,
@@ -48,9 +47,7 @@ SAMPLES = {
         "state: steps": EXACT,
         "loss of attributes: means and sums": NO_MEAN,
         "loss of a slope": EXACT,
-        "loss of weights: kernel": EXACT,
         "own table: bags, Adam": EXACT,
-        "own counter: calls": EXACT,
         "own metric of an attribute": METRIC_OF_CALL,
         "own weights of pictures": GRAPH,
     },

@@ -24,22 +24,17 @@ def compiled(loss: Any = "mse", two_outputs: bool = False, **words: Any) -> Made
     """Return a model that is compiled with these options."""
 
     def make() -> Any:
-        entry = keras.Input((6,))
+        entry = keras.Input((6,), name="rows")
         found: Any = layers.Dense(1, name="first")(layers.Dense(5, activation="tanh")(entry))
         if two_outputs:
             found = {"first": found, "second": layers.Dense(1, name="second")(entry)}
-        model = keras.Model(entry, found)
+        model = keras.Model({"rows": entry} if two_outputs else entry, found)
         model.compile(keras.optimizers.Adam(0.02), loss, **words)
         return model
 
-    y: Any = {"first": VALUES, "second": -VALUES} if two_outputs else VALUES
-    return make, (X, y, {})
-
-
-def fitted(loss: Any = "mse", metrics: Any = None, **words: Any) -> Made:
-    """Return a model that is fitted with these options."""
-    make, (x, y, _) = compiled(loss, metrics=metrics)
-    return make, (x, y, words)
+    if two_outputs:
+        return make, ({"rows": X}, {"first": VALUES, "second": -VALUES}, {})
+    return make, (X, VALUES, {})
 
 
 class StopsEarly(keras.callbacks.Callback):
@@ -57,29 +52,44 @@ class StopsEarly(keras.callbacks.Callback):
 
 def programs() -> dict[tuple[str, ...], Callable[[], Made]]:
     """Return programs by the names of the options that they use."""
+    two_losses = {"first": "mse", "second": "mae"}
     return {
-        ("loss_weights", "callbacks"): lambda: _with_fit(
+        ("loss_weights", "callbacks", "steps_per_epoch", "initial_epoch"): lambda: _with_fit(
             compiled(
-                {"first": "mse", "second": "mae"}, True, loss_weights={"first": 0.3, "second": 2.0}
+                two_losses,
+                True,
+                loss_weights={"first": 0.3, "second": 2.0},
+                metrics={"first": [], "second": ["mae"]},
             ),
             callbacks=[StopsEarly()],
+            steps_per_epoch=2,
+            initial_epoch=1,
+            epochs=3,
         ),
-        ("weighted_metrics", "sample_weight"): lambda: _with_fit(
-            compiled(weighted_metrics=["mae"]), sample_weight=WEIGHTS
+        (
+            "weighted_metrics",
+            "sample_weight",
+            "validation_data",
+            "validation_steps",
+            "validation_freq",
+        ): lambda: _with_fit(
+            compiled(weighted_metrics=["mae"]),
+            sample_weight=WEIGHTS,
+            validation_data=HELD,
+            validation_batch_size=5,
+            validation_steps=2,
+            validation_freq=2,
+        ),
+        ("class_weight", "validation_split", "shuffle"): lambda: _with_labels(
+            class_weight={0: 0.5, 1: 3.0, 2: 1.0},
+            validation_split=0.4,
+            shuffle=True,
+            batch_size=ROWS,  # more than the rows that are left, so that their order doesn't matter
         ),
         ("run_eagerly",): lambda: compiled(run_eagerly=True),
-        ("steps_per_execution",): lambda: compiled(steps_per_execution=2),
-        ("jit_compile",): lambda: compiled(jit_compile=True),
-        ("class_weight", "validation_split"): lambda: _with_labels(
-            class_weight={0: 0.5, 1: 3.0, 2: 1.0}, validation_split=0.4
+        ("steps_per_execution", "jit_compile"): lambda: compiled(
+            steps_per_execution=2, jit_compile=True
         ),
-        ("validation_data", "validation_steps", "validation_freq"): lambda: fitted(
-            validation_data=HELD, validation_batch_size=5, validation_steps=2, validation_freq=2
-        ),
-        ("steps_per_epoch", "initial_epoch"): lambda: fitted(
-            steps_per_epoch=2, initial_epoch=1, epochs=3
-        ),
-        ("shuffle",): lambda: fitted(shuffle=True, batch_size=ROWS),
     }
 
 

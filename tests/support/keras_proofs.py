@@ -180,9 +180,7 @@ def compare(
         ).history, then(model)
 
     rival = run if "class_weight" in fitted else alone
-    return train_twice(
-        split, lambda: with_variables(make(), x, y), run, rival, traced=isinstance(y, dict)
-    )
+    return train_twice(split, lambda: with_variables(make(), x, y), run, rival)
 
 
 def batches(*rows: Any) -> Any:
@@ -215,7 +213,6 @@ def exact_cases(by: dict[str, Split]) -> dict[str, Callable[[], dict[str, float]
     """Return what towers learn, with cases that only a loss on the whole batch gets right."""
     weighted = losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")
     three = by["5:2:1"]
-    pair = {"kind": Y, "size": X.mean((1, 2))}
     regularized = {"loss": weighted, "activity": keras.regularizers.L2(0.1), "regularizer": "l2"}
     clipped = lambda: network(  # noqa: E731
         optimizers.AdamW(
@@ -227,7 +224,6 @@ def exact_cases(by: dict[str, Split]) -> dict[str, Callable[[], dict[str, float]
     return {
         REWRITTEN[0]: lambda: compare(by["5:0:1"], clipped, X, Y, sample_weight=WEIGHTS),
         "masked embedding, dataset": lambda: from_dataset(three),
-        "two heads": lambda: compare(by["3:1"], two_headed_network, {"image": X}, pair),
     }
 
 
@@ -603,14 +599,13 @@ def main(engine: str, folder: str) -> dict[str, Any]:
     by = splits(engine)
     cases: dict[str, Callable[[], Any]] = exact_cases(by)
     found: dict[str, Any] = {name: cases.pop(name)() for name in REWRITTEN}
-    heads = cases.pop("two heads")
     trace_faster()
     cases["half"] = lambda: half(by["3:1"])
     cases["batch normalization"] = lambda: batch_normalization(by["3:1"])
     found |= {name: case() for name, case in cases.items()}
     for split in by.values():
         unaudited(split)
-    cases = {"two heads": heads}
+    cases = {}
     cases["dropout"] = lambda: dropout(by["3:1"])
     cases["momentum, class weights, one row, ratios form"] = lambda: ratios_form(folder)
     cases["passes"] = in_passes

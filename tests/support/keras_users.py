@@ -342,9 +342,6 @@ def towers() -> dict[str, Any]:
             batch_rows(data.batch(20).prefetch(1)),
             batch_rows(data.batch(20, drop_remainder=True)),
         ],
-        "eager": train_twice(
-            split, lambda: network(run_eagerly=True), fit(X[:BATCH], Y[:BATCH], batch_size=BATCH)
-        ),
         "signatures": str(inspect.signature(noisy.fit))
         == str(inspect.signature(keras.Sequential().fit)),
         "copies": copies(split),
