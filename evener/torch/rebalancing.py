@@ -242,7 +242,11 @@ class Rebalancing:
         self._window_steps = int(
             min(max(FEWEST_STEPS, WINDOW_SECONDS / max(step_s, 1e-6)), MOST_STEPS)
         )
-        fewest = self._fewest = fewest_windows(find_bottleneck(metrics), window_s)
+        bottleneck = find_bottleneck(metrics)
+        if self._training.weights.are_averaged:
+            timer = self._training.timer
+            (timer.time_few if bottleneck == "host" else timer.time_all)()
+        fewest = self._fewest = fewest_windows(bottleneck, window_s)
         for place, end in enumerate(ends):
             own_work_s = [each[2 * place] for each in every]
             limits = [int(each[2 * place + 1]) for each in every]

@@ -30,6 +30,8 @@ from evener.torch.ranks.own_work import (
     TimedStep,
 )
 from evener.torch.ranks.timed_batches import GOLDEN, ON_GPU, RANGE, TimedBatches
+from evener.torch.rebalancing import Rebalancing
+from evener.training.bottleneck import RankTimes
 from evener.training.step_limits import judge_training
 from evener.training.step_sums import StepSums
 from evener.tui.view.ranks import find_causes, place_ranks
@@ -281,6 +283,35 @@ def test_a_gpu_that_ends_a_sharded_pass_soon_after_its_host_is_not_behind(
     timer.finish()
     (step,) = timer.last()
     assert step.behind == 0.0
+
+
+@pytest.mark.parametrize(("behind", "is_timed_less"), [(0.0, True), (1.0, False)])
+def test_few_waits_are_recorded_where_the_host_limits_a_sharded_model(
+    monkeypatch: pytest.MonkeyPatch, behind: float, is_timed_less: bool
+) -> None:
+    FakeEvent.computed = deque(range(10_000))
+    timer = StepTimer(GpuClock(FakeEvent), single_rank=False)
+    timer.time_all()
+    rebalancing = Rebalancing.__new__(Rebalancing)
+    weights = SimpleNamespace(are_averaged=True)
+    rebalancing._training = SimpleNamespace(timer=timer, weights=weights)
+    rebalancing._planned = SimpleNamespace(world=1)
+    rebalancing._windows, rebalancing._window_steps = {5: (0.2, 0)}, 5
+    monkeypatch.setattr(rebalancing, "_decide_shares", lambda *_: True)
+    times = RankTimes(0.2, 0.0, 0.25, behind)
+    sent = torch.tensor([0.2, 0.0, *times, 0.0, 0.0, 0.0], dtype=torch.float64).nan_to_num(-1.0)
+    rebalancing._end_exchange(SimpleNamespace(wait=lambda: None), sent)
+    before = len(FakeEvent.computed)
+    for _ in range(16):
+        timer.begin(SIZES)
+        for _ in range(20):
+            if timer.begin_wait():
+                timer.end_wait()
+        timer.note_gradients()
+        timer.note_backward()
+        timer.finish()
+    recorded = before - len(FakeEvent.computed)
+    assert (recorded < 16 * 40 / 4) is is_timed_less
 
 
 def test_the_part_of_own_work_in_which_a_cpu_computes_is_seen() -> None:

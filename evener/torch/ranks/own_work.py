@@ -50,7 +50,7 @@ from ..private import default_store
 from ..sums.collectives import own_collectives
 from ..sums.noise import RankNoise
 from .ranks import RankShares
-from .timed_batches import ON_CPU, ON_GPU, TimedBatches
+from .timed_batches import IF_HOST_LIMITS, ON_CPU, ON_GPU, TimedBatches
 
 KEPT_STEPS = 25  # number of steps over which medians are computed
 KEPT_MARKED = 100  # number of steps that a GPU may be behind its host before marks are dropped
@@ -342,6 +342,16 @@ class StepTimer:
     def time_all(self) -> None:
         """Time every batch from now on, because rebalancing needs the times."""
         self._choice, self._choose_at = None, 0
+
+    def time_few(self) -> None:
+        """Time few batches from now on, because a sharded model's steps are limited by the host.
+
+        A pass of such a model has hundreds of waits, and recording each of them takes host time.
+        """
+        if self._choice is None:
+            most = IF_HOST_LIMITS.most_stride
+            self._choice = TimedBatches(IF_HOST_LIMITS, first_stride=most)
+            self._choose_at = 0
 
     def disturb(self) -> None:
         """Mark the current step as unusual: evener checks a loss in it, or memory ran out."""

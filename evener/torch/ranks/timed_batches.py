@@ -26,20 +26,27 @@ class Rate(NamedTuple):
 
 ON_GPU = Rate(0.16, 32)
 ON_CPU = Rate(0.08, 8)
+IF_HOST_LIMITS = Rate(2.0, 8)
 
 
 class TimedBatches:
     """Chooses which batches are timed: one in each group of `stride` consecutive batches.
 
-    `stride` is adapted so that batches are timed as often as `rate` says. `clock` returns seconds.
+    `stride` is adapted so that batches are timed as often as `rate` says. It is `first_stride` at
+    first. `clock` returns seconds.
     """
 
     # The timed position differs from group to group. So if batches form a cycle, such as those of
     # one update, each of them is timed sooner or later. The choice depends on the batch's number
     # and the stride only, so ranks with the same stride choose the same batches.
 
-    def __init__(self, rate: Rate, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.stride = 1
+    def __init__(
+        self,
+        rate: Rate,
+        clock: Callable[[], float] = time.perf_counter,
+        first_stride: int = 1,
+    ) -> None:
+        self.stride = first_stride
         self._rate = rate
         self._clock = clock
         self._block_at = 0.0  # the clock's seconds at the start of the newest block
