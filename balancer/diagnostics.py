@@ -189,7 +189,7 @@ def _describe_set_link(
     # `name` and `found` are the check's
     variables = write_variables(switches_of(here))
     found = f"{found}; here with {variables}: {here}"
-    used = next((one for one in others if one.transport == here), None)
+    used = next((measurement for measurement in others if measurement.transport == here), None)
     if used is None or used.outcome != "ok":
         return Check(name, "problem", found, f"Unset {_name_variables(here)}.")
     if own.outcome != "ok":

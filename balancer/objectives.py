@@ -81,11 +81,11 @@ class Energy(Objective, frozen=True):
         """
         active = [0.0] * devices
         idle: list[list[float]] = [[] for _ in range(devices)]
-        for one in seen:
-            for i, watts in enumerate(one.watts):
+        for timed in seen:
+            for i, watts in enumerate(timed.watts):
                 if not watts:
                     continue
-                if i in one.probe.layout.active:
+                if i in timed.probe.layout.active:
                     active[i] = max(active[i], watts)
                 else:
                     idle[i].append(watts)

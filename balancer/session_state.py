@@ -338,7 +338,7 @@ def _find_single(plan: Plan) -> Evidence | None:
 def _without_own_device(plan: Plan, solos: Iterable[Evidence]) -> list[Evidence]:
     """Return the solo measurements, except those of a plan's only device."""
     own = _positions(plan.layout) if plan.layout.traits.alone else ()
-    return [each for each in solos if _positions(each.layout) != own]
+    return [evidence for evidence in solos if _positions(evidence.layout) != own]
 
 
 def _is_comparable(plan: Plan, evidence: Evidence) -> bool:

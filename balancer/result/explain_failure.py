@@ -90,13 +90,19 @@ def _explain_failures(
 
 def _lost_all(seen: Sequence[Observation]) -> bool:
     """True if all probes failed because their devices couldn't be used."""
-    return all(isinstance(one, Failed) and one.cause == "device" for one in seen)
+    return all(
+        isinstance(observation, Failed) and observation.cause == "device" for observation in seen
+    )
 
 
 def _fails_everywhere(seen: Sequence[Observation]) -> bool:
     """True if all probes raised the same exception."""
     # then neither one device nor its memory can be the cause
-    raised = [one for one in seen if isinstance(one, Failed) and one.cause == "raised"]
+    raised = [
+        observation
+        for observation in seen
+        if isinstance(observation, Failed) and observation.cause == "raised"
+    ]
     errors = {strip_location(one.detail) for one in raised}
     return len(raised) == len(seen) and len(errors) == 1
 
@@ -161,12 +167,12 @@ def _write_smallest_steps(
     """
     held = round(MEASURED_PART * (state.state_bytes - state.gradient_bytes))
     fewest: dict[int, tuple[int, int]] = {}
-    for one in tried:
-        layout = one.probe.layout
-        if not isinstance(one, Timed) or layout.traits.together:
+    for observation in tried:
+        layout = observation.probe.layout
+        if not isinstance(observation, Timed) or layout.traits.together:
             continue
         for position in layout.active:
-            used = one.memory_bytes[position]
+            used = observation.memory_bytes[position]
             if used is not None:
                 found = (layout.shares[position], max(0, used - held))
                 fewest[position] = min(found, fewest.get(position, found))
@@ -180,7 +186,12 @@ def _write_smallest_steps(
 
 def _active(seen: Sequence[Observation], outcome: type[Observation]) -> set[int]:
     """Return the positions of all devices that took part in a probe with this outcome."""
-    return {i for one in seen if isinstance(one, outcome) for i in one.probe.layout.active}
+    return {
+        i
+        for observation in seen
+        if isinstance(observation, outcome)
+        for i in observation.probe.layout.active
+    }
 
 
 def _explain_end(header: Header, ran: bool, end: SearchEnd) -> NoLayoutError:
@@ -267,13 +278,13 @@ def find_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> lis
 def _find_smallest(seen: Sequence[Observation]) -> dict[int, Failed | OutOfMemory]:
     """Return each device's failure with the fewest rows in a pass, by position."""
     smallest: dict[int, Failed | OutOfMemory] = {}
-    for one in seen:
-        if isinstance(one, Timed):
+    for observation in seen:
+        if isinstance(observation, Timed):
             continue
-        for i in one.devices or one.probe.layout.active:
-            rows = one.probe.layout.pass_rows[i]
+        for i in observation.devices or observation.probe.layout.active:
+            rows = observation.probe.layout.pass_rows[i]
             if i not in smallest or rows < smallest[i].probe.layout.pass_rows[i]:
-                smallest[i] = one
+                smallest[i] = observation
     return smallest
 
 

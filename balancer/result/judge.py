@@ -229,16 +229,16 @@ def waiting_share(seen: Sequence[Timed]) -> float | None:
     It is the mean over the measurements `seen`. Return None if a device's compute time is unknown.
     """
     own = _own_seconds(seen)
-    if own is None or any(one.step_seconds <= 0 for one in seen):
+    if own is None or any(timed.step_seconds <= 0 for timed in seen):
         return None
     return fmean(
-        max(0.0, 1 - max(each) / one.step_seconds) for each, one in zip(own, seen, strict=True)
+        max(0.0, 1 - max(each) / timed.step_seconds) for each, timed in zip(own, seen, strict=True)
     )
 
 
 def padding_share(seen: Sequence[Timed]) -> float:
     """Return the mean fraction of computed tokens that is padding; 0 if `seen` is empty."""
-    return fmean([one.padding for one in seen] or [0.0])
+    return fmean([timed.padding for timed in seen] or [0.0])
 
 
 def work_gap(seen: Sequence[Timed]) -> float | None:
@@ -255,8 +255,10 @@ def work_gap(seen: Sequence[Timed]) -> float | None:
 
 def _own_seconds(seen: Sequence[Timed]) -> list[list[float]] | None:
     """Return the compute times of all devices with rows, by measurement; None if one is unknown."""
-    own = [[one.device_seconds[i] or 0.0 for i in one.probe.layout.computing] for one in seen]
-    missing = any(one.device_seconds[i] is None for one in seen for i in one.probe.layout.computing)
+    own = [[timed.device_seconds[i] or 0.0 for i in timed.probe.layout.computing] for timed in seen]
+    missing = any(
+        timed.device_seconds[i] is None for timed in seen for i in timed.probe.layout.computing
+    )
     return None if missing or not own else own
 
 
@@ -286,14 +288,14 @@ def list_alone(report: SearchReport) -> list[ComparedLayout]:
     return found
 
 
-def compare_alone(chosen: Result, one: Result) -> ComparedLayout:
+def compare_alone(chosen: Result, result: Result) -> ComparedLayout:
     """Return the comparison of a device alone with the chosen layout.
 
-    `one` is the result of the device alone. If it has the chosen layout itself, the samples/s of
+    `result` is the result of the device alone. If it has the chosen layout itself, the samples/s of
     `chosen` are used instead of its own.
     """
-    interval = chosen.throughput if one.layout == chosen.layout else one.throughput
-    return compare(chosen, Candidate(SOLO, one.layout), interval)
+    interval = chosen.throughput if result.layout == chosen.layout else result.throughput
+    return compare(chosen, Candidate(SOLO, result.layout), interval)
 
 
 def _name_rivals(
@@ -325,7 +327,7 @@ def _choose_single(
 ) -> ComparedLayout | None:
     """Return the single device to compare the plan with; None if there is none."""
     own = chosen.layout.active if chosen.layout.traits.alone else ()
-    others = [one for one in alone if one.layout.active != own]
+    others = [compared for compared in alone if compared.layout.active != own]
     first = next((single for single in _list_singles(rivals) if single.layout.active != own), None)
     # no single device took part in the race
     if first is None:
@@ -358,14 +360,14 @@ def _find_fastest(report: SearchReport, known: set[Layout]) -> list[ComparedLayo
 
 def _describe_rival(
     report: SearchReport,
-    one: ComparedLayout,
+    compared: ComparedLayout,
     name: str,
     labels: Sequence[str],
     alone: Sequence[ComparedLayout],
 ) -> Rival:
     """Return the verdict's entry for a layout that was compared with the plan."""
-    layout, gain = one.layout, one.gain_of(report.chosen) if one.compared else None
-    kind: RivalKind = find_kind(one.candidate.family, layout)
+    layout, gain = compared.layout, compared.gain_of(report.chosen) if compared.compared else None
+    kind: RivalKind = find_kind(compared.candidate.family, layout)
     name = f"{labels[layout.active[0]]} alone" if kind == "one_device" else name
     if layout.knobs or report.chosen.layout.knobs:
         kind = "knobs"
@@ -381,36 +383,41 @@ def _describe_rival(
         devices=tuple(labels[i] for i in layout.active),
         batches=tuple(layout.shares[i] for i in layout.active),
         global_batch=layout.global_batch,
-        rate=_describe_rate(report, layout, one.throughput),
+        rate=_describe_rate(report, layout, compared.throughput),
         gain=gain,
-        tie=one.tie,
-        unclear=one.unclear,
-        paired=one.paired,
+        tie=compared.tie,
+        unclear=compared.unclear,
+        paired=compared.paired,
         trainings=layout.processes,
         knobs=layout.knobs,
-        why_not=_why_not_chosen(report, one),
+        why_not=_why_not_chosen(report, compared),
         earlier_samples_per_second=max(
-            [0.0, *(rate for rate in earlier if rate > one.throughput.value)]
+            [0.0, *(rate for rate in earlier if rate > compared.throughput.value)]
         ),
-        difference=one.difference if one.compared else None,
+        difference=compared.difference if compared.compared else None,
     )
 
 
-def _why_not_chosen(report: SearchReport, one: ComparedLayout) -> WhyNotChosen | None:
+def _why_not_chosen(report: SearchReport, compared: ComparedLayout) -> WhyNotChosen | None:
     """Return why a layout isn't the plan although it is faster; None if it isn't faster."""
     chosen, problem = report.chosen, report.problem
-    if one.throughput.value <= chosen.throughput.value or not is_known(one.throughput):
+    if compared.throughput.value <= chosen.throughput.value or not is_known(compared.throughput):
         return None
     if find_objective(problem.objective).trades_speed:
         return "objective"
-    larger = one.layout.global_batch > chosen.layout.global_batch
-    if problem.global_batch is None and problem.tolerance and larger and one.candidate.synchronous:
+    larger = compared.layout.global_batch > chosen.layout.global_batch
+    if (
+        problem.global_batch is None
+        and problem.tolerance
+        and larger
+        and compared.candidate.synchronous
+    ):
         return "tolerance"
-    if one.paired and one.gain >= 0:
+    if compared.paired and compared.gain >= 0:
         return "in_turn"
     own = Candidate(find_own_family(chosen.layout), chosen.layout)
-    simpler = own.simplicity < one.candidate.simplicity
-    return "tie" if one.tie and simpler else "measured_again"
+    simpler = own.simplicity < compared.candidate.simplicity
+    return "tie" if compared.tie and simpler else "measured_again"
 
 
 def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> SplitLoss | None:
@@ -565,8 +572,8 @@ def find_objective_reached(report: SearchReport) -> ObjectiveReached | None:
     """
     objective, chosen = find_objective(report.problem.objective), report.chosen
 
-    def value(one: Result) -> float:
-        return objective.value(one.throughput.value, report.turns_of(one.layout))
+    def value(result: Result) -> float:
+        return objective.value(result.throughput.value, report.turns_of(result.layout))
 
     own = value(chosen)
     if not objective.trades_speed or not own:
@@ -617,13 +624,13 @@ def find_unmeasured(report: SearchReport, devices: int, end: SearchEnd) -> Itera
         yield LeftOut("layout", name_layout(one, devices), "packs_growing", enough_seconds=enough)
 
 
-def _name_missing(one: Candidate, devices: int) -> str:
+def _name_missing(candidate: Candidate, devices: int) -> str:
     """Return the name of a layout that wasn't measured, for a message."""
-    if one.family.equal_shares and len(one.layout.active) == devices:
+    if candidate.family.equal_shares and len(candidate.layout.active) == devices:
         # the plan may be an even split over fewer devices
         over = "both" if devices == 2 else f"all {devices}"
         return f"the even split over {over} devices"
-    return name_layout(one, devices)
+    return name_layout(candidate, devices)
 
 
 def find_replaced(report: SearchReport, devices: int) -> tuple[ReplacedLayout, ...]:
@@ -650,11 +657,11 @@ def find_short_budget(
     The note has the seconds that starting processes took, and a budget that should be enough.
     """
     budget = report.problem.budget_seconds
-    tried = any(len(one.probe.layout.active) > 1 for one in seen)
+    tried = any(len(observation.probe.layout.active) > 1 for observation in seen)
     wanted = report.problem.devices > 1 and report.options.with_splits
     if tried or not end.late or budget is None or not wanted:
         return None
-    timed = [one for one in seen if isinstance(one, Timed)]
+    timed = [observation for observation in seen if isinstance(observation, Timed)]
     at_once = [one.start_seconds for one in timed if one.probe.stage == Stage.SOLO]
     later = [one.start_seconds for one in timed if one.probe.stage != Stage.SOLO]
     starts = max(at_once, default=0.0) + sum(later)

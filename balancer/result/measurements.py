@@ -60,7 +60,11 @@ def find_doubts(
 
 def _count_lone_steps(seen: Iterable[Observation], chosen: Layout) -> int:
     """Return how many probes of the layout timed a single step; 0 if any timed more."""
-    own = [one for one in seen if isinstance(one, Timed) and one.probe.layout == chosen]
+    own = [
+        observation
+        for observation in seen
+        if isinstance(observation, Timed) and observation.probe.layout == chosen
+    ]
     return len(own) if all(one.lone for one in own) else 0
 
 
@@ -72,17 +76,21 @@ def _weight(doubt: MeasurementDoubt) -> float:
 
 def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[MeasurementDoubt]:
     """Yield the doubts about the chosen layout, and every loss that was NaN or infinite."""
-    for one in seen:
-        if isinstance(one, Timed):
-            yield from (warning for warning in one.warnings if warning.code == "not_finite")
-        if isinstance(one, Timed) and one.probe.layout == chosen:
-            yield from one.warnings
+    for observation in seen:
+        if isinstance(observation, Timed):
+            yield from (warning for warning in observation.warnings if warning.code == "not_finite")
+        if isinstance(observation, Timed) and observation.probe.layout == chosen:
+            yield from observation.warnings
         # a disturbed rank looks like one that waits for others, so long disturbances of other
         # layouts in the race count for a layout with several devices
-        elif isinstance(one, Timed) and one.probe.stage == Stage.RACE and len(chosen.active) > 1:
+        elif (
+            isinstance(observation, Timed)
+            and observation.probe.stage == Stage.RACE
+            and len(chosen.active) > 1
+        ):
             yield from (
                 warning
-                for warning in one.warnings
+                for warning in observation.warnings
                 if warning.code == "disturbed" and warning.value >= MOSTLY
             )
 
@@ -90,9 +98,9 @@ def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Measu
 def _compare_repeats(seen: Iterable[Observation]) -> Iterator[MeasurementDoubt]:
     """Yield a doubt for each pair of measurements of one layout that differ too much."""
     repeats: defaultdict[Layout, list[Timed]] = defaultdict(list)
-    for one in seen:
-        if isinstance(one, Timed):
-            repeats[one.probe.layout].append(one)
+    for observation in seen:
+        if isinstance(observation, Timed):
+            repeats[observation.probe.layout].append(observation)
     for slow, fast in (pair for taken in repeats.values() for pair in permutations(taken, 2)):
         change = fast.samples_per_second / slow.samples_per_second - 1
         # all devices run at the same time in the solo stage, so a later measurement may be faster
@@ -144,14 +152,16 @@ def find_code_limit(seen: Iterable[Observation]) -> CodeLimit | None:
     """
     ran: defaultdict[int, int] = defaultdict(int)
     failed: defaultdict[str, dict[int, int]] = defaultdict(dict)
-    for one in seen:
-        rows = one.probe.layout.pass_rows
-        if isinstance(one, Timed):
-            for i in one.probe.layout.active:
+    for observation in seen:
+        rows = observation.probe.layout.pass_rows
+        if isinstance(observation, Timed):
+            for i in observation.probe.layout.active:
                 ran[i] = max(ran[i], rows[i])
-        elif isinstance(one, Failed) and one.cause == "raised":
-            largest = max(one.devices or one.probe.layout.active, key=lambda i: rows[i])
-            fewest = failed[strip_location(one.detail)]
+        elif isinstance(observation, Failed) and observation.cause == "raised":
+            largest = max(
+                observation.devices or observation.probe.layout.active, key=lambda i: rows[i]
+            )
+            fewest = failed[strip_location(observation.detail)]
             fewest[largest] = min(fewest.get(largest, rows[largest]), rows[largest])
     for error, fewest in failed.items():
         most = max((ran[i] for i in fewest), default=0)
@@ -188,11 +198,11 @@ def find_unequal_devices(
     25 %.
     """
     best: dict[tuple[int, int], float] = {}
-    for one in seen:
-        layout = one.probe.layout
-        if isinstance(one, Timed) and layout.traits.alone and not layout.length:
+    for observation in seen:
+        layout = observation.probe.layout
+        if isinstance(observation, Timed) and layout.traits.alone and not layout.length:
             key = (layout.active[0], layout.global_batch)
-            best[key] = max(best.get(key, 0.0), one.samples_per_second)
+            best[key] = max(best.get(key, 0.0), observation.samples_per_second)
     found: UnequalDevices | None = None
     for (fast, batch), speed in best.items():
         for slow, other in enumerate(devices):
@@ -212,8 +222,10 @@ def find_taken_bytes(seen: Iterable[Observation]) -> dict[int, int]:
     Devices on which they held nothing are left out.
     """
     most: dict[int, int] = {}
-    for one in seen:
-        for i, size in enumerate(() if isinstance(one, Failed) else one.short_bytes):
+    for observation in seen:
+        for i, size in enumerate(
+            () if isinstance(observation, Failed) else observation.short_bytes
+        ):
             if size > most.get(i, 0):
                 most[i] = size
     return most
@@ -232,31 +244,31 @@ def find_left_out(
     """
     found: dict[int, LeftOut] = {}
     ran: set[int] = set()
-    for one in seen:
-        if isinstance(one, Timed):
-            ran |= set(one.probe.layout.active)
-            found = {i: why for i, why in found.items() if i not in one.probe.layout.active}
+    for observation in seen:
+        if isinstance(observation, Timed):
+            ran |= set(observation.probe.layout.active)
+            found = {i: why for i, why in found.items() if i not in observation.probe.layout.active}
             continue
-        for i in one.devices or one.probe.layout.active:
-            reason = _why_left_out(one, i, i in ran, chosen)
+        for i in observation.devices or observation.probe.layout.active:
+            reason = _why_left_out(observation, i, i in ran, chosen)
             if reason is not None:
-                rows = one.probe.layout.pass_rows[i]
-                found[i] = LeftOut("device", devices[i].label, reason, one.detail, rows)
+                rows = observation.probe.layout.pass_rows[i]
+                found[i] = LeftOut("device", devices[i].label, reason, observation.detail, rows)
     return tuple(found[i] for i in sorted(found))
 
 
 def _why_left_out(
-    one: Failed | OutOfMemory, position: int, ran: bool, chosen: Layout
+    failure: Failed | OutOfMemory, position: int, ran: bool, chosen: Layout
 ) -> Reason | None:
     """Return why a failure excludes the device at `position`; None if it can still be used."""
     # `ran`: a probe ran on it before
     if not ran:
-        return "nothing_ran" if isinstance(one, Failed) else "nothing_fits"
-    if not isinstance(one, Failed) or one.devices != (position,):
+        return "nothing_ran" if isinstance(failure, Failed) else "nothing_fits"
+    if not isinstance(failure, Failed) or failure.devices != (position,):
         return None
     if not chosen.shares[position]:
         return "failed"
-    return "gone" if one.cause == "device" else None
+    return "gone" if failure.cause == "device" else None
 
 
 def find_short_epoch(chosen: Layout, rows: int) -> ShortEpoch | None:

@@ -245,7 +245,7 @@ def _predict_memory(
         round((layout.state[position] if layout.state else 0.0) * state.state_bytes)
         + state.gathered_bytes
     )
-    most = max((one.memory_bytes[position] or 0 for one in ran), default=0)
+    most = max((timed.memory_bytes[position] or 0 for timed in ran), default=0)
     return held, round(most * (1 + BLOCK_SLACK))
 
 

@@ -30,33 +30,33 @@ KNOBS = {
 
 
 def name_layout(
-    one: Candidate, devices: int, another: bool = False, with_shares: bool = False
+    candidate: Candidate, devices: int, another: bool = False, with_shares: bool = False
 ) -> str:
     """Return a layout's name for tables, such as `best split, XLA`.
 
     `devices` is the number of devices of the request. With `another`, the name is for a second
     layout of its family. With `with_shares`, the samples per device are added.
     """
-    layout = one.layout
+    layout = candidate.layout
     knobs = "".join(f", {KNOBS.get(knob, knob)}" for knob in layout.knobs)
     shares = f", {list_samples(layout)}" if with_shares else ""
-    return f"{one.family.title(layout, devices, another)}{knobs}{shares}"
+    return f"{candidate.family.title(layout, devices, another)}{knobs}{shares}"
 
 
-def name_all(found: Sequence[Candidate], devices: int) -> tuple[str, ...]:
-    """Return a distinct name for each layout. `found` is sorted, the fastest first.
+def name_all(candidates: Sequence[Candidate], devices: int) -> tuple[str, ...]:
+    """Return a distinct name for each layout. `candidates` is sorted, the fastest first.
 
     Of two layouts of one family, the slower one is named "another". A split that is slower than
     another split isn't named the best split.
     """
     names: list[str] = []
-    for one in found:
-        name = name_layout(one, devices)
-        after_split = bool(names) and found[0].layout.traits.together
+    for candidate in candidates:
+        name = name_layout(candidate, devices)
+        after_split = bool(names) and candidates[0].layout.traits.together
         if name in names or (after_split and name == BEST_SPLIT):
-            name = name_layout(one, devices, another=True)
+            name = name_layout(candidate, devices, another=True)
         if name in names:
-            name = name_layout(one, devices, another=True, with_shares=True)
+            name = name_layout(candidate, devices, another=True, with_shares=True)
         names.append(name)
     return tuple(names)
 
@@ -127,8 +127,8 @@ def compare_all(
     (`single`) comes last.
     """
     won = ranking and ranking[0].candidate.layout == chosen.layout
-    others = [one for one in ranking if one.candidate.layout != chosen.layout]
-    raced = any(one.candidate.layout.traits.alone for one in ranking) or (
+    others = [ranked for ranked in ranking if ranked.candidate.layout != chosen.layout]
+    raced = any(ranked.candidate.layout.traits.alone for ranked in ranking) or (
         single and single.layout == chosen.layout
     )
     return (
@@ -153,7 +153,7 @@ def _fastest_split(
         if result.layout.traits.together
     ]
     fastest = max(found, key=lambda one: (one.compared, one.throughput.value), default=None)
-    raced = [one.candidate.layout for one in ranking]
+    raced = [ranked.candidate.layout for ranked in ranking]
     return [fastest] if fastest and fastest.layout not in raced else []
 
 

@@ -576,12 +576,12 @@ def _describe_faster_layouts(verdict: Verdict) -> Iterator[str]:
         yield f"{name} reached {_write_faster(verdict, one)}{_write_why_not(one)}."
 
 
-def _write_faster(verdict: Verdict, one: Rival) -> str:
+def _write_faster(verdict: Verdict, rival: Rival) -> str:
     """Return the samples/s of a faster rival, and its gain over the plan, as text."""
-    speed = rate(one.rate.samples_per_second)
-    words = f"{speed} samples/s, {percent(_relative_gain(verdict, one), 1)} more"
-    gap = one.difference
-    if gap is None or not one.tie:
+    speed = rate(rival.rate.samples_per_second)
+    words = f"{speed} samples/s, {percent(_relative_gain(verdict, rival), 1)} more"
+    gap = rival.difference
+    if gap is None or not rival.tie:
         return words
     # the gap of the rival over the plan; `difference` is of the plan over the rival
     value, low = 1 / (1 + gap.value) - 1, 1 / (1 + gap.high) - 1
@@ -593,26 +593,26 @@ def _write_faster(verdict: Verdict, one: Rival) -> str:
     return f"{words} ({ALTERNATELY} {more} {error}: {close})"
 
 
-def _relative_gain(verdict: Verdict, one: Rival) -> float:
+def _relative_gain(verdict: Verdict, rival: Rival) -> float:
     """Return a rival's gain over the plan, computed from the samples/s as they are printed."""
-    return printed_gain(one.rate.samples_per_second, verdict.rate.samples_per_second)
+    return printed_gain(rival.rate.samples_per_second, verdict.rate.samples_per_second)
 
 
-def _write_why_not(one: Rival) -> str:
-    if one.why_not == "objective":
+def _write_why_not(rival: Rival) -> str:
+    if rival.why_not == "objective":
         return "; the objective decides against it"
-    if one.why_not == "in_turn":
-        return f"; {ALTERNATELY}, the plan is {percent(one.gain or 0.0, 1)} faster"
-    if one.why_not == "tie":
+    if rival.why_not == "in_turn":
+        return f"; {ALTERNATELY}, the plan is {percent(rival.gain or 0.0, 1)} faster"
+    if rival.why_not == "tie":
         return "; the plan is simpler"
     return ", before the plan was measured again: rates of different times differ by as much"
 
 
-def _write_batches(one: Rival) -> str:
-    batches = " + ".join(map(str, one.batches))
-    if len(one.devices) > MOST_DEVICES:
-        return f"on {len(one.devices)} devices"
-    return f"{batches} on {' + '.join(one.devices)}"
+def _write_batches(rival: Rival) -> str:
+    batches = " + ".join(map(str, rival.batches))
+    if len(rival.devices) > MOST_DEVICES:
+        return f"on {len(rival.devices)} devices"
+    return f"{batches} on {' + '.join(rival.devices)}"
 
 
 def _explain_plus_minus(verdict: Verdict) -> Iterator[str]:
@@ -664,13 +664,13 @@ def _describe_knobs(verdict: Verdict) -> Iterator[str]:
             yield f"{what} gives {percent(rival.gain, 0 if rival.gain >= 0.02 else 1)}{in_turn}."
 
 
-def _find_workers(verdict: Verdict, one: Rival) -> str | None:
+def _find_workers(verdict: Verdict, rival: Rival) -> str | None:
     """Return a rival's number of loader workers, if it differs from the plan in nothing else."""
-    knobs = (*one.knobs, *verdict.chosen.knobs)
-    same = (one.devices, one.batches) == (verdict.chosen.devices, verdict.chosen.batches)
-    if one.kind != "knobs" or not same or not any(knob in WORKERS for knob in knobs):
+    knobs = (*rival.knobs, *verdict.chosen.knobs)
+    same = (rival.devices, rival.batches) == (verdict.chosen.devices, verdict.chosen.batches)
+    if rival.kind != "knobs" or not same or not any(knob in WORKERS for knob in knobs):
         return None
-    return WORKERS[one.knobs[0]] if one.knobs else "as your code has it"
+    return WORKERS[rival.knobs[0]] if rival.knobs else "as your code has it"
 
 
 def _describe_workers(verdict: Verdict) -> Iterator[str]:
@@ -721,14 +721,14 @@ def _describe_packs(verdict: Verdict) -> Iterator[str]:
 def _describe_slower_layouts(verdict: Verdict, others: Sequence[Rival]) -> Iterator[str]:
     """Yield the best layout of each other kind, and how much slower than the plan it is."""
     mentioned: set[str] = {verdict.chosen.kind}
-    for one in others:
-        if one.kind in mentioned or one.gain is None or one.tie or one.gain < 0:
+    for rival in others:
+        if rival.kind in mentioned or rival.gain is None or rival.tie or rival.gain < 0:
             continue
-        mentioned.add(one.kind)
-        in_turn = f", {ALTERNATELY}" if one.paired else ""
-        at = f" at {one.global_batch} samples" if one.global_batch != _batch(verdict) else ""
-        name = one.name[:1].upper() + one.name[1:]
-        yield f"{name}{at} loses {_write_percent_lost(one.gain)}{in_turn}."
+        mentioned.add(rival.kind)
+        in_turn = f", {ALTERNATELY}" if rival.paired else ""
+        at = f" at {rival.global_batch} samples" if rival.global_batch != _batch(verdict) else ""
+        name = rival.name[:1].upper() + rival.name[1:]
+        yield f"{name}{at} loses {_write_percent_lost(rival.gain)}{in_turn}."
 
 
 def _batch(verdict: Verdict) -> int:
@@ -911,17 +911,17 @@ def _warn_of_unfinished(verdict: Verdict) -> Iterator[str]:
     yield from map(write_unfinished, verdict.unfinished)
 
 
-def write_unfinished(one: Unfinished) -> str:
+def write_unfinished(unfinished: Unfinished) -> str:
     """Return which phase hadn't ended when the search ended, as a sentence."""
     what = {
         "importing": "Importing had not ended",
-        "loading": f"The import of {one.name} had not ended",
-        "building": f"{one.name} had not returned",
-        "preparing": f"{one.name} had not been built",
-        "warming up": f"The first steps of {one.name} had not ended",
-    }[one.phase]
-    where = f", at {one.where}" if one.where else ""
-    return f"{what} after {one.seconds:.0f} s on {join_words(one.devices)}{where}."
+        "loading": f"The import of {unfinished.name} had not ended",
+        "building": f"{unfinished.name} had not returned",
+        "preparing": f"{unfinished.name} had not been built",
+        "warming up": f"The first steps of {unfinished.name} had not ended",
+    }[unfinished.phase]
+    where = f", at {unfinished.where}" if unfinished.where else ""
+    return f"{what} after {unfinished.seconds:.0f} s on {join_words(unfinished.devices)}{where}."
 
 
 def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:

@@ -31,7 +31,12 @@ def find_state_memory(
     state = facts.state
     if state is None or not state.parameters:
         return None
-    whole = {position for one in seen if _holds_whole(one) for position in one.probe.layout.active}
+    whole = {
+        position
+        for observation in seen
+        if _holds_whole(observation)
+        for position in observation.probe.layout.active
+    }
     held: tuple[tuple[str, int], ...] = ()
     if chosen is not None and chosen.traits.sharded and chosen.state:
         parts = zip(devices, chosen.state, strict=True)

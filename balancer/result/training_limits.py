@@ -97,7 +97,11 @@ def find_training_limits(
 
 def _find_turns(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
     """Return all measurements of a layout in which the parts of its step were measured."""
-    found = [one for one in seen if isinstance(one, Timed) and one.probe.layout == layout]
+    found = [
+        observation
+        for observation in seen
+        if isinstance(observation, Timed) and observation.probe.layout == layout
+    ]
     return [one for one in found if one.parts]
 
 
@@ -330,11 +334,11 @@ def find_link(
     `seen` are all observations. Return None if the link wasn't measured.
     """
     labels = tuple(devices[i].label for i in layout.active)
-    for one in reversed(seen):
-        if not isinstance(one, Timed) or one.probe.layout.active != layout.active:
+    for observation in reversed(seen):
+        if not isinstance(observation, Timed) or observation.probe.layout.active != layout.active:
             continue
-        if one.link_bytes_per_second:
-            return Link(labels, one.link_path, one.link_bytes_per_second)
+        if observation.link_bytes_per_second:
+            return Link(labels, observation.link_path, observation.link_bytes_per_second)
     return None
 
 
@@ -393,10 +397,10 @@ def _list_passes(seen: Sequence[Observation], position: int) -> list[tuple[int, 
     Return fewer if fewer were measured, and an empty list if there are none.
     """
     fastest: dict[int, float] = {}
-    for one in seen:
-        if not isinstance(one, Timed) or not one.probe.layout.by_rows:
+    for observation in seen:
+        if not isinstance(observation, Timed) or not observation.probe.layout.by_rows:
             continue
-        layout, own = one.probe.layout, one.device_seconds[position]
+        layout, own = observation.probe.layout, observation.device_seconds[position]
         rows = layout.shares[position]
         if own is not None and rows and layout.passes(position) == 1 and not layout.knobs:
             fastest[rows] = min(own, fastest.get(rows, own))

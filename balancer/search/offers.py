@@ -112,11 +112,11 @@ def _without_duplicates(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the candidates without splits that a measurement can't tell from an earlier split."""
     kept: list[Candidate] = []
     splits: list[Layout] = []
-    for one in candidates:
-        layout = one.layout
+    for candidate in candidates:
+        layout = candidate.layout
         if layout.by_rows and any(same_measurement(layout, split) for split in splits):
             continue
-        kept.append(one)
+        kept.append(candidate)
         if layout.traits.together and layout.by_rows:
             splits.append(layout)
     return kept

@@ -171,7 +171,7 @@ def _list_tolerable(
 ) -> list[Candidate]:
     """Return the synchronous layouts that are slower than the leader by at most the tolerance."""
     # other layouts have global batches that can't be compared with the leader's
-    synchronous = [one for one in ran if one.synchronous]
+    synchronous = [candidate for candidate in ran if candidate.synchronous]
     return [one for one in synchronous if is_tolerable(turns[one.layout], leader, tolerance)]
 
 
@@ -199,7 +199,7 @@ def undecided(
     """
     if len(ran) < 2:
         return [], False
-    leader, *others = sorted(ran, key=lambda one: -throughput(turns[one.layout]).value)
+    leader, *others = sorted(ran, key=lambda candidate: -throughput(turns[candidate.layout]).value)
     rivals = []
     tied = False
     for one in others:

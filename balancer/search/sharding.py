@@ -126,7 +126,9 @@ class Sharding:
         self._problem = msgspec.structs.replace(problem, lengths=(), all_together=True)
         self._seen, self._state = seen, problem.state or ModelState(0, 0)
         # whole steps in which some devices had no rows
-        self._held = [one for one in seen if _some_hold_only(one.probe.layout)]
+        self._held = [
+            observation for observation in seen if _some_hold_only(observation.probe.layout)
+        ]
         if problem.budget_seconds is not None:
             left = problem.budget_seconds - sum(one.elapsed_seconds for one in self._held)
             self._problem = msgspec.structs.replace(self._problem, budget_seconds=max(0.0, left))

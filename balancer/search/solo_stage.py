@@ -418,6 +418,6 @@ def _step_seconds(device: DeviceModel, batch: int) -> float:
 
 def _optimistic_rate(due: Batches, some: Sequence[DeviceModel]) -> float:
     """Return the most samples/s that the devices in `some` could reach with batches in `due`."""
-    ran = [one for one in some if one.evidence.alone]
+    ran = [device for device in some if device.evidence.alone]
     # the batches take no longer than the first batch that each device ran
     return math.fsum(due[one] / one.evidence.alone[0].seconds for one in ran)

@@ -122,7 +122,7 @@ class Program:
             return False
         batches = getattr(loader, "batch_sampler", None)
         has_trained: bool = getattr(batches, "has_trained", False)
-        return bool(self.models) and (has_trained or any(each.training for each in self.models))
+        return bool(self.models) and (has_trained or any(model.training for model in self.models))
 
     def make_model(self, wrapped: Any, model: Any, arguments: Any, keywords: Any) -> None:
         """Initialize a wrapper for a model, and record the wrapped model for training by shares.
@@ -139,8 +139,8 @@ class Program:
         Recorded models that are its own layers are removed.
         """
         if not any(model in other.modules() for other in self.models):
-            for each in model.modules():
-                self.models.pop(each, None)
+            for module in model.modules():
+                self.models.pop(module, None)
             self.models[model] = None
             if self.training is not None and not self._others:
                 self._note_later_model(model, self.training)
@@ -227,7 +227,7 @@ class Program:
         if self._guard is not None:
             exchanges.note_entered(self._guard.entered, "its loss")
         weights = [each for group in optimizer.param_groups for each in group["params"]]
-        gradients = [each.grad for each in weights]
+        gradients = [weight.grad for weight in weights]
         exchanges.note_entered(exchanges.origins.find(gradients), "its gradients")
         exchanges.note_entered(exchanges.origins.find(weights), "its weights")
         numbers = [
@@ -331,7 +331,7 @@ class Program:
         """
         # clipping would then depend on the shares
         if not self._others and any(
-            not getattr(each, "require_backward_grad_sync", True) for each in self.models
+            not getattr(model, "require_backward_grad_sync", True) for model in self.models
         ):
             self._fault = views.CLIPPED
             if self.training is not None:
@@ -369,7 +369,7 @@ class Program:
         This is called for each collective of the program. Nothing happens if the batch is divided
         evenly or no model is training.
         """
-        if len(set(self.sizes)) > 1 and any(each.training for each in self.models):
+        if len(set(self.sizes)) > 1 and any(model.training for model in self.models):
             self.notebook.warn(views.EXCHANGED)
 
     def open_loop(self) -> None:
@@ -664,7 +664,7 @@ class Program:
         if self._watched < WATCHED and any(each.exchanges for each in every):
             self._watched += 1  # the next step may use the exchanged values
             return
-        models = [each for each in self.models if each.training]
+        models = [model for model in self.models if model.training]
         try:
             training = self._plan_loop(models, loop, every[0].are_sums)
         except EvenerError as error:
@@ -689,8 +689,8 @@ class Program:
         weigh = sharded.choose_weigh(models)
         training = self.plan(models, loop.sampler.global_batch, weigh)
         training.weights.are_sums = are_sums
-        for each in models:
-            sharded.follow(training, each)
+        for model in models:
+            sharded.follow(training, model)
         return training
 
     def choose_plan(self, models: Sequence[Any], global_batch: int) -> Plan | None:
@@ -783,7 +783,7 @@ class Program:
         sampler = loop.sampler
         if sampler is not None and sampler.global_batch == dist.get_world_size():
             return views.SINGLE
-        faults = [views.find_fault(each) for each in self.models if each.training]
+        faults = [views.find_fault(model) for model in self.models if model.training]
         faults += [loop.shared_batches.fault, self._fault, self.exchanges.fault]
         if guard is not None:
             faults += [guard.fault, "" if guard.exchanges else views.LOCAL, guard.local_use]

@@ -177,9 +177,9 @@ def find_obstacle(optimizer: Any, models: Any, of_loader: str) -> str:
     """
     weights = [each for group in optimizer.param_groups for each in group["params"]]
     if not models:
-        kinds = {kind.__name__ for each in weights for kind in type(each).__mro__}
+        kinds = {kind.__name__ for weight in weights for kind in type(weight).__mro__}
         return TENSOR_PARALLEL if "DTensor" in kinds else NO_MODEL
-    trained = {id(each) for model in models for each in model.parameters()}
-    if not sharded.has_copies(models) and not any(id(each) in trained for each in weights):
+    trained = {id(parameter) for model in models for parameter in model.parameters()}
+    if not sharded.has_copies(models) and not any(id(weight) in trained for weight in weights):
         return ""  # the optimizer trains another model
     return of_loader

@@ -184,9 +184,11 @@ def smallest_reaching(
     found: list[Allocation] = []
     for crossing in sorted(_find_crossings(devices, costs, rate, quantum, fewest)):
         least = rate * (crossing.early + costs[crossing.devices])  # samples
-        if least <= min((one.global_batch for one in found), default=math.inf):
+        if least <= min((allocation.global_batch for allocation in found), default=math.inf):
             found += filter(None, [_just_reaching(devices, costs, rate, crossing, quantum)])
-    allowed = [one for one in found if limit is None or one.global_batch <= limit]
+    allowed = [
+        allocation for allocation in found if limit is None or allocation.global_batch <= limit
+    ]
     if all(one.global_batch < COARSE * quantum * len(one.shares) for one in allowed):
         # a layout near a finish time may reach the rate too
         best = split_free(devices, costs, quantum, limit, fewest)

@@ -69,7 +69,7 @@ class PlannedTraining:
 
     def __init__(
         self,
-        found: RankShares,
+        rank_shares: RankShares,
         weigh: Weigh = "gradients",
         *,
         strict: bool = False,
@@ -78,9 +78,13 @@ class PlannedTraining:
         noise: bool = False,
         backend: str | None = None,
     ) -> None:
-        self.rank, self.world, self.device = found.rank, found.world, found.device
-        self.plan, self.strict = found.plan, strict
-        claim_device(self.device, found.share, found.plan.layout.processes if found.plan else 1)
+        self.rank, self.world, self.device = rank_shares.rank, rank_shares.world, rank_shares.device
+        self.plan, self.strict = rank_shares.plan, strict
+        claim_device(
+            self.device,
+            rank_shares.share,
+            rank_shares.plan.layout.processes if rank_shares.plan else 1,
+        )
         if self.world > 1:
             join(self.device, backend)
         self.noise: RankNoise | None = None
@@ -95,9 +99,9 @@ class PlannedTraining:
         self.timer = make_timer(self.device, single_rank=self.world == 1)
         if self.noise is not None:
             self.timer.begun = self.noise.begin
-        self.reporter = StepReporter(found, self.timer, journal, self.noise)
+        self.reporter = StepReporter(rank_shares, self.timer, journal, self.noise)
         self.weights, self.loaders = (
-            BatchWeights(found, weigh, self.timer, self.noise),
+            BatchWeights(rank_shares, weigh, self.timer, self.noise),
             LoaderStates(),
         )
         self.passes = Passes(self.rank, self.device, self.reporter.note_retreat)
@@ -225,8 +229,8 @@ class PlannedTraining:
         `micros` are the ranks' maximum rows per pass.
         """
         self.ranks = msgspec.structs.replace(self.ranks, batches=shares, micros=micros)
-        for each in self._samplers:
-            each.change_shares(shares, ahead)
+        for sampler in self._samplers:
+            sampler.change_shares(shares, ahead)
 
     def stay_even(self) -> None:
         """Give each rank an equal number of rows from now on, and stop rebalancing.
@@ -252,8 +256,8 @@ class PlannedTraining:
         `leave_even` restores the current shares.
         """
         self._later = self.ranks.batches, self.ranks.micros
-        for each in self._samplers:
-            each.changes = True
+        for sampler in self._samplers:
+            sampler.changes = True
         even = (self.ranks.global_batch // self.world,) * self.world
         self.change_shares(even, even, 0)
 
@@ -362,8 +366,8 @@ class PlannedTraining:
         if self._compares_data and self.timer.has_trained:
             self._compare_data()
         if is_over:
-            for each in tuple(self.listeners):
-                each(self.timer.sizes)
+            for listener in tuple(self.listeners):
+                listener(self.timer.sizes)
 
     def report(self, rows: int | None = None, tokens: tuple[int, int] = (0, 0)) -> None:
         """Report a finished step of this rank to evener's monitor.

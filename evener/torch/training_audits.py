@@ -443,11 +443,11 @@ class TrainingAudits:
         else:
             self._pending = self._audit_record(record, counted, 1.0)
 
-    def _note_fault(self, found: Replayed) -> None:
+    def _note_fault(self, replayed: Replayed) -> None:
         """Warn if a loss wasn't audited, or only with parts that keep the whole batch's padding."""
         # with that padding, the audit can't show whether other padding would change the loss
-        fault = found.fault
-        if found.cut and found.audited is not None and found.audited.difference is None:
+        fault = replayed.fault
+        if replayed.cut and replayed.audited is not None and replayed.audited.difference is None:
             fault = PADDED
         if fault:
             self._warn_once(NOT_AUDITED.format(fault) + self.question)
@@ -698,7 +698,7 @@ class TrainingAudits:
         return None
 
     def _share_result(
-        self, found: Replayed, numbers: list[Number] | None = None, survives: bool = False
+        self, replayed: Replayed, numbers: list[Number] | None = None, survives: bool = False
     ) -> None:
         """Send this rank's result to the other ranks without waiting, and act on it.
 
@@ -708,9 +708,9 @@ class TrainingAudits:
         """
         # the action is a warning, RequestError or a request for equal shares; a retry needs no
         # further check if this audit found no difference
-        own = RankVerdict() if found.audited is None else self._judge_result(found.audited)
-        own.numbers, own.certain = numbers, found.certain
-        if not (found.certain and found.closed):
+        own = RankVerdict() if replayed.audited is None else self._judge_result(replayed.audited)
+        own.numbers, own.certain = numbers, replayed.certain
+        if not (replayed.certain and replayed.closed):
             own.sketch = (
                 None  # if the count of rows was guessed, or rows come from outside the batch
             )
@@ -806,24 +806,26 @@ class TrainingAudits:
         if guessed and not any(each.fine for each in every):
             self._warn_once(NOT_AUDITED.format(MAY_COUNT) + self.question)
 
-    def _judge_result(self, found: Audited) -> RankVerdict:
+    def _judge_result(self, audited: Audited) -> RankVerdict:
         """Return this rank's verdict on an audit, and print its warnings."""
-        if found.changed:
-            self._warn_once(CHANGED.format(found.changed[0]))
-        if found.fault:
-            self._warn_once(f"The gradient couldn't be audited: {found.fault}.{self.question}")
+        if audited.changed:
+            self._warn_once(CHANGED.format(audited.changed[0]))
+        if audited.fault:
+            self._warn_once(f"The gradient couldn't be audited: {audited.fault}.{self.question}")
             return RankVerdict()
-        if not found.finite:
+        if not audited.finite:
             return RankVerdict()
-        made = RankVerdict(sketch=found.sketch, rows=found.rows, fine=found.difference is None)
-        made.noises = None if found.noises is None else dict(found.noises)
-        if found.difference is not None:
+        made = RankVerdict(
+            sketch=audited.sketch, rows=audited.rows, fine=audited.difference is None
+        )
+        made.noises = None if audited.noises is None else dict(audited.noises)
+        if audited.difference is not None:
             reference = IN_EQUAL_PARTS if self.follows_launcher else AT_ONCE
             made.message = describe(
-                found.difference, found.cause, found.sizes, max(1, self.judge.step), reference
+                audited.difference, audited.cause, audited.sizes, max(1, self.judge.step), reference
             )
-            made.remedy = self.remedies[found.cause]
-            made.relative = found.difference.relative
+            made.remedy = self.remedies[audited.cause]
+            made.relative = audited.difference.relative
         return made
 
     def _compare_ranks(self, every: Sequence[RankVerdict], step: int) -> RankVerdict | None:

@@ -137,7 +137,7 @@ def _print_table(listed: Sequence[RunSummary]) -> None:
         ("run", "state", "workload", "devices", "ratios", "probes", "time", "samples/s", "trained"),
         *map(_row, listed),
     ]
-    about = [plain(one.trouble or _write_shortfall(one), 1000) for one in listed]
+    about = [plain(summary.trouble or _write_shortfall(summary), 1000) for summary in listed]
     lines = zip(align(rows, numbers_from=5), ["trouble" if any(about) else "", *about], strict=True)
     width = terminal_columns()
     for line, text in lines:

@@ -215,7 +215,7 @@ _MEANINGS = {
 def choose_signal(app: BaseApp, chosen: Sequence[ProcessSample]) -> None:
     """Ask which signal to send to these processes, ask for confirmation, and send it."""
     once = tuple(
-        {(each.pid, each.start_time): each for each in chosen}.values()
+        {(process.pid, process.start_time): process for process in chosen}.values()
     )  # a process may be on several devices
 
     def draw(width: int) -> Iterable[Line]:

@@ -52,7 +52,7 @@ class RunPanel(SortedPanel[RunSummary]):
 
     def set_data(self, found: Sequence[RunSummary]) -> None:
         """Show these runs, and remove the marks of runs that have disappeared."""
-        self.tagged &= {each.run for each in found}
+        self.tagged &= {summary.run for summary in found}
         super().set_data(found)
 
     def grid(self) -> Grid[RunSummary]:

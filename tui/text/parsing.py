@@ -241,7 +241,8 @@ def select_devices(spec: str, devices: Sequence[Device], chosen: Sequence[int]) 
 def _select_on_host(host: str, picked: Sequence[Device]) -> str:
     where = f"ray:{host}/" if host else ""
     return ",".join(
-        where + _limited(find_backend(each.kind).write_term(each.id), each) for each in picked
+        where + _limited(find_backend(device.kind).write_term(device.id), device)
+        for device in picked
     )
 
 

@@ -241,7 +241,7 @@ def _list_if_still_throttled(store: Observations, position: int) -> list[Timed]:
 
 def _steady_points(seen: Sequence[Observation], position: int) -> Iterator[Point]:
     """Yield the device's points from observations in which no device was throttled."""
-    timed = (one for one in seen if isinstance(one, Timed))
+    timed = (observation for observation in seen if isinstance(observation, Timed))
     return read_points([one for one in timed if not one.held_back()], position)
 
 
@@ -255,7 +255,11 @@ def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0)
     measurements in which the device was throttled are used only if there are no others. If it is
     larger, all measurements are used, and the times without throttling are multiplied by it.
     """
-    found = [(one, _own_seconds(one, position)) for one in seen if isinstance(one, Timed)]
+    found = [
+        (observation, _own_seconds(observation, position))
+        for observation in seen
+        if isinstance(observation, Timed)
+    ]
     found = [(one, seconds) for one, seconds in found if seconds]
     steady = [(one, seconds) for one, seconds in found if not one.held_back(position)]
     if steady and slower == 1:
@@ -280,7 +284,7 @@ def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0)
 def _typical_noise(seen: Iterable[Timed]) -> float:
     """Return the median relative standard error of one step over the given probes."""
     # a probe with a single step doesn't show its noise
-    certain = (one for one in seen if not one.lone)
+    certain = (timed for timed in seen if not timed.lone)
     noises = [relative_error(one) * math.sqrt(max(1, one.steps)) for one in certain]
     return median(noises or [0.0])
 

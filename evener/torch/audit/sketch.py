@@ -378,8 +378,8 @@ def name_tensors(models: Iterable[Any], others: Iterable[torch.Tensor] = ()) -> 
                 known.add(id(each))
                 plain = _plain(name)
                 found[f"{plain} of model {place + 1}" if len(several) > 1 else plain] = each
-    for place, each in enumerate(others):
-        if each.requires_grad and each.is_leaf and id(each) not in known:
-            known.add(id(each))
-            found[f"tensor {place} of an optimizer, of shape {tuple(each.shape)}"] = each
+    for place, tensor in enumerate(others):
+        if tensor.requires_grad and tensor.is_leaf and id(tensor) not in known:
+            known.add(id(tensor))
+            found[f"tensor {place} of an optimizer, of shape {tuple(tensor.shape)}"] = tensor
     return found

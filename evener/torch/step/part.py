@@ -123,8 +123,8 @@ def make_parts(
         sizes = divide_rows(rows, micro, passes)
         pieces = [batch] if len(sizes) == 1 else _cut_passes(batch, rows, sizes)
     return [
-        Part(each, own, weight, scale)
-        for each, own, weight in zip(pieces, sizes, weigh_passes(sizes, rows), strict=True)
+        Part(piece, own, weight, scale)
+        for piece, own, weight in zip(pieces, sizes, weigh_passes(sizes, rows), strict=True)
     ]
 
 

@@ -470,13 +470,13 @@ class BatchWeights(BatchTracker):
         if self.are_averaged:
             return
         exchanged = exchanged_parameters()
-        unknown = [each for each in parameters if id(each) not in exchanged]
+        unknown = [parameter for parameter in parameters if id(parameter) not in exchanged]
         unknown = UNOWNED.check(unknown) if unknown else []
         if self.by_loss:
             if self._scaled_pass is None:
                 raise _scale_forgotten()
             return
-        trained = [each for each in parameters if id(each) in exchanged]
+        trained = [parameter for parameter in parameters if id(parameter) in exchanged]
         if unknown:
             raise _not_wrapped(len(trained), len(unknown))
         if not all(exchanged[id(each)] for each in trained):

@@ -35,9 +35,10 @@ def model_digest(model: Any) -> str:
     It has 16 hexadecimal digits. Names don't affect it.
     """
     parameters = [
-        f"{tuple(each.shape)}:{each.dtype}:{each.requires_grad}" for each in model.parameters()
+        f"{tuple(parameter.shape)}:{parameter.dtype}:{parameter.requires_grad}"
+        for parameter in model.parameters()
     ]
-    buffers = [f"{tuple(each.shape)}:{each.dtype}" for each in model.buffers()]
+    buffers = [f"{tuple(buffer.shape)}:{buffer.dtype}" for buffer in model.buffers()]
     return blake2b("\n".join(["torch", *parameters, *buffers]).encode(), digest_size=8).hexdigest()
 
 
@@ -312,7 +313,7 @@ def check_exchange(model: Any) -> None:
                 ),
             )
     if not is_sharded(model) and any(
-        type(each.data).__name__ == "DTensor" for each in model.parameters()
+        type(parameter.data).__name__ == "DTensor" for parameter in model.parameters()
     ):
         raise RequestError(
             "The model is in tensor parallelism, which puts several ranks on one row.",

@@ -80,7 +80,7 @@ def _choose_bytes(parameters: Sequence[torch.Tensor]) -> int:
 
     It is from LEAST_BYTES to MOST_BYTES.
     """
-    whole = sum(int(each.numel()) * int(each.element_size()) for each in parameters)
+    whole = sum(int(parameter.numel()) * int(parameter.element_size()) for parameter in parameters)
     return min(max(LEAST_BYTES, whole // BUCKETS), MOST_BYTES)
 
 
@@ -181,7 +181,7 @@ class Exchange:
         Raises RequestError if ranks wrap different models.
         """
         with torch.no_grad():
-            digest = crc32(str([each.numel() for each in tensors]).encode())
+            digest = crc32(str([tensor.numel() for tensor in tensors]).encode())
             if not is_equal_everywhere(digest, tensors[0].device if tensors else None, self.group):
                 raise RequestError(
                     "The ranks wrap different models.", "Make the same model on every rank."
@@ -250,7 +250,7 @@ class Exchange:
                     "use_reentrant=False.",
                 )
 
-        trained = [each for each in self.parameters if each.requires_grad]
+        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
         self._begins += (each.register_hook(begin) for each in trained)
         own_hooks.update(each.id for each in self._begins)
 
@@ -259,7 +259,7 @@ class Exchange:
         # Not necessary if this order is known and no parameter has a gradient: any gradient after
         # the backward pass was then computed in it.
         if not self._hooks and (self._order is not None or self.has_gradients()):
-            self._hooks += (_hook(each, self._arrived.append) for each in self.parameters)
+            self._hooks += (_hook(parameter, self._arrived.append) for parameter in self.parameters)
 
     def arm(self, sync: bool, batch: Any) -> None:
         """Prepare for a backward pass that starts, or that reaches more outputs.
@@ -292,7 +292,9 @@ class Exchange:
         """Record the parameters whose gradients were computed, and whether any got several."""
         # reentrant checkpoints that share a layer give it several gradients in a backward pass
         if not self._hooks:
-            self._came = {id(each) for each in self.parameters if each.grad is not None}
+            self._came = {
+                id(parameter) for parameter in self.parameters if parameter.grad is not None
+            }
             return
         came = list(map(id, self._arrived))
         self._arrived.clear()
@@ -364,8 +366,8 @@ class Exchange:
             self._note_arrived()
         came = self._came if self._hooks else self.has_gradients()
         self.held.merge()
-        for each in self._buckets[: self._sent]:
-            each.check_sent()
+        for bucket in self._buckets[: self._sent]:
+            bucket.check_sent()
         if self._sync and came:
             while self._sent < len(self._buckets):
                 self._send()
@@ -404,7 +406,7 @@ class Exchange:
         `seen` has the ids of the parameters in this rank's order.
         """
         # from now on, buckets are sent early, unless a parameter got several gradients on some rank
-        place_of = {id(each): place for place, each in enumerate(self.parameters)}
+        place_of = {id(parameter): place for place, parameter in enumerate(self.parameters)}
         places = list(
             dict.fromkeys([*map(place_of.__getitem__, seen), *reversed(place_of.values())])
         )
@@ -498,10 +500,10 @@ def exchanged_parameters() -> dict[int, bool]:
     """
     exchanges = sorted(EXCHANGES, key=lambda exchange: exchange.ran)
     return {
-        id(each): exchange.ran
+        id(parameter): exchange.ran
         for exchange in exchanges
         if not exchange.single_rank
-        for each in exchange.parameters
+        for parameter in exchange.parameters
     }
 
 
