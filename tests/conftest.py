@@ -45,6 +45,15 @@ LONGEST = (
     "test_run_launchers.py",
     "test_keras_audit.py",
 )  # half a minute of CPU time and more
+# files whose tests are short, but which take 8 s and more: they aren't left to the end either
+LONG = (
+    "test_pictures.py",
+    "test_app_screens.py",
+    "test_race.py",
+    "test_metamorphic_laws.py",
+    "test_app_form.py",
+    "test_balance_pictures.py",
+)
 # others each time; a busy machine is slow
 settings.register_profile("evener", max_examples=40, deadline=None)
 settings.register_profile("more", max_examples=1000, deadline=None)  # --hypothesis-profile=more
@@ -100,11 +109,12 @@ def write_asserts(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Place files with slow tests among the others, before the last quarter, longest first.
+    """Place files with slow tests, and long ones, among the others, before the last quarter.
 
     They keep the cores busy while other tests wait, and no worker has one of them left at the end.
+    The longest come first.
     """
-    slow = list(dict.fromkeys(item.path for item in items if item.get_closest_marker("slow")))
+    slow = list(dict.fromkeys(item.path for item in items if is_slow(item)))
     others = list(dict.fromkeys(item.path for item in items if item.path not in slow))
     places = {path: i / len(others) for i, path in enumerate(others)}
     places |= {path: 0.75 * i / len(slow) for i, path in enumerate(slow)}
@@ -112,6 +122,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         path: LONGEST.index(path.name) - len(LONGEST) for path in slow if path.name in LONGEST
     }
     items.sort(key=lambda item: places[item.path])
+
+
+def is_slow(item: pytest.Item) -> bool:
+    """True if a test is marked slow, or is in one of the long files."""
+    return item.get_closest_marker("slow") is not None or item.path.name in LONG
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -187,17 +187,6 @@ def test_a_loop_of_accelerate_learns_the_same_by_other_shares(train: Ranks) -> N
     assert first["said"].count("shares stay even: one rank reads the rows of all") == 1
 
 
-@pytest.mark.slow
-def test_one_device_is_one_sentence(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "evener", "run", "--devices", "cpu/1", "--", "true"]
-    variables = {**os.environ, **make_variables(tmp_path)}
-    ended = subprocess.run(
-        command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=240
-    )
-    assert not ended.returncode, ended.stderr
-    assert "true starts on CPU:0, one device, so it has no shares to balance" in ended.stderr
-
-
 @pytest.mark.parametrize(
     ("words", "named"),
     [
