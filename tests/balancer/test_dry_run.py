@@ -50,7 +50,7 @@ def test_the_batches_that_it_says_are_those_of_the_search(batch: int | None) -> 
 
 
 @two_cores
-def test_one_real_child_builds_and_steps_and_a_failure_is_one_sentence() -> None:
+def test_one_real_child_builds_and_steps_and_a_failure_is_a_one_line_error() -> None:
     """Only the first device is used. The message names the workload's exception."""
     phases: list[ProbeProgress] = []
     result = dry_run(make_job(REAL), phases.append, threading.Event())

@@ -132,7 +132,7 @@ def test_the_mean_power_of_a_probe_is_what_the_counters_rose_by() -> None:
 
 
 @pytest.mark.parametrize("counted", [True, False])
-def test_a_chip_without_the_counter_is_asked_for_its_power(
+def test_energy_comes_from_the_counter_or_else_from_the_power(
     counted: bool, fake_nvml: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvml = fake_nvml(1)
@@ -276,7 +276,7 @@ def test_a_probe_says_samples_per_joule_of_each_run_and_of_all(
         ),
     ],
 )
-def test_what_tells_no_energy_is_refused_in_a_sentence(
+def test_devices_without_energy_readings_are_refused_with_a_message(
     devices: str,
     options: list[str],
     said: str,

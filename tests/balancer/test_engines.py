@@ -26,7 +26,7 @@ def asked(**fields: Any) -> Request:
 
 
 @pytest.mark.parametrize(("engine", "children"), [("towers", 1), ("multiworker", 2)])
-def test_the_engine_asked_for_says_how_many_processes_there_are(engine: str, children: int) -> None:
+def test_the_requested_engine_decides_the_number_of_processes(engine: str, children: int) -> None:
     """The choice of `auto` doesn't matter then. A solo layout has no engine."""
     gpus = tuple(Device(f"GPU-{i}", i, "H200", "gpu", 1 << 30) for i in range(2))
     resolved = Job(Request(engine=engine), gpus, "keras_mnist", "tensorflow")
@@ -73,7 +73,7 @@ def test_limits_that_an_engine_can_keep_are_let_through(
 @two_cores
 @pytest.mark.slow
 @pytest.mark.usefixtures("shared_servers")
-def test_one_process_trains_on_both_slices_by_the_engine_asked_for() -> None:
+def test_one_process_trains_on_both_slices_by_the_requested_engine() -> None:
     """Real steps of uneven shares by an engine that isn't the default. The plan would name it."""
     prober = make_prober(make_job(asked()))
     try:

@@ -65,7 +65,7 @@ def late(unfinished: tuple[Unfinished, ...]) -> SearchEnd:
     return SearchEnd(End(Stop.LATE), 60.0, unfinished=unfinished)
 
 
-def test_what_failed_is_said_by_each_device_s_smallest_failure() -> None:
+def test_failures_are_reported_by_each_device_s_smallest_one() -> None:
     """Out of memory is reported with the batch, other failures with their cause."""
     seen: list[Observation] = [
         OutOfMemory(Probe(solo(2, 0, 64), Stage.SOLO, 1.0), (0,), "full", 1.0),
@@ -85,7 +85,7 @@ def test_what_failed_is_said_by_each_device_s_smallest_failure() -> None:
 
 
 @pytest.mark.parametrize("stop", [Stop.OUT_OF_MEMORY, Stop.LATE])
-def test_a_budget_too_short_for_a_step_in_shards_is_not_said_to_be_a_lack_of_memory(
+def test_a_budget_too_short_for_a_step_in_shards_is_not_called_a_lack_of_memory(
     stop: Stop,
 ) -> None:
     """3 billion parameters in bfloat16 with adapters, under 6 and 3 GiB.
@@ -118,7 +118,7 @@ def test_a_budget_too_short_for_a_step_in_shards_is_not_said_to_be_a_lack_of_mem
     assert "--budget" in fault.remedy
 
 
-def test_a_failure_that_all_devices_share_is_said_once() -> None:
+def test_a_failure_that_all_devices_share_is_reported_once() -> None:
     seen = [
         Failed(
             Probe(solo(2, i, 8), Stage.SOLO, 1.0),
@@ -168,7 +168,7 @@ def test_an_error_of_every_device_is_the_code_s_and_names_where_the_model_is_mad
 
 
 @pytest.mark.parametrize("batch", [1800, 1_000_000])
-def test_a_global_batch_that_does_not_fit_is_said_with_one_that_does(batch: int) -> None:
+def test_a_global_batch_that_does_not_fit_is_reported_with_one_that_does(batch: int) -> None:
     """The largest batch that is named can be balanced."""
     fault = faulted(global_batch=batch, micro="off")
     assert f"A global batch of {batch} samples doesn't fit" in fault.message
@@ -186,7 +186,7 @@ def test_four_times_what_fits_is_a_plan_in_passes() -> None:
         assert all(0 < share.micro < share.batch for share in end.plan.layout.share)
 
 
-def test_a_split_that_fails_is_said_though_each_device_ran_alone() -> None:
+def test_a_split_that_fails_is_reported_although_each_device_ran_alone() -> None:
     """It fits, and time is left, so neither is the reason."""
     alone = Timed(
         Probe(solo(2, 0, 8), Stage.SOLO, 1.0), 1.0, 1.0, 1.0, 5, (1, None), (1.0, None), 1.0, 5.0
@@ -210,7 +210,7 @@ def test_a_split_that_fails_is_said_though_each_device_ran_alone() -> None:
     assert other.message == f"No layout could be measured: {Stop.NO_FIT.value}"
 
 
-def test_a_budget_that_was_too_short_is_said_with_a_longer_one() -> None:
+def test_a_budget_that_was_too_short_is_reported_with_a_longer_one() -> None:
     """Devices ran alone, below the requested batch."""
     fault = faulted(budget_seconds=2.0, global_batch=1024)
     assert (

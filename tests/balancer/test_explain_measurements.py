@@ -67,7 +67,7 @@ def test_a_layer_that_sees_one_pass_is_a_warning() -> None:
     assert find_pass_statistics(passes, "") is None
 
 
-def test_every_doubt_has_a_sentence_and_the_worst_of_a_kind_is_said_once() -> None:
+def test_every_doubt_has_a_message_and_the_worst_of_a_kind_is_reported_once() -> None:
     """Doubts come in a fixed order, each with its device and a remedy."""
     seen = [
         *map(timed, EVERY),
@@ -146,7 +146,7 @@ def test_a_layout_that_ran_at_two_speeds_is_a_doubt_about_every_gain() -> None:
     )
 
 
-def test_a_loss_that_was_not_finite_anywhere_is_said_with_its_first_step() -> None:
+def test_a_loss_that_was_not_finite_is_reported_with_its_first_step() -> None:
     """A layout that wasn't chosen counts too, because the model is the same."""
     seen = [
         timed(MeasurementDoubt("not_finite", 57.0, 1), layout=EVEN),
@@ -177,7 +177,7 @@ def test_single_steps_are_one_doubt_unless_their_noise_was_measured() -> None:
     assert codes == ["noisy", "too_short"]
 
 
-def test_memory_that_others_hold_is_said_with_the_most_that_was_seen() -> None:
+def test_memory_that_others_hold_is_reported_with_its_maximum() -> None:
     """Each device has its own sentence."""
     seen = [timed(short=(0, 1 << 30)), timed(short=(0, 3 << 30)), timed()]
     assert find_taken_memory(seen, DEVICES) == (TakenMemory("GPU:1", 3 << 30),)
@@ -190,7 +190,7 @@ def failed(position: int, batch: int = 8, cause: str = "exit") -> Failed:
     return Failed(probe, cause, f"GPU:{position}, building: SIGABRT", (position,), 1.0)  # type: ignore[arg-type]
 
 
-def test_a_device_on_which_nothing_ran_is_said_to_be_left_out() -> None:
+def test_a_device_on_which_nothing_ran_is_reported_as_left_out() -> None:
     """A device on which anything ran isn't, whatever else failed on it."""
     alone = timed(layout=solo(2, 0, 8), stage=Stage.SOLO)
     (one,) = find_left_out([alone, failed(1)], DEVICES, alone.probe.layout)
@@ -199,7 +199,7 @@ def test_a_device_on_which_nothing_ran_is_said_to_be_left_out() -> None:
     assert not find_left_out([timed(), failed(1)], DEVICES, SPLIT)
 
 
-def test_a_device_that_ran_and_then_failed_to_the_last_is_said_to_be_left_out() -> None:
+def test_a_device_that_ran_and_then_failed_to_the_last_is_reported_as_left_out() -> None:
     """It isn't reported if something ran on it again, or if the plan uses it."""
     (one,) = find_left_out([timed(), failed(1)], DEVICES, solo(2, 0, 8))
     assert (one.name, one.reason) == ("GPU:1", "failed")

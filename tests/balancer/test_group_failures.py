@@ -52,7 +52,7 @@ def test_a_silent_rank_is_not_the_culprit_when_another_failed(text: str) -> None
     assert error.root.detail == f"RuntimeError: {text}"
 
 
-def test_no_answer_is_said_of_ranks_that_had_the_time() -> None:
+def test_no_answer_is_reported_for_ranks_that_had_the_time() -> None:
     """Both ranks are named if neither replied."""
     error = receive(seconds=0.2)
     assert {(failure.rank, failure.cause) for failure in error.failures} == {

@@ -189,7 +189,7 @@ except RequestError as fault:
 """
 
 
-def test_a_full_disk_is_one_sentence_and_leaves_what_was_written(path: Path) -> None:
+def test_a_full_disk_is_a_one_line_error_and_leaves_what_was_written(path: Path) -> None:
     """A line that no longer fits is removed completely."""
     content = path.read_bytes()
     code = FILL.format(path=str(path), limit=len(content) + 30)
@@ -200,7 +200,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_what_was_written(path: Path) -> 
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
 
 
-def test_a_folder_that_can_t_be_made_is_one_sentence(tmp_path: Path) -> None:
+def test_a_folder_that_can_t_be_made_is_a_one_line_error(tmp_path: Path) -> None:
     """There is a file in place of the folder."""
     (tmp_path / "in the way").write_text("")
     with pytest.raises(RequestError, match="can't be written") as fault:
@@ -218,7 +218,7 @@ def test_two_journals_of_one_name_are_never_one(path: Path) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_any_damage_is_read_or_refused_in_one_sentence(
+def test_any_damage_is_read_or_refused_with_a_one_line_error(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     """Bytes changed, removed or inserted anywhere give a record or an error, never a traceback."""

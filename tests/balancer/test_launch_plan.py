@@ -134,7 +134,7 @@ def test_ports_are_free_and_different() -> None:
     assert len(set(find_free_ports(8))) == 8
 
 
-def test_a_port_is_nobody_else_s_until_its_server_begins() -> None:
+def test_a_port_is_reserved_until_its_server_begins() -> None:
     """A server with SO_REUSEADDR gets it, and no program that requests any port does."""
     (port,) = find_free_ports(1)
     with socket.socket() as other, pytest.raises(OSError, match="in use"):

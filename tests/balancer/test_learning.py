@@ -62,7 +62,7 @@ def test_a_batch_and_those_that_are_slower_have_their_worth(balance: Any, scale:
     assert runs.recover(journal.read(journal_path(find("last")))).verdict == text
 
 
-def test_nothing_is_said_of_learning_where_nothing_is_known(balance: Any) -> None:
+def test_nothing_is_claimed_about_learning_if_nothing_is_known(balance: Any) -> None:
     free, said = balance()
     fixed, _ = balance("--global-batch", "1000", "--own-batch", "250")
     assert free is None

@@ -250,7 +250,7 @@ def test_a_variable_that_makes_a_link_slow_is_named() -> None:
     assert check.level == "problem"
 
 
-def test_a_record_that_is_broken_is_as_none() -> None:
+def test_a_broken_record_is_ignored() -> None:
     path = save_links(slices(2), "1", [measurement()])
     path.write_text("{")
     assert find_links(slices(2), "1") is None
@@ -263,7 +263,7 @@ def test_a_link_that_is_as_fast_without_p2p_says_that_it_brings_nothing() -> Non
     assert "P2P isn't used" not in describe_link([fast, without]).found
 
 
-def test_a_link_that_is_faster_by_another_way_is_told_with_its_variable() -> None:
+def test_a_link_that_is_faster_by_another_transport_is_reported_with_its_variable() -> None:
     sockets = measurement(transport="sockets", bytes_per_second=9e9)
     check = describe_link([measurement(), sockets])
     assert "NCCL_SHM_DISABLE=1" in check.remedy

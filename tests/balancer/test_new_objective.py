@@ -48,7 +48,7 @@ def registered() -> Iterator[None]:
     del objectives.OBJECTIVES["samples-per-dollar"]
 
 
-def test_an_objective_more_decides_and_is_said(
+def test_one_more_objective_decides_and_is_reported(
     own_folder: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own_folder.joinpath("machine.toml").write_text(MACHINE)

@@ -600,7 +600,9 @@ def test_a_launch_ends_with_the_code_of_the_host_that_failed_first() -> None:
     assert [part.code for part in parts] == [143, 7]
 
 
-def test_a_cluster_that_shrank_since_the_plan_is_said(free_cluster: Any, tmp_path: Path) -> None:
+def test_a_cluster_that_shrank_since_the_plan_is_reported(
+    free_cluster: Any, tmp_path: Path
+) -> None:
     plan_over(("cpu-0-of-1", "10.9.9.9")).save(tmp_path / "plan.toml")
     (tmp_path / "train.py").write_text("")
     with pytest.raises(RequestError, match=r"no host '10\.9\.9\.9'"):
@@ -663,7 +665,7 @@ def test_ray_train_trains_by_a_plan_over_hosts(
 
 
 @pytest.mark.slow
-def test_a_launch_without_ray_s_head_ends_in_a_sentence_and_starts_nothing_again(
+def test_a_launch_without_ray_s_head_ends_in_an_error_and_restarts_nothing(
     free_cluster: Any, tmp_path: Path
 ) -> None:
     """This test comes last, because the cluster loses its head.

@@ -351,7 +351,7 @@ def test_a_stop_keeps_the_best_plan_so_far_and_resuming_goes_on() -> None:
     assert resumed.plan.search.probes == undisturbed.plan.search.probes
 
 
-def test_a_stop_before_anything_is_measured_is_said_and_can_be_resumed() -> None:
+def test_a_stop_before_anything_is_measured_is_reported_and_can_be_resumed() -> None:
     """There is no plan."""
     session = Session(open_run(msgspec.structs.replace(PAIR, pace=1.0)))
     threading.Timer(0.2, session.stop).start()
@@ -481,7 +481,7 @@ def test_two_sessions_on_the_same_cores_are_refused_unless_shared() -> None:
         (Request(devices="cpu", workload="synthetic", settings={"nosuch": 1}), "nosuch"),
     ],
 )
-def test_a_wrong_request_is_one_sentence_that_names_the_thing_and_leaves_no_run(
+def test_a_wrong_request_is_a_one_line_error_that_names_the_fault_and_leaves_no_run(
     wrong: Request, named: str
 ) -> None:
     """The error has a remedy, and comes before anything is started."""
@@ -504,7 +504,7 @@ def test_a_run_that_is_not_there_is_named(name: str) -> None:
             runs.load_run(name)
 
 
-def test_a_state_folder_that_can_t_be_written_is_one_sentence(own_state: Path) -> None:
+def test_a_state_folder_that_can_t_be_written_is_a_one_line_error(own_state: Path) -> None:
     """It names the variable that moves the folder."""
     own_state.write_text("a file")
     with pytest.raises(RequestError, match=str(own_state)) as fault:

@@ -105,7 +105,7 @@ def test_a_pack_holds_its_memory_once_for_each_process() -> None:
     )
 
 
-def test_what_a_simulation_has_no_physics_for_is_said() -> None:
+def test_what_a_simulation_has_no_physics_for_is_reported() -> None:
     """A placed model fails with a reason."""
     seen = only(SimulatedProber(MACHINE, 0), Layout("place", (64, 64), placement="halves"))
     assert isinstance(seen, Failed)

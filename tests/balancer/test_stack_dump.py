@@ -44,7 +44,7 @@ def dump(frames: list[tuple[str, int, str]], thread: str = "Current thread") -> 
         (WORKER, "preparing", ""),
     ],
 )
-def test_the_user_s_function_is_told_from_their_file_and_from_imports(
+def test_the_user_s_function_is_distinguished_from_their_file_and_from_imports(
     frames: list[tuple[str, int, str]], step: str, where: str
 ) -> None:
     """The line is the innermost of the user's own."""

@@ -53,7 +53,7 @@ def write(state: ModelState | None, seen: list[Observation], chosen: Layout | No
     return "" if found is None else write_state_memory(found)
 
 
-def test_a_model_that_no_card_holds_is_said_in_gigabytes_with_what_would_fit() -> None:
+def test_a_model_that_no_card_holds_is_reported_in_gigabytes_with_what_would_fit() -> None:
     said = write(STATE, [full(0), full(1)], SHARDED)
     assert "takes 16.4 GiB, which no device holds alone" in said
     assert "in shards it is 9.83 GiB on SIM:0 and 6.56 GiB on SIM:1" in said
@@ -66,7 +66,7 @@ def test_what_one_card_holds_alone_is_named() -> None:
     assert write(STATE, [ran(0), full(1)], layout_of((8, 0))) == ""
 
 
-def test_nothing_is_said_of_adapters_where_they_are_trained_nor_of_what_is_unknown() -> None:
+def test_adapters_are_not_suggested_if_they_are_trained_or_unknown() -> None:
     adapters = msgspec.structs.replace(STATE, trained=PARAMETERS // 100)
     found = find_state_memory(Facts(state=adapters), [full(0)], CARDS, SHARDED)
     assert found is not None

@@ -95,7 +95,7 @@ def test_tables_have_tokens_and_padding(record: JournalContents) -> None:
     assert any("tokens/s, " in each and "padding" in each for each in words)
 
 
-def test_packs_and_placements_that_were_asked_for_are_said_to_be_left_out() -> None:
+def test_requested_packs_and_placements_are_reported_as_left_out() -> None:
     plan = runs.recover(recorded(compare=LayoutOptions(scaling=False))).plan
     assert plan.warnings[0].startswith("Not compared: packs and placements, which train by rows")
 
@@ -116,7 +116,9 @@ def test_a_journal_gives_back_what_was_seen(record: JournalContents) -> None:
         ({}, "tensorflow", False),
     ],
 )
-def test_when_rows_are_dealt_by_cost(asked: dict[str, Any], framework: str, by_cost: bool) -> None:
+def test_when_rows_are_assigned_by_cost(
+    asked: dict[str, Any], framework: str, by_cost: bool
+) -> None:
     assert assigns_by_cost(Request(**asked), framework) is by_cost
 
 

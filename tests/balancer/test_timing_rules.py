@@ -67,7 +67,7 @@ def test_slow_first_blocks_are_warm_up_and_not_counted() -> None:
     assert measured.step.value == 0.01
 
 
-def test_steps_that_keep_getting_faster_are_said_to_start_slowly() -> None:
+def test_steps_that_keep_getting_faster_are_reported_as_a_slow_start() -> None:
     """A warm-up that never becomes steady ends at its limit, with a doubt."""
     assert "slow_start" in codes(timed(2.0, lambda i: 0.2 * 0.8**i))
 
@@ -116,7 +116,7 @@ def test_noise_that_more_time_would_not_overcome_takes_half_of_it(
     assert sum(one.step.value for one in runs) / len(runs) == pytest.approx(0.01, rel=0.02)
 
 
-def test_drift_is_said_with_its_sign() -> None:
+def test_drift_is_reported_with_its_sign() -> None:
     """Steps that become slower by 2 % with each block aren't noise."""
     draw = random.Random(2)
     measured = timed(2.0, lambda i: 0.05 * (1 + 0.02 * i) * draw.gauss(1, 0.004))
@@ -124,7 +124,7 @@ def test_drift_is_said_with_its_sign() -> None:
     assert drift > 0.02
 
 
-def test_a_clock_that_drops_midway_is_measured_again_and_still_said() -> None:
+def test_a_clock_that_drops_midway_is_measured_again_and_still_reported() -> None:
     """Heat takes 20 % of the speed after a second.
 
     The result is that of the slow clock, and the doubt stays.
@@ -135,7 +135,7 @@ def test_a_clock_that_drops_midway_is_measured_again_and_still_said() -> None:
     assert abs(measured.step.value / 0.0625 - 1) < 0.03
 
 
-def test_a_device_that_holds_itself_back_for_a_while_is_measured_again_and_still_said() -> None:
+def test_a_device_that_throttles_for_a_while_is_measured_again_and_still_reported() -> None:
     """It is throttled for a while only.
 
     The second round is at the full clock, and the doubt stays.
@@ -211,7 +211,7 @@ def test_all_blocks_disturbed_still_gives_a_figure_with_the_doubt() -> None:
     assert "disturbed" in codes(measured)
 
 
-def test_rare_long_stalls_are_told_by_mean_and_median() -> None:
+def test_rare_long_stalls_are_found_from_mean_and_median() -> None:
     """A quarter of the blocks take four times as long, so mean and median differ, and a block
     stands out.
     """
@@ -407,7 +407,7 @@ def test_a_run_of_steps_never_ends_before_them_and_adds_none(
     assert measured.steps == max(asked, FEWEST_BLOCKS)
 
 
-def test_a_whole_run_that_drifts_is_not_begun_anew_and_the_drift_is_said() -> None:
+def test_a_whole_run_that_drifts_is_not_restarted_and_the_drift_is_reported() -> None:
     """The clock drops midway. Both halves count, because that time was requested."""
     draw = random.Random(3)
     measured = timed(

@@ -238,7 +238,7 @@ def test_the_exchange_is_what_the_last_of_a_split_waits_for() -> None:
     assert limit.by == "CPU:0 – CPU:1"
 
 
-def test_the_link_between_the_chosen_devices_is_told_once() -> None:
+def test_the_link_between_the_chosen_devices_is_reported_once() -> None:
     """The exchange names it if that is a limit; otherwise it has its own line. The plan
     has it too.
     """
@@ -356,7 +356,7 @@ def with_knob(knob: str) -> Layout:
     return msgspec.structs.replace(SPLIT.layout, knobs=(knob,))
 
 
-def test_the_best_number_of_workers_is_told_with_what_to_write() -> None:
+def test_the_best_number_of_workers_is_reported_with_what_to_write() -> None:
     few, many = candidate("split", with_knob("workers2")), candidate("split", with_knob("workers4"))
     ranking = [standing(few, 1500, -0.25), standing(SPLIT, 500, -0.75)]
     text = said(result(many, 2000), ranking).text

@@ -202,7 +202,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(
         b"\xff",
     ],
 )
-def test_a_line_that_no_training_writes_is_one_sentence(
+def test_a_line_that_no_training_writes_is_a_one_line_error(
     line: bytes,
     own_state: Path,
     monkeypatch: pytest.MonkeyPatch,

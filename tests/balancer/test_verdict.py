@@ -76,7 +76,7 @@ def advised(found: Verdict) -> str:
 # ---------------------------------------------------------------------- the headline
 
 
-def test_one_device_that_is_as_fast_as_several_is_said_to_do() -> None:
+def test_one_device_that_is_as_fast_as_several_is_recommended() -> None:
     """It is recommended, whether it is the plan or not. A gain over even shares isn't the headline
     then.
     """
@@ -159,7 +159,7 @@ def test_bfloat16_on_a_card_without_hardware_for_it_is_noted_beside_one_with_it(
     assert bool(slow) == any("bfloat16" in line for line in write_verdict(found).warnings)
 
 
-def test_a_short_epoch_is_said_where_the_batch_was_evener_s_choice() -> None:
+def test_a_short_epoch_is_reported_if_the_batch_was_evener_s_choice() -> None:
     free = said(result(SPLIT, 1000), rows=20_000)
     assert any("--max-global-batch 200" in line for line in free.remarks)
     given = Request(framework="torch", global_batch=256)
@@ -351,14 +351,14 @@ def test_the_plan_is_compared_with_the_fastest_device_of_its_table() -> None:
     assert alone_now_and_before(2664).gains == "+17 % over GPU:0 alone"
 
 
-def test_one_device_that_had_more_than_the_plan_before_is_said_to_have_had() -> None:
+def test_one_device_that_was_faster_than_the_plan_before_is_reported() -> None:
     """The machine was faster then, so the gain is over what was raced beside the plan."""
     words = alone_now_and_before(2100)
     assert words.gains == "+17 % over GPU:1 alone"
     assert any("the plan: 1 801 samples/s now, 2 271 earlier." in line for line in words.remarks)
 
 
-def test_a_tie_is_said_only_of_layouts_whose_speed_is_known() -> None:
+def test_a_tie_is_claimed_only_for_layouts_whose_speed_is_known() -> None:
     """If the samples/s are too rough to compare, the text says that, and not that they tie."""
     ends = set()
     for seed in range(60):
@@ -471,7 +471,7 @@ def test_a_verdict_survives_json() -> None:
     assert one.limits == ()
 
 
-def test_every_sentence_is_a_function_of_the_verdict() -> None:
+def test_every_message_is_a_function_of_the_verdict() -> None:
     """Each is in one of two lists, and works for any verdict."""
     one = judged(result(SPLIT, 2123))
     assert len(set(REMARKS + WARNINGS)) == len(REMARKS) + len(WARNINGS)

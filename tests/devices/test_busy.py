@@ -13,7 +13,9 @@ def notes() -> tuple[str, ...]:
     return find_others(discover("gpu", environ={}).devices)[1]
 
 
-def test_a_gpu_that_works_for_others_is_said_with_their_pids(fake_nvml: Callable[..., Any]) -> None:
+def test_a_gpu_that_works_for_others_is_reported_with_their_pids(
+    fake_nvml: Callable[..., Any],
+) -> None:
     """The idle GPU, and one with a desktop on it, aren't named."""
     nvml = fake_nvml(gpus=3)
     nvml.gpus[0].utilization, nvml.gpus[2].utilization = 0, 15
@@ -27,7 +29,7 @@ def test_a_gpu_that_works_for_others_is_said_with_their_pids(fake_nvml: Callable
     )
 
 
-def test_where_the_driver_names_no_processes_the_load_is_said_alone(
+def test_if_the_driver_names_no_processes_the_load_is_reported_alone(
     fake_nvml: Callable[..., Any],
 ) -> None:
     """This happens in a container with its own process ids, or after a process has just ended."""
@@ -38,7 +40,7 @@ def test_where_the_driver_names_no_processes_the_load_is_said_alone(
     )
 
 
-def test_a_gpu_that_does_not_tell_its_load_is_not_said(fake_nvml: Callable[..., Any]) -> None:
+def test_a_gpu_without_a_load_reading_is_not_reported(fake_nvml: Callable[..., Any]) -> None:
     """Instances of a GPU report none. A GPU that can't be read doesn't affect the other."""
     nvml = fake_nvml(gpus=2)
     nvml.fail("nvmlDeviceGetUtilizationRates", nvml.NVML_ERROR_NOT_SUPPORTED, gpu=0)

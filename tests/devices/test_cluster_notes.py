@@ -107,7 +107,7 @@ def test_a_host_is_found_by_its_address_or_its_only_name() -> None:
         discovery.find_node("small", NODES)
 
 
-def test_versions_that_differ_or_are_missing_are_said() -> None:
+def test_versions_that_differ_or_are_missing_are_reported() -> None:
     lines = explain_versions({"a": {"python": "3.11", "keras": "3.15"}, "b": {"python": "3.11"}})
     assert lines == ("The hosts have different versions of keras: 3.15 on a; not installed on b.",)
     assert re.search(r" \(code [0-9a-f]{8}\)$", discovery.describe_versions()["evener"])
@@ -160,7 +160,7 @@ def test_what_else_listens_at_an_address_is_no_cluster(
         connection._check_listener(address)
 
 
-def test_a_host_without_evener_is_said_to_lack_it() -> None:
+def test_a_host_without_evener_is_reported() -> None:
     pytest.importorskip("ray")
     text = (
         "The actor died because of an error raised in its creation "
@@ -176,7 +176,7 @@ def test_a_host_without_evener_is_said_to_lack_it() -> None:
     )
 
 
-def test_without_ray_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_it_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(connection, "find_spec", lambda name: None if name == "ray" else find(name))
     with pytest.raises(RequestError, match=r"Ray is not installed\. Install it"):

@@ -114,7 +114,7 @@ def test_every_form_of_the_contract_parses(spec: str, expected: tuple[Term, ...]
         *("cpu:0@60", "gpu 0", "cpu:0\n,\x1b[31m"),
     ],
 )
-def test_a_malformed_request_is_one_sentence_and_a_remedy(spec: str) -> None:
+def test_a_malformed_request_is_a_one_line_error_with_a_remedy(spec: str) -> None:
     with pytest.raises(RequestError) as caught:
         discover(spec, environ=EMPTY)
     assert caught.value.remedy
@@ -178,7 +178,7 @@ def test_slices_are_picked_and_limited_in_the_order_of_the_request(four_cores: N
     assert found.notes == ()
 
 
-def test_two_slices_unless_said_and_spare_cpus_are_said(four_cores: None) -> None:
+def test_two_slices_by_default_and_spare_cpus_are_reported(four_cores: None) -> None:
     assert [device.cores for device in discover("cpu", environ=EMPTY).devices] == [
         (4000, 4001),
         (4002, 4003),
@@ -285,7 +285,7 @@ def test_gpu_and_auto_keep_to_cuda_visible_devices(
     assert ids(discover("gpu:2", environ={"CUDA_VISIBLE_DEVICES": variable})) == ["GPU:2"]
 
 
-def test_indices_of_unequal_gpus_are_said_to_be_in_the_drivers_order(
+def test_indices_of_unequal_gpus_are_reported_to_follow_the_drivers_order(
     fake_nvml: Callable[..., Any],
 ) -> None:
     """CUDA counts the fastest first by default, so `1` may be another card there."""
@@ -346,7 +346,7 @@ def test_a_driver_without_gpus_is_a_device_error(fake_nvml: Callable[..., Any]) 
         discover("gpu", environ=EMPTY)
 
 
-def test_a_gpu_that_does_not_answer_is_left_out_and_said(fake_nvml: Callable[..., Any]) -> None:
+def test_a_gpu_that_does_not_answer_is_left_out_and_reported(fake_nvml: Callable[..., Any]) -> None:
     nvml = fake_nvml(gpus=2)
     nvml.lose(0)
     found = discover("gpu", environ=EMPTY)
@@ -354,7 +354,7 @@ def test_a_gpu_that_does_not_answer_is_left_out_and_said(fake_nvml: Callable[...
     assert found.notes == ("GPU:0 does not answer: GPU is lost.",)
 
 
-def test_memory_in_others_hands_is_said(fake_nvml: Callable[..., Any]) -> None:
+def test_memory_that_others_hold_is_reported(fake_nvml: Callable[..., Any]) -> None:
     nvml = fake_nvml(gpus=2)
     nvml.gpus[1].used_bytes = 70 * GIB
     assert discover("gpu", environ=EMPTY).notes == (

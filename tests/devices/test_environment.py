@@ -127,7 +127,7 @@ def test_a_maker_that_holds_no_percentage_refuses_it(monkeypatch: pytest.MonkeyP
         child_environment([limited], "torch")
 
 
-def test_a_kind_that_this_evener_does_not_have_is_said_in_words() -> None:
+def test_a_kind_of_device_that_this_evener_does_not_have_is_named() -> None:
     """A journal of a newer version may have such a kind."""
     with pytest.raises(RequestError, match="no devices of the kind 'abacus'"):
         child_environment([Device("abacus-0", 0, "Abacus", "abacus", GIB)], "torch")

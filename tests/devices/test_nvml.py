@@ -306,7 +306,7 @@ def test_permission_is_lost_for_everything_and_comes_back(rig: Rig) -> None:
     assert row.temperature_celsius.current == 40
 
 
-def test_a_driver_that_answers_unknown_error_to_everything_is_said(rig: Rig) -> None:
+def test_a_driver_that_answers_unknown_error_to_everything_is_reported(rig: Rig) -> None:
     rig.tick()
     for name in CALLS:
         rig.nvml.fail(name, rig.nvml.NVML_ERROR_UNKNOWN, gpu=0)
@@ -372,7 +372,7 @@ def test_a_new_process_has_its_share_at_once_and_the_same_ones_at_every_second_l
     assert rig.nvml.calls["nvmlDeviceGetProcessUtilization"] == before + 4
 
 
-def test_an_idle_process_is_idle_and_one_that_cannot_be_told_is_not_zero(rig: Rig) -> None:
+def test_an_idle_process_is_idle_and_an_unknown_one_is_not_zero(rig: Rig) -> None:
     rig.nvml.gpus[0].processes = [type_of_process(rig)(os.getpid(), sm_percent=0)]
     assert rig.tick().processes[0].sm_percent.current == 0
     rig.nvml.fail("nvmlDeviceGetProcessUtilization", rig.nvml.NVML_ERROR_NOT_SUPPORTED)
@@ -421,7 +421,7 @@ def test_xid_and_ecc_events_reach_their_own_row(rig: Rig) -> None:
     assert rig.tick().devices[1].events == hurt.events
 
 
-def test_an_unknown_event_is_still_said() -> None:
+def test_an_unknown_event_is_still_reported() -> None:
     assert describe_event(0x8, 999) == "XID 999"
     assert describe_event(0x10000, 0) == "event 0x10000"
 
@@ -451,7 +451,7 @@ def test_close_does_not_wait_for_a_driver_that_hangs(rig: Rig) -> None:
     assert rig.nvml.calls["nvmlShutdown"] == 0
 
 
-def test_without_a_driver_there_is_no_source_but_a_sentence(fake_nvml: Callable[..., Any]) -> None:
+def test_without_a_driver_there_is_no_source_but_a_message(fake_nvml: Callable[..., Any]) -> None:
     with pytest.raises(DeviceError, match="No NVIDIA driver"):
         NvmlSource(library=fake_nvml(driver=False))
 

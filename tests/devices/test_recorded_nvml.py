@@ -40,7 +40,9 @@ def told_of(sample: DeviceSample, metric: str) -> tuple[State, float | None]:
     return reading.state, reading.value
 
 
-def test_a_tape_tells_what_the_driver_told(fake_nvml: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_tape_replays_what_the_driver_answered(
+    fake_nvml: Callable[..., Any], tmp_path: Path
+) -> None:
     nvml = fake_nvml(gpus=2)
     recorder = NvmlRecorder(nvml)
     heats = [40, 55, 55, 70, 60, 61, 62, 63]
@@ -94,7 +96,7 @@ def seen(tape: NvmlPlayer) -> list[Snapshot]:
     return sampled(tape, lambda: tape.now, len(ticks), wind)
 
 
-def test_every_reading_is_what_nvidia_smi_said(tape: NvmlPlayer, seen: list[Snapshot]) -> None:
+def test_every_reading_is_what_nvidia_smi_printed(tape: NvmlPlayer, seen: list[Snapshot]) -> None:
     assert len(tape.header["nvidia_smi"]) == 8
     for at, rows in tape.header["nvidia_smi"]:
         snapshot = seen[int(at)]

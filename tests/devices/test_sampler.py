@@ -237,7 +237,7 @@ def test_a_stale_snapshot_keeps_its_values_and_says_their_age() -> None:
     assert "7 s" in old.notes[0]
 
 
-def test_a_history_forgets_what_nobody_reports_any_more() -> None:
+def test_a_history_forgets_what_is_no_longer_reported() -> None:
     """Its memory stays constant once it is full, however many trainings come and go."""
     history = History(10)
     for tick in range(200):

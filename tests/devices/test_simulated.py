@@ -296,7 +296,7 @@ def test_a_broken_device_is_named_with_file_position_and_key(text: str) -> None:
         ("\udcff", "is not TOML"),
     ],
 )
-def test_a_broken_file_is_one_sentence_that_names_it(text: str, expected: str) -> None:
+def test_a_broken_file_is_a_one_line_error_that_names_it(text: str, expected: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse_machine(text.encode(errors="surrogateescape"), "my.toml")
     assert "my.toml" in caught.value.message

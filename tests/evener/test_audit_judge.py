@@ -110,7 +110,7 @@ def test_ranks_that_round_unlike_each_other_are_alike(
 
 
 @given(seed=st.integers(0, 10**6))
-def test_ranks_that_compute_another_gradient_are_told_from_rounding(seed: int) -> None:
+def test_ranks_that_compute_another_gradient_are_not_taken_for_rounding(seed: int) -> None:
     gradients = Gradients(seed)
     gradients.true["embed"] *= gradients.largest / numpy.linalg.norm(gradients.true["embed"])
     own = [gradients.sketch(1e-5) for _ in range(REPEATS + 1)]
@@ -236,7 +236,7 @@ def test_the_first_thing_that_makes_it_right_is_the_cause() -> None:
     assert find_cause({"sum": lambda: False}) == "rows"
 
 
-def test_a_sentence_names_the_tensor_both_sizes_and_the_parts() -> None:
+def test_a_message_names_the_tensor_both_sizes_and_the_parts() -> None:
     found = _difference()
     words = describe(found, "sum", (3, 5), step=16)
     for part in ("embed", f"{found.reference:.4g}", f"{found.trained:.4g}", "3 and 5", "step 16"):

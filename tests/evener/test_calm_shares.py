@@ -147,7 +147,7 @@ def test_a_device_is_followed_on_a_machine_that_gets_slower_as_a_whole() -> None
 FIGURES = RankTimes(own_work_s=0.1, input_s=0.0, step_s=0.12, behind=1.0)
 
 
-def test_what_limits_steps_is_told_by_the_rank_that_is_last() -> None:
+def test_what_limits_steps_is_read_from_the_rank_that_is_last() -> None:
     fast = FIGURES._replace(own_work_s=0.05)
     assert find_bottleneck([fast, FIGURES]) == "own work"
     assert find_bottleneck([fast._replace(behind=0.0), FIGURES]) == "own work"

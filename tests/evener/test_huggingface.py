@@ -280,7 +280,7 @@ def test_a_sum_is_not_computed_in_smaller_passes(trainer_ranks: Run) -> None:
     ) in said
 
 
-def test_a_compute_loss_that_meets_other_ranks_ends_in_a_sentence_on_each(
+def test_a_compute_loss_that_waits_for_other_ranks_is_an_error_on_each(
     trainer_ranks: Run,
 ) -> None:
     waited, said = trainer_ranks("tests.support.huggingface_oom_programs.meet", world=2)

@@ -297,7 +297,7 @@ def test_what_passes_cannot_put_together_is_refused(proofs: Any) -> None:
         assert "--micro off" in words
 
 
-def test_statistics_over_a_pass_are_said(proofs: Any) -> None:
+def test_statistics_over_a_pass_are_warned_of(proofs: Any) -> None:
     """Statistics per pass are reported, in addition to the messages of every split.
 
     A single device in passes counts, because Keras' own step takes the whole share.

@@ -81,7 +81,7 @@ def test_smaller_passes_are_kept_and_larger_ones_tried_again(found: Any) -> None
         assert own["steps"] == 0
 
 
-def test_what_cannot_be_computed_again_ends_in_a_sentence(found: Any) -> None:
+def test_what_cannot_be_computed_again_ends_in_an_error(found: Any) -> None:
     """An optimizer without memory, which may have changed weights, ends training with a message.
 
     So does a share that can't be computed in passes.

@@ -145,7 +145,7 @@ def test_a_host_starts_its_own_shares(script: str) -> None:
         (["cpu-0-of-1", "cpu-0-of-1"], {"hosts": HOSTS}, "--host", RequestError),
     ],
 )
-def test_what_cannot_be_started_here_is_one_sentence(
+def test_what_cannot_be_started_here_is_a_one_line_error(
     devices: list[str],
     changes: dict[str, Any],
     named: str,
@@ -158,7 +158,7 @@ def test_what_cannot_be_started_here_is_one_sentence(
         starts(plan(devices, **changes), script)
 
 
-def test_what_is_typed_wrong_is_one_sentence(
+def test_a_wrong_command_line_is_a_one_line_error(
     script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan(["cpu-0-of-1"]).save("plan.toml")
@@ -404,7 +404,7 @@ def test_a_model_that_needs_processes_gets_them_where_the_plan_leaves_the_choice
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2], ids=["own children", "elastic agent"])
-def test_an_error_of_the_script_ends_all_in_one_sentence_and_with_exit_code_1(
+def test_an_error_of_the_script_ends_all_with_one_line_and_exit_code_1(
     ranks: int, start: Callable[..., Any], fork: Callable[..., Any], tmp_path: Path
 ) -> None:
     if ranks == 2:
@@ -516,7 +516,9 @@ def test_the_first_host_prints_the_line_for_the_second(
 
 
 @pytest.mark.slow
-def test_hosts_that_do_not_meet_are_one_sentence(start: Callable[..., Any], tmp_path: Path) -> None:
+def test_hosts_that_do_not_meet_are_a_one_line_error(
+    start: Callable[..., Any], tmp_path: Path
+) -> None:
     need_torch_and_two_cpus()
     (tmp_path / "train.py").write_text(SCRIPT)
     plan(["cpu-0-of-1", "cpu-0-of-1"], HOSTS[:2]).save(tmp_path / "plan.toml")

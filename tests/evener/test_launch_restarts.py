@@ -173,7 +173,7 @@ def test_the_processes_of_keras_get_the_cluster_of_the_devices_that_are_left(
 
 
 @pytest.mark.slow
-def test_no_device_that_computes_is_one_sentence_and_exit_code_3(tmp_path: Path) -> None:
+def test_no_device_that_computes_is_a_one_line_error_and_exit_code_3(tmp_path: Path) -> None:
     plan(["cpu-0-of-1"]).save(tmp_path / "plan.toml")
     (tmp_path / "train.py").write_text("import os\nopen('dead', 'w')\nos.abort()\n")
     done = launch(tmp_path, "cpu-0-of-1")

@@ -71,7 +71,7 @@ def make_record(rank: int, **changed: Any) -> LiveRecord:
 LABELS = {"gpu-0": "GPU:0", "gpu-1": "GPU:1"}
 
 
-def test_a_training_is_told_in_six_lines() -> None:
+def test_a_training_is_summarized_in_six_lines() -> None:
     summary = summarize_training([make_record(0), make_record(1)], "run", "finished", LABELS)
     assert summary is not None
     assert summary.samples_per_second == 64 * 10 + 48 * 10

@@ -57,7 +57,7 @@ def assert_same(expected: Any, rank: Any) -> None:
 
 
 @pytest.mark.parametrize("name", EARLY)
-def test_what_it_is_told_before_training_is_what_one_process_is_told(found: Any, name: str) -> None:
+def test_what_it_reads_before_training_is_what_one_process_reads(found: Any, name: str) -> None:
     expected, whole, passes = found
     for rank in (*whole, *passes):
         assert_same(expected[name], rank[name])

@@ -109,7 +109,7 @@ def test_rows_that_depend_on_draws_are_learned_as_by_one_process_that_takes_the_
         ("gathered", "the loop communicates with other ranks in a pass"),
     ],
 )
-def test_what_cannot_be_computed_again_ends_in_a_sentence(
+def test_what_cannot_be_computed_again_ends_in_an_error(
     trainer_ranks: Run, name: str, words: str
 ) -> None:
     waited, said = trainer_ranks(f"{PROGRAMS}.end", name, [4, 4], world=2)

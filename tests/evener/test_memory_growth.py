@@ -73,7 +73,7 @@ def test_memory_that_grows_faster_than_rows_is_not_underestimated() -> None:
     assert peaks.predict(300) >= 0.98 * (5 + 3**1.3)
 
 
-def test_without_a_peak_nothing_is_said() -> None:
+def test_without_a_peak_nothing_is_reported() -> None:
     peaks = MemoryPeaks()
     assert peaks.most_rows(1e9, 0.1) == 0
     peaks.note(10, 100.0)

@@ -143,7 +143,7 @@ def test_rows_to_the_same_loss_follow_the_worth_of_a_batch(
     assert extra_rows(batch, larger, scale) == pytest.approx((larger + scale) / (batch + scale))
 
 
-def test_gradients_without_noise_are_said_so() -> None:
+def test_gradients_without_noise_are_reported_as_such() -> None:
     window = NoiseWindow()
     for i in range(6 * BLOCK):
         window.add(Sample(-1e-9 * (1 + i % 3), 1.0))
@@ -153,7 +153,7 @@ def test_gradients_without_noise_are_said_so() -> None:
     assert "hardly differ" in describe(found, 8, 400)
 
 
-def test_the_sentence_has_two_digits() -> None:
+def test_the_message_has_two_digits() -> None:
     window = NoiseWindow()
     for i in range(6 * BLOCK):
         window.add(Sample(3900.0 + 10 * (i // BLOCK % 2), 1.0))

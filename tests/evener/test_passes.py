@@ -152,7 +152,7 @@ def test_rows_of_a_failed_pass_are_made_good_before_it_is_settled() -> None:
     assert settled == [False, True, True, True]
 
 
-def test_memory_that_never_suffices_ends_in_a_sentence() -> None:
+def test_memory_that_never_suffices_ends_in_an_error() -> None:
     limit = PassLimit(3)
     for _ in range(MOST_FAILURES - 1):
         limit.count_failure(1, 1, "all of it is full")

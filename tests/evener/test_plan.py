@@ -263,14 +263,14 @@ def test_a_lost_device_of_the_largest_plan_is_left_out_at_once(most: int) -> Non
 
 
 @given(st.binary(max_size=300).filter(lambda text: b"layout" not in text))
-def test_bytes_that_are_no_plan_are_one_sentence(text: bytes) -> None:
+def test_bytes_that_are_no_plan_are_a_one_line_error(text: bytes) -> None:
     with pytest.raises(PlanError) as caught:
         parse_plan(text)
     assert caught.value.remedy
 
 
 @given(st.data())
-def test_a_damaged_plan_is_read_or_is_one_sentence(data: st.DataObject) -> None:
+def test_a_damaged_plan_is_read_or_is_a_one_line_error(data: st.DataObject) -> None:
     text = bytearray(data.draw(st.sampled_from([to_toml(example()), to_json(example())])))
     for _ in range(data.draw(st.integers(1, 4))):
         where = data.draw(st.integers(0, len(text) - 1))
@@ -620,7 +620,7 @@ def test_the_plan_of_the_page_is_one_and_the_page_has_every_key() -> None:
 
 
 @given(st.data())
-def test_what_a_plan_leaves_out_is_what_it_would_have_said(data: st.DataObject) -> None:
+def test_fields_that_a_plan_leaves_out_have_their_defaults(data: st.DataObject) -> None:
     """The defaults are those of a plan with one pass per device, in the order of its devices."""
     batches = data.draw(st.lists(st.integers(0, 4096), min_size=1, max_size=5).filter(any))
     written = msgspec.to_builtins(example(tuple(batches)))
@@ -647,12 +647,12 @@ def test_what_a_plan_leaves_out_is_what_it_would_have_said(data: st.DataObject) 
         b"\xef\xbb\xbf{}",
     ],
 )
-def test_absurd_nesting_and_numbers_are_one_sentence(text: bytes) -> None:
+def test_absurd_nesting_and_numbers_are_a_one_line_error(text: bytes) -> None:
     with pytest.raises(PlanError):
         parse_plan(text)
 
 
-def test_files_that_are_no_plan_are_one_sentence(tmp_path: Path) -> None:
+def test_files_that_are_no_plan_are_a_one_line_error(tmp_path: Path) -> None:
     """The cases are a folder, no file, an endless device, an invalid name and a huge file."""
     large = tmp_path / "large.toml"
     large.write_bytes(b"#" * (5 << 20))
@@ -759,7 +759,7 @@ def test_a_write_that_fails_keeps_the_earlier_file(
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
 
 
-def test_names_that_cannot_be_are_one_sentence(tmp_path: Path) -> None:
+def test_impossible_names_are_a_one_line_error(tmp_path: Path) -> None:
     for path in (tmp_path, "a\0b", tmp_path / ("x" * 300)):
         with pytest.raises(RequestError):
             example().save(path)

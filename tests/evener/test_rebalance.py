@@ -133,7 +133,7 @@ def test_devices_are_named_as_in_the_monitor_and_by_rank_where_nothing_tells_the
     assert name_devices([shares[1], shares[1]]) == ()
 
 
-def test_what_was_wrong_from_the_start_is_told_apart_from_what_changed() -> None:
+def test_the_reason_compares_with_other_ranks_or_with_the_plan() -> None:
     rebalancer = Rebalancer((100, 100), proportional_curves((100, 100)), (200, 200), False)
     (change,) = feed(rebalancer, [1.0, 1.5], proportional_curves((100, 100)), 10)
     assert change.reason == "rank 1 slower by 50 % than rank 0"

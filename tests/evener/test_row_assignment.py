@@ -171,7 +171,7 @@ def test_long_rows_go_where_they_fit() -> None:
         ([1, 2, 101], "Row 2 has 101 tokens"),
     ],
 )
-def test_lengths_that_cant_be_are_one_sentence(lengths: list[int], said: str) -> None:
+def test_impossible_lengths_are_a_one_line_error(lengths: list[int], said: str) -> None:
     assigner = RowAssigner(
         (RankCost(Cost(0, 1, 0), tokens=100), RankCost(Cost(0, 1, 0), tokens=50)), (1.0, 1.0)
     )

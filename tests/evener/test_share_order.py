@@ -60,7 +60,7 @@ def test_a_share_taken_twice_is_refused(
         order_shares(shares, ranks)
 
 
-def test_slices_that_nobody_names_are_taken_by_local_rank() -> None:
+def test_slices_without_names_are_taken_by_local_rank() -> None:
     """As under torchrun, the plan's order within a host counts, whichever host comes first."""
     ranks = [info(host="two"), info(host="two", local_rank=1), info(host="one")]
     assert order_shares(SLICES, ranks) == (1, 2, 0)

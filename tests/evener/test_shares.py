@@ -115,7 +115,7 @@ def test_a_batch_of_one_sample_has_one_whole_weight() -> None:
     "ratios",
     [[], [0, 0], [-1, 2], [math.nan], [math.inf, 1], [True, 1], ["1"], [None], [10**400], [1 + 2j]],
 )
-def test_what_is_no_ratio_is_one_sentence(ratios: list[object]) -> None:
+def test_an_invalid_ratio_is_a_one_line_error(ratios: list[object]) -> None:
     with pytest.raises(RequestError) as caught:
         apportion(10, ratios)  # type: ignore[arg-type]
     assert caught.value.remedy
@@ -124,7 +124,7 @@ def test_what_is_no_ratio_is_one_sentence(ratios: list[object]) -> None:
 
 
 @pytest.mark.parametrize("batch", [-1, True, 2.5, math.nan, "8", None])
-def test_what_is_no_batch_is_one_sentence(batch: object) -> None:
+def test_an_invalid_batch_is_a_one_line_error(batch: object) -> None:
     with pytest.raises(RequestError):
         apportion(batch, [1, 1])  # type: ignore[arg-type]
 

@@ -147,7 +147,7 @@ def test_a_step_takes_as_long_as_on_the_rank_that_waits_least() -> None:
     assert judged.limits[0].kind == LimitKind.CHECKPOINTS
 
 
-def test_noise_makes_nobody_slow() -> None:
+def test_noise_makes_no_rank_slow() -> None:
     assert kinds(rank(meeting_s=0.02, spread=0.3), rank("GPU:1", own_work_s=0.12, spread=0.3)) == []
 
 
@@ -163,7 +163,7 @@ def test_want_of_cores_is_named_with_those_that_have_them() -> None:
     assert (limit.kind, limit.by) == (LimitKind.HOST_STARVED, "load (16 cores)")
 
 
-def test_a_model_that_sleeps_is_told_from_want_of_cores() -> None:
+def test_a_model_that_sleeps_is_not_taken_for_a_lack_of_cores() -> None:
     assert kinds(rank(idle_own_s=0.06)) == [LimitKind.OWN_CODE]
 
 

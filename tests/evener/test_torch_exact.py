@@ -171,7 +171,7 @@ def one_rank_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Split]:
         yield split
 
 
-def test_statistics_of_a_rank_s_own_rows_are_said(one_rank_of_two: Split) -> None:
+def test_statistics_of_a_rank_s_own_rows_are_warned_of(one_rank_of_two: Split) -> None:
     """Statistics of a rank's own rows come from update_bn for averaged weights."""
     model, loader = torch.nn.BatchNorm1d(5).double(), one_rank_of_two.loader(programs.data(24))
     with pytest.warns(UserWarning, match="update_bn takes statistics of this rank's rows"):
@@ -182,7 +182,7 @@ def test_statistics_of_a_rank_s_own_rows_are_said(one_rank_of_two: Split) -> Non
             model(inputs)
 
 
-def test_a_tail_without_rows_for_all_ranks_is_said_where_metrics_would_count_it(
+def test_a_tail_without_rows_for_all_ranks_is_warned_of_if_metrics_would_count_it(
     one_rank_of_two: Split,
 ) -> None:
     with pytest.warns(UserWarning, match=r"last batch has 1 rows for 2 ranks.*split\.rows"):

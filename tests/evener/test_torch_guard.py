@@ -212,7 +212,7 @@ def test_a_mean_over_rows_is_known(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_what_is_no_mean_or_cannot_be_followed_is_said(name: str) -> None:
+def test_what_is_no_mean_or_cannot_be_followed_is_reported(name: str) -> None:
     body, said = OTHER[name]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)

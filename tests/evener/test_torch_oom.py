@@ -141,7 +141,7 @@ def test_rows_for_which_the_device_has_no_room_are_sent_in_smaller_passes(
     assert take_steps(split, 8, 2) == [[2, 2, 2, 2]] * 2
 
 
-def test_a_row_that_never_fits_ends_in_a_sentence(
+def test_a_row_that_never_fits_ends_in_an_error(
     split: Split, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(DeviceError, match=r"no memory left to check whether smaller passes learn"):
@@ -238,7 +238,7 @@ def test_a_plain_loop_that_ran_out_of_memory_is_shown_the_line_that_goes_on() ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", collectives.CASES)
-def test_a_loss_that_meets_other_ranks_ends_in_a_sentence_on_the_rank_that_ran_out(
+def test_a_loss_that_waits_for_other_ranks_is_an_error_on_the_rank_that_ran_out(
     trainer_ranks: Callable[..., list[Any]], name: str
 ) -> None:
     """In pieces it would run more collectives than the other ranks, which would wait."""

@@ -159,7 +159,7 @@ def test_only_a_step_with_gradients_counts_for_an_agreement() -> None:
     assert not timer.finish()
 
 
-def test_a_process_alone_waits_for_nobody() -> None:
+def test_a_process_alone_waits_for_no_other() -> None:
     assert last("b5ud1f", single_rank=True)[1:3] == (5, 0)
     assert last("b5ud3ud1f", single_rank=True)[1:3] == (8, 0)
     paused = last("b5ge2ud1f", single_rank=True)
@@ -196,7 +196,7 @@ def test_steps_that_the_device_has_not_computed_are_left_out() -> None:
     assert [step.own_work_s for step in timer.last()] == [1, 2]
 
 
-def test_a_timer_hears_of_real_optimizers_as_long_as_it_lives() -> None:
+def test_a_timer_is_notified_by_real_optimizers_as_long_as_it_lives() -> None:
     clock = TurnedClock()
     timer = StepTimer(clock, single_rank=True)
     timer.begin(SIZES)
@@ -335,7 +335,7 @@ def test_the_part_of_own_work_in_which_a_cpu_computes_is_seen() -> None:
     assert real.last()[0].computing < 0.5
 
 
-def test_waiting_for_others_to_fetch_rows_is_told_from_fetching_them() -> None:
+def test_waiting_for_others_to_fetch_rows_is_not_counted_as_fetching_them() -> None:
     timer = StepTimer(HostClock(), single_rank=False)
     for _ in range(STRIDES[0]):
         take_step(timer)
@@ -570,7 +570,7 @@ def test_ranks_tell_where_they_pause(trainer_ranks: Callable[..., list[Any]]) ->
 
 
 @pytest.mark.slow
-def test_a_rank_that_holds_others_up_is_told_from_those_that_wait(
+def test_a_rank_that_holds_others_up_is_distinguished_from_those_that_wait(
     trainer_ranks: Callable[..., list[Any]],
 ) -> None:
     """The rank is slow in its compute time or between two steps, or it is stopped.
@@ -642,7 +642,7 @@ def test_all_of_the_time_between_two_batches_is_in_the_sums() -> None:
     assert (kept.steps, kept.own_work_s, kept.input_s) == (1, 9, 2)
 
 
-def test_a_validation_is_told_from_what_follows_it() -> None:
+def test_a_validation_is_timed_apart_from_what_follows_it() -> None:
     """Validation batches start 2 s apart; the last one is expected to take as long."""
     step = sums("b3g2eud1v2v2v3f")
     assert (step.validation_s, step.between_s) == (6, 1 + 1)
@@ -693,7 +693,7 @@ def test_ranks_that_meet_within_a_pass_have_an_optimizer() -> None:
     assert (whole.update_s, whole.between_s) == (2, 1)
 
 
-def test_time_in_which_files_are_written_is_told_from_other_time(tmp_path: Path) -> None:
+def test_time_in_which_files_are_written_is_counted_apart(tmp_path: Path) -> None:
     """The first file counts, too."""
     timer = StepTimer(HostClock(), single_rank=False)
     for step in range(WARM_STEPS + 4):

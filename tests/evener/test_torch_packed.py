@@ -78,6 +78,6 @@ def test_packed_bytes_are_shared_by_memory(trained: Any) -> None:
         assert sum(each.numel() for each in packed) == rank["shards"]["packed"]
 
 
-def test_8_bits_are_refused_in_a_sentence(trained: Any) -> None:
+def test_8_bits_are_refused_with_a_message(trained: Any) -> None:
     for rank in trained[1]:
         assert "Int8Params, which can't be cut into shards" in rank["8 bits"]

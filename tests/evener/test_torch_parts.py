@@ -240,7 +240,7 @@ def test_parts_of_no_batch_are_refused(split: Split) -> None:
         next(split.parts([tensor[:6] for tensor in batch]))
 
 
-def test_statistics_over_a_pass_are_said(split: Split) -> None:
+def test_statistics_over_a_pass_are_warned_of(split: Split) -> None:
     """Statistics per pass are reported even on one device, where nothing else differs."""
     with pytest.warns(
         UserWarning, match=r"Batch normalization sees one pass of 3 rows, not the whole share\."
@@ -252,7 +252,7 @@ def test_statistics_over_a_pass_are_said(split: Split) -> None:
 
 
 @pytest.mark.parametrize("micro", [2, 3])
-def test_a_pass_of_a_single_row_is_said(micro: int) -> None:
+def test_a_pass_of_a_single_row_is_warned_of(micro: int) -> None:
     """3 rows in passes of at most 2 always are 2 and 1, even if short batches are dropped."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -344,7 +344,7 @@ def test_gradients_are_exchanged_in_the_last_pass_only(one_rank_of_two: Split) -
         assert exchanged() == [(False, False), (False, True)]
 
 
-def test_a_plan_for_more_rows_than_there_are_is_said() -> None:
+def test_a_plan_for_more_rows_than_there_are_is_warned_of() -> None:
     """A small validation set is fine."""
     split = Split(in_passes((32,), (32,)))
     with pytest.warns(UserWarning, match="has 20 rows, fewer than the plan's global batch of 32"):

@@ -68,9 +68,7 @@ def test_each_training_of_a_process_finds_its_own_ranks(
         *((how, "lightning") for how in ("raises", "exits", "is killed")),
     ],
 )
-def test_on_two_gpus_the_other_rank_ends_with_a_sentence(
-    tmp_path: Path, how: str, way: str
-) -> None:
+def test_on_two_gpus_the_other_rank_ends_with_a_message(tmp_path: Path, how: str, way: str) -> None:
     """NCCL would wait for ten minutes in the sum, or while leaving the group."""
     import torch
 

@@ -178,7 +178,7 @@ def fail(loader: Loader) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [-1, 1.5, True, "2"])
-def test_a_prefetch_that_is_no_count_is_one_sentence(prefetch: Any) -> None:
+def test_an_invalid_prefetch_is_a_one_line_error(prefetch: Any) -> None:
     with pytest.raises(RequestError, match="prefetch") as caught:
         Heard(prefetch=prefetch)
     assert caught.value.remedy

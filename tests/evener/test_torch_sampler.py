@@ -112,7 +112,9 @@ def test_epochs_and_seeds_have_orders_of_their_own(length: int, seed: int) -> No
         (5, [], 0),
     ],
 )
-def test_what_cannot_be_sampled_is_one_sentence(length: int, shares: list[Any], rank: int) -> None:
+def test_what_cannot_be_sampled_is_a_one_line_error(
+    length: int, shares: list[Any], rank: int
+) -> None:
     with pytest.raises(RequestError) as caught:
         UnevenBatchSampler(length, shares, rank)
     assert caught.value.remedy
@@ -178,7 +180,7 @@ def test_a_rank_that_only_keeps_step_has_done_nothing() -> None:
     assert heard.ended == [1, 1, 0]
 
 
-def test_every_pass_is_a_new_epoch_unless_said() -> None:
+def test_every_iteration_is_a_new_epoch_unless_set_otherwise() -> None:
     loader = Heard().loader(40, [8])
     first, second = [torch.cat(list(loader)).tolist() for _ in range(2)]
     assert first != second
@@ -273,7 +275,7 @@ def test_other_libraries_find_a_dataloaders_attributes() -> None:
     assert repr(loader) == "Loader(45 rows, shares=(6, 2), rank=0, device=cpu)"
 
 
-def test_a_pickled_loader_gives_the_same_batches_and_tells_nobody() -> None:
+def test_a_pickled_loader_gives_the_same_batches_and_reports_nothing() -> None:
     loader = Heard().loader(11, [3, 1])
     again = pickle.loads(pickle.dumps(loader))
     assert [batch.tolist() for batch in again] == [batch.tolist() for batch in loader]
@@ -333,7 +335,7 @@ def test_an_order_is_the_same_for_every_rank_and_another_in_each_epoch() -> None
         torch.utils.data.BatchSampler([1, 2], 2, False),
     ],
 )
-def test_an_order_that_is_none_is_one_sentence(order: Any) -> None:
+def test_an_invalid_order_is_a_one_line_error(order: Any) -> None:
     with pytest.raises(RequestError, match="row numbers from 0 to 19") as caught:
         drawn(order)
     assert caught.value.remedy

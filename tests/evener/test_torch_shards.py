@@ -200,12 +200,12 @@ def test_one_rank_trains_on_from_it(trained: list[Any], folder: Path, tmp_path: 
             torch.testing.assert_close(mine, weights[name], rtol=0, atol=1e-12)
 
 
-def test_a_folder_that_cannot_be_written_is_said_on_every_rank(trained: list[Any]) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(trained: list[Any]) -> None:
     for rank in trained:
         assert "RequestError: The checkpoint /dev/full/there can't be written" in rank["full disk"]
 
 
-def test_a_broken_checkpoint_is_said_on_every_rank_before_weights_are_overwritten(
+def test_a_broken_checkpoint_is_an_error_on_every_rank_before_weights_are_overwritten(
     trained: list[Any],
 ) -> None:
     for rank in trained:
@@ -360,7 +360,7 @@ def test_a_rank_holds_what_is_expected_of_it(trained: list[Any]) -> None:
         assert 0.97 * expected <= peak <= 1.01 * expected, "headers are 16 bytes a part"
 
 
-def test_out_of_memory_in_a_unit_is_said_on_all_ranks(
+def test_out_of_memory_in_a_unit_is_reported_on_all_ranks(
     trainer_ranks: Callable[..., list[Any]],
 ) -> None:
     other, own = trainer_ranks("tests.support.torch_shard_refusals.leave", world=2)

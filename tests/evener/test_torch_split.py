@@ -156,7 +156,7 @@ def test_a_rank_gets_its_plans_device(
 
 
 @pytest.mark.parametrize("device", ["GPU-b", "MIG-b"])
-def test_a_gpu_that_is_not_here_is_one_sentence(device: str) -> None:
+def test_a_missing_gpu_is_a_one_line_error(device: str) -> None:
     with pytest.raises(DeviceError, match=device) as caught:
         choose_device(Share(device, 0, "a device", 4, 0.5), ProcessRank(1, 2, 1), {"GPU-a": 0})
     assert caught.value.remedy
@@ -211,14 +211,16 @@ def test_no_torchrun_at_all_is_the_same_error() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_split_is_one_sentence(arguments: dict[str, Any]) -> None:
+def test_what_cannot_be_split_is_a_one_line_error(arguments: dict[str, Any]) -> None:
     with pytest.raises(EvenerError) as caught:
         Split(**arguments)
     assert caught.value.remedy
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK"])
-def test_a_torn_environment_is_one_sentence(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_an_incomplete_environment_is_a_one_line_error(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv(name, "two")
     with pytest.raises(PlanError, match=name):
@@ -293,7 +295,7 @@ def limited(batches: tuple[int, ...]) -> Plan:
     return msgspec.structs.replace(made, layout=msgspec.structs.replace(made.layout, share=shares))
 
 
-def test_limits_that_do_not_hold_here_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_that_do_not_hold_here_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank prints one sentence for all devices."""
     for name in ("join", "watch_peers"):
         monkeypatch.setattr(f"evener.torch.planned.{name}", Mock())
@@ -566,7 +568,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_both(ended: list[dict[str, Any]])
         ("in common", "have a layer in common"),
     ],
 )
-def test_what_would_not_be_exact_is_said(
+def test_what_would_not_be_exact_is_warned_of(
     ended: list[dict[str, Any]], mode: str, named: str
 ) -> None:
     assert named in ended[0][mode]

@@ -376,7 +376,7 @@ def one_sentence(text: str) -> str:
     return last
 
 
-def test_a_disk_that_fills_while_journalling_is_one_sentence(
+def test_a_disk_that_fills_while_journalling_is_a_one_line_error(
     start: Start, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Earlier journal entries stay intact and are exported.
@@ -443,7 +443,9 @@ def test_a_disk_that_is_full_while_exporting_leaves_the_earlier_plan(
     assert {path.name for path in small_disk.iterdir()} == {"plan.toml", "filler"}
 
 
-def test_a_file_size_limit_is_one_sentence_too(start: Start, tmp_path: Path, state: Path) -> None:
+def test_a_file_size_limit_is_a_one_line_error_too(
+    start: Start, tmp_path: Path, state: Path
+) -> None:
     """RLIMIT_FSIZE, which sends a signal of its own, gives one sentence."""
     process = start(
         *SIMULATED, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
@@ -455,7 +457,7 @@ def test_a_file_size_limit_is_one_sentence_too(start: Start, tmp_path: Path, sta
 
 
 @pytest.mark.parametrize("what", ["state", "export"])
-def test_a_read_only_folder_is_one_sentence_before_any_probe(
+def test_a_read_only_folder_is_a_one_line_error_before_any_probe(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """A read-only file system, where even root can't write, gives one sentence."""

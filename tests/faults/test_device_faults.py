@@ -65,7 +65,7 @@ def drive(session: Session, see: Callable[[Event], None] = lambda _: None) -> Fi
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_probes")
 @pytest.mark.parametrize(("stage", "by"), [("solo", "SIGABRT"), ("split", "driver has")])
-def test_a_gpu_that_is_lost_midway_is_left_out_and_said(
+def test_a_gpu_that_is_lost_midway_is_left_out_and_reported(
     fake_nvml: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -243,7 +243,7 @@ def test_a_gpu_that_falls_off_the_bus_is_lost_and_the_other_is_read_on(rig: Rig)
     assert seen.devices[0].temperature_celsius.current is not None
 
 
-def test_a_driver_that_goes_away_is_said_and_found_again(rig: Rig) -> None:
+def test_a_driver_that_goes_away_is_reported_and_found_again(rig: Rig) -> None:
     """An unloaded driver is reported, and found again once it is loaded."""
     rig.nvml.unload()
     seen = wait_for(lambda: rig.latest(State.LOST))
@@ -256,7 +256,7 @@ CALLS = ("nvmlDeviceGetTemperature", "nvmlDeviceGetFieldValues")
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_that_hangs_holds_up_nobody(rig: Rig, call: str) -> None:
+def test_a_call_that_hangs_holds_up_no_reader(rig: Rig, call: str) -> None:
     """Readers get the last values as stale while a call hangs, and current values afterwards."""
     rig.nvml.hang(call)
     seen = wait_for(lambda: rig.latest(State.STALE))

@@ -25,7 +25,7 @@ LONGEST_SECONDS = 5.0  # CPU time limit for one text
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_mutated_text_is_a_value_or_one_sentence(name: str) -> None:
+def test_a_mutated_text_is_a_value_or_a_one_line_error(name: str) -> None:
     """Texts are cut, spliced, reordered, or get huge numbers, deep nesting and invalid bytes."""
     mutated = mutations(seeds(name))
 
@@ -42,14 +42,14 @@ def test_a_mutated_text_is_a_value_or_one_sentence(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_each_odd_text_alone_is_a_value_or_one_sentence(name: str) -> None:
+def test_each_odd_text_alone_is_a_value_or_a_one_line_error(name: str) -> None:
     """An odd text is the whole file, argument or message."""
     for data in (*ODD, b"", b"\n", b"[" * 100_000, b'{"a":' * 20_000, b"9" * 100_000):
         call(TARGETS[name], data)
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_text_torn_anywhere_is_a_value_or_one_sentence(name: str) -> None:
+def test_a_text_cut_anywhere_is_a_value_or_a_one_line_error(name: str) -> None:
     """Texts are cut off as by a kill or a full disk."""
     for data in seeds(name):
         for end in range(0, len(data), max(1, len(data) // CUTS)):

@@ -145,7 +145,7 @@ def test_a_chip_without_counters_is_judged_by_the_reasons_of_the_moment(nvml: An
     assert device == 0
 
 
-def test_a_power_limit_is_said_and_no_doubt(nvml: Any) -> None:
+def test_a_power_limit_is_reported_and_raises_no_doubt(nvml: Any) -> None:
     """A power limit is no doubt, as training will meet it, too."""
     nvml.gpus[0].throttled = {POWER_CAP: 0.8}
     with Bench(nvml) as bench:
@@ -157,7 +157,7 @@ def test_a_power_limit_is_said_and_no_doubt(nvml: Any) -> None:
     assert "the rate holds for this limit" in write_doubt(said, True)
 
 
-def test_work_that_lower_clocks_lost_is_told_by_its_reason(nvml: Any) -> None:
+def test_work_that_lower_clocks_lost_is_reported_with_its_reason(nvml: Any) -> None:
     """The fractions of work lost to heat and to a power limit are reported separately."""
     nvml.gpus[1].throttled, nvml.gpus[1].clock_mhz = {HARDWARE_HEAT: 0.4}, 990
     nvml.gpus[0].throttled, nvml.gpus[0].clock_mhz = {POWER_CAP: 0.9}, 1320
@@ -182,7 +182,7 @@ def lost(seen: Observation, position: int) -> tuple[float, float]:
     return part.power_seconds / seen.step_seconds, part.heat_seconds / seen.step_seconds
 
 
-def test_a_neighbour_that_computes_is_told_from_the_session_s_own_children(nvml: Any) -> None:
+def test_a_neighbour_that_computes_is_not_taken_for_the_session_s_own_children(nvml: Any) -> None:
     """If the driver doesn't name the children, their processes may be anybody's."""
     fake_process = sys.modules[type(nvml).__module__].FakeProcess
     with Bench(nvml) as bench:
@@ -205,7 +205,7 @@ def test_a_neighbour_that_computes_is_told_from_the_session_s_own_children(nvml:
     assert shared.parts[0].neighbours.startswith("python")
 
 
-def test_a_look_costs_no_more_than_a_block_can_bear_and_is_not_within_it(nvml: Any) -> None:
+def test_reading_counters_costs_little_and_is_not_within_a_block(nvml: Any) -> None:
     """Between two blocks, the counters of each GPU are read once in a batch.
 
     A driver that hangs is waited for only once, and briefly.
@@ -275,7 +275,7 @@ def test_a_driver_that_is_silent_fails_the_probe_of_its_gpu_alone(nvml: Any) -> 
         assert time.monotonic() - began < 30.0
 
 
-def test_memory_that_others_hold_is_told_as_a_probe_begins_and_as_it_runs_out(
+def test_memory_that_others_hold_is_reported_when_a_probe_begins_and_runs_out(
     nvml: Any,
 ) -> None:
     """Memory of others is reported by the pids that the driver names.

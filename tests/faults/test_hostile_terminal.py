@@ -161,7 +161,7 @@ def test_what_is_escaped_still_says_the_same(
         assert load_plan(path).workload == printable(EVIL)
 
 
-def test_an_evil_plan_s_faults_are_plain(
+def test_errors_of_a_hostile_plan_are_plain_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Errors that quote a plan's keys and values, a machine file or any argument are plain."""
@@ -313,7 +313,7 @@ def test_live_processes_are_drawn_plain(evil_process: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_search_on_evil_devices_is_drawn_plain(tmp_path: Path) -> None:
+def test_a_search_on_hostile_devices_is_drawn_as_plain_text(tmp_path: Path) -> None:
     """The form, the balance screen and the run list draw evil device names plain."""
     machine = tmp_path / "machine.toml"
     machine.write_text(MACHINE.format(name=json.dumps(EVIL)) + MACHINE.format(name='"Plain"'))

@@ -64,7 +64,7 @@ time.sleep(300)
 """
 
 
-def test_a_killed_run_leaves_nothing_though_its_guard_was_told_to_end(
+def test_a_killed_run_leaves_nothing_although_its_guard_was_ended(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If SIGTERM reaches all processes at once, the guard stays until its launcher exits."""
@@ -172,7 +172,7 @@ def test_a_plan_that_has_changed_is_not_started_again(folder: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_script_of_another_framework_than_the_plan_s_is_one_sentence(folder: Path) -> None:
+def test_a_script_of_another_framework_than_the_plan_s_is_a_one_line_error(folder: Path) -> None:
     """The script is refused before anything starts.
 
     A script that imports both frameworks, or is broken, is left to Python.
@@ -192,7 +192,9 @@ def test_a_script_of_another_framework_than_the_plan_s_is_one_sentence(folder: P
     assert "SyntaxError" in done.stderr
 
 
-def test_a_pipe_as_a_plan_is_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_as_a_plan_is_a_one_line_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A pipe is refused, because each process would have to read it."""
     monkeypatch.setattr(files, "PIPE_SECONDS", 0.1)
     os.mkfifo(folder / "plan.toml")

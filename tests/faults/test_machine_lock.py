@@ -164,6 +164,6 @@ def test_a_gpu_is_certain_by_its_place_on_the_bus(
     lock_kernel_files(gpus).close()
 
 
-def test_simulated_devices_are_nobodys() -> None:
+def test_simulated_devices_are_not_locked() -> None:
     """Any number of sessions can use simulated devices at the same time."""
     assert [kernel_files(device) for device in discover("sim:t4,t4").devices] == [[], []]

@@ -253,7 +253,7 @@ def test_a_workload_that_always_dies_is_no_layout_and_says_why() -> None:
     assert fault.value.message.count("\n") == 0
 
 
-def test_a_budget_too_small_to_measure_anything_is_said() -> None:
+def test_a_budget_too_small_to_measure_anything_is_reported() -> None:
     """The message includes a hint."""
     from evener.errors import NoLayoutError
 

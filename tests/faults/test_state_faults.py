@@ -39,7 +39,9 @@ def group_writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("group_writes")
 @pytest.mark.parametrize("first", ["a training", "a crash", "a search"])
-def test_whoever_makes_the_state_folder_makes_it_private(own_state: Path, first: str) -> None:
+def test_the_state_folder_is_private_whichever_command_makes_it(
+    own_state: Path, first: str
+) -> None:
     if first == "a training":
         prepare_folder(live_folders()[0])
     elif first == "a crash":
@@ -50,7 +52,7 @@ def test_whoever_makes_the_state_folder_makes_it_private(own_state: Path, first:
     assert {oct(path.stat().st_mode & 0o777) for path in made} == {"0o700"}
 
 
-def test_a_folder_of_ones_own_that_others_may_write_is_said_with_what_mends_it(
+def test_an_own_folder_that_others_may_write_is_reported_with_the_remedy(
     own_state: Path,
 ) -> None:
     state_folder().chmod(0o775)
@@ -60,7 +62,7 @@ def test_a_folder_of_ones_own_that_others_may_write_is_said_with_what_mends_it(
 
 
 @pytest.mark.parametrize("more", [(), ("--json",)])
-def test_a_disk_without_room_for_a_lock_is_one_sentence(
+def test_a_disk_without_room_for_a_lock_is_a_one_line_error(
     small_disk: Path,
     more: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,

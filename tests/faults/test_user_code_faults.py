@@ -43,7 +43,7 @@ def sample_batch(n):
         ("pass", "raise KeyError('labels')", "train.py:10: KeyError: 'labels'"),
     ],
 )
-def test_the_line_that_raised_is_named_in_one_sentence(
+def test_the_line_that_raised_is_named_in_one_line(
     tmp_path: Path, extra: str, batch: str, words: str
 ) -> None:
     """The line is named while the model or a batch is built.

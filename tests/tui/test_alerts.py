@@ -42,7 +42,9 @@ def _watch(script: Any, seconds: int, sample: Any = None, reports: Any = ()) -> 
         ),
     ],
 )
-def test_what_lasts_is_told_once(script: Any, kind: str, changed: Any, words: str) -> None:
+def test_a_lasting_condition_is_reported_once(
+    script: Any, kind: str, changed: Any, words: str
+) -> None:
     sample = script.sample(0, **changed)
     assert _watch(script, int(SECONDS[kind]), sample) == [], "it may pass"
     found = _watch(script, int(SECONDS[kind]) + 100, sample)
@@ -52,7 +54,7 @@ def test_what_lasts_is_told_once(script: Any, kind: str, changed: Any, words: st
     assert _watch(script, 400, script.sample(0)) == []
 
 
-def test_what_ended_is_told_again_when_it_comes_back(script: Any) -> None:
+def test_a_condition_is_reported_again_when_it_comes_back(script: Any) -> None:
     watch = AlertWatch(AlertRules())
     told = 0
     for second in range(60):
@@ -64,7 +66,7 @@ def test_what_ended_is_told_again_when_it_comes_back(script: Any) -> None:
     assert watch.reported == frozenset()
 
 
-def test_a_device_that_a_training_waits_on_is_told(script: Any) -> None:
+def test_a_device_that_a_training_waits_for_is_reported(script: Any) -> None:
     reports = make_ranks()
     device = msgspec.structs.replace(script.device(0), id=reports[0].devices[0].id)
     idle = script.sample(0, device=device, utilization_percent=value(1))
@@ -73,7 +75,7 @@ def test_a_device_that_a_training_waits_on_is_told(script: Any) -> None:
     assert _watch(script, 70, idle) == [], "without a training it may rest"
 
 
-def test_a_training_below_its_plan_is_told_after_five_minutes(script: Any) -> None:
+def test_a_training_below_its_plan_is_reported_after_five_minutes(script: Any) -> None:
     def reports(part: float) -> list[Training]:
         ranks = make_ranks()
         plan = sum(each.samples_per_second for each in ranks) / part

@@ -52,7 +52,7 @@ UNWRITABLE = {
 }
 
 
-async def test_a_path_that_cannot_be_written_is_said_whole(app_of: Any, plan: Any) -> None:
+async def test_a_path_that_cannot_be_written_is_shown_in_full(app_of: Any, plan: Any) -> None:
     """The path has an unknown home, a long name, no name, or is long.
 
     Each error is in the dialog, which stays open.
@@ -91,7 +91,7 @@ async def test_no_word_of_a_dialog_is_under_its_scroll_bar(app_of: Any, key: str
         await until(pilot, lambda: page.scroll_y > 0, "the wheel to scroll it")
 
 
-async def test_a_run_s_plan_is_exported_however_soon_it_is_asked_for(
+async def test_a_run_s_plan_is_exported_however_soon_it_is_requested(
     app_of: Any, tmp_path: Path
 ) -> None:
     """Nothing needs to be drawn between the key that moves the cursor and the one that exports."""

@@ -92,7 +92,7 @@ async def test_a_start_that_fails_stays_in_the_form(
         )
 
 
-async def test_what_is_wrong_is_said_by_its_field_and_nothing_starts(app_of: Any) -> None:
+async def test_an_error_is_shown_beside_its_field_and_nothing_starts(app_of: Any) -> None:
     """Wrong are a number, a missing device, and a user's workload without a name."""
     app = app_of(session_maker=lambda _: pytest.fail("nothing may start"))
     async with app.run_test(size=(120, 40)) as pilot:
@@ -166,7 +166,7 @@ def _key(sign: str) -> Key:
     return Key(sign, sign)
 
 
-async def test_efficiency_a_comparison_and_sharing_are_asked_for_in_the_form(
+async def test_efficiency_a_comparison_and_sharing_are_chosen_in_the_form(
     app_of: Any, searches: Any
 ) -> None:
     app = app_of(session_maker=searches)

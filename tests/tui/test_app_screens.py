@@ -330,7 +330,9 @@ async def test_real_simulated_runs_are_listed_compared_replayed_exported_and_del
         await until(pilot, lambda: text(app, "#runs").count("finished") == 1, "one run less")
 
 
-async def test_a_lost_device_and_no_driver_are_said_and_come_back(app_of: Any, script: Any) -> None:
+async def test_a_lost_device_and_driver_are_reported_and_come_back(
+    app_of: Any, script: Any
+) -> None:
     lost = script.sample(0, utilization_percent=LOST, note="GPU is lost: XID 79.")
     app = app_of(script.snapshot(devices=(lost, script.sample(1))))
     async with app.run_test(size=(80, 24)) as pilot:
@@ -345,7 +347,7 @@ async def test_a_lost_device_and_no_driver_are_said_and_come_back(app_of: Any, s
         await until(pilot, lambda: "116k" in text(app, "#devices"), "the driver is back")
 
 
-async def test_any_size_of_terminal_is_borne(app_of: Any, script: Any) -> None:
+async def test_the_app_runs_in_any_size_of_terminal(app_of: Any, script: Any) -> None:
     """Each screen takes many sizes in a row, down to one cell, with ticks in between."""
     app = app_of(script.snapshot(16))
     async with app.run_test(size=(120, 40)) as pilot:

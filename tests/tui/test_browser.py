@@ -196,7 +196,7 @@ def test_it_listens_on_loopback_alone(served: Served) -> None:
         socket.create_connection(("127.0.0.2", served.port), timeout=30)
 
 
-def test_a_port_in_use_and_a_missing_extra_are_one_sentence(
+def test_a_port_in_use_and_a_missing_extra_are_one_line_errors(
     served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["--web", "-d", "sim:gtx1080", "--web-port", str(served.port)]) == 2
@@ -249,7 +249,7 @@ def test_a_devices_text_can_start_no_other_command() -> None:
     assert shown.stdout.splitlines() == words
 
 
-def test_connections_that_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_connections_keep_no_client_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few are accepted at once and not for long, however slowly they send.
 
     A connection that requested the page stays.

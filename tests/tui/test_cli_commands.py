@@ -343,7 +343,7 @@ def test_the_monitor_draws_plain_ascii_when_asked(capsys: pytest.CaptureFixture[
         pytest.param(("--devices", "cpu/2", "--workload", "synthetic"), id="cpu", marks=two_cores),
     ],
 )
-def test_a_probe_of_so_many_steps_says_steps_and_memory(
+def test_a_probe_of_a_number_of_steps_prints_steps_and_memory(
     where: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each run times that many steps.
@@ -385,7 +385,7 @@ def test_a_probe_lasts_all_its_seconds(capsys: pytest.CaptureFixture[str]) -> No
     assert turn["samples"] / turn["samples_per_second"] >= 10
 
 
-def test_a_probe_with_too_large_a_batch_ends_with_one_sentence(
+def test_a_probe_with_too_large_a_batch_is_a_one_line_error(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Out of memory, however long the run should be."""

@@ -162,7 +162,7 @@ def test_a_run_can_be_shown_and_exported_afterwards(capsys: pytest.CaptureFixtur
         (("-w", "keras_towers", "-d", "cpu/2", "--set", "word=3"), "words"),
     ],
 )
-def test_bad_input_is_one_sentence_with_what_is_possible(
+def test_bad_input_is_a_one_line_error_with_what_is_possible(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
 ) -> None:
     code, answer = ask(capsys, *(() if "-d" in arguments else ("-d", machine())), *arguments)
@@ -170,7 +170,9 @@ def test_bad_input_is_one_sentence_with_what_is_possible(
     assert words in f"{answer['error']['message']} {answer['error']['remedy']}"
 
 
-def test_what_can_not_be_had_is_said_and_the_others_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unavailable_layouts_are_reported_and_the_others_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """With one device, splitting and placing are left out, with a message."""
     Path("one.toml").write_text(
         MACHINE.format(sync=1.0, gain=FLAT).split('[[device]]\nname = "Card B"')[0]

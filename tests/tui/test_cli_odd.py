@@ -37,7 +37,7 @@ def _last_run(capsys: pytest.CaptureFixture[str]) -> str:
     return str(json.loads(capsys.readouterr().out)["runs"][0]["run"])
 
 
-def test_a_target_that_cannot_be_looked_at_is_one_sentence(
+def test_a_target_that_cannot_be_read_is_a_one_line_error(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The error comes before probing, without a traceback, not after minutes of measuring."""
@@ -49,7 +49,7 @@ def test_a_target_that_cannot_be_looked_at_is_one_sentence(
 @pytest.mark.skipif(
     shutil.which("setpriv") is None and os.geteuid() == 0, reason="root may look everywhere"
 )
-def test_a_target_in_a_folder_of_somebody_else_is_one_sentence(tmp_path: Path) -> None:
+def test_a_target_in_another_user_s_folder_is_a_one_line_error(tmp_path: Path) -> None:
     """A folder that may not even be entered."""
     closed = tmp_path / "closed"
     closed.mkdir(mode=0)

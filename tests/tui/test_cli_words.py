@@ -164,7 +164,7 @@ def test_the_framework_of_a_file_is_what_it_imports(
         (["replay", "last", "--speed", "0"], "--speed 0.0", "a number from 0.1 to 1000"),
     ],
 )
-def test_a_figure_out_of_bounds_is_told_them(
+def test_the_error_for_a_number_out_of_bounds_names_the_bounds(
     words: list[str], option: str, bounds: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(words) == 2
@@ -190,7 +190,7 @@ def test_a_figure_out_of_bounds_is_told_them(
         ),
     ],
 )
-def test_a_wrong_command_line_is_told_in_our_words(
+def test_errors_of_the_command_line_are_in_evener_s_words(
     words: list[str], fault: str, remedy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The parser's own text changes with its version and names Python types."""

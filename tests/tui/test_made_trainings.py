@@ -186,7 +186,7 @@ def _join(script: Any, made: Made, seed: int = 0) -> TrainingRow:
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_what_is_said_of_a_training(script: Any, name: str) -> None:
+def test_what_the_screen_shows_of_a_training(script: Any, name: str) -> None:
     made = TABLE[name]
     row = _join(script, made)
     said = [cause.text for cause in row.causes]

@@ -238,7 +238,7 @@ def test_the_server_gives_the_newest_reading_to_this_machine_alone(
 @pytest.mark.parametrize(
     "address", ["9401", "gpu7:9401", "127.0.0.1", "127.0.0.1:70000", "a@127.0.0.1:1", "[::1:2", ""]
 )
-def test_what_is_no_address_is_one_sentence(
+def test_an_invalid_address_is_a_one_line_error(
     address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["monitor", "-d", "sim:gtx1080", f"--metrics={address}"]) == 2
@@ -332,7 +332,7 @@ def _first_port(capsys: pytest.CaptureFixture[str]) -> int:
     return parse_metrics_address(capsys.readouterr().err.split("/")[2], public=False).port
 
 
-def test_clients_that_ask_for_nothing_keep_nobody_out_and_no_descriptors(
+def test_silent_clients_keep_no_other_out_and_no_descriptors(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each could hold a thread and a descriptor, so the oldest are closed."""
@@ -405,7 +405,7 @@ def test_a_reading_that_fails_is_stale_and_not_the_end(script: Any) -> None:
     assert "Too many open files" in failed.notes[-1]
 
 
-def test_a_reading_that_fails_at_once_is_one_sentence(
+def test_a_reading_that_fails_at_once_is_a_one_line_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(_: object) -> None:

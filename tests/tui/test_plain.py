@@ -42,7 +42,7 @@ def test_json_is_one_object_with_units_in_its_keys() -> None:
     assert msgspec.json.encode(reading)
 
 
-def test_a_link_that_was_measured_is_told_as_text_in_json_and_in_details(script: Any) -> None:
+def test_a_measured_link_is_in_the_text_in_json_and_in_details(script: Any) -> None:
     snapshot = script.snapshot()
     devices = [sample.device for sample in snapshot.devices]
     assert "link GPU" not in snapshot_text(snapshot, 120, colour=False)

@@ -195,7 +195,9 @@ def test_a_loop_of_accelerate_learns_the_same_by_other_shares(train: Ranks) -> N
         (["python", "nowhere.py"], "There is no script nowhere.py"),
     ],
 )
-def test_a_command_that_cannot_be_balanced_is_one_sentence(words: list[str], named: str) -> None:
+def test_a_command_that_cannot_be_balanced_is_a_one_line_error(
+    words: list[str], named: str
+) -> None:
     with pytest.raises(RequestError) as refused:
         read_command(words)
     assert named in str(refused.value)
@@ -227,7 +229,7 @@ def test_the_trainer_of_a_program_is_what_it_would_train(trainer_ranks: Ranks) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_training_in_each_process_alone_is_said_and_ends_where_it_has_to_be_balanced(
+def test_a_training_in_each_process_alone_is_reported_and_refused_by_strict(
     strict: bool, trainer_ranks: Ranks
 ) -> None:
     ((raised, noted),) = trainer_ranks(f"{SCRIPTS}.save_step_alone", strict)

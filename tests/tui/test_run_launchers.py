@@ -144,7 +144,7 @@ print("has trained")
 
 
 @pytest.mark.slow
-def test_a_lightning_trainer_for_one_device_is_told_how_to_train_on_all(
+def test_a_lightning_trainer_for_one_device_gets_advice_for_all(
     tmp_path: Path, trainer_ranks: Callable[..., list[Any]]
 ) -> None:
     """The message has the options; that such a script runs once is tested above."""

@@ -60,7 +60,7 @@ def _search(request: Request) -> str:
         session.close()
 
 
-def test_each_phase_is_marked_and_what_is_measured_is_said(events: Any) -> None:
+def test_each_phase_is_marked_and_what_is_measured_is_named(events: Any) -> None:
     """Done, running or still to come; with the reason and the time left."""
     split = advance(
         _after(events, 8), ProbeStarted(Probe(layout_of((820, 568)), Stage.SPLIT, 4.0), 18.0)

@@ -38,7 +38,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
     "content",
     [b"theme = 3", b"theme = 'pink'", b"tehme = 'dark'", b"[[", b"\xff", b"interval_seconds = 0.0"],
 )
-def test_a_bad_file_is_one_sentence_and_ignored(tmp_path: Path, content: bytes) -> None:
+def test_a_bad_file_is_a_one_line_warning_and_ignored(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "settings.toml"
     path.write_bytes(content)
     settings, ignored = load_settings(path)

@@ -96,7 +96,7 @@ def test_a_session_that_cannot_begin_ends_with_its_reason() -> None:
     assert (messages[0].fault, messages[0].remedy) == ("Nothing ran.", "Free memory.")
 
 
-def test_a_bug_in_a_session_ends_as_a_sentence_and_a_log(
+def test_a_bug_in_a_session_ends_with_a_message_and_a_log(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))

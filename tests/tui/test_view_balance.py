@@ -239,7 +239,7 @@ def test_the_shares_bar_is_split_by_shares_in_whole_cells(events: Any) -> None:
     assert "global batch 1388" in legend
 
 
-def test_a_device_that_is_left_out_is_said(events: Any) -> None:
+def test_a_device_that_is_left_out_is_named(events: Any) -> None:
     state = _after(events, -1)
     alone = msgspec.structs.replace(state, best=Result(solo(2, 0, 1024), state.best.throughput, 1))  # type: ignore[union-attr]
     assert "SIM:1 left out" in _text(share_lines(alone, 80, 9))
@@ -404,7 +404,7 @@ def test_a_search_took_as_long_here_as_in_the_list_of_runs(events: Any) -> None:
     assert "6 probes, 1 out of memory, 47 s." in _text(search_lines(state, 100, 10))
 
 
-def test_while_models_are_built_it_is_said_where_and_for_how_long(events: Any) -> None:
+def test_while_models_are_built_their_devices_and_durations_are_shown(events: Any) -> None:
     """The search's own text says it, and so do device rows that are wide enough."""
     running = tuple(
         ProbeProgress(

@@ -131,7 +131,7 @@ def test_tokens_and_padding_are_shown_where_rows_have_lengths(script: Any) -> No
     assert "tokens" not in other
 
 
-def test_no_process_is_said(script: Any) -> None:
+def test_an_empty_list_of_processes_is_explained(script: Any) -> None:
     gpu = script.sample(0)
     slice_ = script.sample(0, device=script.device(0, "AMD EPYC", "cpu"))
     for devices, said in (

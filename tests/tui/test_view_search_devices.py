@@ -66,7 +66,7 @@ def test_a_missing_metric_is_no_zero(events: Any, script: Any) -> None:
     assert second.count("–") >= 2
 
 
-def test_a_replay_has_no_columns_for_what_nobody_samples(events: Any) -> None:
+def test_a_replay_has_no_columns_for_values_without_samples(events: Any) -> None:
     assert "util" not in _rows(_full(events), 118)[0]
 
 
@@ -80,7 +80,7 @@ def test_no_figure_is_ever_cut(events: Any, script: Any, width: int) -> None:
         assert {"158012", "16384", "20480"} <= numbers
 
 
-def test_nothing_is_said_to_fit_on_a_device_on_which_nothing_ran(events: Any) -> None:
+def test_no_size_is_claimed_to_fit_on_a_device_on_which_nothing_ran(events: Any) -> None:
     """At its beginning, a search assumes that one row fits."""
     state = advance(SessionState(), events[0])
     unseen = msgspec.structs.replace(state, belief=Belief((PredictedCurve(0, (), 1, None),), ""))

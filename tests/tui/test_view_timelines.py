@@ -127,7 +127,7 @@ def test_dots_that_are_drawn_never_change(per_dot: int, ticks: int, width: int) 
 
 
 @given(st.floats(30, 600), st.floats(0.1, 10), st.integers(14, 80))
-def test_the_time_asked_for_is_shown(span: float, interval: float, width: int) -> None:
+def test_the_chosen_time_span_is_shown(span: float, interval: float, width: int) -> None:
     per_dot = ticks_per_dot(span, interval, width)
     assert per_dot * 2 * width * interval >= span * 0.94
     assert per_dot == 1 or (per_dot - 1) * 2 * width * interval < span

@@ -617,7 +617,7 @@ def test_graphs_fill_their_panel_at_every_size(
     assert why.text.strip() == "The monitor sees none of its devices."
 
 
-def test_the_monitor_has_a_column_for_own_work_where_it_is_told(script: Any) -> None:
+def test_the_monitor_has_a_column_for_own_work_if_it_is_known(script: Any) -> None:
     row = DeviceRow(script.sample(0), work=(0.03, 0.07))
     for width in (80, 120, 160):
         (head, first, second), _ = device_lines([row, DeviceRow(script.sample(1))], width, 3)
@@ -653,7 +653,7 @@ def test_a_process_that_names_no_device_is_a_row(script: Any) -> None:
     ]
 
 
-def test_ranks_on_one_device_are_told_apart_by_their_numbers(script: Any) -> None:
+def test_ranks_on_one_device_are_distinguished_by_their_numbers(script: Any) -> None:
     row = _only(script, make_ranks(ids=("cpu", "cpu")))
     assert row.causes[0].text.startswith("Rank 1 takes 158 ms for its share")
 

@@ -245,14 +245,16 @@ def test_fetched_ahead_batches_are_there_when_steps_have_been_timed() -> None:
         (WorkerSetup(("GPU:0", "GPU:1")), "2 in one"),
     ],
 )
-def test_a_setup_that_torch_cannot_serve_is_one_sentence(setup: WorkerSetup, named: str) -> None:
+def test_a_setup_that_torch_cannot_serve_is_a_one_line_error(
+    setup: WorkerSetup, named: str
+) -> None:
     with pytest.raises(RequestError, match=named) as caught:
         registry.build("torch_mnist", setup, {}, "torch")
     assert caught.value.remedy
 
 
 @pytest.mark.parametrize("shares", [(), (0,), (-1,), (4, 4)])
-def test_shares_for_another_place_are_one_sentence(shares: tuple[int, ...]) -> None:
+def test_shares_for_another_number_of_devices_are_a_one_line_error(shares: tuple[int, ...]) -> None:
     workload = registry.build("torch_mnist", CPU, {"filters": 1, "dense": 2}, "torch")
     with pytest.raises(RequestError):
         workload.prepare(shares)
@@ -366,9 +368,7 @@ def test_the_users_own_module_trains(
         ("short", "rows"),
     ],
 )
-def test_what_is_wrong_with_the_users_module_is_one_sentence(
-    own: Path, name: str, named: str
-) -> None:
+def test_an_error_in_the_users_module_is_a_one_line_error(own: Path, name: str, named: str) -> None:
 
     def run() -> None:
         workload = registry.build(f"{own}:{name}", CPU, {}, "torch")
@@ -385,13 +385,13 @@ def test_what_is_wrong_with_the_users_module_is_one_sentence(
 @pytest.mark.parametrize(
     "result", [None, 3, (1, 2), torch.nn.Linear(1, 1), {"modul": 1}, (None, None, None)]
 )
-def test_what_is_no_recipe_is_one_sentence(result: object) -> None:
+def test_an_invalid_recipe_is_a_one_line_error(result: object) -> None:
     with pytest.raises(RequestError) as caught:
         from_user("train.py:build", result)
     assert caught.value.remedy
 
 
-def test_a_batch_that_cannot_be_cut_is_one_sentence_and_only_in_passes() -> None:
+def test_a_batch_that_cannot_be_cut_is_a_one_line_error_only_in_passes() -> None:
     """A batch with an object that can't be split by rows is refused, but only in passes.
 
     Batch normalization in the module is in the facts.

@@ -147,7 +147,7 @@ def test_a_family_s_further_candidates_are_extra() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_only_what_is_asked_for_races(family: str) -> None:
+def test_only_requested_layouts_race(family: str) -> None:
     options = LayoutOptions((family,), placements=(Placement("towers"),))
     assert set(raced(FOUR, options, global_batch=800)) <= {family}
 

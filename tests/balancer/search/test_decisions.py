@@ -46,7 +46,7 @@ def announced(
 @pytest.mark.parametrize(
     "options", [BALANCE, LayoutOptions(("solo", "split", "pack"), knobs=("xla",))]
 )
-def test_what_a_probe_is_for_is_said(options: LayoutOptions) -> None:
+def test_the_purpose_of_a_probe_is_reported(options: LayoutOptions) -> None:
     said = announced(Search(PAIR.problem(global_batch=1000, tolerance=0.0), options), PAIR)
     for probe, words in said:
         expected = SAID[probe.stage].format(processes=probe.layout.processes, turn=probe.turn + 1)

@@ -297,7 +297,7 @@ def test_the_smallest_batch_that_failed_bounds_what_ran() -> None:
     )
 
 
-def test_nobody_named_means_the_device_nearest_to_its_largest_batch() -> None:
+def test_an_unnamed_device_that_ran_out_is_the_one_nearest_to_its_largest_batch() -> None:
     """50 of at most 64 is nearer than 50 of 500. If equal, the first device counts."""
     seen = [timed(alone(64)), timed(alone(500, 1))]
     found = store(*seen, full(probe(Layout("split", (50, 50)), Stage.SPLIT)))

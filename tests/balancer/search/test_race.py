@@ -52,7 +52,7 @@ def searched_with(
 @pytest.mark.parametrize(
     ("families", "why"), [(("solo", "split"), Stop.SETTLED), (("split",), Stop.ONLY_ONE)]
 )
-def test_a_race_of_two_is_settled_and_of_one_is_no_race(
+def test_a_race_of_two_is_decided_and_of_one_is_no_race(
     families: tuple[str, ...], why: Stop
 ) -> None:
     search = run_search(
@@ -106,7 +106,7 @@ def test_the_first_turn_of_all_comes_before_the_second_of_any() -> None:
         assert len(layouts) == len(set(layouts)) >= 2
 
 
-def test_a_race_ends_settled_only_if_no_rival_may_gain_what_matters() -> None:
+def test_a_race_is_decided_only_if_no_rival_may_gain_what_matters() -> None:
     """The expected gain of a change decides, whatever the noise.
 
     Otherwise the search ends as tied, or without time left.

@@ -97,7 +97,7 @@ def test_layouts_without_a_turn_in_common_are_compared_by_all_they_have() -> Non
     assert found.turns == 1
 
 
-def test_what_can_not_be_told_apart_is_a_tie() -> None:
+def test_layouts_that_can_not_be_distinguished_are_a_tie() -> None:
     _, second = ranked({SOLO: [1000.0, 940.0, 1030.0], EVEN: [990.0, 985.0, 960.0]})
     assert second.tie
     assert not second.unclear
@@ -119,7 +119,7 @@ def test_a_tie_that_may_be_a_large_difference_is_called_unclear() -> None:
     assert not first.unclear
 
 
-def test_of_two_that_nobody_could_tell_apart_the_simpler_wins() -> None:
+def test_of_two_indistinguishable_layouts_the_simpler_wins() -> None:
     first, second = ranked({PACK: [1003.0] * 3, SOLO: [1000.0] * 3})
     assert (first.candidate, second.candidate) == (SOLO, PACK)
     assert second.tie
@@ -195,20 +195,20 @@ def test_the_hopeless_get_no_more_turns_and_the_close_do() -> None:
     assert wanted({SOLO: [1000.0], EVEN: [999.0], PACK: [600.0]}) == ([SOLO, EVEN], False)
 
 
-def test_a_settled_ranking_has_no_more_turns() -> None:
+def test_a_decided_ranking_has_no_more_turns() -> None:
     assert wanted({SOLO: [1000.0, 1001.0, 999.0], EVEN: [900.0, 901.0, 899.5]}) == ([], False)
     assert wanted({SOLO: [1000.0]}) == ([], False)
 
 
 @pytest.mark.parametrize(("left", "most"), [(0.5, 8), (9, 1)])
-def test_a_difference_that_no_turn_can_settle_is_a_tie_and_gets_none(
+def test_a_difference_that_no_turn_can_decide_is_a_tie_and_gets_none(
     left: float, most: int
 ) -> None:
     """Neither the budget nor the number of turns allows another one."""
     assert wanted({SOLO: [1000.0], EVEN: [999.0]}, left, most) == ([], True)
 
 
-def test_a_noisy_difference_that_few_turns_would_not_settle_is_given_up() -> None:
+def test_a_noisy_difference_that_few_turns_would_not_decide_is_given_up() -> None:
     """A turn has 10 % of noise.
 
     With two more turns, the expected gain still matters; with 60 it doesn't.
@@ -238,7 +238,7 @@ def test_two_layouts_of_one_speed_tie_nearly_always(noise: float, count: int, mo
     assert wrong <= 400 * most
 
 
-def test_a_difference_that_nobody_would_notice_is_a_tie_however_sure() -> None:
+def test_a_negligible_difference_is_a_tie_however_certain() -> None:
     assert ranked({SOLO: [1000.0] * 8, EVEN: [1000 * (1 - 0.9 * TIE)] * 8})[1].tie
     assert not ranked({SOLO: [1000.0] * 8, EVEN: [1000 * (1 - 1.1 * TIE)] * 8})[1].tie
 

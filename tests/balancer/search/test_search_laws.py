@@ -166,7 +166,7 @@ def test_never_worse_than_the_even_split_or_one_device(bench: Bench) -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(st.randoms(use_true_random=True), st.integers(1, 4))
-def test_it_ends_whatever_it_is_told(chance: random.Random, count: int) -> None:
+def test_it_ends_whatever_observations_it_gets(chance: random.Random, count: int) -> None:
     """With random outcomes, failures and never enough memory, the search ends with a reason."""
     search = Search(Problem(count, (None,) * count))
     for _ in range(400):
@@ -299,7 +299,7 @@ def test_a_free_batch_leaves_20_steps_once_the_rows_of_the_data_are_reported(
 @pytest.mark.parametrize(
     "asked", [Problem(1, (None,), max_global_batch=500), Problem(1, (None,), global_batch=500)]
 )
-def test_a_batch_that_was_asked_for_may_be_larger_than_the_data(asked: Problem) -> None:
+def test_a_requested_batch_may_be_larger_than_the_data(asked: Problem) -> None:
     """The plan warns of it."""
     search = Search(asked)
     search.learn_data(Facts(rows=100))

@@ -56,7 +56,7 @@ NEEDS = st.builds(
     st.none() | st.integers(1, 300),
     st.sets(st.integers(0, 3)),
 )
-def test_state_and_rows_fit_each_device_or_nothing_is_said_to(
+def test_state_and_rows_fit_each_device_whenever_a_division_is_returned(
     devices: list[tuple[float, RowDemand]],
     state: float,
     step: float,
@@ -290,7 +290,7 @@ def test_where_one_device_holds_the_model_it_is_compared_with_shards(
     assert any("single" in name or "solo" in name for name in names)
 
 
-def test_where_each_device_holds_it_nobody_asks_for_shards(
+def test_if_each_device_holds_the_model_shards_are_tried_only_on_request(
     own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = smaller("4000", own_folder)
@@ -301,7 +301,7 @@ def test_where_each_device_holds_it_nobody_asks_for_shards(
     assert "shards of the model" in names, "unless they are asked for"
 
 
-def test_what_does_not_fit_in_shards_either_is_said(
+def test_a_model_that_does_not_fit_in_shards_either_is_reported(
     own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, said = balance(capsys, "-d", f"sim:{smaller('40000', own_folder)}")
@@ -311,7 +311,7 @@ def test_what_does_not_fit_in_shards_either_is_said(
         assert re.search(rf"[GM]iB on {label} for \d+ rows?\b", said), "beside the state"
 
 
-def test_time_that_ran_out_is_not_said_to_be_a_lack_of_memory(
+def test_time_that_ran_out_is_not_called_a_lack_of_memory(
     own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each card ran alone with a part of the state, and there was no time for both together."""

@@ -81,7 +81,7 @@ class Hiding(Bench, frozen=True):
         return msgspec.structs.replace(seen, memory_bytes=memory)
 
 
-def test_a_batch_that_was_kept_small_as_memory_said_nothing_is_followed_by_a_large_one() -> None:
+def test_a_batch_kept_small_because_memory_is_unknown_is_followed_by_a_large_one() -> None:
     """The next is eight times the second, then the largest.
 
     If memory is known, the third is the largest.
@@ -112,7 +112,7 @@ def test_devices_that_can_not_be_used_sit_the_next_rounds_out() -> None:
     assert found[-1][1] > 1000
 
 
-def test_a_retried_round_is_asked_for_whole() -> None:
+def test_a_retried_round_asks_only_for_what_is_missing() -> None:
     """The devices of one round run at the same time. What already ran isn't requested again."""
     search = Search(Problem(2, (None, None)))
     first = search.ask()

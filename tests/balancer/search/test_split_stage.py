@@ -104,7 +104,7 @@ def test_of_two_splits_that_no_measurement_tells_apart_the_one_that_raced_is_the
     assert search.best() == best
 
 
-def test_the_best_single_device_is_certain_by_the_batch_asked_for_if_none_races() -> None:
+def test_the_best_single_device_is_certain_at_the_requested_batch_if_none_races() -> None:
     """A comparison of splits alone still has their gain over one device."""
     options = LayoutOptions(("even", "split"), scaling=False)
     search = run_search(Search(PAIR.problem(global_batch=1000), options), PAIR.measure)

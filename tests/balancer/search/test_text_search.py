@@ -62,7 +62,7 @@ def test_no_rates_above_zero_come_nearer(values: list[float]) -> None:
 
 
 @pytest.mark.parametrize("costs", [(FAST, SLOW), (FAST, FAST), (FAST, FAST, SLOW)])
-def test_the_plan_is_as_fast_as_rows_dealt_by_the_true_costs(costs: tuple[Cost, ...]) -> None:
+def test_the_plan_is_as_fast_as_rows_assigned_by_the_true_costs(costs: tuple[Cost, ...]) -> None:
     """It is within 3 % of them, and far above the even split by number of rows, which races too."""
     machine = TextMachine(costs)
     search, _ = machine.searched(global_batch=64)
@@ -129,7 +129,7 @@ def test_no_pass_is_larger_than_memory() -> None:
     )
 
 
-def test_rows_dealt_by_cost_that_run_out_of_memory_are_tried_in_smaller_passes() -> None:
+def test_rows_assigned_by_cost_that_run_out_of_memory_are_tried_in_smaller_passes() -> None:
     """The devices' memory is unknown, so the limit shows when a pass is too large."""
 
     class Surprising(TextMachine):

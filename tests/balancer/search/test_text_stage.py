@@ -112,7 +112,7 @@ class Contended(TextMachine):
         return seen
 
 
-def test_rows_are_dealt_by_what_devices_do_in_splits() -> None:
+def test_rows_are_assigned_by_the_devices_speed_in_splits() -> None:
     """A device that others slow down there gets as many rows as one that is as slow alone."""
     alone, _ = TextMachine((Cost(0.0015, 3e-5, 1.5e-8), SLOW), step_s=0.0).searched(global_batch=64)
     found, _ = Contended((FAST, SLOW), step_s=0.0).searched(global_batch=64)
