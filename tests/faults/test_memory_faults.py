@@ -169,7 +169,7 @@ def test_the_retreat_bisects_between_what_ran_and_what_did_not() -> None:
         devices="cpu:0@64MiB,cpu:1",
         workload="synthetic",
         settings={"memory_per_sample_mib": 0.5, "base_ms": 20.0},
-        budget_seconds=8.0,
+        budget_seconds=5.0,
         max_global_batch=600,
     )
     plan = finish(request)[0].plan
