@@ -71,9 +71,10 @@ class DeviceModel:
 
     @cached_property
     def points(self) -> tuple[Point, ...]:
-        """This device's points from solo probes, and its points of larger batches.
+        """This device's points (batches with their step times) from exploration.
 
-        The larger batches were measured in splits or while the other devices were idle.
+        They come from solo probes. Batches larger than those were measured in splits, or while the
+        other devices were idle.
         """
         return self.evidence.solo_points(self._among)
 

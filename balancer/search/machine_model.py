@@ -81,7 +81,10 @@ def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...
 
 
 def _weighted_mean(samples: Sequence[tuple[float, float, float]]) -> float:
-    """Return the mean of the second values, weighted by the third; 0 without samples."""
+    """Return a weighted mean; 0 without samples.
+
+    In each sample, the second number is the value and the third its weight.
+    """
     weights = math.fsum(weight for _, _, weight in samples)
     if not weights:
         return 0.0
@@ -149,13 +152,16 @@ class MachineModel:
         return self._with_link(costs, max((k for k, *_ in samples), default=1))
 
     def _with_link(self, costs: ExchangeCosts, widest: int) -> ExchangeCosts:
-        """Return the exchange costs, raised for more devices than the widest split so far had."""
+        """Return the exchange costs, raised for more devices than any measured split had.
+
+        `widest` is the most devices of a measured split. For more devices, the costs are at least
+        the time that the exchange takes over the known link.
+        """
         # links between hosts aren't known
         if self.problem.link is None or not self.by_rows or not self.split_curves or costs[2:]:
             return costs
         within = list(costs[-1])
         for k in range(widest + 1, len(within)):
-            # at least the time that the exchange takes over the known link
             within[k] = max(within[k - 1], within[k], self._unhidden_seconds(k, self.problem.link))
         return (costs[0], tuple(within))
 
@@ -179,9 +185,9 @@ class MachineModel:
 
     @cached_property
     def sync_seconds(self) -> float | None:
-        """The exchange time in seconds for as many devices as the widest split has.
+        """The exchange time, in seconds, for the devices of the largest split that was measured.
 
-        None without splits.
+        None if no split was measured.
         """
         layouts = [split.probe.layout for split in self.splits]
         if not layouts:

@@ -238,7 +238,7 @@ class TextModel(MachineModel):
         return own / expected if own and expected else 1.0
 
     def _costs_of(self, positions: Sequence[int]) -> list[StepCost]:
-        """Return the known costs of these devices in a split, or the cost of one device alone."""
+        """Return the devices' known costs in a split or, for a single device, its cost alone."""
         costs = self.costs if len(positions) > 1 else self.alone
         found = [costs[i] for i in positions]
         return [one for one in found if one]

@@ -323,14 +323,16 @@ def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
 
 
 def _list_drifts(devices: Sequence[DeviceEvidence]) -> Iterator[float]:
-    """Yield how much two times of one device at similar batches differ, for each pair."""
+    """Yield the drift between each two measurements of one device at similar batches.
+
+    It is how much their times differ, relatively, beyond what the batches explain; 0 if the
+    measurements' errors explain the rest.
+    """
     for device in devices:
         for a, b in combinations((*device.alone, *device.in_splits), 2):
             rows = abs(math.log(a.batch / b.batch))
             if rows <= LEVEL:
                 gap, error = _log_ratio(a, b)
-                # minus what the small difference of the batches may explain; 0 if the errors
-                # explain the rest
                 moved = abs(gap) - rows / 2
                 yield moved if moved > CLEAR * error else 0.0
 

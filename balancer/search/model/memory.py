@@ -100,7 +100,10 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return max(0, most - int(MARGIN * most))
 
     def _slope_increase(self) -> float:
-        """Return how much the last slope exceeds the one before, in bytes per sample, or 0."""
+        """Return how much the last slope exceeds the one before, in bytes per sample.
+
+        Return 0 if it isn't clearly larger, or with fewer than three points.
+        """
         if len(self.distinct_points) < 3:
             return 0.0
         (b0, m0), (b1, m1), (b2, m2) = self.distinct_points[-3:]

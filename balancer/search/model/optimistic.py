@@ -21,8 +21,8 @@ from .step_time import LEVEL, Point, fit_stairs, make_rising, merge_points
 def optimistic_curve(points: Sequence[Point], curve: Curve) -> Curve:
     """Return the fastest curve that the points allow.
 
-    `curve` is the curve fitted to the points. It is returned if it explains them so well that no
-    other is likely, or if there are fewer than three batches.
+    `curve` is the curve fitted to the points. It is returned unchanged if it explains the points so
+    well that no faster one is likely, or if there is only one batch.
     """
     found = merge_points(points)
     if curve.simple and len(curve.batches) > 2:
@@ -83,9 +83,10 @@ def bend_is_open(points: Sequence[Point], curve: Curve) -> bool:
 
 
 def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | None:
-    """Return the optimistic (batch, seconds) in the middle of the gap before point `right`.
+    """Return the point (batch, seconds) of the optimistic curve in the middle of a gap.
 
-    Return None if that isn't clearly faster than the line between the two points.
+    The gap is the one before point number `right`. Return None if the optimistic point isn't
+    clearly faster than the line across the gap.
     """
     one, other = points[right - 1], points[right]
     own = _slope(one, other)
@@ -102,9 +103,9 @@ def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | Non
 
 
 def _slope_before(points: Sequence[Point], right: int, own: float) -> float:
-    """Return the slope at which the time may rise at first in the gap before a point.
+    """Return the slope with which the time may begin to rise in the gap before a point.
 
-    `right` is the point's number, and `own` is the slope of the gap.
+    `right` is the point's number, and `own` is the slope of the line across the gap.
     """
     # the time may continue as in the gap before
     if right > 1:

@@ -62,7 +62,7 @@ class Point(msgspec.Struct, frozen=True):
 
     @property
     def weight(self) -> float:
-        """1 / variance of the relative error."""
+        """The point's weight in a fit: 1 / variance of its relative error."""
         return 1 / self.sure_error**2
 
     @property
@@ -104,7 +104,7 @@ def _fit_points(points: tuple[Point, ...], among: int) -> Curve | None:
 
 
 def _level_curve(point: Point) -> Curve:
-    """Return the curve of a single point, as an upper bound for other batches."""
+    """Return a curve through a single point, as an upper bound for the time of other batches."""
     # fewer rows are assumed to take as long, and more rows proportionally longer
     batches = (0.0, float(point.batch))
     times = (point.seconds, point.seconds)
@@ -373,7 +373,10 @@ def _fit_stairs_to_levels(points: Sequence[Point], levels: Sequence[int]) -> Sta
 def _find_feasible_region(
     batches: Sequence[int], levels: Sequence[int]
 ) -> tuple[tuple[float, float, float], ...]:
-    """Return the `corners` of `Stairs` that put each batch on its level, if any."""
+    """Return the `corners` of the `Stairs` that put each batch on its level.
+
+    Return an empty tuple if no step function does.
+    """
     pairs = list(combinations(zip(batches, levels, strict=True), 2))
     # bounds of 1 / width
     low = 1 / batches[-1]
