@@ -215,9 +215,9 @@ class Budget:
         return max(0.0, LATER_TURNS_END_BY * self.seconds - self.spent) / each
 
     def budget_with_more_turns(self, missing_seconds: float) -> float:
-        """Return the budget, in seconds, that would have left time for the missing first turns.
+        """Return the budget, in seconds, with which every layout would have had its first turn.
 
-        `missing_seconds` is the time that these turns take.
+        `missing_seconds` is the duration of the first turns that are missing.
         """
         # exploration uses a fixed part of a budget, so the turns get only a part of the additional
         # time
@@ -246,7 +246,7 @@ class Budget:
     # ------------------------------------------------------------------ what probes cost
 
     def _warm_up_seconds(self, layout: Layout, step_seconds: float) -> float:
-        """Return the seconds of the layout's shortest warm-up, or of a typical one."""
+        """Return the seconds of the layout's shortest warm-up; of a typical one if it never ran."""
         own = [untimed_seconds(one) for one in self._seen.timed_in(layout)]
         return min(own, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds)
 
@@ -258,11 +258,13 @@ class Budget:
         return min(own, default=typical)
 
     def _further_warm_up_seconds(self, layout: Layout) -> float:
-        """Return how many seconds the next probe must warm up before it can show its noise."""
+        """Return how many seconds the next probe must warm up before it can time several steps.
+
+        Return 0 unless all probes of the layout so far timed a single step, without a warm-up.
+        """
         own = self._seen.timed_in(layout)
         if not own or not all(one.lone for one in own):
             return 0.0
-        # all probes so far timed a single step, without a warm-up
         return WARM_UP_STEPS * median(one.step_seconds for one in own)
 
     def _step_seconds(self, layout: Layout) -> float:

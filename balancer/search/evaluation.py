@@ -74,7 +74,7 @@ class Evaluation:
         return tuple(msgspec.structs.replace(probe, after=turn) for probe in wanted)
 
     def _wanted_probes(self) -> Iterator[tuple[Probe, ...]]:
-        """Yield the next probes of each part of the search, if any, by priority."""
+        """Yield the next probes of each part of the search that has any, in order of priority."""
         # exploration interrupts the race until it has spent its part of the budget
         if not self._seen.timed(Stage.CHECK):
             yield self._explore(self.budget)
@@ -92,7 +92,10 @@ class Evaluation:
                 yield self.race.repeat_best(self.best.layout)
 
     def _retries(self) -> tuple[Probe, ...]:
-        """Return the failed probes to retry: all of the solo stage, or one of a later stage."""
+        """Return the failed probes to retry now.
+
+        Probes of the solo stage are retried all at once, those of later stages one at a time.
+        """
         failed = self._seen.failures_to_retry()
         if failed and failed[0].stage == Stage.SOLO:
             return tuple(probe for probe in failed if probe.stage == Stage.SOLO)
@@ -159,7 +162,7 @@ class Evaluation:
         return self._why_finished(tied)
 
     def _why_finished(self, tied: bool) -> End:
-        """Return why a search has ended that wouldn't go on even with a larger budget."""
+        """Return why the search has ended, if a larger budget wouldn't make it go on."""
         # `tied`: more measurements couldn't tell which of the two fastest layouts is faster
         best_is_known = self.best is None or is_known(self.best.throughput)
         if tied:
@@ -170,11 +173,13 @@ class Evaluation:
         return self._end_when_settled() if best_is_known else End(Stop.BUDGET)
 
     def _end_when_settled(self) -> End:
-        """Return the end of a search that has nothing left to measure."""
+        """Return why a search has ended that has nothing left to measure.
+
+        The reason is `Stop.UNSURE` if the plan can be doubted; otherwise, `Stop.SETTLED`.
+        """
         if self.best is None or not self.machine.by_rows:
             return End(Stop.SETTLED)
         doubt = find_doubt(self.model, self.best)
-        # unsure if there is reason to doubt the plan
         return End(Stop.UNSURE, doubt) if doubt else End(Stop.SETTLED)
 
     # ------------------------------------------------------------------ models of the machine
@@ -206,7 +211,7 @@ class Evaluation:
 
     @property
     def machine(self) -> MachineModel:
-        """The model of the devices that `policy` uses."""
+        """The model of the machine on which `policy` bases its choices."""
         return self.policy.machine
 
     @cached_property
@@ -437,7 +442,10 @@ class Evaluation:
 
     @property
     def _growing_packs(self) -> tuple[Candidate, ...]:
-        """The next larger pack of each mode that was still gaining when time ran out."""
+        """The next larger packs for which there was no time, although larger packs still gained.
+
+        There is at most one for each way in which trainings share a device.
+        """
         packings = [packing for _, packing in self.offers.view.packings if packing.still_gains]
         found = [packing.next_layout() for packing in packings]
         return tuple(Candidate(PACK, layout) for layout in found if layout is not None)

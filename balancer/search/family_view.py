@@ -37,7 +37,10 @@ class FamilyView:
 
     @cached_property
     def singles(self) -> Sequence[Layout]:
-        """The best solo layout, possibly followed by the same layout in a single pass."""
+        """The best solo layout.
+
+        If it has several passes and its batch surely fits in one, the layout with one pass follows.
+        """
         return self._policy.singles()
 
     @cached_property
@@ -58,7 +61,7 @@ class FamilyView:
 
     @cached_property
     def common_batch(self) -> int | None:
-        """The global batch for layouts that have no measured best batch, such as placements.
+        """The global batch for layouts whose own best batch wasn't measured, such as placements.
 
         It is the first known of three: the fixed batch, the batch of the best solo layout, and the
         smallest batch that didn't fit on a device alone. None if all are unknown, or if rows are

@@ -75,7 +75,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
     @property
     def synchronous(self) -> bool:
-        """True if the layout is a single training run by shares, without knobs.
+        """True for a single training in which each device computes a share, without knobs.
 
         Only the global batches of such layouts are compared with each other.
         """

@@ -163,14 +163,16 @@ class Observations:
         return (*stages, Stage.SOLO) if self._problem.devices == 1 else stages
 
     def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
-        """Return the checks of a layout that has become slower, and its turns since the first."""
-        # empty if it hasn't become slower
+        """Return a layout's checks and its turns since the first check, if it has become slower.
+
+        It has become slower if the interval of every check is below those of all earlier turns.
+        Otherwise, return an empty dict.
+        """
         checks = self._valid_checks(timed)
         if not checks:
             return {}
         first_check = min(checks)
         before = {turn: one for turn, one in turns.items() if turn < first_check}
-        # slower: every check's interval is below those of all earlier turns
         slowest_before = min(
             (one.throughput.low for one in _undisturbed_turns(before).values()), default=math.inf
         )

@@ -109,7 +109,10 @@ class Offers:
 
 
 def _without_duplicates(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates without splits that a measurement can't tell from an earlier split."""
+    """Return all candidates except splits that are nearly equal to an earlier split.
+
+    A measurement couldn't tell such splits apart.
+    """
     kept: list[Candidate] = []
     splits: list[Layout] = []
     for candidate in candidates:

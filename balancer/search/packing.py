@@ -53,7 +53,7 @@ class Packing:
         (self._position,) = single.active
 
     def next_layout(self) -> Layout | None:
-        """Return the next pack to measure; None when the best number is known well enough."""
+        """Return the next pack to measure; None when the best number of trainings is known."""
         size = next_size(self._rates, self._most_trainings)
         if size is None or size < 2:
             return None
@@ -168,7 +168,7 @@ def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
     """Return the number of trainings to try next, at most `most`.
 
     `tried` has the combined samples/s of each number tried, 0 if it failed. Return None if the best
-    number is known well enough, or if nothing ran.
+    number of trainings is known well enough, or if all numbers failed.
     """
     best = best_size(tried)
     sizes = sorted(tried)

@@ -79,8 +79,11 @@ class Predictions:
         return in_passes if gains else at_once
 
     def _is_limited_by_memory(self, found: Allocation | None) -> bool:
-        """True if a device has time for more rows than fit in one pass, and may use several."""
-        # as much time as a step of `found` takes, or unlimited time if that is None
+        """True if a device has time for more rows than it can compute in one pass.
+
+        Only devices that may use several passes count. The time is that of a step of `found`; if it
+        is None, time is unlimited.
+        """
         seconds = found.seconds if found else math.inf
         for device in self._trusted_devices:
             most = device.curve.largest(seconds, device.limit, self.machine.quantum)
@@ -127,9 +130,11 @@ class Predictions:
     def _fastest_split_over(
         self, devices: Sequence[DeviceCurve], of: int | None = None
     ) -> Allocation | None:
-        """Return the fastest split over some or all of these devices; None if none fits."""
-        # `of` is the global batch, by default the request's; without either, the best batch is
-        # taken
+        """Return the fastest split over some or all of these devices; None if none fits.
+
+        `of` is the global batch. Without it, the requested batch is used or, for a free batch, the
+        best one.
+        """
         batch = of or self.problem.global_batch
         limit = self.problem.max_global_batch
         quantum = self.machine.quantum

@@ -1,11 +1,11 @@
 """The last stage: candidates run in turns A B C A B C until no measurement should change the plan.
 
-In the first turn (0), every candidate is measured once, starting with the highest expected
-samples/s per second of the probe. A split, or a device measured with the others idle, has its turn
-0 from exploration. Then larger packs are measured while they gain. Later turns decide which layout
-is fastest. The winner is measured with each requested knob (a tuned option such as XLA or mixed
-precision). Finally, another measurement checks the winner's samples/s, because the highest of
-several noisy values is biased upwards.
+In the first turn (0), every candidate is measured once. The candidates with the highest expected
+samples/s, relative to the duration of their probe, come first. If exploration has measured a split,
+or a device with the others idle, that measurement is its turn 0. Then larger packs are measured
+while they gain. Later turns decide which layout is fastest. The winner is measured with each
+requested knob (a tuned option such as XLA or mixed precision). Finally, another measurement checks
+the winner's samples/s, because the highest of several noisy values is biased upwards.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Race:
 
     @property
     def unmeasured(self) -> tuple[Candidate, ...]:
-        """The first candidate of each family for which the budget left no time."""
+        """The candidates for which the budget left no time, except a family's `extra` ones."""
         return tuple(one for one in self._unmeasured if not one.extra)
 
     @cached_property

@@ -252,10 +252,13 @@ def throughput(turns: Turns) -> Interval:
 
 
 def _pooled_deviation(assumed: float, values: Sequence[float]) -> float:
-    """Return the standard deviation of a single turn, given one value per turn."""
+    """Return the standard deviation of a single turn, estimated from one value per turn.
+
+    `assumed` is the variance that is usual for turns. It counts as much as `DRIFT_WEIGHT` turns,
+    because a few turns may agree by chance.
+    """
     mean = fmean(values)
     spread = math.fsum((value - mean) ** 2 for value in values)
-    # a few turns may agree by chance, so the `assumed` variance counts as `DRIFT_WEIGHT` turns
     return math.sqrt((DRIFT_WEIGHT * assumed + spread) / (DRIFT_WEIGHT + len(values) - 1))
 
 

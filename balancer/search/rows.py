@@ -39,7 +39,7 @@ class RowPolicy:
         self.seen = machine.seen
 
     def why_none(self) -> End | None:
-        """Return None: if rows all have the same size and one of them fits, every row fits.
+        """Return None: a usable device can always train if all rows have the same size.
 
         Other policies return the reason why no device can train although some are usable.
         """

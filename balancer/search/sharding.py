@@ -343,7 +343,7 @@ class Sharding:
         return expected < FAR_SLOWER * max(rates)
 
     def _beyond_rows(self, timed: Timed) -> float:
-        """Return how much longer a step took than predicted without gathering, in seconds."""
+        """Return the seconds that a step took beyond its predicted duration without gathering."""
         layout = timed.probe.layout
         return max(0.0, timed.step_seconds - expect_seconds(layout, self._row_demands))
 
@@ -353,8 +353,8 @@ class Sharding:
     def policy(self) -> RowPolicy:
         """The policy that chooses each device's rows, as in a training without shards.
 
-        Observations are seen as in such a training. A device's memory is what its part of the state
-        leaves free.
+        It gets the observations as if they came from such a training. The memory of each device is
+        what its part of the state leaves free.
         """
         division = self._division or StateDivision((), limits=self._problem.memory_bytes)
         held = [

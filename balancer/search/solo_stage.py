@@ -344,8 +344,10 @@ class SoloStage:
         return self._budget.least_seconds(layout, plan.seconds)
 
     def _middle_of_widest(self, batches: Sequence[int], wider: float = 0.0) -> int:
-        """Return the middle of the widest gap between neighbors in a rising list of batches."""
-        # 0 if the ratio of its two sizes is at most `wider`
+        """Return the middle of the widest gap between neighbors in a rising list of batches.
+
+        The width of a gap is the ratio of its two batches. Return 0 if no ratio exceeds `wider`.
+        """
         low, high = max(pairwise(batches), key=lambda gap: gap[1] / gap[0], default=(0, 0))
         if high <= wider * low:
             return 0

@@ -6,9 +6,9 @@ The stage ends when the predicted split has already been measured, or promises a
 samples/s than the layouts that ran.
 
 One device alone, while the others are idle, is measured if it may be faster than every split. For a
-fixed batch, the fastest device alone is even measured before the first split if its two steps take
-little of the remaining time. The splits are compared with it in any case, and it needs no new child
-processes.
+fixed batch, the fastest device alone is measured even before the first split, if a probe of it
+takes little of the remaining time or it should be faster than the split. The splits are compared
+with it in any case, and it needs no new child processes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The time that exploration has left, and the longest step that it allows, for device models.
+"""The time that exploration has left, and the longest step that this time allows.
 
-The cost of probes isn't here but in `budget`, which depends on the device models.
+The models of the devices limit their batches by it. What a probe costs is computed in `budget`,
+which depends on these models.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ class TimeLeft:
         return self._seen.spent_seconds()
 
     def growth(self, step_seconds: float) -> float:
-        """Return the factor by which the next batch may exceed one with steps of `step_seconds`.
+        """Return how many times larger the next batch may be than one with steps of `step_seconds`.
 
-        The factor is for a level curve, which shows nothing about larger batches. A step may take
-        longer in proportion to the batch. Even then, two steps must fit in a fixed part of
-        exploration's remaining time. If a probe times only one step, this step may take `BOLD`
-        times the remaining time. The factor is at least 1, and infinite if `step_seconds` is 0.
+        A level curve shows nothing about larger batches, so a step is assumed to take longer in
+        proportion to the batch. Even then, two steps must fit in a fixed part of exploration's
+        remaining time. If a probe times only one step, this step may take `BOLD` times the
+        remaining time. The factor is at least 1, and infinite if `step_seconds` is 0.
         """
         if not step_seconds:
             return math.inf
@@ -94,7 +95,7 @@ class TimeLeft:
         return CERTAIN_STEPS * step_seconds > part * left
 
     def fewest_steps(self, step_seconds: float) -> int:
-        """Return the number of steps of the shortest probe that is worth its start.
+        """Return the number of steps of the shortest probe that is worth starting.
 
         It is `LONE_STEPS` if the probe should time a single step; otherwise, `FEWEST_STEPS`.
         """
