@@ -117,7 +117,10 @@ class Session(EventThread):
             self._run.close()
 
     def _loop_until_unwritten(self) -> UnwrittenError | None:
-        """Measure until the search or session ends; return the error if the journal fails."""
+        """Measure until the search or the session ends.
+
+        Return the error if the journal can't be written; otherwise, None.
+        """
         try:
             self._loop()
         except UnwrittenError as fault:

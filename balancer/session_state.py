@@ -375,9 +375,9 @@ def _name_even(plan: Plan, even: Evidence) -> str:
 
 
 def _find_earlier(plan: Plan, single: Evidence) -> float:
-    """Return the highest samples/s that another measurement reached at the batch of `single`.
+    """Return the highest samples/s of other measurements of one device at `single`'s batch.
 
-    Return 0 if no device alone was faster than `single`.
+    Measurements of the plan's own device don't count. Return 0 if `single` is at least as fast.
     """
     if single.kind not in ("best_device", "one_device"):
         return 0.0

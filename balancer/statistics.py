@@ -87,7 +87,8 @@ def lone_error_of(pairs: Sequence[tuple[float, float]]) -> float:
 def _pool_lone(differences: Sequence[float], fitted: int) -> float:
     """Return the relative half-width of the interval of a step that was timed only once.
 
-    It is computed from relative differences of two steps, to which `fitted` parameters were fitted.
+    `differences` are relative differences of two steps. `fitted` is the number of parameters that
+    were fitted to them.
     """
     variance = LONE_WEIGHT * LONE_ERROR**2 + math.fsum(
         difference**2 / 2 for difference in differences

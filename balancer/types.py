@@ -25,7 +25,7 @@ Position = Annotated[int, Meta(ge=0, lt=4096)]
 
 
 class Stage(StrEnum):
-    """The stage of a search to which a probe belongs, which says what the probe is for."""
+    """The stage of a search that a probe belongs to. It says what the probe is for."""
 
     SOLO = "solo"
     """Exploration: every device alone, all at the same time."""

@@ -262,7 +262,10 @@ class Unfinished(msgspec.Struct, frozen=True):
 
 
 class TakenMemory(msgspec.Struct, frozen=True):
-    """Memory of a device that other processes hold, so that the plan's batches don't use it."""
+    """Memory of a device that other processes held during the search.
+
+    The plan's batches fit without it.
+    """
 
     device: str
     size_bytes: int
@@ -328,7 +331,7 @@ class ObjectiveReached(msgspec.Struct, frozen=True):
 class Learning(msgspec.Struct, frozen=True):
     """How the batch affects learning, if the noise scale or the script's own batch is known.
 
-    Each triple is a value with the bounds of its 95 % interval.
+    `worth` and `extra_samples` are values with the bounds of their 95 % intervals.
     """
 
     global_batch: int

@@ -192,8 +192,10 @@ class _Mean(msgspec.Struct, frozen=True):
 def _mean(
     windows: Sequence[StepsEntry], metric: Callable[[StepsEntry], float], least: float = 1e-12
 ) -> _Mean:
-    """Return the mean of a metric over a training, with half of its 95 % interval."""
-    # `least` is a lower bound for the mean, so that it can be a divisor
+    """Return the mean of a metric over a training, and half of the width of its 95 % interval.
+
+    The mean is at least `least`, so that it can be a divisor.
+    """
     # consecutive windows are correlated, so they are grouped
     blocks = [_weighted_mean(block, metric) for block in _group_into_blocks(windows)]
     value = max(fmean(blocks), least)
@@ -210,7 +212,7 @@ def _compare_quick_steps(
 ) -> tuple[list[_Mean], float]:
     """Return each training's seconds per sample in quick steps, and the error of their ratio.
 
-    The error is half of the 95 % interval, as a fraction of the ratio.
+    The error is half of the width of the ratio's 95 % interval, as a fraction of the ratio.
     """
     starts = [training.start for training in trainings]
     quick = [

@@ -103,7 +103,7 @@ def list_links(devices: Sequence[Device], driver: str) -> tuple[Link, ...]:
 
 
 def find_known_link(devices: Sequence[Device], driver: str) -> KnownLink | None:
-    """Return the slowest measured link among the links that join the most of these devices.
+    """Return the slowest of the measured links that join the largest number of these devices.
 
     Return None if no link was measured.
     """

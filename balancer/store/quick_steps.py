@@ -42,7 +42,7 @@ class QuickWindow(NamedTuple):
 class QuickStep(NamedTuple):
     """The duration of a training's quick step on a core at full speed, in seconds per sample.
 
-    `error` is half of its 95 % interval, relative to the duration.
+    `error` is half of the width of its 95 % interval, relative to the duration.
     """
 
     seconds: float
@@ -59,7 +59,7 @@ def compare_quick_steps(
     Otherwise, for example with another version of Python, the cores are assumed to be equally fast.
 
     The error is the part that comes from correcting the steps for slow cores. It is half of the
-    ratio's 95 % interval, as a fraction of the ratio.
+    width of the ratio's 95 % interval, as a fraction of the ratio.
     """
     cores = [_find_core(windows) for windows in trainings]
     if not same_loop or None in cores:
@@ -83,7 +83,10 @@ def _find_core(windows: Sequence[QuickWindow]) -> float | None:
 
 
 def _find_quantile(values: Sequence[float], part: float) -> float:
-    """Return the value that the fraction `part` of the values is below, interpolated linearly."""
+    """Return a quantile of the values, interpolated linearly.
+
+    `part` is the fraction of the values that lies below it.
+    """
     ordered = sorted(values)
     place = part * (len(ordered) - 1)
     below = int(place)

@@ -294,7 +294,11 @@ def load_run(name: str) -> StoredRun:
 
 
 def _find_end(record: JournalContents, source: str) -> Finished | None:
-    """Return the end of a run with its plan, in today's schema; None without a plan."""
+    """Return the event that ended a run, with its plan in today's schema.
+
+    If the run was cut off, the event is computed from its measurements. Return None if they give no
+    plan. `source` names the run in errors.
+    """
     if record.ended is not None:
         return msgspec.structs.replace(
             record.ended, plan=parse_plan(to_json(record.ended.plan), source)
@@ -428,7 +432,7 @@ NOTHING = Facts()  # before any child has reported facts
 def make_search(
     job: Job, facts: Facts = NOTHING, seen: Iterable[Observation] = (), spend_all: bool = False
 ) -> Search:
-    """Return a search for a job that already knows these facts and observations.
+    """Return the search of a job, after telling it these facts and observations.
 
     With `spend_all`, the search measures the best layouts until the budget is used up, even if they
     are known precisely.
@@ -442,9 +446,9 @@ def make_search(
 
 
 def recover(record: JournalContents) -> Finished:
-    """Return the end of a run that was cut off, with the plan of its measurements.
+    """Return the end of a run that was cut off, with a plan made from its measurements.
 
-    Raises NoLayoutError if they give none.
+    Raises NoLayoutError if nothing was measured.
     """
     search = make_search(read_job(record.header), record.facts, record.observations)
     report = search.report(record.header.request.own_batch)
@@ -469,8 +473,8 @@ def read_run(name: str) -> JournalContents:
 def recorded_events(record: JournalContents) -> Iterator[Event]:
     """Yield the events of a session again, from its journal alone.
 
-    A new search gets the recorded observations, to compute what it predicted. If the run failed,
-    its error is raised at the end, as in its session.
+    A new search is told the recorded observations, and so makes the same predictions again. If the
+    run failed, its error is raised at the end, as in its session.
     """
     header = record.header
     request = header.request

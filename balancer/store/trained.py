@@ -25,9 +25,9 @@ SAME = 1e-6  # relative difference between two rates of one plan
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """The speed of the trainings with one plan that have kept a journal.
+    """How fast the trainings with one plan were, according to their journals.
 
-    `trainings` is their number. The other values are from the last of them.
+    `trainings` is the number of these trainings. The other fields describe the last of them.
     """
 
     trainings: int
