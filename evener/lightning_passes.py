@@ -107,9 +107,8 @@ _JOINED = {
     "max": torch.maximum,
     "min": torch.minimum,
 }
-Sums = tuple[
-    torch.Tensor, ...
-]  # a metric times its weight, and the weight; the metric alone if it isn't a mean
+# a metric times its weight, and the weight; the metric alone if it isn't a mean
+Sums = tuple[torch.Tensor, ...]
 
 
 class PassMetrics:

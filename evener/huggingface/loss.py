@@ -48,9 +48,8 @@ class TrainerLoss(msgspec.Struct, frozen=True):
         `whole` is the batch of the pass, with `rows` rows. `piece` is the part of it, with `own`
         rows, that is computed separately because memory ran out.
         """
-        if (
-            own == rows or self.mean_over == ITEMS
-        ):  # a sum over items has been divided by the items of all passes
+        # a sum over items has been divided by the items of all passes
+        if own == rows or self.mean_over == ITEMS:
             return 1.0
         return (
             own / rows if self.mean_over == ROWS else self.count(piece) / (self.count(whole) or 1.0)

@@ -231,9 +231,8 @@ def find_lengths(trainer: Any) -> list[int] | None:
     )
     if len(dataset) == 0 or not hasattr(dataset[0], "keys") or names[0] not in dataset[0]:
         return None
-    return [
-        len(dataset[row][names[0]]) for row in range(len(dataset))
-    ]  # iterating over the data set itself might never finish
+    # iterating over the data set itself might never finish
+    return [len(dataset[row][names[0]]) for row in range(len(dataset))]
 
 
 def makes_batches(trainer: Any, make_loader: Callable[[], Any]) -> bool:

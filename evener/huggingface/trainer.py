@@ -147,13 +147,10 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self.args.per_device_train_batch_size = -(-own // passes)
         self._train_batch_size = self.args.per_device_train_batch_size
         self._loss: TrainerLoss | None = None  # the meaning of the loss, once it was checked
-        self._to_come: deque[tuple[int, float]] = (
-            deque()
-        )  # rows and weights of the next passes of the optimizer step
-        self._done = (
-            0,
-            (0, 0),
-        )  # rows of this rank in an optimizer step, and their tokens without and with padding
+        # rows and weights of the next passes of the optimizer step
+        self._to_come: deque[tuple[int, float]] = deque()
+        # rows of this rank in an optimizer step, and their tokens without and with padding
+        self._done = (0, (0, 0))
         self._is_last = True  # the current part is the last one of its batch
         self._factor: Any = None  # factor of the current pass's loss
         self._evaluates = False  # a batch of an evaluation
@@ -224,9 +221,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self._planned.end()
         passes = list(islice(epoch_iterator, num_batches))  # a list for each global batch
         sampler, accumulated = self._sampler, int(self.args.gradient_accumulation_steps)
-        first = (
-            int(self.state.global_step) % -(-len(sampler) // accumulated) * accumulated
-        )  # also after a checkpoint
+        # position in the epoch, also when training continues from a checkpoint
+        first = int(self.state.global_step) % -(-len(sampler) // accumulated) * accumulated
         batches = range(first, first + len(passes))
         self._newest = batches[-1] if batches else first
         sizes = [sampler.pass_sizes(batch) for batch in batches]
@@ -265,9 +261,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         weights, items, ignored = weigh_passes(
             self._loss, passes, sizes, totals, items, self._gathering, device
         )
-        if (
-            ignored and not self._loss.certain
-        ):  # means over labels and rows can't be distinguished while all labels count
+        # means over labels and rows can't be distinguished while all labels count
+        if ignored and not self._loss.certain:
             self._loss = self._find_loss(True)
             weights, _, _ = weigh_passes(
                 self._loss, passes, sizes, totals, None, self._gathering, device
@@ -286,9 +281,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             # the user turned the check off, or one process computes each batch in one pass
             return assume_loss(self, world)
         most = in_parts or ROWS_COMPUTED
-        if (
-            self._shares.is_sharded
-        ):  # a device of a sharded model has no more memory than its passes need
+        # a device of a sharded model has no more memory than its passes need
+        if self._shares.is_sharded:
             smallest = min(micro for micro in self._shares.micros if micro)
             most = min(most, max(2, smallest))
         fetch = partial(self._fetch_few, most, chooses=not in_parts)

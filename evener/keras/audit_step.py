@@ -29,12 +29,8 @@ from .keras_step import Tensors, call_model, calls_of_steps
 from .passes import SEED_NAME, is_seed
 from .sparse_gradients import has_each_row_once
 
-DRAWING = (
-    "Random",
-    "Multinomial",
-    "TruncatedNormal",
-    "Rng",
-)  # parts of the names of random operations
+# parts of the names of random operations
+DRAWING = ("Random", "Multinomial", "TruncatedNormal", "Rng")
 SEED = (7, 7)
 PLAIN = (bool, int, float, str, type(None))
 

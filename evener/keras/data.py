@@ -219,12 +219,10 @@ PREFETCHED_BATCHES = 2
 ENDLESS_STEPS = 1 << 62
 MOST_THREADS = 4  # maximum number of threads that gather rows at the same time
 
-identity = (
-    tf.autograph.experimental.do_not_convert
-)  # faster to trace; only for functions without tensors in their conditions
-Take = Callable[
-    [Any, Any, Any], Any
-]  # (epoch, first row, row after the last) -> an element of a dataset
+# faster to trace; only for functions without tensors in their conditions
+identity = tf.autograph.experimental.do_not_convert
+# (epoch, first row, row after the last) -> an element of a dataset
+Take = Callable[[Any, Any, Any], Any]
 
 
 class ArrayBatches:
@@ -450,9 +448,8 @@ def batch_rows(dataset: Any) -> int | None:
     if shape is not None and shape.rank and shape[0] is not None:
         return int(shape[0])
     while dataset is not None:
-        size = getattr(
-            dataset, "_batch_size", None
-        )  # set on the result of batch(); TensorFlow has no public attribute for it
+        # set on the result of batch(); TensorFlow has no public attribute for it
+        size = getattr(dataset, "_batch_size", None)
         if size is not None:
             return int(size)
         dataset = getattr(dataset, "_input_dataset", None)

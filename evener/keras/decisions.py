@@ -23,9 +23,8 @@ ROUNDING = 1e-6  # relative rounding error of a margin
 OWN = f"{Path(__file__).parent}/"
 TENSORFLOW = f"{Path(tf.__file__).parent}/"
 KERAS = f"{Path(keras.__file__).parent}/src/"
-CALLED = tuple(
-    f"{KERAS}{each}/" for each in ("ops", "backend", "utils")
-)  # called by users and by Keras
+# called by users and by Keras
+CALLED = tuple(f"{KERAS}{each}/" for each in ("ops", "backend", "utils"))
 
 # left minus right sides of comparisons, by place: a line of user code, in the form of find_place
 Margins = dict[str, list[Any]]

@@ -57,14 +57,12 @@ class FitHooks:
         self.group: Any = engine.group
         self.batch: int | None = None
         self.samples: int | None = None
-        self._plan_batch = (
-            split.global_batch if split.plan else None
-        )  # None after a warning about a different batch size
+        # None after a warning about a different batch size
+        self._plan_batch = split.global_batch if split.plan else None
         self._starts = False  # True from the start of a fit until its train function is made
         micros = split.cut.micros
-        self._pass_rows = (
-            largest_pass(split.shares, micros) if micros else None
-        )  # rows of the largest pass; None without passes
+        # rows of the largest pass; None without passes
+        self._pass_rows = largest_pass(split.shares, micros) if micros else None
         # rows of the largest batch to evaluate in one pass on each device
         self._evaluated = (
             max(len(micros), batch_in_one_pass(split.shares, micros)) if micros else None

@@ -25,13 +25,8 @@ from .data import array_rows
 from .group_failures import GroupFailures
 
 GROUP_KEY = 10_000  # group key of these collectives; the strategy numbers its own keys from 1
-KINDS = (
-    tf.float32,
-    tf.float64,
-    tf.float16,
-    tf.bfloat16,
-    tf.int64,
-)  # types that TensorFlow can sum this way, also on GPUs
+# types that TensorFlow can sum this way, also on GPUs
+KINDS = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int64)
 NARROW = (tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16, tf.int32, tf.uint32, tf.uint64)
 WIDER = dict.fromkeys(NARROW, tf.int64)  # the type that stands in for a narrow one in sums
 LARGEST_KEY = (1 << 31) - 1
@@ -62,14 +57,12 @@ class Group:
                 f"between them.",
                 "Show each process one GPU, by CUDA_VISIBLE_DEVICES.",
             )
-        has_gpu = tf.config.list_physical_devices(
-            "GPU"
-        )  # TensorFlow sums between GPUs over gRPC unless NCCL is named
+        # TensorFlow sums between GPUs over gRPC unless NCCL is named
+        has_gpu = tf.config.list_physical_devices("GPU")
         self.device, self._way = ("GPU:0", "nccl") if has_gpu else ("CPU:0", "auto")
         with tf.device(self.device):
-            self._order = tf.Variable(
-                0.0, trainable=False
-            )  # collectives with this token start in the same order in every process
+            # collectives with this token start in the same order in every process
+            self._order = tf.Variable(0.0, trainable=False)
         self._sum = tf.function(
             lambda tensors: self.sum(tensors), autograph=False, reduce_retracing=True
         )
@@ -137,9 +130,8 @@ class Group:
 
     def sum_now(self, tensors: Sequence[Any]) -> list[Any]:
         """Return the sums of these tensors over the processes, outside any graph."""
-        given = list(
-            tensors
-        )  # traced for each set of types and shapes on purpose, without TensorFlow's warning
+        # traced for each set of types and shapes on purpose, without TensorFlow's warning
+        given = list(tensors)
         return list(self._sum.get_concrete_function(given)(given)) if given else []
 
 

@@ -96,14 +96,12 @@ class Workers:
         self.cut = cut
         self.group: Any = group
         self.device = group.device
-        self.kinds: defaultdict[bool, PartKinds] = defaultdict(
-            PartKinds
-        )  # [True] for training, [False] for evaluation
+        # [True] for training, [False] for evaluation
+        self.kinds: defaultdict[bool, PartKinds] = defaultdict(PartKinds)
         self.times = WorkTimes(group.rank, group.size)
         self.rebalancing = rebalancing
-        self.limit: PassLimit | None = PassLimit(
-            group.rank
-        )  # None: the training fails if memory runs out
+        # None: the training fails if memory runs out
+        self.limit: PassLimit | None = PassLimit(group.rank)
         self._named = device
         self.unchecked = True  # True until the first batch's data are compared
         with tf.device("CPU:0"):
@@ -111,9 +109,8 @@ class Workers:
             self._other, self._other_inputs = (
                 tf.Variable(tf.zeros([], tf.int64), trainable=False) for _ in range(2)
             )
-            self._labels_vary = tf.Variable(
-                False, trainable=False
-            )  # True if labels differ between rows in some batch of this epoch
+            # True if labels differ between rows in some batch of this epoch
+            self._labels_vary = tf.Variable(False, trainable=False)
 
     def scope(self) -> AbstractContextManager[Any]:
         """Return an empty scope, because a process with one device needs no device scope."""
@@ -559,9 +556,8 @@ class StepMetrics:
     ) -> None:
         self._model = model
         self._place = start, size, rows
-        self._losses = (
-            model._compile_loss.metrics if model._compile_loss else []
-        )  # the losses of single outputs
+        # the losses of single outputs
+        self._losses = model._compile_loss.metrics if model._compile_loss else []
         own = [model._loss_tracker, model._compile_metrics, *self._losses]
         found = _read(metric for metric in model.metrics if not any(metric is each for each in own))
         self._gaining = [(state, before.get(id(state), value)) for state, value in found]

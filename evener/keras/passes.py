@@ -205,9 +205,8 @@ class PassSums(NamedTuple):
 
     outputs: Tensors  # for all rows
     loss: Any  # contribution of these rows to the batch's mean
-    gradients: list[
-        Any
-    ]  # of the scaled loss for each trainable weight; None if the loss doesn't depend on it
+    # of the scaled loss for each trainable weight; None if the loss doesn't depend on it
+    gradients: list[Any]
     updates: list[StateUpdate]
 
 

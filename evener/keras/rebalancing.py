@@ -99,9 +99,8 @@ class WorkTimes:
     def now(self, tensors: Sequence[Any]) -> Any:
         """Return the Unix time at which these tensors are ready, as a tensor of the graph."""
         with tf.control_dependencies(tensors):
-            last = tf.reshape(tensors[-1], [-1])[
-                :1
-            ]  # on the tensor's device, which computes in order
+            # on the tensor's device, which computes in order
+            last = tf.reshape(tensors[-1], [-1])[:1]
         with tf.device(HOST), tf.control_dependencies([tf.identity(last)]):
             return tf.timestamp()
 

@@ -353,9 +353,8 @@ class Split:
             check_fit(plan, devices=None, world=None, workload_digest=digest, strict=self.strict)
         )
         policy = model.dtype_policy.name
-        if (
-            plan.throughput.samples_per_second and policy != plan.precision
-        ):  # a plan written by hand wasn't measured
+        # a plan written by hand wasn't measured
+        if plan.throughput.samples_per_second and policy != plan.precision:
             found.append(f"The plan was measured in {plan.precision}, this model is {policy}.")
         if plan.xla and self.engine != "solo":
             found.append(

@@ -38,9 +38,10 @@ class SurvivingStep:
         self, engine: Any, limit: PassLimit | None, report_retry: Callable[[Retreat], None]
     ) -> None:
         self._engine, self._limit, self._report_retry = engine, limit, report_retry
+        # minimum rows per pass; batch normalization needs two
         self._least = 1 + any(
             normalization.trainable for normalization in list_normalizations(engine.model)
-        )  # minimum rows per pass; batch normalization needs two
+        )
         self._spec: Any = None  # type of the batches for which the graphs were traced
         self._compute: Any = None
         self._finish: Any = None

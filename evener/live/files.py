@@ -36,9 +36,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
 Part = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Text = Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)]
-Doing = Literal[
-    "", "own work", "sum", "update", "between steps", "input"
-]  # activities in the order of a step
+# activities in the order of a step
+Doing = Literal["", "own work", "sum", "update", "between steps", "input"]
 
 
 class LiveDevice(msgspec.Struct, frozen=True):

@@ -35,9 +35,8 @@ TRAINING_JOURNAL = "training.jsonl"
 SPEED_SECONDS = 30.0  # seconds between two lines of steps/s
 WINDOW_SECONDS = 1.0  # minimum window of steps in seconds
 WINDOW_PART = 0.01  # minimum window as a fraction of the elapsed time
-MOST_UNWRITTEN = (
-    1024  # maximum number of entries stored while the disk is full; the oldest are dropped
-)
+# maximum number of entries stored while the disk is full; the oldest are dropped
+MOST_UNWRITTEN = 1024
 CHUNK_BYTES = 64 << 10  # bytes read at once to find the end of the last complete line
 
 

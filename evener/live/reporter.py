@@ -200,9 +200,8 @@ class Reporter:
         self._wait = INTERVAL_SECONDS  # seconds until the next write
         self._file: Path | None = None
         self._record: LiveRecord | None = None  # the record in the file
-        self._ended: threading.Event | None = (
-            None  # set to end the checking thread, if there is one
-        )
+        # set to end the checking thread, if there is one
+        self._ended: threading.Event | None = None
 
     def report(
         self,

@@ -72,16 +72,8 @@ EvidenceKind = Literal[
     "larger_batch",  # faster than the plan, with more samples per step
     "other",
 ]
-_OPTIONAL = (
-    "cost",
-    "tokens",
-    "host",
-    "curve",
-    "most",
-    "state",
-    "held_bytes",
-    "peak_bytes",
-)  # keys that are omitted if their value is unknown
+# keys that are omitted if their value is unknown
+_OPTIONAL = ("cost", "tokens", "host", "curve", "most", "state", "held_bytes", "peak_bytes")
 # a pair of numbers as tomli_w formats it, over four lines
 _PAIR = re.compile(r"\[\n *([0-9.e+-]+),\n *([0-9.e+-]+),\n *\]")
 

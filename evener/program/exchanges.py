@@ -66,13 +66,8 @@ _ANY_SIZE = {"all_to_all", "all_to_all_single"}
 _MOST_AXES = 8
 _SUMMING = {"sum", "avg"}  # operations of an all-reduce that add the ranks' values
 _GATHERS = {"all_gather", "all_gather_into_tensor", "all_gather_single", "_all_gather_base"}
-LIBRARIES = {
-    "torch",
-    "accelerate",
-    "transformers",
-    "deepspeed",
-    "evener",
-}  # libraries whose collectives are known to be harmless
+# libraries whose collectives are known to be harmless
+LIBRARIES = {"torch", "accelerate", "transformers", "deepspeed", "evener"}
 # modules that may be on the call stack between a program and a collective
 _BETWEEN = (
     "torch.distributed.distributed_c10d",

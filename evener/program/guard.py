@@ -293,10 +293,8 @@ class Guard(Recorder):
         entries = [self._tape[place] for place in sorted(places)]
         self._busy = True
         try:
-            for gradients in (
-                False,
-                True,
-            ):  # some functions work only with gradients enabled, or only without
+            # some functions work only with gradients enabled, or only without
+            for gradients in (False, True):
                 with suppress(Exception), torch.set_grad_enabled(gradients):
                     return bool(self._make_fewer(entries, tensor).shape != tensor.shape)
             return True  # the functions don't work with fewer rows

@@ -33,10 +33,8 @@ from .exchanges import exchange_shapes, pad_rows
 from .program import PROGRAM
 
 DISPATCHED = "one rank reads the rows of all (dispatch_batches of accelerate)"
-_SHARDS = (
-    ("rank", "num_replicas"),
-    ("process_index", "num_processes"),
-)  # PyTorch's names, and accelerate's
+# PyTorch's names, and accelerate's
+_SHARDS = (("rank", "num_replicas"), ("process_index", "num_processes"))
 
 
 def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
@@ -229,9 +227,8 @@ class SharedBatches:
             return cls(
                 given, "its data are a stream, or it makes no batches, so rows have no numbers"
             )
-        vars(loader)["batch_sampler"] = made = cls(
-            given, ""
-        )  # set through vars(), because DataLoader refuses the assignment
+        # set through vars(), because DataLoader refuses the assignment
+        vars(loader)["batch_sampler"] = made = cls(given, "")
         return made
 
     def __len__(self) -> int:

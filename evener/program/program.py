@@ -38,9 +38,8 @@ from .guard import LOOK_AGAIN, UNSEEN, Guard
 from .notes import Notebook, SharesOrigin, read_settings
 from .views import RankView
 
-WATCHED = (
-    1  # number of further even steps to observe if the program exchanges values in the first one
-)
+# number of further even steps to observe if the program exchanges values in the first one
+WATCHED = 1
 # backward passes without an optimizer step after which this is reported: outside of loops over a
 # DataLoader, and in one, where gradients may be accumulated
 FEW_PASSES, MANY_PASSES = 4, 64
@@ -529,9 +528,8 @@ class Program:
         self._uneven += uneven
         if self._rechecks:
             self._exchange_change()
-        if (
-            self._guard is not None or not loop.compared or (uneven and self._uneven == 2)
-        ):  # after a schedule's step
+        # due after a step with a guard, a loop's first step, and the second uneven step
+        if self._guard is not None or not loop.compared or (uneven and self._uneven == 2):
             self._compare_records(loop)
 
     def _exchange_change(self) -> None:

@@ -26,9 +26,8 @@ import msgspec
 
 from .curves import Curve, PassCurve
 
-HALVINGS = (
-    48  # number of bisections of an interval of finish times; the rest is far below a nanosecond
-)
+# number of bisections of an interval of finish times; the rest is far below a nanosecond
+HALVINGS = 48
 EXACT_DEVICES = 32  # maximum number of devices for which all finish times of a free batch are tried
 MOST_TIMES = 400  # maximum number of finish times that are tried for a free batch
 COARSE = 200  # in quanta; for smaller shares, one more quantum is tried

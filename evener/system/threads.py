@@ -7,9 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 _TASKS = Path("/proc/self/task")
-_QUIET_LOOKS = (
-    3  # consecutive readings in which every thread must be asleep, without waking in between
-)
+# consecutive readings in which every thread must be asleep, without waking in between
+_QUIET_LOOKS = 3
 _LOOK_SECONDS = 0.001
 
 

@@ -33,9 +33,8 @@ class LeftOutBatches:
         self._place = place
         self._rank = rank
         self._usual: set[Hashable] = set()  # operations whose loss has been other than 0
-        self._learns: bool | None = (
-            None  # True if a loss of this step isn't 0; None before the first loss
-        )
+        # True if a loss of this step isn't 0; None before the first loss
+        self._learns: bool | None = None
         self._left: list[int] = []  # steps that this rank hasn't written to the store yet
 
     def note(self, loss: torch.Tensor, made_of: Hashable) -> None:

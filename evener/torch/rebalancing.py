@@ -29,9 +29,8 @@ from .step.memory import MemoryGauge
 # minimum duration of a window of steps, because more frequent exchanges would cost too much
 WINDOW_SECONDS = 0.05
 FEWEST_STEPS, MOST_STEPS = 5, KEPT_STEPS  # minimum and maximum number of steps in a window
-SETTLING_WINDOWS = (
-    2  # a window in which memory ran out, and one in which the allocator's cache refills
-)
+# a window in which memory ran out, and one in which the allocator's cache refills
+SETTLING_WINDOWS = 2
 # number of windows per exchange, which is the slowest part; a change needs two windows
 EXCHANGED_WINDOWS = 2
 UNKNOWN = -1.0  # stands for NaN in an exchange
@@ -60,9 +59,8 @@ class Rebalancing:
             int, ...
         ] = ()  # passes of each rank, if a trainer uses the same number for any share
         self._planned = training.ranks
-        self._rule: Any = (
-            None  # created after the first exchange, when it is known how the loop computes
-        )
+        # created after the first exchange, when it is known how the loop computes
+        self._rule: Any = None
         self._group = dist.new_group(backend="gloo")
         self._step = 0  # number of trained batches
         self._window = 0  # number of full batches with the current shares since the last window
@@ -71,9 +69,8 @@ class Rebalancing:
             int, tuple[float, int]
         ] = {}  # own work and pass limit to exchange, by the window's last step
         self._memory = MemoryGauge(training.device, training.world)
-        self._largest = training.ranks.batches[
-            training.rank
-        ]  # largest share that this rank has had
+        # largest share that this rank has had
+        self._largest = training.ranks.batches[training.rank]
         self._grows_after = -1  # the step after which this rank's share is larger than before
         # the step after which this rank's share fits at once again; -1 while it is divided
         self._whole_after = -1
@@ -81,9 +78,8 @@ class Rebalancing:
         self._limit = 0  # maximum rows per pass since memory ran out; 0 if it didn't
         self._settling = 0  # number of windows until the allocator is stable again
         self._exchange: tuple[Any, torch.Tensor] | None = None  # the running exchange of `_windows`
-        self._fewest = (
-            FEWEST_WINDOWS  # number of windows for a change; 0 if own work doesn't limit steps
-        )
+        # number of windows for a change; 0 if own work doesn't limit steps
+        self._fewest = FEWEST_WINDOWS
 
     def describe_pending(self) -> PendingShares | None:
         """Return the progress towards the next change of shares, for the monitor.
@@ -293,9 +289,8 @@ class Rebalancing:
         most = []
         for rank, (share, micro) in enumerate(zip(shares, planned.micros, strict=True)):
             passes = self.passes[rank] if self.passes else 1
-            cut = (
-                by_parts and micro < share.batch
-            )  # by the plan, so its share doesn't tell what fits
+            # cut by the plan, so its share doesn't tell what fits
+            cut = by_parts and micro < share.batch
             most.append(passes * (share.most or (math.ceil(GROWTH * micro) if cut else 0)))
         return Rebalancer(now, read_curves(shares), most, by_parts, name_devices(planned.shares))
 

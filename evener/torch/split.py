@@ -236,9 +236,8 @@ class Split(PlannedTraining):
             sampler.warn_of_short_batches(sum(shares) if self.plan and training else 0)
         if training and self._strategy is not None:
             return cast(Loader, self._strategy.make_loader(dataset, sampler, options))
-        on_host = training and (
-            now.in_passes or sampler.is_by_length
-        )  # each part is sent when it is computed
+        # each part is sent when it is computed
+        on_host = training and (now.in_passes or sampler.is_by_length)
         steps = LoaderSteps(self, training)
         made = Loader(dataset, sampler, steps, options, self.device, prefetch, training, on_host)
         if not training:

@@ -68,10 +68,8 @@ from .sums.collectives import (
 )
 
 _NUMBERS = count()  # numbers the training runs of this process, in the same way on every rank
-READ_AFTER, GIVE_UP_AFTER = (
-    2,
-    10,
-)  # number of steps after an audit until ranks read its results, or stop waiting for them
+# number of steps after an audit until ranks read its results, or stop waiting for them
+READ_AFTER, GIVE_UP_AFTER = 2, 10
 FEW = 2  # maximum rows per pass in an audit, if the plan has passes
 CHANGED = (
     "Each training pass changes the model's buffer {}: with shares every device changes its own,"
@@ -110,9 +108,8 @@ class RankVerdict(msgspec.Struct):
     certain: bool = True  # True if a difference can't come from a number that counts rows
     rows: int = 0  # digest of the computed rows
     sketch: Sketch | None = None  # sketch of the reference gradient
-    noises: dict[str, float] | None = (
-        None  # relative changes of that gradient by rounding, if measured
-    )
+    # relative changes of that gradient by rounding, if measured
+    noises: dict[str, float] | None = None
     numbers: list[Number] | None = None  # numbers used in a loop's loss
     even: bool = False  # True if all ranks need equal shares from now on
 
@@ -129,9 +126,8 @@ class TrainingAudits:
         self._members: weakref.WeakKeyDictionary[Any, Members] = weakref.WeakKeyDictionary()
         self._batch: Any = None  # the last counted batch
         self._due = False
-        self._changed = (
-            False  # True if the last loss was computed by other operations than earlier losses
-        )
+        # True if the last loss was computed by other operations than earlier losses
+        self._changed = False
         # operations of losses whose batch isn't counted yet, as in a library's first step
         self._first_losses: set[tuple[Any, ...]] = set()
         self._known = KnownPasses()
@@ -154,9 +150,8 @@ class TrainingAudits:
         self._is_loops = False  # True if the user's own loop calls backward
         self._recorder: Recorder | None = None  # records the user's own loop
         self._waited = 0  # number of batches since the recorder began
-        self._met_before: Any = (
-            None  # number of the program's collectives before the recorder began
-        )
+        # number of the program's collectives before the recorder began
+        self._met_before: Any = None
         # stops the calls of `note_loss`
         self.release: Callable[[], Any] = lambda: None
         if training.world > 1:
@@ -711,9 +706,8 @@ class TrainingAudits:
         own = RankVerdict() if replayed.audited is None else self._judge_result(replayed.audited)
         own.numbers, own.certain = numbers, replayed.certain
         if not (replayed.certain and replayed.closed):
-            own.sketch = (
-                None  # if the count of rows was guessed, or rows come from outside the batch
-            )
+            # if the count of rows was guessed, or rows come from outside the batch
+            own.sketch = None
         if own.fine and survives:
             self._training.passes.recovery.checked = True
         action = self.judge.decide_by(bool(own.message) and own.certain)

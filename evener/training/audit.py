@@ -42,9 +42,8 @@ import msgspec
 
 FIRST_STEPS = (1, 4, 16, 64, 256, 1024)  # audited steps; afterwards every EVERY-th step is audited
 EVERY = 2000
-EARLY = (
-    64  # up to this step, one difference ends the training; in later steps it has to be confirmed
-)
+# up to this step, one difference ends the training; in later steps it has to be confirmed
+EARLY = 64
 AGAIN_AFTER = 3  # number of steps after a change until another batch is audited
 MOST_CHANGES = 32  # maximum number of signature changes that are audited immediately
 
@@ -65,9 +64,8 @@ LOSS_SAFETY = 0.1  # rounding allowed in a loss, as a multiple of a gradient's f
 # A difference counts if it is this many times the largest difference by rounding; on an H200 a
 # decoder of a billion parameters reached 12 times the difference of disturbed sums.
 SAFETY = 30.0
-SMALL = (
-    1e-4  # minimum norm by which a difference is divided, relative to the largest gradient's norm
-)
+# minimum norm by which a difference is divided, relative to the largest gradient's norm
+SMALL = 1e-4
 SEEN_LOSS = 1e-6  # smallest relative difference of two losses that is shown
 
 

@@ -20,9 +20,8 @@ Bottleneck = Literal["own work", "shared core", "host", "input"]
 
 INPUT_PART = 0.1  # input is the limit if waiting for rows takes this fraction of a step
 BEHIND_PART = 0.5  # the GPU is the limit if it is behind its host in this fraction of steps
-COMPUTING_PART = (
-    0.8  # below this fraction of own work, another program uses the core, or the rank sleeps
-)
+# below this fraction of own work, another program uses the core, or the rank sleeps
+COMPUTING_PART = 0.8
 EVIDENCE_SECONDS: dict[Bottleneck, float] = {"own work": 0.5, "shared core": 5.0}
 
 

@@ -25,9 +25,8 @@ PROGRAM_COMMAND = "EVENER_PROGRAM_COMMAND"
 
 # HOST:PORT of PyTorch's MASTER_ADDR and MASTER_PORT, and the rendezvous file that replaces them
 RENDEZVOUS = "EVENER_MEETING"
-GROUPS = (
-    "EVENER_GROUPS"  # number of process groups that have used the file, also in parent processes
-)
+# number of process groups that have used the file, also in parent processes
+GROUPS = "EVENER_GROUPS"
 
 # set if one process trains on all devices, but evener launch can start one per device
 ONE_PROCESS = "EVENER_ONE_PROCESS"

@@ -139,9 +139,8 @@ class Rebalancer:
         walls = map(_first_above_zero, self._most, self._unmeasured)
         self._rooms = [Room(wall, wall * passes) for wall in walls]
         self._limited = self._rooms  # also by passes that have run out of memory
-        self._extras: list[float | None] = [None] * len(
-            shares
-        )  # extra seconds of each further pass; None until measured
+        # extra seconds of each further pass; None until measured
+        self._extras: list[float | None] = [None] * len(shares)
         self._before: list[
             tuple[float, int, int]
         ] = []  # own work, rows and passes with the last shares
@@ -391,9 +390,8 @@ class Rebalancer:
             return
         for rank, (now, before) in enumerate(zip(factors, self._windows[-1].factors, strict=True)):
             noise = self._noise[rank]
-            seen = min(
-                abs(math.log(now / before)) * 0.886, 3 * noise
-            )  # a mean difference is 1.128 deviations
+            # a mean difference is 1.128 deviations
+            seen = min(abs(math.log(now / before)) * 0.886, 3 * noise)
             self._noise[rank] = max(noise + (seen - noise) / NOISE_MEMORY, LEAST_NOISE)
 
     def _find_faster_shares(
@@ -530,9 +528,8 @@ class Rebalancer:
         shifts = [math.log(now / before) for now, before in zip(factors, usual, strict=True)]
         rank = max(range(len(shifts)), key=lambda i: abs(shifts[i]))
         apart = math.log(max(factors) / min(factors))
-        if abs(shifts[rank]) < max(
-            LEAST_SHIFT, apart / 2
-        ):  # the device was this slow or fast from the beginning
+        # the device was this slow or fast from the beginning
+        if abs(shifts[rank]) < max(LEAST_SHIFT, apart / 2):
             rank = max(range(len(factors)), key=factors.__getitem__)
             percent = 100 * (factors[rank] / min(factors) - 1)
             if percent < 100 * LEAST_SHIFT and max(self._counts) > 1:
@@ -545,9 +542,8 @@ class Rebalancer:
             "slower" if shifts[rank] > 0 else "faster",
             100 * abs(math.expm1(shifts[rank])),
         )
-        first = (
-            len(windows) - 1
-        )  # from then on, factors are nearer to the shifted factor than to the usual one
+        # from then on, factors are nearer to the shifted factor than to the usual one
+        first = len(windows) - 1
         while first and _is_past_half(windows[first - 1].factors[rank], usual[rank], shifts[rank]):
             first -= 1
         since = f"{windows[first].start:,}".replace(",", " ")

@@ -16,10 +16,8 @@ from ..shares.whole_rows import apportion, bounds, split_passes
 _NEXT_PLACE = 0.97  # relative length of the longest row after a cut, at most
 _TRIED_LIMITS = 7  # time limits that are tried for blocks
 _MARGIN = 0.04  # relative difference between the first limit and the lower bound
-_DEARER = (
-    2,
-    4,
-)  # further prices of a pass that are tried, in multiples of its fixed time
+# further prices of a pass that are tried, in multiples of its fixed time
+_DEARER = (2, 4)
 _BLOCK_PARTS = (0.8, 1.0, 0.5, 0.0)  # fractions of the batch that are assigned in blocks
 
 
@@ -202,9 +200,8 @@ class AssignmentSearch:
         opened: list[list[int]] = [[] for _ in finish]
         space: list[float] = [0] * len(finish)  # rows that the open pass may still take
         each = [own[start] for own in seconds]
-        done = [
-            self._opened(rank, start, finish[rank]) for rank in range(len(finish))
-        ]  # each rank's finish time with one more row
+        # each rank's finish time with one more row
+        done = [self._opened(rank, start, finish[rank]) for rank in range(len(finish))]
         for row in range(start, stop):
             rank = done.index(min(done))
             if space[rank]:
@@ -249,9 +246,8 @@ def _is_never_lowest(steeper: _Line, line: _Line, flatter: _Line) -> bool:
 CLOSE_ENOUGH = 0.005
 CLOSE_PER_RANK = 0.0025
 
-Passes = tuple[
-    tuple[tuple[int, ...], ...], ...
-]  # for each rank and pass, the indices of its rows in the batch
+# for each rank and pass, the indices of its rows in the batch
+Passes = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 class RowAssignment(msgspec.Struct, frozen=True):

@@ -15,15 +15,11 @@ from .step_sums import StepSums
 
 RECENT_STEPS, RECENT_SECONDS = 25, 10.0  # recent sums cover at least this many steps and seconds
 BIN_SECONDS = 1.0  # length of the bins of recent sums
-MOST_STEPS, QUICK_PART = (
-    4096,
-    0.05,
-)  # number of stored step times, and the fraction of them that is quick
+# number of stored step times, and the fraction of them that is quick
+MOST_STEPS, QUICK_PART = 4096, 0.05
 UNKNOWN_ERROR = 0.5  # relative error of means in a training's first seconds
-FEWEST_BINS, ERRORS = (
-    4,
-    2.4,
-)  # minimum number of bins for an error; standard errors in half an interval
+# minimum number of bins for an error; standard errors in half an interval
+FEWEST_BINS, ERRORS = 4, 2.4
 
 
 class RunningSums:
@@ -38,9 +34,8 @@ class RunningSums:
         self._ends = deque([StepSums()])  # sums of all steps before each of the last bins
         self._bin_s = 0.0  # seconds in the newest bin
         self._step_s = 0.0  # seconds of the step that is being added
-        self._last_s: deque[float] = deque(
-            maxlen=MOST_STEPS
-        )  # step times since the last `take_quick`
+        # step times since the last `take_quick`
+        self._last_s: deque[float] = deque(maxlen=MOST_STEPS)
 
     @property
     def whole(self) -> StepSums:

@@ -108,9 +108,8 @@ def _find_by_device(active: Sequence[Share], info: RankInfo) -> int | None:
     if info.device:
         return here.get(info.device)
     found = sorted(here[device] for device in info.visible if device in here)
-    number = (
-        0 if len(info.visible) == 1 else info.local_rank
-    )  # a launcher may make only one GPU visible to each process
+    # a launcher may make only one GPU visible to each process
+    number = 0 if len(info.visible) == 1 else info.local_rank
     return found[number] if number < len(found) else None
 
 

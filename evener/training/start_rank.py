@@ -27,9 +27,8 @@ def main() -> None:
     """
     starts = json.loads(os.environ.pop(STARTS))
     own = starts[int(os.environ["LOCAL_RANK"]) if len(starts) > 1 else 0]
-    ctypes.CDLL(None).prctl(
-        _DEATH_SIGNAL, signal.SIGTERM
-    )  # if the launcher is killed, the training ends
+    # if the launcher is killed, the training ends
+    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)
     if os.getppid() != own["launcher"]:  # the launcher was killed before the call above
         sys.exit(1)
     for stream, path in enumerate(own.get("output", ()), 1):

@@ -32,14 +32,12 @@ from .rebalance import Advice, advise
 from .step_sums import RankStep, StepSums, divide_steps
 
 LEAST_EXCHANGE = 0.1  # minimum fraction of a step for the exchange to be a limit
-MEDIAN_ERROR = (
-    0.19  # standard error of the median of 25 steps, relative to their interquartile range
-)
+# standard error of the median of 25 steps, relative to their interquartile range
+MEDIAN_ERROR = 0.19
 NOISE_ERRORS = 3.0  # minimum difference of two ranks, in standard errors
 BEHIND_PART = 0.5  # the GPU is the limit if it is behind its host in this fraction of steps
-MOST_STARVED = (
-    0.5  # own code is a limit if a lack of cores explains at most this fraction of idle time
-)
+# own code is a limit if a lack of cores explains at most this fraction of idle time
+MOST_STARVED = 0.5
 STARVED_ERROR = 0.25  # relative: threads don't all wait at the same time
 STARVED_REST_ERROR = 0.15  # the same, relative to the rest of the step
 # Relative: in trainings with one known cause, the rest of a step differed by up to this fraction

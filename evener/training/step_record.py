@@ -57,12 +57,10 @@ class _ShareSpan:
 
     def __init__(self, shares: tuple[int, ...], steps: int = 0) -> None:
         self.shares, self.steps = shares, steps
-        self.all: deque[tuple[float, float]] = deque(
-            maxlen=KEPT_STEPS
-        )  # (own work, whole step) of every step
-        self.clear: deque[tuple[float, float]] = deque(
-            maxlen=KEPT_STEPS
-        )  # the same for undisturbed steps
+        # (own work, whole step) of every step
+        self.all: deque[tuple[float, float]] = deque(maxlen=KEPT_STEPS)
+        # the same for undisturbed steps
+        self.clear: deque[tuple[float, float]] = deque(maxlen=KEPT_STEPS)
 
     def summarize(self) -> ShareTimes:
         enough = len(self.clear) >= FEWEST_STEPS

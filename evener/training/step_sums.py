@@ -37,9 +37,8 @@ class StepSums(msgspec.Struct, frozen=True):
     validation_s: Seconds = 0.0  # between steps, while the model was validated
     between_s: Seconds = 0.0  # the rest of the time between steps
     idle_input_s: Seconds = 0.0  # part of input in which the loop's thread didn't compute
-    idle_own_s: Seconds = (
-        0.0  # part of own work on a CPU in which no thread of the process computed
-    )
+    # part of own work on a CPU in which no thread of the process computed
+    idle_own_s: Seconds = 0.0
 
     @property
     def seconds(self) -> float:

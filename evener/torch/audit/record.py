@@ -529,10 +529,8 @@ class LossRecord:
     def _compute_again(self) -> float:
         """Return the loss of the recorded rows, computed again with the same random numbers."""
         # gradients are only enabled if the loss needs them
-        for enabled in (
-            False,
-            True,
-        ):  # a loss with a gradient penalty needs gradients
+        # a loss with a gradient penalty needs gradients
+        for enabled in (False, True):
             self._random.restore()
             try:
                 with torch.set_grad_enabled(enabled):

@@ -18,9 +18,8 @@ import torch
 from ..rows.structure import address
 from .randomness import RandomState
 
-MOST_ITEMS = (
-    10_000  # maximum length of inspected lists and dicts; longer ones are data, not counters
-)
+# maximum length of inspected lists and dicts; longer ones are data, not counters
+MOST_ITEMS = 10_000
 _CONTAINERS = (dict, list, deque, set)
 _PLAIN = {bool, int, float, str, type(None)}
 _EMPTY = ()  # restores a container that was empty
@@ -94,9 +93,8 @@ def keep_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], No
     """
     memo: dict[int, Any] = {id(each): None for each in apart}  # ids of objects to skip
     for each in holders:
-        memo |= {
-            id(vars(each).get(name)): None for name in ("_parameters", "_modules")
-        }  # FSDP replaces parameters
+        # FSDP replaces parameters
+        memo |= {id(vars(each).get(name)): None for name in ("_parameters", "_modules")}
     kept = [(vars(each), copy_data(vars(each), memo)) for each in holders]
 
     def restore() -> None:

@@ -54,12 +54,10 @@ from .timed_batches import IF_HOST_LIMITS, ON_CPU, ON_GPU, TimedBatches
 
 KEPT_STEPS = 25  # number of steps over which medians are computed
 KEPT_MARKED = 100  # number of steps that a GPU may be behind its host before marks are dropped
-TIMED_AT_ONCE = (
-    16  # number of steps timed together, because single ones would find a cold CPU cache
-)
-WARM_STEPS = (
-    3  # number of warm-up steps, which aren't in the sums: kernels are chosen, memory is allocated
-)
+# number of steps timed together, because single ones would find a cold CPU cache
+TIMED_AT_ONCE = 16
+# number of warm-up steps, which aren't in the sums: kernels are chosen, memory is allocated
+WARM_STEPS = 3
 # Distances between batches whose CPU times are measured; not all are, as each measurement takes
 # microseconds. The sum of the distances is a prime, so that every position in a cycle of batches,
 # such as the batches of one update, is measured equally often. A window of rebalancing has at least
@@ -83,9 +81,8 @@ _STEPS, _FILES, _VALIDATION = map(
     StepSums.__struct_fields__.index, ("steps", "files_s", "validation_s")
 )
 _IDLE = slice(StepSums.__struct_fields__.index("idle_input_s"), None)
-PARTS_END = (
-    StepSums.__struct_fields__.index("between_s") + 1
-)  # end of the fields that don't overlap
+# end of the fields that don't overlap
+PARTS_END = StepSums.__struct_fields__.index("between_s") + 1
 
 
 class HostClock:
@@ -167,9 +164,8 @@ class TimedStep(NamedTuple):
     disturbed: bool = False  # True if evener checked the loss or memory ran out
     behind: float = math.nan  # 1 if the GPU was behind its host when gradients were sent, else 0
     computing: float = math.nan  # the fraction of own work in which the CPU computed for the loop
-    idle_input_s: float = (
-        math.nan
-    )  # part of input_s in which the loop's thread waited for other threads to fetch rows
+    # part of input_s in which the loop's thread waited for other threads to fetch rows
+    idle_input_s: float = math.nan
     # the step's times, including the time since the last loop, in the order of StepSums
     sums: tuple[float, ...] = ()
 
@@ -215,9 +211,8 @@ class _MarkedStep(NamedTuple):
     disturbed: bool
     behind: float
     cpu: _CpuTimes | None  # None: not measured in this step
-    validations: tuple[
-        int, int
-    ]  # batches of a validation before the loop that began with it, and after its update
+    # batches of a validation before the loop that began with it, and after its update
+    validations: tuple[int, int]
     is_shared: bool  # `done` is the next batch's first mark
     untimed: _Untimed  # the batches since the last timed one
 
@@ -996,10 +991,8 @@ class StepReporter:
     ) -> None:
         self.shares, self._timer, self._noise = shares, timer, noise
         self.changes: deque[ShareChange] = deque(maxlen=MOST_CHANGES)
-        self.retreats, self.retreat = (
-            0,
-            "",
-        )  # number of passes that ran out of memory, and a message about the last one
+        # number of passes that ran out of memory, and a message about the last one
+        self.retreats, self.retreat = 0, ""
         self.pending: Callable[[], PendingShares | None] = lambda: None  # the next change of shares
         self.without_loader = False  # True if the rows come from no DataLoader
         self._journal = None

@@ -31,13 +31,14 @@ from ..sums.collectives import count_exchanges
 LOOK_SECONDS = 1.0
 # timeout for other ranks' notes, and time after which a rank without progress is stuck
 WAIT_SECONDS = 3.0
+# texts in error messages about lost ranks
 _LOST_SIGNS = (
     "gloo/",
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
     "NCCL",
-)  # texts in error messages about lost ranks
+)
 INTERRUPTED = "it was interrupted by Ctrl-C"
 _kept_groups: list[Any] = []  # references to process groups, held until the interpreter exits
 
@@ -87,9 +88,8 @@ class PeerWatcher:
             set(range(dist.get_world_size())) - {dist.get_rank()},
         )
         self._store = default_store().clone()  # a separate connection on which nothing else waits
-        self._number: int = (
-            0 if PeerWatcher.newest is None else PeerWatcher.newest._number + 1
-        )  # the same on all ranks
+        # the same on all ranks
+        self._number: int = 0 if PeerWatcher.newest is None else PeerWatcher.newest._number + 1
         self._machine = f"{os.uname().nodename} {os.stat('/proc/self/ns/pid').st_ino}"
         self._store.set(self._key("process", self._rank), f"{os.getpid()} {self._machine}")
         self.notes: dict[int, ExitNote] = {}  # notes of ranks that have exited
@@ -125,9 +125,8 @@ class PeerWatcher:
         while computed.is_alive() and not (self._noted_error and self.notes):
             self._read_notes_soon()
         self.note("")
-        end = time.monotonic() + WAIT_SECONDS * (
-            self.on_gpu or not self._noted_error
-        )  # gloo itself detects that a rank has left
+        # gloo itself detects that a rank has left
+        end = time.monotonic() + WAIT_SECONDS * (self.on_gpu or not self._noted_error)
         while len(self.notes) < len(self._ranks) and time.monotonic() < end:
             self._read_notes_soon()
         self._over.set()
@@ -342,9 +341,8 @@ def describe_error(error: BaseException | None) -> str:
 def find_error() -> BaseException | None:
     """Return the error that the main thread is handling, or None."""
     found: Any = sys._current_exceptions().get(main_thread().ident or 0)
-    error: BaseException | None = (
-        found[1] if isinstance(found, tuple) else found
-    )  # Python 3.11 has it in a tuple
+    # Python 3.11 has it in a tuple
+    error: BaseException | None = found[1] if isinstance(found, tuple) else found
     return error
 
 

@@ -194,9 +194,8 @@ def gather_infos(own: RankInfo, process: ProcessRank) -> list[RankInfo]:
     if dist.is_initialized():
         return gather_messages(own, RankInfo)
     store = _open_store()
-    kept = (
-        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    )  # True if the store still contains values from before a restart
+    # True if the store still contains values from before a restart
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if kept else "0"
     every = exchange_values(
         store,
@@ -469,9 +468,8 @@ def _share_by_plan(
     places = [i for i, share in enumerate(plan.layout.share) if share.takes_part]
     rows, most = plan.shares(global_batch), plan.micros(global_batch)
     batches = tuple(rows[places[place]] for place in order)
-    micros = tuple(
-        max(1, most[places[place]]) for place in order
-    )  # a rank without rows has filler rows
+    # a rank without rows has filler rows
+    micros = tuple(max(1, most[places[place]]) for place in order)
     passes = tuple(max(1, count_passes(*own)) for own in zip(batches, micros, strict=True))
     promised = (
         plan.throughput.samples_per_second

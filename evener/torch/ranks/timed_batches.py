@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-BLOCK_BATCHES = (
-    32  # number of batches per stride; a power of 2. All batches of the first block are timed
-)
+# number of batches per stride; a power of 2. All batches of the first block are timed
+BLOCK_BATCHES = 32
 GOLDEN, RANGE = 2654435761, 1 << 32  # multiples of the golden ratio are spread evenly (Knuth, 6.4)
 
 

@@ -44,9 +44,8 @@ def whole_fetch(dataset: Any) -> Whole | None:
     if type(dataset) is Subset:
         inner = whole_fetch(dataset.dataset)
         numbers = torch.as_tensor(dataset.indices)
-        numbers = torch.where(
-            numbers < 0, numbers + len(dataset.dataset), numbers
-        )  # negative numbers count from the end
+        # negative numbers count from the end
+        numbers = torch.where(numbers < 0, numbers + len(dataset.dataset), numbers)
         return None if inner is None else lambda rows, pinned: inner(numbers[rows], pinned)
     if _takes_tensor(dataset):
         return lambda rows, _: dataset.__getitems__(rows)
@@ -76,9 +75,8 @@ class Fetch:
         self._sampler = sampler
         self._pinned = pinned
         self._collate = options.get("collate_fn")
-        whole = (
-            None if self._collate and not _takes_tensor(dataset) else whole_fetch(dataset)
-        )  # otherwise it collates single rows
+        # None if the collate function has to get single rows
+        whole = None if self._collate and not _takes_tensor(dataset) else whole_fetch(dataset)
         self._whole = None if options.get("num_workers") else whole
         if self._whole is None:
             if whole is not None:  # fetch whole batches in worker processes
@@ -143,9 +141,8 @@ class Prefetcher:
         self._copies = _CopyStream(device) if device.type == "cuda" else None
         self._depth = depth
         self._ready: deque[tuple[Any, Any]] = deque()  # (batch, event of its arrival)
-        self._released: deque[Any] = (
-            deque()
-        )  # for each batch that was taken, an event after the GPU's work on the previous batch
+        # for each batch that was taken, an event after the GPU's work on the previous batch
+        self._released: deque[Any] = deque()
         self._error: BaseException | None = None
         self._ended = False
         self._change = threading.Condition()
@@ -158,9 +155,8 @@ class Prefetcher:
         return self
 
     def __next__(self) -> Any:
-        released = (
-            self._copies.mark() if self._copies else None
-        )  # before waiting, because the loop enqueues nothing while it waits
+        # before waiting, because the loop enqueues nothing while it waits
+        released = self._copies.mark() if self._copies else None
         with self._change:
             self._change.wait_for(lambda: self._ready or self._ended)
             if not self._ready:
@@ -236,9 +232,8 @@ class _CopyStream:
             "cuda", torch.cuda.current_device() if device.index is None else device.index
         )
         self._stream = self._streams.setdefault(self._device.index, torch.cuda.Stream(self._device))
-        self._stream.wait_stream(
-            torch.cuda.current_stream(self._device)
-        )  # so that data on the device are complete
+        # so that data on the device are complete
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def context(self) -> AbstractContextManager[None]:
         """Return a context in which work is enqueued on the transfer stream."""

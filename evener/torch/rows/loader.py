@@ -136,9 +136,8 @@ class Loader:
         self.drop_last = sampler.drop_last
         self.device = device or torch.device("cpu")
         self.prefetch = check_prefetch(prefetch, self.device)
-        self.drawn_ahead = self.prefetch + self.num_workers * (
-            self.prefetch_factor or 2
-        )  # maximum number of batches drawn ahead
+        # maximum number of batches drawn ahead
+        self.drawn_ahead = self.prefetch + self.num_workers * (self.prefetch_factor or 2)
         on_gpu = self.device.type == "cuda"
         pinned = bool(self.prefetch or self.pin_memory) and on_gpu
         # the device to which prefetched batches are sent
@@ -148,9 +147,8 @@ class Loader:
         self._training = training
         self._steps = 0  # number of steps that have begun in this loop
         self._fresh = True  # True if the next loop is the sampler's current epoch
-        self._chosen = (
-            False  # True after set_epoch: the next loop is this epoch, even if no rows are left
-        )
+        # True after set_epoch: the next loop is this epoch, even if no rows are left
+        self._chosen = False
         self._loaded = False  # True if a state was loaded and no loop has begun since
         self._ahead: Prefetcher | None = None  # prefetcher of the running loop
 

@@ -105,9 +105,8 @@ def mix_seed(seed: int, epoch: int) -> int:
     return (seed * 1_000_003 + epoch) % (1 << 63)
 
 
-LOOPS = (
-    4  # maximum number of simultaneous loops over a sampler in which changes of shares take effect
-)
+# maximum number of simultaneous loops over a sampler in which changes of shares take effect
+LOOPS = 4
 _STATE_KEYS = ("epoch", "position", "length", "shuffle", "seed")
 
 
@@ -306,9 +305,8 @@ class UnevenBatchSampler:
         - A new object: possibly in any step.
         """
         if self.changes or self.is_by_length:
-            return (
-                object()
-            )  # equals no other object, because each step may weight ranks differently
+            # equals no other object, because each step may weight ranks differently
+            return object()
         last = self.sizes(max(0, self.steps_left - 1))
         total, rows = self.global_batch, sum(last)
         return (
@@ -438,9 +436,8 @@ class _CudnnAttention:
 _cudnn_attention = _CudnnAttention()
 
 
-_KEPT = (
-    128  # maximum number of batches whose assignment is cached: prefetched ones and the current one
-)
+# maximum number of batches whose assignment is cached: prefetched ones and the current one
+_KEPT = 128
 
 
 class LengthSampler(UnevenBatchSampler):

@@ -101,9 +101,8 @@ def each_item(function: Callable[[Any], Any], data: Any) -> Any:
         same = copy.copy(data)
         same.update({key: function(item) for key, item in data.items()})
         return same
-    if isinstance(data, tuple) and not hasattr(
-        data, "pin_memory"
-    ):  # a PackedSequence has its own methods
+    # a PackedSequence has its own methods
+    if isinstance(data, tuple) and not hasattr(data, "pin_memory"):
         items = [function(item) for item in data]
         return type(data)(*items) if hasattr(data, "_fields") else tuple(items)
     if isinstance(data, list):

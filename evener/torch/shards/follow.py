@@ -59,9 +59,8 @@ class Follower:
         self._root, self._units, self._device = root, units, device
         self._running: PassRecord | None = None  # the pass that is being computed
         self._last: PassRecord | None = None  # the last computed pass
-        self._known: PassRecord | None = (
-            None  # the pass that is repeated, because the last two passes were alike
-        )
+        # the pass that is repeated, because the last two passes were alike
+        self._known: PassRecord | None = None
         self._meetings: list[Meeting] | None = None  # the list to which collectives are recorded
         for unit in (root, *units):
             unit.met = self._note

@@ -28,15 +28,8 @@ from .slot import Slot, byte_count
 from .unit import Ledger, Unit, find_parameters
 from .whole import WholeParameters, choose_whole
 
-_SIMPLE = (
-    type(None),
-    Number,
-    str,
-    bytes,
-    type,
-    torch.dtype,
-    torch.device,
-)  # types of outputs without tensors
+# types of outputs without tensors
+_SIMPLE = (type(None), Number, str, bytes, type, torch.dtype, torch.device)
 
 
 class Sharded:
@@ -98,9 +91,8 @@ class Sharded:
         ] = {}  # for each unit, the next unit in the last forward pass
         self._precedes: dict[Unit, Unit] = {}
         self._last: Unit | None = None  # the last unit computed in this forward pass
-        self._final: Unit | None = (
-            None  # the last unit of the last forward pass, which is the first of the backward pass
-        )
+        # the last unit of the last forward pass, which is the first of the backward pass
+        self._final: Unit | None = None
         self._task: int | None = None  # id of the running backward pass
         self._batch: Any = None  # batch of the last forward pass
         self._passing: Any = None  # batch of the backward pass
@@ -137,9 +129,8 @@ class Sharded:
                 for slot in flat.slots:
                     slot.whole.register_post_accumulate_grad_hook(hooks.take(flat, slot))
             is_layer = unit is not self.root and not any(unit.module.children())
-            if is_layer and not isinstance(
-                unit.module, torch.nn.RNNBase
-            ):  # RNNs have their own list of parameters
+            # RNNs have their own list of parameters
+            if is_layer and not isinstance(unit.module, torch.nn.RNNBase):
                 unit.module._parameters = LayerParameters(own, unit)
 
         if self.whole is not None:

@@ -43,9 +43,8 @@ class OptimizerCheck:
         # step schedules once per batch; accelerate by default steps them once per process
         self.steps_schedules = True
         self._watched: set[type] = set()
-        self._known: weakref.WeakKeyDictionary[Optimizer, int] = (
-            weakref.WeakKeyDictionary()
-        )  # a hash of the parameters when last checked
+        # a hash of the parameters when last checked
+        self._known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self.hooks = ProcessHooks(lambda: [register_optimizer_step_pre_hook(self._before_step)])
 
     def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> Any:
@@ -128,14 +127,8 @@ def _find_trainer() -> Any:
     return found
 
 
-_STATE_TENSORS = {
-    "Adam": 2,
-    "AdamW": 2,
-    "NAdam": 2,
-    "RAdam": 2,
-    "Adamax": 2,
-    "RMSprop": 1,
-}  # number of state tensors of a parameter's size
+# number of state tensors of a parameter's size
+_STATE_TENSORS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "RMSprop": 1}
 
 
 def check_memory(optimizer: Any, trained: list[Any]) -> None:

@@ -21,9 +21,8 @@ class MemoryGauge:
 
     def __init__(self, device: torch.device, world: int) -> None:
         self._device = device
-        self._processes = int(
-            os.environ.get("LOCAL_WORLD_SIZE", world)
-        )  # processes that share the host
+        # processes that share the host
+        self._processes = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         self._peaks = MemoryPeaks()
         self._capacity_bytes = 0.0  # at the last measurement
         self.at_risk = True

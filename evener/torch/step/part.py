@@ -34,9 +34,8 @@ class Part:
         self.count: OfPart | None = None  # counts what the loss is a mean over, if not rows
         self.counted: torch.Tensor | None = None  # result of `count` for these rows
         self.passes: Any = None  # the Passes that yielded this part
-        self.after: Callable[[Any], None] | None = (
-            None  # called with each loss after its backward pass
-        )
+        # called with each loss after its backward pass
+        self.after: Callable[[Any], None] | None = None
         self.error = ""  # the out-of-memory error that ended the block
         self._scale = scale
 

@@ -67,11 +67,10 @@ def free_before_update(device: torch.device) -> None:
 
 def held_by_others(device: torch.device) -> int:
     """Return the bytes that other processes hold on a GPU; 0 for other devices."""
-    # half a GiB is assumed for this process's CUDA context
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
-    own = int(torch.cuda.memory_reserved(device)) + 2**29  # half a GiB for the context
+    own = int(torch.cuda.memory_reserved(device)) + 2**29  # half a GiB for the CUDA context
     return max(0, int(total - free) - own)
 
 

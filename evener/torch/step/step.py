@@ -198,9 +198,8 @@ class Passes:
         self._device = device
         self.recovery = Recovery(rank, device, report_retry)
         self._exchanges: list[Exchange] = []  # exchanges that sum the current batch's gradients
-        self._given: set[Exchange] = (
-            set()
-        )  # exchanges that have gradients of the batch's earlier passes
+        # exchanges that have gradients of the batch's earlier passes
+        self._given: set[Exchange] = set()
         self._running: RunningPass | None = None
 
     def take(

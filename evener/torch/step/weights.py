@@ -43,9 +43,8 @@ class WholeBatchLoss(BaseException):  # so that a program's `except Exception` c
 
 
 Weigh = Literal["gradients", "loss", "trainer"]
-NUMBERS = (
-    4  # number of batch numbers that ranks compare; their sum over 64 ranks is exact in bfloat16
-)
+# number of batch numbers that ranks compare; their sum over 64 ranks is exact in bfloat16
+NUMBERS = 4
 
 
 class BatchWeights(BatchTracker):
@@ -68,24 +67,20 @@ class BatchWeights(BatchTracker):
         self._auditing = False
         self.in_parts: TakenBatch | None = None  # the batch whose parts are computed
         self._searched = False  # the search for tensors without a module was made
-        self.is_loops = (
-            False  # True while the newest batch's loss hasn't used a method of the split
-        )
+        # True while the newest batch's loss hasn't used a method of the split
+        self.is_loops = False
         self._exchanges: WeakList[Exchange] = WeakList()
-        self._own_exchanges: weakref.WeakKeyDictionary[Any, Exchange] = (
-            weakref.WeakKeyDictionary()
-        )  # exchanges by model, with a single rank
+        # exchanges by model, with a single rank
+        self._own_exchanges: weakref.WeakKeyDictionary[Any, Exchange] = weakref.WeakKeyDictionary()
         self.noise = noise  # measures the noise scale of one model
         self.in_pass = False  # True in a trainer's pass, if batches have several passes
-        self.equal_passes = (
-            False  # True if ranks synchronize in each pass, so that all run the same number
-        )
+        # True if ranks synchronize in each pass, so that all run the same number
+        self.equal_passes = False
         self.are_averaged = False  # True if another library averages the gradients over ranks
         # True if the loss is a sum over a rank's rows; all ranks then have the same weight
         self.are_sums = False
-        self.computes_at_once = (
-            False  # True if a model was trained on a whole batch instead of parts
-        )
+        # True if a model was trained on a whole batch instead of parts
+        self.computes_at_once = False
         self.lengths_vary = False  # True if batches aren't padded to one length
         self._shape: tuple[int, ...] | None = None  # shape of a row in the newest batch
         self._rank = shares.rank
@@ -268,9 +263,8 @@ class BatchWeights(BatchTracker):
             raise batch
         if batch is None:
             return
-        exchange.number = (
-            batch.origin.batches[-1].number % NUMBERS
-        )  # of the newest batch, because it doesn't depend on addresses
+        # of the newest batch, because it doesn't depend on addresses
+        exchange.number = batch.origin.batches[-1].number % NUMBERS
         if exchange.noise is not None:
             exchange.noise.note(batch)
         if self.weigh == "loss" and self._scaled_pass != backward_number():

@@ -61,9 +61,8 @@ _OTHER = {
     "delay_all_reduce_named_params",
     "param_to_hook_all_reduce",
 }
-_OPTIONS = (
-    signature(DistributedDataParallel).parameters.keys() - _OTHER
-)  # accepted, although most have no effect here
+# accepted, although most have no effect here
+_OPTIONS = signature(DistributedDataParallel).parameters.keys() - _OTHER
 
 
 class Exchanged(torch.nn.Module):  # type: ignore[misc]  # torch isn't followed
@@ -227,9 +226,8 @@ class _ForwardHook:
         if self.forward is None or exchange is None or not torch.is_grad_enabled():
             return None
         tensors = tensors_in(outputs)
-        leaves = any(
-            each.is_leaf and each.requires_grad for each in tensors
-        )  # a hook on a parameter would stay on it
+        # a hook on a parameter would stay on it
+        leaves = any(each.is_leaf and each.requires_grad for each in tensors)
         if leaves:
             outputs = each_tensor(lambda tensor: tensor.view_as(tensor), outputs)
             tensors = tensors_in(outputs)

@@ -17,10 +17,8 @@ from ..members import Members
 from ..private import add_each, copy_each, gradient_hooks
 
 FIRST_BYTES = 1 << 20  # size of the first bucket, which is small so that it is sent early
-FUSED = {
-    "cpu": 1 << 12,
-    "cuda": 1 << 21,
-}  # minimum mean size of a gradient, in values, for weighting during the copy to be faster
+# minimum mean size of a gradient, in values, for weighting during the copy to be faster
+FUSED = {"cpu": 1 << 12, "cuda": 1 << 21}
 MOST_PATTERNS = 64  # maximum number of flag patterns that a bucket caches
 MOST_KEPT = 64 << 20  # maximum bytes of buffers that are compared with a copy
 SAMPLED = 8  # number of weights that ranks compare at a time
@@ -58,9 +56,8 @@ class Bucket:
         # indices of parameters without a gradient in the last `gather`
         self._absent: list[int] = []
         mean = self.gradients.numel() / len(sizes)
-        self._fuses = mean > FUSED.get(
-            self.flat.device.type, math.inf
-        )  # multiplies during the copy, so that memory is read once
+        # multiplies during the copy, so that memory is read once
+        self._fuses = mean > FUSED.get(self.flat.device.type, math.inf)
         self._work: Any = None
         self._version = 0  # version of the gradients when they were sent
 
@@ -142,9 +139,8 @@ class Bucket:
         if weight == 1.0:
             copy_each(views, gradients)
             return
-        factor = torch.tensor(
-            weight, dtype=torch.float64
-        )  # a Python number would take longer in each call
+        # a Python number would take longer in each call
+        factor = torch.tensor(weight, dtype=torch.float64)
         for view, gradient in zip(views, gradients, strict=True):
             torch.mul(gradient, factor, out=view)
 

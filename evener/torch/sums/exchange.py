@@ -56,9 +56,8 @@ from .buckets import (
 from .collectives import is_equal_everywhere, note_own, own_collectives, spread
 
 LEAST_BYTES, MOST_BYTES = 25 << 20, 100 << 20  # size limits of a bucket
-BUCKETS = (
-    6  # approximate number of buckets; more would cost host time and hide little more communication
-)
+# approximate number of buckets; more would cost host time and hide little more communication
+BUCKETS = 6
 MOST_ARRIVED = 1 << 20  # upper bound for the number of gradients in a pass
 EVERY = 4  # ranks compare some of their weights in one of this many sums
 
@@ -240,9 +239,8 @@ class Exchange:
             if exchange._hidden_task == -1:
                 exchange.arm(sync, batch)
                 exchange._hidden_task = task
-            elif (
-                task < exchange._hidden_task
-            ):  # the hidden task was a checkpoint's inner backward pass
+            elif task < exchange._hidden_task:
+                # the hidden task was a checkpoint's inner backward pass
                 raise RequestError(
                     "The model's output is an object that hides its tensors, and a part of it "
                     "is in a reentrant checkpoint: nobody sees where its backward pass begins.",
@@ -425,9 +423,8 @@ class Exchange:
             [self.parameters[place] for place in order.tolist()], self._bytes
         )
         _remove(self._hooks)
-        look = partial(
-            _look_for, weakref.ref(self)
-        )  # weak, so that a parameter doesn't keep a dropped wrapper's exchange
+        # weak, so that a parameter doesn't keep a dropped wrapper's exchange
+        look = partial(_look_for, weakref.ref(self))
         weakref.finalize(
             self, _remove, [_hook(each.last, partial(look, each)) for each in self._buckets]
         )

@@ -22,10 +22,8 @@ from .collectives import note_own
 # each rank's number of rows; a copy of the sum of the ranks' weighted squared norms and of the
 # squared norm of the summed gradient
 _Sample = tuple[tuple[int, ...], HostCopy]
-_WIDER = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-}  # dtypes in which squares are summed
+# dtypes in which squares are summed
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 class RankNoise:
@@ -133,9 +131,8 @@ class RankNoise:
         """True if this step is sampled: one of `every`, unless its sums aren't comparable."""
         # not if the weights weren't updated since the last sum, the step's batches have different
         # rows on a rank, or fewer than two ranks have rows
-        if (
-            self.steps % self.every or self._updates == self._summed_at
-        ):  # gradients are added to an earlier sum
+        # gradients are added to an earlier sum
+        if self.steps % self.every or self._updates == self._summed_at:
             return False
         batches = self._batches()
         return len(set(batches)) == 1 and sum(size > 0 for size in batches[0]) > 1
