@@ -80,7 +80,9 @@ def train(
             reporter=SimpleNamespace(retreats=0, note_change=lambda _: None),
             listeners=[],
             begins_even=False,
-            weights=SimpleNamespace(computes_at_once=False, lengths_vary=False, models=[]),
+            weights=SimpleNamespace(
+                computes_at_once=False, lengths_vary=False, are_averaged=False, models=[]
+            ),
             passes=SimpleNamespace(
                 recovery=SimpleNamespace(limit=PassLimit(rank), uses_collectives=False)
             ),
