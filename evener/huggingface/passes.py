@@ -48,7 +48,8 @@ def weigh_passes(
         weights = [float(weight > 0) for weight in weights]
     if not by_labels and loss.certain:  # the host need not wait for the device
         if items is not None:
-            items = gathering.add_up(torch.as_tensor(items, device=device).reshape(1))[0]
+            own_items = torch.as_tensor(items).to(device, non_blocking=True)
+            items = gathering.add_up(own_items.reshape(1))[0]
         return PassWeights(weights, items, False)
     counts = _count_labels(loss, passes, sizes) if by_labels else [[0.0] for _ in sizes]
     ignores = not loss.certain and any(map(has_ignored, passes))

@@ -238,9 +238,17 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _get_num_items_in_batch(self, batches: list[Any], device: torch.device) -> Any:
         """Return the number of items that the losses of these batches are means over."""
         calls = self._gathering.calls  # transformers 4 gathers here even if one process counts
-        items = super()._get_num_items_in_batch(batches, device)
+        # a copy to a GPU would make the host wait for the optimizer's step; `weigh_passes` moves it
+        items = super()._get_num_items_in_batch(batches, torch.device("cpu"))
         self._gathering.calls = calls
         return items
+
+    def _prepare_input(self, data: Any) -> Any:
+        """Return a batch on the device, without waiting for copies from pinned memory."""
+        is_pinned = isinstance(data, torch.Tensor) and data.is_pinned()
+        if is_pinned and not self.is_deepspeed_enabled:
+            return data.to(self.args.device, non_blocking=True)
+        return super()._prepare_input(data)
 
     def _weigh_and_count(
         self, passes: list[Any], sizes: list[Any], totals: list[int], device: torch.device

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -214,6 +215,35 @@ def test_trl_trainers_that_generate_have_the_method_by_which_they_are_refused(na
     assert trl.origin is not None
     source = Path(trl.origin).with_name("trainer") / f"{name}_trainer.py"
     assert "def _generate_and_score_completions(" in source.read_text()
+
+
+def test_a_pinned_batch_is_copied_without_waiting_for_the_device() -> None:
+    """A copy that waits lets the device idle until the next forward pass is launched."""
+    from transformers import Trainer
+
+    from evener.huggingface import with_plan
+    from tests.support.huggingface_programs import make_plan
+
+    waits = list[bool]()
+
+    class Pinned(torch.Tensor):
+        """A tensor that says that it is in pinned memory, which a CPU alone doesn't have."""
+
+        def is_pinned(self, *_: Any) -> bool:
+            return True
+
+        def to(self, *_: Any, non_blocking: bool = False, **__: Any) -> Any:
+            waits.append(not non_blocking)
+            return torch.ones(2)
+
+    kind: Any = with_plan(Trainer, make_plan([2]))
+    trainer = kind.__new__(kind)
+    trainer.args, trainer.is_deepspeed_enabled = SimpleNamespace(device="cpu"), False
+    batch = {"labels": torch.zeros(2).as_subclass(Pinned), "others": [torch.zeros(3)], "name": "a"}
+    found = trainer._prepare_input(batch)
+    assert waits == [False]
+    assert found["labels"].tolist() == [1.0, 1.0]
+    assert (found["others"][0].tolist(), found["name"]) == ([0.0] * 3, "a")
 
 
 def test_every_row_is_in_one_pass_of_one_rank(trainer_ranks: Run) -> None:
