@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from threading import get_ident
 from typing import Any, Literal
 
@@ -24,6 +26,7 @@ from ..torch.private import backward_number, wrap_next_batch
 from ..torch.ranks.own_work import StepReporter, StepTimer, make_timer
 from ..torch.ranks.ranks import describe_own_rows
 from ..training.first_rank import is_eveners_rank, is_released
+from ..training.retreat import say
 
 # Updates without a batch of a DataLoader in between, after which the rows come from no DataLoader
 FEWEST_UPDATES = 8
@@ -38,12 +41,56 @@ MOST_WAITED = 64
 
 
 class _Iteration:
-    """An iteration over a DataLoader; `loader` is None if the loader isn't known."""
+    """An iteration over a DataLoader; None if the loader isn't known."""
 
     def __init__(self, loader: Any) -> None:
-        self.loader = loader
+        self._loader = None if loader is None else weakref.ref(loader)
+        self.batch_size = getattr(loader, "batch_size", None)
         self.passes = -1  # number of backward passes when the last batch was requested
         self.untrained = 0  # number of batches in a row without a backward pass
+
+    @property
+    def loader(self) -> Any:
+        """The loader; None if it isn't known or no longer exists."""
+        return None if self._loader is None else self._loader()
+
+
+class _Loaders:
+    """A set of loaders, which are held weakly and needn't be hashable."""
+
+    def __init__(self) -> None:
+        self._loaders: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    def __contains__(self, loader: Any) -> bool:
+        return loader is not None and self._loaders.get(id(loader)) is loader
+
+    def add(self, loader: Any) -> None:
+        """Add a loader; None is ignored."""
+        if loader is not None:
+            self._loaders[id(loader)] = loader
+
+    def discard(self, loader: Any) -> None:
+        """Remove a loader if it is in the set."""
+        self._loaders.pop(id(loader), None)
+
+
+class _Harmless:
+    """A context in which an error of evener ends the timing, and not the program."""
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self._stop = stop
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        fault = f"{type(error).__name__}: {error}"
+        say(f"evener: its steps are no longer timed, by a fault of evener's: {fault}")
+        with suppress(Exception):
+            self._stop()
+        return True
 
 
 class UnchangedTraining:
@@ -63,8 +110,8 @@ class UnchangedTraining:
         self._timer: StepTimer | None = None  # set after that update
         self._reporter: StepReporter | None = None  # set at the first step
         self._iterations: weakref.WeakKeyDictionary[Any, _Iteration] = weakref.WeakKeyDictionary()
-        self._training: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders of training loops
-        self._validating: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders for validation
+        self._training = _Loaders()  # loaders of training loops
+        self._validating = _Loaders()  # loaders for validation
         self._rows: dict[int, int] = {}  # rows of each iteration's batches since the last step
         self._passes = 0  # number of backward passes and updates
         self._has_batch = False  # True from a batch of a DataLoader until the end of its loop
@@ -75,50 +122,77 @@ class UnchangedTraining:
         self._first: weakref.ref[Any] | None = None  # the optimizer whose update ends such a step
         self._has_loader = False  # True once a batch of a DataLoader was trained
         self._steps = 0
+        self._harmless = _Harmless(self._stop)
 
     def note_loop(self, loader: Any, iterator: Any) -> None:
         """Record that `iterator` yields the batches of `loader`."""
         if not self._is_over:
-            self._iterations[iterator] = _Iteration(weakref.ref(loader))
+            with self._harmless:
+                self._iterations[iterator] = _Iteration(loader)
 
     def begin_loop(self, loader: Any) -> None:
         """Record that a loop over `loader` begins; the loader's workers may have to start first."""
-        is_training = torch.is_grad_enabled() and loader in self._training
-        if self._timer is not None and is_training and not self._has_batch:
-            self._timer.start_loop()
+        if self._timer is None or self._has_batch:
+            return
+        with self._harmless:
+            if torch.is_grad_enabled() and loader in self._training:
+                self._timer.start_loop()
 
     def fetch(self, wrapped: Any, iterator: Any, arguments: Any, keywords: Any) -> Any:
         """Return the next batch of a DataLoader's iterator; this wraps its `__next__`.
 
         The time that this takes is a step's input, unless the batch is for validation.
         """
-        timer = self._timer
-        if timer is None or self._is_without_loader or get_ident() != self._thread:
+        if self._timer is None or self._is_without_loader or get_ident() != self._thread:
             return wrapped(*arguments, **keywords)
+        is_training = False
+        with self._harmless:
+            is_training = self._begin_fetch(self._timer, iterator)
+        if not is_training:
+            return wrapped(*arguments, **keywords)
+        try:
+            batch = wrapped(*arguments, **keywords)
+        except StopIteration:
+            with self._harmless:
+                self._end_loop(iterator)
+            raise
+        with self._harmless:
+            self._begin_step(iterator, batch)
+        return batch
+
+    def _begin_fetch(self, timer: StepTimer, iterator: Any) -> bool:
+        """End the last step because the next batch is requested.
+
+        Return False if that batch is for validation.
+        """
         iteration = self._iterations.get(iterator)
         if iteration is None:
             iteration = self._iterations[iterator] = _Iteration(None)
         if not torch.is_grad_enabled() or self._is_validation(iteration):
             self._rows.pop(id(iterator), None)
             timer.note_validation()
-            return wrapped(*arguments, **keywords)
+            return False
         if self._has_batch:
             self._end_step(timer)
         else:
             timer.start_loop()
-        try:
-            batch = wrapped(*arguments, **keywords)
-        except StopIteration:
-            self._has_batch = False
-            if iteration.untrained:
-                self._rows.pop(id(iterator), None)
-            timer.pause()
-            raise
-        rows = _count_rows(batch, iteration)
+        return True
+
+    def _begin_step(self, iterator: Any, batch: Any) -> None:
+        """Begin a step with a batch, or continue it if several batches belong to it."""
+        rows = _count_rows(batch, self._iterations[iterator].batch_size)
         self._rows[id(iterator)] = self._rows.get(id(iterator), 0) + rows
-        self._has_batch = True
-        timer.begin((rows,))
-        return batch
+        if self._timer is not None:
+            self._has_batch = True
+            self._timer.begin((rows,))
+
+    def _end_loop(self, iterator: Any) -> None:
+        """Stop timing until the next loop begins."""
+        self._has_batch = False
+        if self._iterations[iterator].untrained:
+            self._rows.pop(id(iterator), None)
+        if self._timer is not None:
+            self._timer.pause()
 
     def _is_validation(self, iteration: _Iteration) -> bool:
         """True if the batch that is requested next is for validation.
@@ -126,34 +200,36 @@ class UnchangedTraining:
         It counts as such if several batches of this iteration, or of an earlier one over the same
         loader, weren't followed by a backward pass.
         """
-        loader = None if iteration.loader is None else iteration.loader()
+        loader = iteration.loader
         if iteration.passes == self._passes:
             iteration.untrained += 1
-            if loader is not None and iteration.untrained == MOST_UNTRAINED:
+            if iteration.untrained == MOST_UNTRAINED:
                 self._validating.add(loader)
         elif iteration.passes >= 0:
             iteration.untrained = 0
             self._validating.discard(loader)
-            if loader is not None:
-                self._training.add(loader)
+            self._training.add(loader)
         iteration.passes = self._passes
         return iteration.untrained >= MOST_UNTRAINED or loader in self._validating
 
     def run_backward(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
         """Run a backward pass; this wraps `torch.autograd.backward`."""
-        if self._device is not None and self._timer is None:
-            self._begin(self._device)
+        if self._device is not None and self._timer is None and not self._is_over:
+            with self._harmless:
+                self._begin(self._device)
         result = wrapped(*arguments, **keywords)
-        timer = self._timer
         # a backward pass inside another one, as with checkpointing, doesn't count
-        if timer is None or backward_number() != -1 or not self._is_own_thread:
-            return result
+        if self._timer is not None and backward_number() == -1 and self._is_own_thread:
+            with self._harmless:
+                self._note_pass(self._timer)
+        return result
+
+    def _note_pass(self, timer: StepTimer) -> None:
         self._passes += 1
-        if self._is_captured:
+        if timer.is_captured():
             self._stop()
         elif self._world == 1:
             timer.note_pass_alone()
-        return result
 
     def save(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
         """Write a file, such as a checkpoint, and time it; this wraps `torch.save`.
@@ -170,11 +246,6 @@ class UnchangedTraining:
     def _is_own_thread(self) -> bool:
         return self._thread in (0, get_ident())
 
-    @property
-    def _is_captured(self) -> bool:
-        """True if the program is recording a CUDA graph, whose replays can't be timed."""
-        return self._timer is not None and self._timer.is_captured()
-
     def end_update(self, optimizer: Any, *_: Any) -> None:
         """Record that an optimizer has stepped; PyTorch calls this after each update.
 
@@ -182,13 +253,16 @@ class UnchangedTraining:
         """
         if self._is_over or not self._is_own_thread:
             return
-        if self._timer is None:
-            self._thread = get_ident()
-            self._device = _find_device(optimizer)
-            return
-        if self._is_captured:
-            self._stop()
-            return
+        with self._harmless:
+            if self._timer is None:
+                self._thread = get_ident()
+                self._device = _find_device(optimizer)
+            elif self._timer.is_captured():
+                self._stop()
+            else:
+                self._note_update(self._timer, optimizer)
+
+    def _note_update(self, timer: StepTimer, optimizer: Any) -> None:
         self._updated = True
         self._passes += 1
         if self._has_batch or self._has_loader:
@@ -200,12 +274,12 @@ class UnchangedTraining:
             self._updates += 1
             self._is_without_loader = self._updates >= FEWEST_UPDATES
             if self._is_without_loader:
-                self._end_step(self._timer)
-                self._timer.begin((0,))
+                self._end_step(timer)
+                timer.begin((0,))
 
     def _begin(self, device: torch.device) -> None:
         """Begin to time the program's steps, unless something else reports them."""
-        if self._is_over or not self._is_own_thread:
+        if not self._is_own_thread:
             return
         owner = self._find_owner()
         if owner != "nobody":
@@ -298,8 +372,10 @@ def _find_device(optimizer: Any) -> torch.device:
     return torch.device("cpu")
 
 
-def _count_rows(batch: Any, iteration: _Iteration) -> int:
+def _count_rows(batch: Any, batch_size: Any) -> int:
     """Return the number of rows in a batch; 0 if it is unknown.
+
+    `batch_size` is the loader's batch size if it has one.
 
     The first dimension of the batch's first tensor may be something else than rows, such as tokens
     or a graph's nodes. So the loader's batch size counts, unless the tensor is shorter, as in an
@@ -310,8 +386,6 @@ def _count_rows(batch: Any, iteration: _Iteration) -> int:
         tensors = [each for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
         first = next((tensor for tensor in tensors if tensor.ndim), None)
     length = 0 if first is None else len(first)
-    loader = None if iteration.loader is None else iteration.loader()
-    size = getattr(loader, "batch_size", None)
-    if not isinstance(size, int):
+    if not isinstance(batch_size, int):
         return length
-    return min(size, length) if length else size
+    return min(batch_size, length) if length else batch_size

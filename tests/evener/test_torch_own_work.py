@@ -755,6 +755,46 @@ def test_what_an_optimizer_s_closure_computes_is_own_work(single_rank: bool, by_
     assert weight.item() == pytest.approx(-0.1)
 
 
+class LateGpu(TurnedClock):
+    """A GPU that is some seconds behind its host."""
+
+    late_s = 0.0
+
+    def computed(self) -> float:
+        return math.nan
+
+    computed_by_all = computed
+
+    def is_past(self, mark: float) -> bool:
+        return mark <= self.now - self.late_s
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.5])
+def test_a_process_alone_shows_whether_its_gpu_is_behind(late_s: float) -> None:
+    """Two passes are accumulated. What follows the last one, such as clipping, is no own work."""
+    clock = LateGpu()
+    clock.late_s = late_s
+    timer = StepTimer(clock, True)
+    for _ in range(40):
+        for is_last in (False, True):
+            timer.finish()
+            timer.begin(SIZES)
+            clock.now += 3
+            timer.note_pass_alone()
+            clock.now += 2
+            if is_last:
+                timer.note_update()
+                clock.now += 1
+                timer.note_updated()
+    clock.now += 9
+    step = timer.last()[-2]
+    assert (step.own_work_s, step.waiting_s) == (3, 0)
+    sums = timer.sums.whole
+    assert sums.mean("update_s") == pytest.approx(3, rel=0.05)
+    assert sums.mean("own_work_s") == pytest.approx(2 * 3, rel=0.05)
+    assert timer.behind_part() == float(late_s > 0)
+
+
 @pytest.mark.parametrize("asks", [True, False])
 def test_a_loops_first_batch_stands_for_no_other(asks: bool) -> None:
     """Every loop of 5 batches follows 3 s of other work, and 7 s in which its workers start.

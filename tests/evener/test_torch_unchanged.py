@@ -27,6 +27,7 @@ class Followed:
         self.hooks.begin_loop(loader)
         iterator = iter(loader)
         self.hooks.note_loop(loader, iterator)
+        del loader  # as in a loop over a loader that has no name
         while True:
             try:
                 yield self.hooks.fetch(iterator.__next__, iterator, (), {})
@@ -164,6 +165,39 @@ def test_what_reports_its_own_steps_is_left_alone(
     ids=["a short last batch", "nodes of graphs", "a batch sampler's"],
 )
 def test_rows_are_counted_by_the_loader(size: int | None, batch: Any, rows: int) -> None:
-    loader = make_loader(8, size)
-    iteration = unchanged._Iteration(lambda: loader)
-    assert unchanged._count_rows(batch, iteration) == rows
+    assert unchanged._count_rows(batch, size) == rows
+
+
+class Equal(DataLoader[Any]):
+    """A loader that can't be a key of a dictionary."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__: Any = None
+
+
+def test_a_loader_that_is_not_hashable_is_followed(
+    reported: Steps, capsys: pytest.CaptureFixture[str]
+) -> None:
+    followed, loader = Followed(), Equal(torch.ones(12, 3), 4)
+    for _ in range(3):
+        for _ in followed.loop(loader):
+            followed.train()
+    assert len(reported) == 7
+    assert "fault" not in capsys.readouterr().err
+
+
+def test_a_fault_of_evener_ends_the_timing_and_not_the_program(
+    reported: Steps, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    followed = Followed()
+    taken = 0
+    for _ in followed.loop(make_loader(40)):
+        followed.train()
+        taken += 1
+        if taken == 5:
+            monkeypatch.setattr(unchanged, "_count_rows", lambda *_: 1 / 0)
+    assert taken == 10
+    assert reported == []
+    assert "ZeroDivisionError" in capsys.readouterr().err

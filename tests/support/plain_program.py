@@ -48,10 +48,9 @@ class SlowFile:
 
 
 def train_by_loader(net: nn.Module, opt: torch.optim.Optimizer, end: str) -> None:
-    loader = DataLoader(Rows(ROWS), BATCH)
     held_back = DataLoader(Rows(VALIDATION_BATCHES * BATCH), BATCH)
     for epoch in count() if end == "never" else range(EPOCHS):
-        for inputs, labels in loader:
+        for inputs, labels in DataLoader(Rows(ROWS), BATCH):  # a new one for each epoch
             opt.zero_grad()
             nn.functional.cross_entropy(net(inputs), labels).backward()
             opt.step()
