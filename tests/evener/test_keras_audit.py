@@ -27,7 +27,6 @@ HIDDEN = {
     },
     "passes": {
         "a late term": (0, "as later in a training"),
-        "a decision": (0, "decides by a value"),
     },
     "multiworker": {
         "a decision": (0, "decides by a value"),
