@@ -337,7 +337,7 @@ class BuiltServer(ChildServer):
     """Sends requests to the copy that a child has left of itself after building its workload.
 
     Children that the copy forks have the workload already. `far_end` is the descriptor of the
-    copy's end of the channel. It is passed to the child that builds the workload.
+    copy's end of the channel, for the child that builds the workload.
     """
 
     def __init__(self) -> None:

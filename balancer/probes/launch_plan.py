@@ -249,8 +249,8 @@ HeldBytes = Mapping[Layout, Mapping[int, int]]  # group -> position -> peak byte
 class MemoryBudget:
     """Decides which idle children must be killed to make room for others.
 
-    It uses the memory that earlier processes held, for each device position and number of rows per
-    pass. `available_bytes` returns the free memory of the host that has the least.
+    It remembers how much memory earlier processes held, by device position and rows per pass.
+    `available_bytes` returns the free memory of the host that has the least.
     """
 
     def __init__(self, devices: Sequence[Device], available_bytes: Callable[[], int]) -> None:

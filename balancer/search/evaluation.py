@@ -201,9 +201,8 @@ class Evaluation:
 
     @cached_property
     def policy(self) -> RowPolicy | TextPolicy:
-        """The policy that chooses layouts.
-
-        It is a `TextPolicy` if rows are known to have unequal lengths; otherwise, `by_rows`.
+        """The policy that chooses layouts: a `TextPolicy` if rows have unequal lengths, else
+        `by_rows`.
         """
         if not self.problem.lengths:
             return self.by_rows

@@ -91,8 +91,8 @@ def find_links(devices: Sequence[Device], driver: str) -> LinkRecord | None:
 def list_links(devices: Sequence[Device], driver: str) -> tuple[Link, ...]:
     """Return the links between these devices as they were last measured, pairs first.
 
-    There is one link for each pair, and for each larger set, that was measured with the transport
-    of this process's environment and worked.
+    A link is between two devices or more. It is left out unless its measurement succeeded, with the
+    transport of this process's environment.
     """
     labels = {device.id: device.label for device in devices}
     found = []

@@ -134,11 +134,11 @@ def _farthest(margin: Any, others: Sequence[Any]) -> Any:
 def both_sides(margins: Sequence[Any], apart: Sequence[Any]) -> Iterator[list[Any]]:
     """Yield amounts that move each comparison's margin above 0, then amounts that move it below.
 
-    - `margins`: for each comparison, the margins (left minus right side) of the whole batch.
-    - `apart`: the largest distance d between each margin and the margins of the batch's parts.
+    - `margins`: the margins (left minus right side) of each comparison in the whole batch.
+    - `apart`: the largest distance d of each margin from the margins of the batch's parts.
 
-    Added to the left sides, the first amounts change the margins to d / 2, and the second amounts
-    to -d / 2. Where the batch and its parts agree, d and the amounts are 0.
+    Added to the left sides, the amounts change the margins to d / 2, then to -d / 2. They are 0
+    where the batch and its parts agree.
     """
     for side in (0.5, -0.5):
         yield [

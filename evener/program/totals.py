@@ -90,8 +90,8 @@ class Totals:
     ) -> str:
         """Mark what a function computes from sums over the rows of all ranks.
 
-        Return `place`, the collective that computed the sums, if the result may depend on the
-        shares. Otherwise return "".
+        Return `place`, where the sums were computed, if the result may depend on the shares; else
+        "".
         """
         # own rows with gradients are a part of the loss, which is computed again in parts
         others = [tensor for tensor in tensors if not self._whole.find(tensor)]

@@ -475,7 +475,7 @@ def describe(
 
 
 def _write_apart(one: float, other: float) -> str:
-    """Return two numbers as text, with enough digits to distinguish them."""
+    """Return two numbers as text, with enough digits to tell which is larger."""
     digits = 6
     while f"{one:.{digits}g}" == f"{other:.{digits}g}" and digits < 17:
         digits += 1

@@ -47,7 +47,7 @@ AS_WRITTEN, ROW_COUNTS, MULTIPLES = range(3)  # which numbers in a record are co
 
 
 class RowNumber(int):
-    """A number that the program read from a tensor's size: `each` times the batch's number of rows.
+    """A number that the program read from a tensor's size: `each` times the batch's rows.
 
     When the calls are repeated with other rows, it becomes `each` times their number.
     """

@@ -454,8 +454,8 @@ class StepTimer:
     def note_pass_alone(self) -> None:
         """Record the end of a backward pass in a training run of one process.
 
-        Such a run needn't call this. If it does, the timer can tell whether the GPU is behind its
-        host. The time until the update, such as for clipping, then doesn't count as own work.
+        If this is called, the timer detects whether the GPU is behind its host. The time until the
+        update, such as for clipping, then doesn't count as own work.
         """
         computed = self._computed
         self.note_gradients()

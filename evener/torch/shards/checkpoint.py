@@ -130,9 +130,8 @@ def _whole_slots(sharded: AnyModel) -> list[Slot]:
 def _parameters(sharded: AnyModel, wanted: Collection[str]) -> Iterator[Tensors]:
     """Yield the whole parameters by name, in host memory, one dict for each flat.
 
-    The last dicts have the unsharded parameters. On ranks other than 0, the dicts are empty.
-    `wanted` are the names of the parameters to include; flats with one of them are included whole.
-    If it is empty, all parameters are included.
+    The last dicts have the unsharded parameters. On ranks other than 0, the dicts are empty. Only
+    flats with a parameter in `wanted` are included, or all if `wanted` is empty.
     """
     for flat in _flats(sharded):
         if not wanted or any(slot.names[0] in wanted for slot in flat.slots):
