@@ -25,7 +25,8 @@ class EvenerError(Exception):
     exit_code: ClassVar[int] = 2
 
     def __init__(self, message: str, remedy: str = "") -> None:
-        # both may quote a plan or a driver, and Python prints an exception's text unescaped
+        # messages and remedies may quote a plan or a driver, and Python prints an exception's text
+        # unescaped
         self.message = printable(message)
         self.remedy = printable(remedy)
         super().__init__(self.message)

@@ -186,7 +186,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     def sum_by_shares(self) -> None:
         """Sum gradients with evener's exchange instead of DistributedDataParallel's all-reduce."""
-        # the latter can't be resumed after an error
+        # DistributedDataParallel's all-reduce can't be resumed after an error
         rows = (rows for share in self._planned.ranks.batches for rows in even(share, self._passes))
         check_normalization(self.model, "loss", self._planned.world, rows)
         self._exchanges = self._planned.weights.exchange_gradients(self.model)

@@ -303,8 +303,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
         Raises RequestError on every rank if training with the plan would change what is learned.
         """
-        # that is so if the loss isn't a mean over rows, labels or items, or if the program's own
-        # launcher averages means over different numbers of labels
+        # training with the plan changes what is learned if the loss isn't a mean over rows, labels
+        # or items, or if the program's own launcher averages means over different numbers of labels
         few = self._fetch_few()
         self._loss = self._find_loss(few is not None and has_ignored(few.whole))
         by_labels = self._loss.mean_over not in (ITEMS, ROWS)

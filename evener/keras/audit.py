@@ -364,7 +364,7 @@ class StepAudit:
     @contextmanager
     def _in_small_passes(self, rows: int) -> Iterator[None]:
         """Return a context in which each device computes its part of `rows` rows in two passes."""
-        # it has no effect if the engine doesn't use passes
+        # the context has no effect if the engine doesn't use passes
         cut = self._engine.cut
         if not cut.in_passes:
             yield

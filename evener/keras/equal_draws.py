@@ -66,7 +66,8 @@ def _normalize_still(layer: Any) -> Callable[..., Any]:
 @functools.cache
 def _replace_random_functions() -> None:
     """Replace the functions of Keras and TensorFlow that draw random numbers, once per process."""
-    # neither library has a hook; outside `equal_rows` and `draws_alike` they work as before
+    # neither library has a hook for this; outside `equal_rows` and `draws_alike`, the replaced
+    # functions work as before
     drawn: Any = import_module("keras.src.backend.tensorflow.random")
     for name in DRAWN_BY_SHAPE:
         own = getattr(drawn, name)

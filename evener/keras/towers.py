@@ -293,7 +293,7 @@ def _join_outputs(towers: Sequence[Tower], x: Tensors, assigned: AssignedArrays 
 
     Raises RequestError if rows are assigned by length and layers added losses.
     """
-    # these losses would count padding
+    # the layers' losses would count padding
     if assigned is None:
         return join_rows([tower.outputs for tower in towers])
     if any(tower.losses for tower in towers):

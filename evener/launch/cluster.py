@@ -327,8 +327,8 @@ class HostLaunch:
 
     def _run_launch(self) -> None:
         """Start the launch, and read its output until it exits."""
-        # this thread has to live as long as the launch: when the thread that started a process
-        # ends, the kernel signals the process (PR_SET_PDEATHSIG)
+        # the thread that starts the launch has to live as long as the launch: when it ends, the
+        # kernel signals the process that it started (PR_SET_PDEATHSIG)
         try:
             self._process = process = subprocess.Popen(
                 self._command,

@@ -323,7 +323,7 @@ class Reporter:
 
         `seconds` is the step's duration, and `counts` are its samples and tokens.
         """
-        # by adding its time and samples to the earlier counts
+        # the step's time and samples are added to the earlier counts
 
         def move(then: _Counts) -> _Counts:
             return _Counts(then.at + seconds, *map(operator.add, then[1:], counts))
@@ -359,7 +359,7 @@ class Reporter:
 
     def read(self) -> LiveRecord | None:
         """Return an up-to-date record; None before there are samples/s to report."""
-        # it may be newer than the file if the disk is slow
+        # this record may be newer than the file, if the disk is slow
         with self._lock:
             if self._record is None or self._last_call is None:
                 return None
@@ -533,7 +533,7 @@ def report(
 
 def _is_launched_alone() -> bool:
     """True if this process reports for all devices of a training run started by evener launch."""
-    # it is the run's only process, or in Keras the first process of a group
+    # such a process is the run's only one or, in Keras, the first of its group
     return bool(launched_run()) and os.environ.get("WORLD_SIZE", "1") == "1"
 
 

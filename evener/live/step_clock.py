@@ -69,7 +69,7 @@ class ClockedReports:
 
 def find_group(world: int) -> str:
     """Return a name that all `world` processes of a training run share; "" for a single process."""
-    # made from the environment variables of their rendezvous
+    # the name consists of the environment variables of the processes' rendezvous
     place = (
         os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
     )

@@ -183,7 +183,7 @@ class Exchanges:
     @contextmanager
     def handling_rows(self) -> Iterator[None]:
         """Return a context for a function that itself handles ranks' different numbers of rows."""
-        # there, collectives are called unchanged, and exchanging rows is no fault
+        # in this context, collectives are called unchanged, and exchanging rows is no fault
         before, self._knows_rows = self._knows_rows, True
         try:
             yield

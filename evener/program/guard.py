@@ -451,7 +451,7 @@ class Guard(Recorder):
     @property
     def divides_sums(self) -> bool:
         """True if losses are sums over rows, and the program may divide gradients by rows."""
-        # it changes weights or gradients with a number that may count rows
+        # such a program changes weights or gradients with a number that may count rows
         return self.are_sums and any(may_count(self.rows, each) for each in self.uses)
 
     def _collate_few(self) -> FewRows | None:

@@ -71,7 +71,8 @@ def follow(training: Any, model: Any) -> None:
 
 def find_fault(model: Any) -> str:
     """Return why a model whose gradients a library averages can't train by shares; "" if it can."""
-    # it can if each rank computes its own rows, and the library averages all gradients over ranks
+    # a model can if each rank computes its own rows, and the library averages all gradients over
+    # ranks
     match find_library(model):
         case "FSDP2":
             return _find_fsdp2_fault(model)

@@ -68,7 +68,8 @@ class Totals:
         If `result` may depend on the shares, return the collective that computed the sums.
         Otherwise return "".
         """
-        # it depends on them if the call also uses this rank's own rows, or reads a sum as a number
+        # the result depends on the shares if the call also uses this rank's own rows, or reads a
+        # sum as a number
         leaves = leaves_in((arguments, keywords))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         parts = _find_places(self._parts, tensors)

@@ -55,7 +55,8 @@ _planned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 def _trains_as_loop(trainer: Any) -> bool:
     """True if the hooks for accelerate's loops handle a Trainer, so that it isn't replaced."""
-    # they do with FSDP, DeepSpeed, or a loader that creates its own batches
+    # the hooks handle a Trainer with FSDP or DeepSpeed, or with a loader that creates its own
+    # batches
     if trainer.args.world_size == 1 or PROGRAM.notebook.why:
         return False
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:

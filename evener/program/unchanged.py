@@ -288,7 +288,8 @@ class UnchangedTraining:
             return
         self._world = _count_processes()
         self._timer = make_timer(device, single_rank=self._world == 1)
-        # ranks exchange gradients within a backward pass, which only shares divide from own work
+        # with several ranks, the backward pass includes the exchange of gradients, which can only
+        # be told apart from own work in training by shares
         self._timer.has_own_work = self._world == 1
         wrap_next_batch(self.fetch)
 

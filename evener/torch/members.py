@@ -52,7 +52,8 @@ class Members:
     module.
     """
 
-    # other modules often do: transformers' models make a new ModuleList in each forward pass
+    # modules outside the model often register some: transformers' models make a new ModuleList in
+    # each forward pass
 
     def __init__(self, model: Any) -> None:
         self._model = weakref.ref(model)

@@ -363,7 +363,8 @@ class Split(PlannedTraining):
         the divisor, such as the number of tokens that aren't ignored, or the sum of class weights.
         Use the result like a mean over rows, with `loss.backward()`, `scale` and `mean`.
         """
-        # these multiply by this rank's fraction of the batch, so the result is divided by it
+        # `scale` and `mean` multiply by this rank's fraction of the batch, so the result is divided
+        # by it
         self.weights.refuse_in_parts("loss")
         if not self.weights.sizes[self.rank]:
             total, count = total * 0, torch.as_tensor(count) * 0

@@ -540,8 +540,8 @@ class TrainingAudits:
 
     def _is_apart(self) -> bool:
         """True if the training run has nothing that can be audited."""
-        # one device computes each batch in one pass, ranks synchronize in each pass, or there is no
-        # model
+        # that is so if one device computes each batch in one pass, if ranks synchronize in each
+        # pass, or if there is no model
         weights = self._training.weights
         return self._is_single_device or weights.equal_passes or not weights.models
 
@@ -725,7 +725,7 @@ class TrainingAudits:
 
     def _publish(self, own: RankVerdict) -> None:
         """Write this rank's verdict to the store, for the other ranks to read."""
-        # they usually audit the same step, so all verdicts on it can be compared
+        # ranks usually audit the same step, so all verdicts on it can be compared
         training = self._training
         if not self._can_exchange:
             return

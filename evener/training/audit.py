@@ -288,7 +288,7 @@ class Audits:
     def __init__(self, evens: bool = False, strict: bool = False) -> None:
         self.step = 0  # steps that have begun
         self.over = False  # a difference had consequences, so no more audits are needed
-        # this step's audit is the first one, follows a change or confirms a difference
+        # True if this step's audit is the first one, follows a change or confirms a difference
         self.thorough = True
         self._evens = evens
         self._strict = strict
@@ -315,7 +315,8 @@ class Audits:
 
         Only the first 32 signatures are recorded.
         """
-        # otherwise one that changes in every step would cause an audit in every step
+        # without this limit, a signature that changes in every step would cause an audit in every
+        # step
         if self.over or signature in self._signatures or len(self._signatures) >= MOST_CHANGES:
             return False
         self._signatures.add(signature)

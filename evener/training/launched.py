@@ -136,7 +136,7 @@ _OF_THE_SCRIPT = re.compile(r"out of memory|device-side assert")
 
 def is_device_error(error: BaseException) -> bool:
     """True if an error was probably caused by a failing device rather than by the script."""
-    # running out of memory and device-side asserts are the script's
+    # running out of memory and device-side asserts are caused by the script
     text = str(error)
     return bool(_FAILED.search(text)) and not _OF_THE_SCRIPT.search(text)
 

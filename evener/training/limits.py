@@ -27,7 +27,7 @@ HAND_OVER_S = 0.5e-3
 # The time between two steps that a trainer of a library needs for itself: 1 to 2.5 ms of callbacks,
 # schedules and counts in transformers and Lightning.
 TRAINER_S = 2e-3
-# relative: a step without a limit is known this well, as most of its time was measured
+# maximum error of the predicted step without a limit, relative to it; most of its time was measured
 LEFT_ERROR = 0.2
 LEAST_STEP_LEFT = 1e-3  # minimum fraction of a step that remains with any remedy
 
@@ -222,7 +222,8 @@ def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
 
 def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
     """Return the parts without the time in which threads had no core."""
-    # it slows all parts by the same fraction, except `HOST_STARVED` and the kinds in `APART`
+    # a lack of cores slows all parts by the same fraction, except `HOST_STARVED` and the kinds in
+    # `APART`
     apart_s = sum(part.seconds for part in parts if part.kind in APART)
     starved_s = sum(part.seconds for part in parts if part.kind is LimitKind.HOST_STARVED)
     room_s = step_s - apart_s

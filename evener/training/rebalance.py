@@ -438,8 +438,8 @@ class Rebalancer:
 
         `seconds` times `factors` are the ranks' compute times; `rest_s` is the rest of a step.
         """
-        # It rises with the variation from one window to the next (noise) and over many windows
-        # (drift). The longer a rank computes in a step, the more its variation counts.
+        # The minimum gain rises with the variation from one window to the next (noise) and over
+        # many windows (drift). The longer a rank computes in a step, the more its variation counts.
         own = [factor * each for factor, each in zip(factors, seconds, strict=True)]
         weights = [each / (max(own) + rest_s) for each in own]
         noise: float = max(map(mul, self._noise, weights))

@@ -76,8 +76,8 @@ class AssignmentSearch:
 
     def try_all(self) -> Iterator[PartialAssignment]:
         """Yield promising assignments of the whole batch; better ones tend to come first."""
-        # They differ in two ways: how the batch is cut into passes, and how much of it is assigned
-        # in blocks of consecutive rows. The rest is assigned row by row.
+        # Assignments differ in two ways: how the batch is cut into passes, and how much of it is
+        # assigned in blocks of consecutive rows. The rest is assigned row by row.
         tried = set[tuple[int, ...]]()
         for stops in self._list_cuts():
             for part in _BLOCK_PARTS:

@@ -393,5 +393,5 @@ def _read_curves(ranks: Sequence[MeasuredRank]) -> Sequence[Curve]:
 
 def _is_plausible(seconds: float) -> bool:
     """True if the compute time of a step can be this long."""
-    # Other processes report it, and their reports may be wrong.
+    # Other processes report this time, and their reports may be wrong.
     return LEAST_WORK_S < seconds < MOST_WORK_S

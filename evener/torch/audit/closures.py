@@ -118,7 +118,7 @@ def is_foreign(module: str) -> bool:
 
 def list_names(code: CodeType) -> set[str]:
     """Return the names that a function's code, and functions nested in it, may look up globally."""
-    # with names of attributes, which Python stores in the same list
+    # the result includes names of attributes, which Python stores in the same list
     found = set(code.co_names)
     for const in code.co_consts:
         if isinstance(const, CodeType):

@@ -31,7 +31,7 @@ def _unfold_nested(data: Any, seen: set[int]) -> Any:
 
     `seen` has the ids of the objects that contain `data`.
     """
-    # they are skipped, because objects may refer to each other in a circle
+    # these objects are skipped, because objects may refer to each other in a circle
     if isinstance(data, torch.Tensor):
         return data
     if id(data) in seen:

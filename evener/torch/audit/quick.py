@@ -66,7 +66,7 @@ class QuickPass:
 @contextmanager
 def without_dropout() -> Iterator[None]:
     """Return a context in which dropout called through PyTorch's Python functions drops nothing."""
-    # quick passes and those with EvenRandomness use it, so that their results are equal
+    # it is used in quick passes and in passes with EvenRandomness, so that their results are equal
     with ExitStack() as stack:
         for owner, name, function in _list_replacements():
             stack.enter_context(replaced(owner, name, function))

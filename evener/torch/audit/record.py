@@ -528,8 +528,7 @@ class LossRecord:
 
     def _compute_again(self) -> float:
         """Return the loss of the recorded rows, computed again with the same random numbers."""
-        # gradients are only enabled if the loss needs them
-        # a loss with a gradient penalty needs gradients
+        # gradients are enabled only if the loss needs them, for example for a gradient penalty
         for enabled in (False, True):
             self._random.restore()
             try:

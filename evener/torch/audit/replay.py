@@ -134,7 +134,8 @@ def _compute(record: LossRecord, counts: int, batch: Any, rows: int) -> Any:
 
 def _leaves_out(record: LossRecord, few: FewRows, sketcher: GradientSketcher) -> bool:
     """True if the last of a few rows doesn't affect the loss."""
-    # then the recorded calls don't cover all rows; tested by a copy of the first row in its place
+    # If it doesn't, the recorded calls don't cover all rows. To find out, the last row is replaced
+    # by a copy of the first one.
 
     def repeat_first(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor[:-1], tensor[:1]]) if tensor.ndim else tensor

@@ -139,7 +139,7 @@ def _audit(sketcher: GradientSketcher, computations: Computations, moves: bool) 
 class _Comparison:
     """Compares the gradients of two computations, inside the context of `GradientSketcher.open`."""
 
-    # it computes both gradients when it is created, and more gradients to explain a difference
+    # both gradients are computed on creation, and more gradients to explain a difference
 
     def __init__(self, sketcher: GradientSketcher, computations: Computations) -> None:
         self._sketcher = sketcher

@@ -45,8 +45,8 @@ class StopSignal:
 
     def _receive(self, number: int, frame: Any) -> None:
         """Record the signal, and call the previous handler."""
-        # it may arrive more than once: from the launcher, and from the program that stops the
-        # launcher
+        # the signal may arrive more than once: from the launcher, and from the program that stops
+        # the launcher
         self._received = True
         if callable(self._earlier):
             self._earlier(number, frame)

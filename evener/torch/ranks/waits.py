@@ -23,7 +23,7 @@ def time_waits(timer: Any) -> None:
     `timer` is a StepTimer. On a GPU, the excluded time is the time in which a stream waits for a
     communicating stream.
     """
-    # there, the host doesn't wait for collectives
+    # on a GPU, the host doesn't wait for collectives
     _timers.add(timer)
     _time_waits_in(dist.Work, "wait")
     for name in ("wait_event", "wait_stream"):

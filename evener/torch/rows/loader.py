@@ -64,7 +64,8 @@ class Epoch:
 
     def leaves_one(self) -> bool:
         """True if the training loop may not have computed the epoch's last batch yet."""
-        # it may fetch the next epoch's first batch before that
+        # a loop may fetch the next epoch's first batch before it computes the last batch of this
+        # one
         last = self.batches[-1]
         return self.unfinished and not last.used and bool(last.is_alive())
 

@@ -20,8 +20,8 @@ from .gathered import Segment
 from .place import ShardRank
 from .slot import Slot
 
-# received gradients in relation to all of a flat's, on the rank with the largest shard: with more,
-# a reduction in float32 needs less memory than half precision does
+# maximum size of the received gradients on the rank with the largest shard, relative to the whole
+# flat's; above it, a reduction in float32 needs less memory than one in half precision
 MOST_RECEIVED = 2.0
 ALIGNMENT = 16  # bytes; the part of each rank begins at a multiple
 HEADER = 16  # bytes before each part, for the sender's weight

@@ -185,8 +185,7 @@ class Sharded:
 
     def begin_forward(self, unit: Unit) -> None:
         """Gather a unit before it computes, and prefetch the unit after it in the last pass."""
-        # a unit that is recomputed in a backward pass is only gathered
-        if _in_backward():  # recomputed for activation checkpointing
+        if _in_backward():  # recomputed for activation checkpointing: only gather
             unit.gather()
             return
         if unit is self.root:

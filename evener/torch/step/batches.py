@@ -219,14 +219,14 @@ def _makes_no_difference(possible: Sequence[TakenBatch], epochs: int) -> bool:
 
 def _is_kept(epoch: Epoch, ended: Epoch) -> bool:
     """True if a training loop may still compute a batch of `epoch`, now that `ended` has ended."""
-    # both are the same epoch, or the newest batch of `epoch` is still in use
+    # `epoch` is the one that has ended, or its newest batch is still in use
     return epoch.training and (epoch is ended or bool(epoch.batches[-1].is_alive()))
 
 
 def _drop_computed(batches: list[TakenBatch]) -> None:
     """Remove the batches that no forward pass will compute any more; all are from one epoch."""
-    # Earlier ones than a used batch; and while there are more than two, the oldest if the loop no
-    # longer holds its tensors.
+    # These are the batches before a used one. While there are more than two, the oldest is also
+    # removed if the loop no longer holds its tensors.
     if batches and batches[-1].used:
         del batches[:-1]
     while len(batches) > 2 and not batches[0].is_alive():

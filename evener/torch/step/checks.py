@@ -89,7 +89,7 @@ class OptimizerCheck:
 
     def _watch_schedules(self) -> None:
         """Make accelerate step a learning-rate schedule once per batch."""
-        # by default, it steps once per process, as if each process had a whole batch
+        # by default, accelerate steps it once per process, as if each process had a whole batch
         kind = getattr(sys.modules.get("accelerate.scheduler"), "AcceleratedScheduler", None)
         if kind is None or kind in self._watched or not self.steps_schedules:
             return
@@ -178,7 +178,7 @@ def update_one_by_one(optimizer: Any, tensors: int = 0) -> None:
 
 def _memory_holds(parameters: list[Any], tensors: int) -> bool:
     """True if there is memory for `tensors` tensors of each parameter's size."""
-    # they are allocated and freed again to find out
+    # such tensors are allocated and freed again to find out
     for last in (False, True):
         held: list[torch.Tensor] = []
         try:

@@ -17,7 +17,8 @@ class MemoryGauge:
     `world` is the number of ranks. Set `at_risk` to leave more memory free.
     """
 
-    # it is set if running out of memory would stop the run, or if rows have different lengths
+    # `at_risk` is set if running out of memory would stop the run, or if rows have different
+    # lengths
 
     def __init__(self, device: torch.device, world: int) -> None:
         self._device = device

@@ -36,7 +36,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 def drop_frames(error: BaseException) -> str:
     """Clear the local variables in an error's stack frames, and return the error as text."""
-    # they would keep the failed pass's tensors in memory
+    # these variables would keep the failed pass's tensors in memory
     text = str(error).partition("\n")[0]
     seen: BaseException | None = error
     while seen is not None:
@@ -229,7 +229,8 @@ class Recovery:
 
     def _check_smaller(self, running: RunningPass) -> None:
         """Raise DeviceError unless smaller passes give the same gradient as `running`."""
-        # compared with up to 8 rows, as many as memory allows, until that has once succeeded
+        # The gradients of up to 8 rows are compared, as many as fit in memory. After a success,
+        # nothing is compared any more.
         part = running.part
         if self.check is None or self.checked or part.rows < 2:
             return

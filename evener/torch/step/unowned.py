@@ -136,8 +136,8 @@ class TensorGroup:
 
     def note(self, place: int, gradient: torch.Tensor) -> None:
         """Save the gradient of the tensor at index `place`, and the tensor's earlier `.grad`."""
-        # before it is accumulated, so that `take` can undo that; torch.autograd.grad accumulates
-        # nothing and doesn't lead to `take`
+        # this is called before the gradient is accumulated, so that `take` can undo that;
+        # torch.autograd.grad accumulates nothing and doesn't lead to `take`
         task = backward_number()
         if task != self._task:  # drop the remains of a failed pass
             self._task, self._before, self._came = task, {}, {}

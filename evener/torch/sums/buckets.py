@@ -153,7 +153,7 @@ class Bucket:
 
     def fold(self, weight: float) -> None:
         """Multiply the accumulated gradients by `weight`, and set them aside until `weigh`."""
-        # necessary before the weight changes
+        # this is necessary before the weight changes
         self.weigh(weight, 0)
         self._hold = self.flat.clone()
         self._held_views = _cut(self._hold, self._parameters)

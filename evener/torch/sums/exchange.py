@@ -254,8 +254,8 @@ class Exchange:
 
     def _listen(self) -> None:
         """Register the hooks that record the order in which gradients are computed."""
-        # Not necessary if this order is known and no parameter has a gradient: any gradient after
-        # the backward pass was then computed in it.
+        # They aren't needed if the order is known and no parameter has a gradient: any gradient
+        # after the backward pass was then computed in it.
         if not self._hooks and (self._order is not None or self.has_gradients()):
             self._hooks += (_hook(parameter, self._arrived.append) for parameter in self.parameters)
 

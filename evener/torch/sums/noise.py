@@ -129,9 +129,9 @@ class RankNoise:
 
     def _is_sampled(self) -> bool:
         """True if this step is sampled: one of `every`, unless its sums aren't comparable."""
-        # not if the weights weren't updated since the last sum, the step's batches have different
-        # rows on a rank, or fewer than two ranks have rows
-        # gradients are added to an earlier sum
+        # a step isn't sampled if its gradients are added to those of an earlier sum (no update in
+        # between), if its batches have different rows on a rank, or if fewer than two ranks have
+        # rows
         if self.steps % self.every or self._updates == self._summed_at:
             return False
         batches = self._batches()
