@@ -270,7 +270,10 @@ class BlockTimer:
         return clean if len(clean) >= FEWEST_BLOCKS else self._blocks
 
     def _taken_by_others(self) -> float:
-        """Return the mean fraction of the cores' time that others took in disturbed blocks."""
+        """Return the mean fraction of the cores' time that other processes took.
+
+        Only disturbed blocks count. Return 0 if there are none.
+        """
         shares = [block.cpu_share for block in self._blocks if block.disturbed]
         return 1 - fmean(share for share in shares if share is not None) if shares else 0.0
 

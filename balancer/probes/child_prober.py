@@ -77,8 +77,8 @@ class ChildProber:
     """Measures probes with real child processes.
 
     The session's clock starts at `start_seconds`. The output of failing children is appended to
-    `error_file`, if there is one. `link` is a link speed that is already known. A failed probe
-    yields an observation about the failure, never an exception.
+    `error_file`, if there is one. `link` is the speed of the link between the devices, if it is
+    already known. A failed probe yields an observation about the failure, never an exception.
     """
 
     def __init__(

@@ -463,7 +463,7 @@ class Hosts:
             host.wait_for_drivers(positions, stop)
 
     def read(self, positions: Collection[int]) -> Mapping[int, Vitals]:
-        """Return the latest vitals of the GPUs among these devices, by position.
+        """Return the latest vitals (clocks, power, memory) of the GPUs at these positions.
 
         Raises GroupError if a device is gone, or if its driver has been silent for too long.
         """

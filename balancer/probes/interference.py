@@ -97,7 +97,7 @@ class InterferenceMonitor:
         self._raise_if_gone(positions)
 
     def read(self, positions: Iterable[int]) -> Mapping[int, Vitals]:
-        """Return the latest vitals of the devices, by position.
+        """Return the latest vitals (clocks, power, memory) of the devices, by position.
 
         Devices without a driver, and devices on other hosts, are left out. Raises GroupError if a
         device is gone, or if its driver has been silent for too long.

@@ -31,7 +31,7 @@ QUICK = "it was quick"
 
 
 class SharedRecipe:
-    """The user's model as a `Build` command has built it, before it is moved to a device.
+    """A recipe: the user's model as a `Build` command has built it, before it moves to a device.
 
     It can be used by any device or group that trains the same workload with the same settings.
     """
@@ -66,7 +66,7 @@ class BuildChannel:
         self._run = run
 
     def build(self, command: Build) -> SharedRecipe | None:
-        """Build the command's recipe, and leave a copy of this process if that is possible.
+        """Build the recipe that the command asks for, and leave a copy of this process if possible.
 
         If there is no copy, the reason is sent on the channel. Return None if the command's
         workload can't be shared. Exceptions of the user's code propagate.

@@ -37,9 +37,9 @@ LATER = (
 class SimulatedProber:
     """Measures probes on a simulated machine.
 
-    `pace` is the real time per simulated time; with 0, probes take no real time. The virtual clock
-    starts at `start_seconds`. Probes that are still running at `end_seconds` are stopped and have
-    no observation.
+    `pace` is the number of real seconds per simulated second; if it is 0, probes take no real time.
+    The virtual clock starts at `start_seconds`. Probes that are still running at `end_seconds` are
+    stopped and have no observation.
     """
 
     def __init__(

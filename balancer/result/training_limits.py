@@ -233,9 +233,9 @@ def _find_input(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _find_step_without_input(measured: _Measured) -> tuple[float, float] | None:
-    """Return the seconds of a step that waits for no rows, and half of their 95 % interval.
+    """Return the seconds of a step that waits for no rows, and their error.
 
-    Return None if no such steps were timed.
+    The error is half of the width of the 95 % interval. Return None if no such steps were timed.
     """
     scaled = []
     errors = []
