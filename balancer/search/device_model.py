@@ -1,12 +1,13 @@
 """A model of one device: its step time by number of rows, and limits for the rows of one pass.
 
-Each limit is a multiple of the quantum; 0 leaves the device out. The name of a limit says what it
-is based on:
+Each limit is a multiple of the quantum (the unit in which shares are assigned); 0 leaves the device
+out. The name of a limit says what it is based on:
 
     requested   the request: largest share, fixed global batch, largest global batch
     certain     memory: what ran, or a little more if memory is far from full
-    guessed     memory: the batch at which the memory line reaches the limit, or one between what
-                ran and what failed; if bytes are unknown, a split gets no more rows than ran
+    guessed     memory: the batch at which the memory line reaches the device's memory; after a
+                failure, a batch between the largest that ran and the smallest that failed; if
+                bytes are unknown, a split gets no more rows than ran
     trusted     time: at most what is guessed, and only as far above the batches that ran as the
                 curve can be trusted; a fixed batch exceeds it if necessary
 
@@ -153,7 +154,7 @@ class DeviceModel:
     def trusted_alone_rows(self) -> int:
         """The largest batch to measure next on the device in a round of devices alone.
 
-        It is at most a limited factor above the largest batch that ran. It is 0 before the device
+        It exceeds the largest batch that ran by at most a certain factor. It is 0 before the device
         ran.
         """
         if self.solo_curve is None:
@@ -180,7 +181,7 @@ class DeviceModel:
     def trusted_rows(self, curve: Curve | PassCurve, limit: int) -> int:
         """Return the largest batch, at most `limit`, for which the curve can be trusted.
 
-        It is at most a limited factor above the largest batch that ran. If the global batch is
+        It exceeds the largest batch that ran by at most a certain factor. If the global batch is
         free, a step of this batch must also be quick enough for the time left.
         """
         if self._problem.global_batch is None:

@@ -45,7 +45,7 @@ class FamilyView:
 
     @cached_property
     def splits(self) -> Sequence[Layout]:
-        """The preferred split, and others worth racing; empty unless splits were requested."""
+        """The best split and others worth racing; empty unless splits were requested."""
         return self._policy.best_splits() if self.options.with_splits else []
 
     @property
@@ -104,7 +104,10 @@ class FamilyView:
         return [layout for layout in best.values() if layout is not None]
 
     def _logical_pack(self, plain: Layout) -> Layout:
-        """Return the pack on logical devices with as many trainings as the pack `plain`."""
+        """Return the pack on logical devices with as many trainings as the pack `plain`.
+
+        If there is no time left for it, return the largest pack on logical devices that ran.
+        """
         wanted = pack_on(plain, plain.processes, "logical")
         layouts = (one.probe.layout for one in self._seen.timed())
         tried = [layout for layout in layouts if layout.placement == "logical"]

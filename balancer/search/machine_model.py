@@ -4,9 +4,10 @@ For k devices on h hosts, exchange that isn't hidden behind computation takes wi
 seconds. within_k = base + each * (k - 1) is the time of k devices on a single host. across_h is
 linear in h, and is the additional time if the devices are on several hosts.
 
-For a number of devices that was never measured, the time is assumed low (optimism in the face of
-uncertainty). Given one measured time, fewer devices take proportionally less, and more devices take
-the same. A number of devices that looks good is then measured.
+For a number of devices that was never measured, a low time is assumed (optimism in the face of
+uncertainty). After a single measured time, it is assumed that fewer devices take proportionally
+less time, and that more devices take no longer. A number of devices that looks good is then
+measured.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class MachineModel:
     def others_idle(self) -> dict[int, Timed]:
         """Each device's best measurement while the others were idle, by position.
 
-        Only layouts that have the requested batch and still fit count.
+        Layouts with another batch than the requested one, or that no longer fit, are left out.
         """
         best: dict[int, Timed] = {}
         for one in self.seen.still_fit(self.seen.timed(Stage.REST)):

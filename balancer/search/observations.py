@@ -357,8 +357,9 @@ def _is_plain_split(layout: Layout) -> bool:
 def rank_observation(seen: Observation) -> tuple[int, int, float]:
     """Return the sort key of an observation; a probe keeps the observation with the highest key.
 
-    OutOfMemory comes before Timed, and Timed before Failed. Of two timed observations, the one with
-    more steps comes first or, with equally many, the one with shorter steps.
+    The key of OutOfMemory is higher than that of Timed, and Timed is higher than Failed. Of two
+    timed observations, the one with more steps has the higher key or, with equally many, the one
+    with the shorter steps.
     """
     if isinstance(seen, OutOfMemory):
         return (2, 0, seen.elapsed_seconds)

@@ -78,7 +78,10 @@ class Offers:
         )
 
     def _candidates_of(self, family: Family) -> Iterator[Candidate]:
-        """Yield a family's candidates; further solo layouts and uneven splits are extra."""
+        """Yield a family's candidates.
+
+        Solo layouts and uneven splits after the first are `extra`.
+        """
         for i, layout in enumerate(family.layouts(self.view)):
             own = layout.kind == family.kind
             extra = i > 0 and layout.traits.by_shares and not family.equal_shares

@@ -78,7 +78,7 @@ class Packing:
 
     @cached_property
     def seen(self) -> tuple[Observation, ...]:
-        """All observations of packs, by number of trainings, then by batch, largest first."""
+        """All observations of packs, sorted by number of trainings, then by falling batch."""
         found = []
         for one in self._policy.seen.in_stage(Stage.PACK):
             layout = one.probe.layout

@@ -167,7 +167,7 @@ class Predictions:
 
     @cached_property
     def best_single_rate(self) -> float:
-        """The highest samples/s of one device alone, measured with the others idle or predicted."""
+        """The highest samples/s of a device alone: measured with the others idle, or predicted."""
         found = [
             self.machine.others_idle.get(i) or self.single(i)
             for i in {*self.machine.others_idle, *self.machine.live}
@@ -175,7 +175,7 @@ class Predictions:
         return max((one.samples_per_second for one in found if one), default=0.0)
 
     def single(self, position: int) -> Allocation | None:
-        """Return the batch that should fit on one device alone and has the highest samples/s there.
+        """Return the allocation to one device alone that should have the highest samples/s.
 
         Passes are used if they are needed. Return None if no batch fits, if the device never ran
         alone, or if every layout must use all devices.

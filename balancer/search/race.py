@@ -141,7 +141,10 @@ class Race:
     # ------------------------------------------------------------------ first turn
 
     def _first_turn(self, wanted: Sequence[Candidate]) -> tuple[Probe, ...]:
-        """Return the first probe of the best candidate in `wanted`, if the budget allows it."""
+        """Return a probe for the first turn of the most promising candidate in `wanted`.
+
+        Return an empty tuple if there is none, or if the budget doesn't allow the probe.
+        """
         if not wanted:
             return ()
         layout = min(wanted, key=self._first_turn_key).layout
@@ -230,8 +233,10 @@ class Race:
     def _find_undecided(
         self, rivals: Sequence[Candidate], stage: Stage, before: int = MOST_TURNS
     ) -> tuple[list[Candidate], bool]:
-        """Return the rivals that deserve another turn, and whether the rest is a tie."""
-        # only turns with a lower number than `before` count
+        """Return the rivals that deserve another turn, and whether there is a tie.
+
+        Only turns with a lower number than `before` count. See `undecided` for the rules.
+        """
         turns = {}
         for one in rivals:
             taken = self._seen.turns(one.layout, stage)

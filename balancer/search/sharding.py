@@ -94,7 +94,7 @@ class StateDivision(msgspec.Struct, frozen=True):
 
     - `in_passes`: True if rows are computed in several passes; the gradients of earlier passes then
       exist when activations are at their peak.
-    - `limits`: the bytes of each device without its headroom; None if unknown.
+    - `limits`: the memory of each device without its headroom, in bytes; None if unknown.
     - `rows`: the rows of one pass on each device, for which the division leaves room.
     """
 
@@ -153,7 +153,7 @@ class Sharding:
         return () if whole and not self.parts else tuple(map(self._with_shards, probes))
 
     def _urgent_whole_step(self, budget: Budget) -> Probe | None:
-        """Return a probe of the first whole step if the budget allows little more than its start.
+        """Return a probe of the first whole step if little more time is left than its start takes.
 
         Without a whole step there is no plan. Return None if one has run, or if more measurements
         of single devices leave enough time for it.
@@ -375,7 +375,10 @@ class Sharding:
         return RowPolicy(MachineModel(problem, known, TimeLeft(problem, BALANCE, known)))
 
     def _without_shards(self, observation: Observation) -> Observation:
-        """Return the observation as in a training without shards, with memory for rows only."""
+        """Return the observation as if it came from a training without shards.
+
+        Its memory is what the rows took, without the state.
+        """
         layout = observation.probe.layout
         probe = msgspec.structs.replace(
             observation.probe,
@@ -470,7 +473,7 @@ def divide_state(
     A fixed batch is computed in one pass if it fits. For a free batch, the rows that fit in one
     pass and give the highest expected samples/s are chosen.
 
-    - `limits`: the devices' bytes.
+    - `limits`: the memory that a training can use on each device, in bytes.
     - `needs`: the memory and time that each device needs for its rows.
     - `without_rows`: the positions of devices that only hold a part of the state.
 
@@ -532,7 +535,7 @@ def _some_hold_only(layout: Layout) -> bool:
 class StateRoom:
     """The memory of all devices that rows leave free for the model's state.
 
-    - `limits`: the devices' bytes.
+    - `limits`: the memory that a training can use on each device, in bytes.
     - `in_passes`: True if rows are computed in several passes, which need memory for gradients too.
     - `without_rows`: the positions of devices that only hold state.
     """
@@ -603,7 +606,7 @@ class StateRoom:
         return found
 
     def _most_rows(self, position: int) -> float:
-        """Return the most rows on a device that leave room for the least part of the state."""
+        """Return the most rows that leave a device room for the least part of the state."""
         need = self._row_demands[position]
         left = self._limits[position] - need.base_bytes - LEAST_PART * self._held
         return left / need.row_bytes if need.row_bytes else float(UNBOUNDED)
@@ -625,7 +628,7 @@ class StateRoom:
         return min(left) > 0 and sum(left) >= self._state
 
     def _rate(self, rows: Sequence[float]) -> float:
-        """Return the predicted samples/s of a step without gathering."""
+        """Return the predicted samples/s of a step with these rows, if gathering took no time."""
         return sum(rows) / max(self._row_demands[i].seconds(rows[i]) for i in self._computing)
 
     def _parts(self, rows: Sequence[float]) -> StateDivision:

@@ -52,7 +52,7 @@ class SoloStage:
     def next_probes(self) -> tuple[Probe, ...]:
         """Return the probes of the next round; empty when the stage is over.
 
-        Each probe is for another device, and all run at the same time.
+        Each probe runs on a different device, and all run at the same time.
         """
         first = self._first_rounds()
         if first or self._turn >= MOST_ROUNDS:

@@ -95,11 +95,14 @@ class SplitStage:
         return max((*splits, *others_idle), default=0.0)
 
     def _use_passes_that_ran(self, layout: Layout, seconds: float) -> tuple[Layout, float]:
-        """Return the layout to probe and its step's seconds, with safer passes if necessary."""
+        """Return the layout to probe, and the seconds of its step.
+
+        If a device has run out of memory and there is no time for a second attempt, the layout has
+        only passes that ran before or certainly fit.
+        """
         least = self._budget.least_seconds(layout, seconds)
         full = any(self._machine.devices[i].memory.failure_count for i in layout.active)
         safe = self._machine.lay_out_safely(layout.shares) if full else None
-        # no device ran out of memory, or there is time for a second attempt
         if safe is None or self._budget.affords(layout, Stage.RACE, seconds, reserved=least):
             return layout, seconds
         return safe, layout.global_batch / max(self._machine.predicted_rate(safe), LEAST_RATE)

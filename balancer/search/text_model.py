@@ -384,10 +384,9 @@ class TextModel(MachineModel):
 
     @cached_property
     def batch(self) -> int:
-        """The global batch.
+        """The fixed global batch or, without one, the smallest that is fast enough.
 
-        It is the fixed batch or, without one, the smallest batch that is predicted to be within the
-        tolerance of the fastest.
+        It is fast enough if it is predicted to be slower than the fastest by at most the tolerance.
         """
         problem = self.problem
         if problem.global_batch is not None:
@@ -400,7 +399,10 @@ class TextModel(MachineModel):
         return min(batch for batch, rate in rates.items() if rate >= least)
 
     def _free_batches(self) -> list[int]:
-        """Return the global batches to choose from if none is requested, each twice the last."""
+        """Return the global batches to choose from if none is requested.
+
+        Each is twice the previous one.
+        """
         quantum = self.quantum
         asked = min(LARGEST_BATCH, self.problem.max_global_batch or LARGEST_BATCH)
         most = max(quantum, asked // quantum * quantum)

@@ -153,8 +153,8 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         """Return the largest batch worth trying in a split, a multiple of `quantum` up to `cap`.
 
         It is usually the batch of `largest_to_try`, which may not fit. It is the largest batch that
-        ran if two failures have refuted the memory line or, unless `bold`, if the line or the limit
-        is unknown.
+        ran instead if two failures have refuted the memory line. The same applies, unless `bold`,
+        if the line or the limit is unknown.
         """
         unknown = self.limit_bytes is None or self.line is None
         if (unknown and not bold) or self._line_is_refuted:

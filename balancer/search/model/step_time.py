@@ -284,9 +284,9 @@ class Stairs(msgspec.Struct, frozen=True):
     def curve(self, largest: int, error: float, among: int = 1) -> Curve:
         """Return the step function up to the batch `largest`, continued by a straight line.
 
-        `error` is the relative standard error of a typical point. The last batch of a level is only
-        known to be in a range. The curve assumes a batch of this range, which is smaller if more
-        devices (`among`) share a step.
+        `error` is the relative standard error of a typical point. The batch at which a level ends
+        is known only to be in a range. The curve assumes a batch within this range: the more
+        devices (`among`) share a step, the smaller it is.
         """
         knots: dict[float, float] = {}
         levels_per_sample = math.fsum(slope for slope, _, _ in self.corners) / len(self.corners)
