@@ -94,7 +94,7 @@ def report(name: str, optimizer: str, rate: str, options: argparse.Namespace) ->
         ours = Start(program, options, places, f"{name}-{optimizer}-{way}", way).run()
         found = judge(known, own, ours)
         print(f"  {way}: {found.outcome} {found.difference} {found.reason}; {ours.ended()}")
-        print(*(f"    {line}" for line in ours.said()), sep="\n", flush=True)
+        print(*(f"    {line}" for line in ours.logged_messages()), sep="\n", flush=True)
         if found.outcome != worst.outcome or (found.difference or 0) > (worst.difference or 0):
             worst = found
     return worst
@@ -110,7 +110,7 @@ def judge(known: tuple[str, str, str, str], own: Start, ours: Start) -> Result:
         is_seen = own.weights() is not None  # weights are recorded for PyTorch's optimizers only
         if is_seen and not is_near(difference):
             return Result(*known, "CHANGED", difference, reason)
-        return Result(*known, "even" if ours.said_early() else "LATE", difference, reason)
+        return Result(*known, "even" if ours.logged_early() else "LATE", difference, reason)
     if not ours.by_shares():
         return Result(*known, "SILENT", difference)
     if not is_near(difference):
@@ -256,7 +256,7 @@ class Start:
         text: str = (self._folder / "log.txt").read_text(errors="replace")
         return text.splitlines()
 
-    def said(self) -> list[str]:
+    def logged_messages(self) -> list[str]:
         """Return the messages that evener logged."""
         found = [line for line in self._lines() if re.search(r"evener: |rows change", line)]
         return list(dict.fromkeys(found))[:8]
@@ -265,12 +265,12 @@ class Start:
         """Return why evener kept or restored even shares; empty if it didn't."""
         return find_reason("\n".join(self._lines()))
 
-    def said_early(self) -> bool:
+    def logged_early(self) -> bool:
         """True if evener logged that within the first few steps."""
         text = "\n".join(self._lines())
-        said = text.find("evener: shares ")
+        shares = text.find("evener: shares ")
         counted = text.find("observed: ")
-        return counted < 0 or said < counted
+        return counted < 0 or shares < counted
 
     def by_shares(self) -> bool:
         """True if evener moved rows between the ranks."""

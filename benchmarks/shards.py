@@ -75,15 +75,15 @@ class Variant:
 
     def take_turn(self, steps: int) -> None:
         """Time some steps, starting when all ranks are ready."""
-        settle(self._split.device)
+        synchronize(self._split.device)
         started = time.perf_counter()
         for _ in range(steps):
             self.step()
-        settle(self._split.device)
+        synchronize(self._split.device)
         self.ms.append((time.perf_counter() - started) / steps * 1e3)
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait for the device and for the other ranks."""
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -206,15 +206,15 @@ def _play(app: EvenerApp, publisher: TickPublisher, ticks: int, output: Path) ->
     with output.open("wb") as lines:
         for tick in range(1, ticks + 1):
             publisher.tick()
-            _settle(app, TICK_SECONDS)
+            _wait_for_app(app, TICK_SECONDS)
             if tick % 5 in KEYS_OF_FIVE_TICKS:
                 _press(app, KEYS[pressed % len(KEYS)])
                 pressed += 1
                 if pressed % len(KEYS) == 0:
                     _resize(*SIZES[pressed // len(KEYS) % len(SIZES)])
-                _settle(app, KEY_SECONDS)
+                _wait_for_app(app, KEY_SECONDS)
             if tick % SAMPLE_TICKS == 0 or tick == ticks:
-                _settle(app, 0.2)
+                _wait_for_app(app, 0.2)
                 seen = app.call_from_thread(take_sample, tick, tick == ticks)
                 lines.write(msgspec.json.encode(seen) + b"\n")
                 lines.flush()
@@ -224,7 +224,7 @@ def _press(app: EvenerApp, key: str) -> None:
     app.post_message(Key(key, key if len(key) == 1 else None))
 
 
-def _settle(app: EvenerApp, seconds: float) -> None:
+def _wait_for_app(app: EvenerApp, seconds: float) -> None:
     time.sleep(seconds)
     app.call_from_thread(lambda: None)  # waits for the calls before it
 

@@ -197,7 +197,7 @@ COMMANDS: dict[str, Callable[[Variant, int], float]] = {
 }
 
 
-def obey(name: str, size: str) -> None:
+def run_commands(name: str, size: str) -> None:
     """Run the commands on standard input and answer each with a number."""
     if GPU:
         torch.cuda.set_device(int(os.environ["RANK"]))
@@ -377,7 +377,7 @@ def main() -> None:
     parser.add_argument("--as", dest="way", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.way:
-        obey(given.way, given.models[0])
+        run_commands(given.way, given.models[0])
         return
     trees = {"new": REPO, **{each.name: each.resolve() for each in given.trees}}
     with tempfile.TemporaryDirectory() as folder:

@@ -169,7 +169,7 @@ class Turns:
 
 
 def _clocks() -> tuple[float, float]:
-    _settle_gpu()
+    _synchronize_gpu()
     return time.perf_counter(), time.process_time()
 
 
@@ -205,7 +205,7 @@ class Clock:
         return not line
 
 
-def _settle_gpu() -> None:
+def _synchronize_gpu() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 

@@ -43,7 +43,7 @@ from evener.errors import RequestError
 from evener.training.limits import LimitKind, TrainingLimit
 from tests.support import limited_trainings
 from tests.support.frameworks import skip_without
-from tests.support.verdicts import SPLIT, candidate, judged, result, said, standing
+from tests.support.verdicts import SPLIT, candidate, judged, result, standing, write_text
 
 ALONE = solo(1, 0, 64)
 CPUS = tuple(Device(f"cpu-{i}-of-2", i, "CPU", "cpu", None) for i in range(2))
@@ -359,14 +359,14 @@ def with_knob(knob: str) -> Layout:
 def test_the_best_number_of_workers_is_reported_with_what_to_write() -> None:
     few, many = candidate("split", with_knob("workers2")), candidate("split", with_knob("workers4"))
     ranking = [standing(few, 1500, -0.25), standing(SPLIT, 500, -0.75)]
-    text = said(result(many, 2000), ranking).text
+    text = write_text(result(many, 2000), ranking).text
     assert "4: 2 000, 2: 1 500, as your code has it: 500" in text
     assert "num_workers=4" in text
 
 
 def test_a_loader_that_is_best_as_it_is_stays_so() -> None:
     ranking = [standing(candidate("split", with_knob("workers2")), 1500, -0.25)]
-    text = said(result(SPLIT, 2000), ranking).text
+    text = write_text(result(SPLIT, 2000), ranking).text
     assert "Leave your loader as it is." in text
 
 

@@ -61,9 +61,9 @@ from tests.support.verdicts import (
     disturbed_turn,
     judged,
     result,
-    said,
     standing,
     turn,
+    write_text,
 )
 
 
@@ -82,19 +82,19 @@ def test_one_device_that_is_as_fast_as_several_is_recommended() -> None:
     """
     ranking = [standing(EVEN, 300, -0.7), standing(SOLO, 995, -0.005, tie=True)]
     assert advised(judged(result(SPLIT, 1000), ranking)) == "one_device"
-    assert "over even" not in said(result(SPLIT, 1000), ranking).gains
+    assert "over even" not in write_text(result(SPLIT, 1000), ranking).gains
     unclear = RankedLayout(SOLO, Interval(950, 900, 1000), Interval(-0.05, -0.1, 0.01), True, 2)
     assert advised(judged(result(SPLIT, 1000), [unclear])) == "plan"
     tied = judged(result(SOLO, 1000), [standing(SPLIT, 1001, 0.001, tie=True)])
     assert advised(tied) == "one_device"
-    assert not said(result(SPLIT, 1000), [standing(SOLO, 500, -0.5)], request=FIXED).remarks
+    assert not write_text(result(SPLIT, 1000), [standing(SOLO, 500, -0.5)], request=FIXED).remarks
 
 
 @pytest.mark.parametrize("count", [8, 16, 64])
 def test_an_answer_for_many_devices_leaves_room_for_what_is_gained(count: int) -> None:
     """Each device's share is in the table beside it."""
     many = candidate("split", Layout("split", tuple(range(10, 10 + count))))
-    answer = said(result(many, 5000)).description
+    answer = write_text(result(many, 5000)).description
     assert len(answer) < 120
     assert (f"{count} devices" in answer) == (count > 8)
 
@@ -160,10 +160,10 @@ def test_bfloat16_on_a_card_without_hardware_for_it_is_noted_beside_one_with_it(
 
 
 def test_a_short_epoch_is_reported_if_the_batch_was_evener_s_choice() -> None:
-    free = said(result(SPLIT, 1000), rows=20_000)
+    free = write_text(result(SPLIT, 1000), rows=20_000)
     assert any("--max-global-batch 200" in line for line in free.remarks)
     given = Request(framework="torch", global_batch=256)
-    assert not said(result(SPLIT, 1000), rows=20_000, request=given).remarks
+    assert not write_text(result(SPLIT, 1000), rows=20_000, request=given).remarks
 
 
 # ---------------------------------------------------------------------- what to do
@@ -258,7 +258,7 @@ def test_a_loss_that_is_not_finite_is_mended_before_anything_else() -> None:
     one = msgspec.structs.replace(
         disturbed_turn(1.0), warnings=(MeasurementDoubt("not_finite", 3.0),)
     )
-    assert said(result(SPLIT, 1000), seen=[one]).recommendation.startswith(
+    assert write_text(result(SPLIT, 1000), seen=[one]).recommendation.startswith(
         "Fix your code or data first"
     )
 
@@ -285,7 +285,7 @@ def test_devices_of_one_product_that_differ_much_are_suspected() -> None:
         return turn(solo(2, position, batch), seconds, (seconds, seconds))
 
     def suspicions(*seen: Timed) -> list[str]:
-        words = said(result(SPLIT, 1000), seen=seen)
+        words = write_text(result(SPLIT, 1000), seen=seen)
         return [line for line in words.doubts if "same kind of device" in line]
 
     (line,) = suspicions(alone(0, 64, 0.1), alone(1, 64, 0.19))
@@ -308,11 +308,11 @@ def test_a_tie_that_ends_the_search_names_its_layouts() -> None:
 def test_another_batch_is_not_compared_where_it_is_far_off() -> None:
     """A split of 256 samples says nothing about a plan of 4096."""
     alone = result(candidate("solo", solo(2, 0, 4096)), 1000)
-    far = said(alone, results=(alone, result(SPLIT, 30)))
+    far = write_text(alone, results=(alone, result(SPLIT, 30)))
     assert far.gains == ""
     assert any("near 4096 samples" in line for line in far.remarks)
     near = result(candidate("split", Layout("split", (2000, 1000))), 800)
-    assert said(alone, results=(alone, near)).gains == (
+    assert write_text(alone, results=(alone, near)).gains == (
         "+25 % over the best split (2000 + 1000 = 3000 samples)"
     )
 
@@ -321,15 +321,17 @@ def test_a_device_that_is_faster_in_the_split_than_alone_is_no_rival() -> None:
     """It made 400 samples/s alone and makes 890 in the split, so it wasn't at its best
     batch alone.
     """
-    assert said(result(SPLIT, 2123), [standing(SOLO, 400, -0.81)]).gains == ""
-    good = said(result(SPLIT, 2123), [standing(SOLO, 1257, -0.408)])
+    assert write_text(result(SPLIT, 2123), [standing(SOLO, 400, -0.81)]).gains == ""
+    good = write_text(result(SPLIT, 2123), [standing(SOLO, 1257, -0.408)])
     assert good.gains == "+69 % over GPU:0 alone"
 
 
 def test_the_best_single_device_is_compared_whether_raced_or_not() -> None:
-    words = said(result(SPLIT, 2123), single=result(SOLO, 1257))
+    words = write_text(result(SPLIT, 2123), single=result(SOLO, 1257))
     assert words.gains == "+69 % over GPU:0 alone"
-    other = said(result(SOLO, 1257), single=result(SOLO, 1257), solos=(None, result(OTHER, 900)))
+    other = write_text(
+        result(SOLO, 1257), single=result(SOLO, 1257), solos=(None, result(OTHER, 900))
+    )
     assert "+40 % over GPU:1 alone" in other.gains, "a plan of one device has the other one"
 
 
@@ -338,7 +340,7 @@ def alone_now_and_before(plan: float) -> VerdictText:
 
     GPU:0 had 2 271 samples/s at the same batch before.
     """
-    return said(
+    return write_text(
         result(SPLIT, plan),
         [standing(OTHER, 1801, 1801 / plan - 1)],
         solos=(result(SOLO, 2271), result(OTHER, 1801)),
@@ -381,7 +383,7 @@ def test_rivals_are_compared_turn_by_turn_with_the_winner() -> None:
     assert found.gain == pytest.approx(0.2)
     assert (
         "+20 % over the even split (128 + 128) (measured alternately)"
-        in said(result(SOLO, 1000), ranking[1:]).gains
+        in write_text(result(SOLO, 1000), ranking[1:]).gains
     )
     (found,) = compare_all(result(SOLO, 1000), [ranking[0], standing(EVEN, 833.0, -1 / 6)])
     assert found.gain == 1000 / 833 - 1
@@ -448,7 +450,7 @@ def test_an_even_split_over_some_of_the_devices_says_how_many() -> None:
     assert name_layout(candidate("even", some), 4) == "even over 2"
     three = candidate("split", Layout("split", (100, 80, 60)))
     two = candidate("even", cast(Layout, split_evenly(3, (0, 1), 240)))
-    assert "over even" not in said(result(three, 1000), [standing(two, 800, -0.2)]).gains
+    assert "over even" not in write_text(result(three, 1000), [standing(two, 800, -0.2)]).gains
 
 
 def test_no_two_layouts_have_one_name() -> None:

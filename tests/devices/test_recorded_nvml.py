@@ -34,7 +34,7 @@ def sampled(
     return found
 
 
-def told_of(sample: DeviceSample, metric: str) -> tuple[State, float | None]:
+def read_metric(sample: DeviceSample, metric: str) -> tuple[State, float | None]:
     """Return a metric's state and value, whatever its age."""
     reading: Reading = getattr(sample, metric)
     return reading.state, reading.value
@@ -70,7 +70,7 @@ def test_a_tape_replays_what_the_driver_answered(
                 "power_watts",
                 "fan_percent",
             ):
-                assert told_of(after, metric) == told_of(before, metric), metric
+                assert read_metric(after, metric) == read_metric(before, metric), metric
 
 
 def test_what_is_no_tape_is_refused(tmp_path: Path) -> None:

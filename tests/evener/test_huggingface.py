@@ -251,7 +251,7 @@ def test_every_row_is_in_one_pass_of_one_rank(trainer_ranks: Run) -> None:
 
     Filler rows fill up such a batch.
     """
-    (found,) = trainer_ranks(f"{PROGRAMS}.deal_passes")
+    (found,) = trainer_ranks(f"{PROGRAMS}.assign_passes")
     assert {rows for rows, _ in found} == set(range(9, 34))
     for rows, batches in found:
         assert [len(batches[rank]) for rank in (0, 1)] == [-(-rows // 8)] * 2

@@ -197,13 +197,13 @@ again = str(int(os.path.exists("started" + rank)))
 open("started" + rank, "w")
 
 
-def say(*words):  # one write, as the ranks share a pipe
+def write_line(*words):  # one write, as the ranks share a pipe
     sys.stdout.write(" ".join(map(str, words)) + "\\n")
     sys.stdout.flush()
 
 
-say(rank, os.environ["EVENER_DEVICE"], *os.sched_getaffinity(0), again, *sys.argv[1:])
-say(rank, "restarts", os.environ.get("TORCHELASTIC_RESTART_COUNT"))
+write_line(rank, os.environ["EVENER_DEVICE"], *os.sched_getaffinity(0), again, *sys.argv[1:])
+write_line(rank, "restarts", os.environ.get("TORCHELASTIC_RESTART_COUNT"))
 if sys.argv[1] == "fail" and rank == "0":
     raise SystemExit(3)
 if rank == "0" and again == "0":
@@ -214,7 +214,7 @@ open(f"ready{rank}-{again}", "w")
 try:
     time.sleep(300)
 except KeyboardInterrupt:
-    say(rank, "interrupted")
+    write_line(rank, "interrupted")
 """
 
 
@@ -303,7 +303,7 @@ def test_each_line_of_several_processes_says_whose_it_is(capfd: pytest.CaptureFi
     assert err.count("y") == len(long)
 
 
-def said_by_evener(errors: str) -> list[str]:
+def list_messages(errors: str) -> list[str]:
     return [line for line in errors.splitlines() if line.startswith("evener:")]
 
 
@@ -350,7 +350,7 @@ def test_processes_are_started_again_and_end_by_ctrl_c(
         assert last[-4:] == ["1", "--json", "--gpus", "0,1"]
         assert f"{rank} interrupted" in lines
     if len(hosts) == 1:
-        assert said_by_evener(said[0][1]) == [
+        assert list_messages(said[0][1]) == [
             "evener: train.py starts: 2 rows on CPU:0",
             "evener: rank 0 was ended by SIGKILL; trying the devices",
             "evener: all start again, 1 of 1 times",
@@ -359,7 +359,7 @@ def test_processes_are_started_again_and_end_by_ctrl_c(
         again = "evener: a process of this host has ended; all start again, 1 of 1 times"
         first, second = (f"evener: train.py starts: {rows} rows on CPU:0" for rows in (4, 2))
         other = "evener: a process of another host has ended; all start again"
-        assert [said_by_evener(errors) for _, errors in said] == [[first, again], [second, other]]
+        assert [list_messages(errors) for _, errors in said] == [[first, again], [second, other]]
         assert sorted(line for line in lines if "restarts" in line) == [
             f"{rank} restarts {i}" for rank in (0, 1) for i in (0, 1)
         ]
@@ -399,7 +399,7 @@ def test_a_model_that_needs_processes_gets_them_where_the_plan_leaves_the_choice
     wanted = ([] if engine else [asked]) + (
         [] if engine == "towers" else [f"evener: {OPEN_SERVERS}"]
     )
-    assert said_by_evener(errors)[1:-1] == wanted
+    assert list_messages(errors)[1:-1] == wanted
 
 
 @pytest.mark.slow
@@ -422,7 +422,7 @@ def test_an_error_of_the_script_ends_all_with_one_line_and_exit_code_1(
         f"evener: -m train starts: {shares}",
         f"evener: rank 0 ended with exit code 3{others}",
     )
-    assert (process.returncode, said_by_evener(errors)) == (1, [starts, ends])
+    assert (process.returncode, list_messages(errors)) == (1, [starts, ends])
     assert len([line for line in output.splitlines() if "0 cpu" in line]) == 1
 
 

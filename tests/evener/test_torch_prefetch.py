@@ -88,7 +88,7 @@ def test_other_data_sets_are_asked_as_dataloader_asks() -> None:
     assert all(isinstance(row, tuple) for batch in kept for row in batch)
 
 
-class Heard(StepListener):
+class RecordingListener(StepListener):
     """Records the rows of each step of its loader."""
 
     def __init__(self, dataset: Any = PAIRS, prefetch: int = 2, **options: Any) -> None:
@@ -104,7 +104,7 @@ def fetchers() -> list[threading.Thread]:
 
 
 def test_ahead_or_not_the_epochs_are_the_same() -> None:
-    ahead, plain = Heard(prefetch=3), Heard(prefetch=0)
+    ahead, plain = RecordingListener(prefetch=3), RecordingListener(prefetch=0)
     for _ in range(3):
         assert all(map(equal, ahead.loader, plain.loader))
     assert ahead.begun == plain.begun
@@ -114,7 +114,7 @@ def test_ahead_or_not_the_epochs_are_the_same() -> None:
 @pytest.mark.parametrize("taken", [1, 2, 3])
 def test_a_state_counts_only_the_batches_handed_out(taken: int) -> None:
     """Prefetched batches aren't lost: a resumed loader starts with the next batch of the loop."""
-    heard = Heard()
+    heard = RecordingListener()
     seen = []
     for batch in heard.loader:
         seen.append(batch)
@@ -124,9 +124,9 @@ def test_a_state_counts_only_the_batches_handed_out(taken: int) -> None:
     state = heard.loader.state_dict()
     assert state["position"] == 5 * taken
     assert fetchers() == []
-    again = Heard()
+    again = RecordingListener()
     again.loader.load_state_dict(state)
-    assert all(map(equal, [*seen, *again.loader], Heard(prefetch=0).loader))
+    assert all(map(equal, [*seen, *again.loader], RecordingListener(prefetch=0).loader))
 
 
 def test_no_more_is_fetched_than_may_wait() -> None:
@@ -162,11 +162,11 @@ def test_what_the_data_raise_comes_where_the_batch_would() -> None:
 
 
 def test_a_loop_that_breaks_off_or_fails_leaves_no_thread() -> None:
-    for _ in Heard().loader:
+    for _ in RecordingListener().loader:
         break
     with pytest.raises(KeyError):
-        fail(Heard().loader)
-    walk = iter(Heard().loader)
+        fail(RecordingListener().loader)
+    walk = iter(RecordingListener().loader)
     next(walk)
     del walk
     assert fetchers() == []
@@ -180,7 +180,7 @@ def fail(loader: Loader) -> None:
 @pytest.mark.parametrize("prefetch", [-1, 1.5, True, "2"])
 def test_an_invalid_prefetch_is_a_one_line_error(prefetch: Any) -> None:
     with pytest.raises(RequestError, match="prefetch") as caught:
-        Heard(prefetch=prefetch)
+        RecordingListener(prefetch=prefetch)
     assert caught.value.remedy
 
 

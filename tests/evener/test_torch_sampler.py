@@ -143,7 +143,7 @@ class Numbers(torch.utils.data.Dataset):
         return row
 
 
-class Heard(StepListener):
+class RecordingListener(StepListener):
     """Records the steps of a loader."""
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class Heard(StepListener):
 
 
 def test_a_loader_says_the_rows_of_each_step_as_it_begins_and_ends() -> None:
-    heard = Heard()
+    heard = RecordingListener()
     loader = heard.loader(11, [3, 1], rank=1)
     for step, _ in enumerate(loader):
         assert len(heard.begun) == step + 1
@@ -175,13 +175,13 @@ def test_a_loader_says_the_rows_of_each_step_as_it_begins_and_ends() -> None:
 
 
 def test_a_rank_that_only_keeps_step_has_done_nothing() -> None:
-    heard = Heard()
+    heard = RecordingListener()
     assert [len(batch) for batch in heard.loader(9, [3, 1], rank=1)] == [1, 1, 1]
     assert heard.ended == [1, 1, 0]
 
 
 def test_every_iteration_is_a_new_epoch_unless_set_otherwise() -> None:
-    loader = Heard().loader(40, [8])
+    loader = RecordingListener().loader(40, [8])
     first, second = [torch.cat(list(loader)).tolist() for _ in range(2)]
     assert first != second
     loader.set_epoch(0)
@@ -194,17 +194,17 @@ def test_every_iteration_is_a_new_epoch_unless_set_otherwise() -> None:
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
 def test_a_loader_goes_on_in_mid_epoch(taken: int, workers: int) -> None:
     """Rows fetched ahead by worker processes aren't lost, and the next epoch is as usual."""
-    whole = Heard().loader(37, [8])
+    whole = RecordingListener().loader(37, [8])
     expected = [batch.tolist() for _ in range(2) for batch in whole]
-    loader = Heard().loader(37, [8], num_workers=workers)
+    loader = RecordingListener().loader(37, [8], num_workers=workers)
     seen: list[list[int]] = []
     for batch in loader:
         if len(seen) == taken:
             break
         seen.append(batch.tolist())
         state = loader.state_dict()
-    state = state if taken else Heard().loader(37, [8]).state_dict()
-    again = Heard().loader(37, [8], num_workers=workers)
+    state = state if taken else RecordingListener().loader(37, [8]).state_dict()
+    again = RecordingListener().loader(37, [8], num_workers=workers)
     again.load_state_dict(state)
     seen += [batch.tolist() for _ in range(2 if taken < 5 else 1) for batch in again]
     assert seen == expected
@@ -213,13 +213,13 @@ def test_a_loader_goes_on_in_mid_epoch(taken: int, workers: int) -> None:
 @pytest.mark.parametrize("taken", [2, 5])
 def test_a_loop_that_sets_every_epoch_goes_on_too(taken: int) -> None:
     """Setting the loaded epoch keeps what remains of it, even if nothing; later it starts again."""
-    whole = Heard().loader(37, [8])
+    whole = RecordingListener().loader(37, [8])
     expected = [[batch.tolist() for batch in whole] for _ in range(2)]
-    loader = Heard().loader(37, [8])
+    loader = RecordingListener().loader(37, [8])
     for step, _ in enumerate(loader, 1):
         if step == taken:
             break
-    again = Heard().loader(37, [8])
+    again = RecordingListener().loader(37, [8])
     again.load_state_dict(loader.state_dict())
     for epoch, left in ((0, expected[0][taken:]), (1, expected[1]), (1, expected[1])):
         again.set_epoch(epoch)
@@ -230,15 +230,15 @@ def test_a_loop_that_sets_every_epoch_goes_on_too(taken: int) -> None:
 def test_a_split_goes_on_in_all_its_loaders_under_other_shares(taken: int) -> None:
     """Loaders may be made before or after the state is loaded; deleted ones don't count."""
     states = LoaderStates()
-    states.add(Heard().loader(40, [3, 5]))  # deleted at once
-    first, second = (states.add(Heard().loader(length, [3, 5])) for length in (40, 24))
+    states.add(RecordingListener().loader(40, [3, 5]))  # deleted at once
+    first, second = (states.add(RecordingListener().loader(length, [3, 5])) for length in (40, 24))
     for _ in zip(range(taken), first, strict=False):
         pass
     state = states.state_dict()
     again = LoaderStates()
-    earlier = again.add(Heard().loader(40, [8]))
+    earlier = again.add(RecordingListener().loader(40, [8]))
     again.load_state_dict(state)
-    later = again.add(Heard().loader(24, [8]))
+    later = again.add(RecordingListener().loader(24, [8]))
     assert (earlier.state_dict(), later.state_dict()) == (first.state_dict(), second.state_dict())
     assert earlier.next_epoch == (1 if taken == 5 else 0)
     assert len([batch for epoch in range(earlier.next_epoch, 1) for batch in earlier]) == 5 - taken
@@ -249,7 +249,7 @@ def test_a_split_goes_on_in_all_its_loaders_under_other_shares(taken: int) -> No
 
 def test_an_iterator_takes_nothing_before_its_first_batch() -> None:
     """The same holds after a state was loaded; the length always is that of a whole epoch."""
-    loader = Heard().loader(45, [8])
+    loader = RecordingListener().loader(45, [8])
     first = [batch.tolist() for batch in loader]
     loader.load_state_dict({**loader.state_dict(), "epoch": 0, "position": 24})
     unused = iter(loader)
@@ -262,7 +262,7 @@ def test_an_iterator_takes_nothing_before_its_first_batch() -> None:
 
 def test_other_libraries_find_a_dataloaders_attributes() -> None:
     """Setting the sampler's epoch, as Lightning does, sets the loader's."""
-    loader = Heard().loader(45, [6, 2], num_workers=0, pin_memory=False)
+    loader = RecordingListener().loader(45, [6, 2], num_workers=0, pin_memory=False)
     expected = vars(torch.utils.data.DataLoader(Numbers(45)))
     missing = [name for name in expected if not name.startswith("_") and not hasattr(loader, name)]
     assert missing == []
@@ -276,7 +276,7 @@ def test_other_libraries_find_a_dataloaders_attributes() -> None:
 
 
 def test_a_pickled_loader_gives_the_same_batches_and_reports_nothing() -> None:
-    loader = Heard().loader(11, [3, 1])
+    loader = RecordingListener().loader(11, [3, 1])
     again = pickle.loads(pickle.dumps(loader))
     assert [batch.tolist() for batch in again] == [batch.tolist() for batch in loader]
 
@@ -379,7 +379,7 @@ def test_options_that_the_plan_decides_are_refused(option: dict[str, Any]) -> No
 def test_shares_that_change_in_a_loop_take_each_row_once(prefetch: int, workers: int) -> None:
     """Rows drawn ahead keep their shares, and the loaders report these."""
     length, before, after = 61, (5, 3), (2, 6)
-    heard = [Heard(), Heard()]
+    heard = [RecordingListener(), RecordingListener()]
     samplers = ranks(length, before, seed=4)
     loaders = [
         Loader(Numbers(length), sampler, listener, {"num_workers": workers}, prefetch=prefetch)

@@ -74,23 +74,23 @@ def test_the_launchs_address_is_answered_by_its_file(
     assert isinstance(other, dist.TCPStore)
 
 
-class Told(msgspec.Struct):
+class ExampleMessage(msgspec.Struct):
     """A test message."""
 
     text: str
     number: float = 0.0
 
 
-def test_what_ranks_tell_each_other_is_json_of_a_type() -> None:
+def test_messages_between_ranks_are_json_of_a_type() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        told = Told("näme\n" * 1000, float("inf"))
-        assert gather_messages(told, Told) == [told]
+        message = ExampleMessage("näme\n" * 1000, float("inf"))
+        assert gather_messages(message, ExampleMessage) == [message]
         assert broadcast_message({"best": float("-inf"), "": [None]}) == {
             "best": float("-inf"),
             "": [None],
         }
         with pytest.raises(msgspec.ValidationError):
-            gather_messages({"number": "one"}, Told)
+            gather_messages({"number": "one"}, ExampleMessage)
     finally:
         dist.destroy_process_group()

@@ -133,7 +133,7 @@ def nothing_left(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "work").iterdir()} <= {"plan.toml"}
 
 
-def said(process: subprocess.Popen[bytes]) -> str:
+def read_errors(process: subprocess.Popen[bytes]) -> str:
     """Return everything that the process wrote to standard error."""
     assert process.stderr is not None
     return process.stderr.read().decode()
@@ -167,7 +167,7 @@ def test_a_signal_ends_with_the_best_plan_so_far(
     assert record.ended is not None
     assert record.ended.plan == plan
     assert plan.layout.batches in {entry.seen.probe.layout.shares for entry in record.seen}
-    assert "Traceback" not in said(process)
+    assert "Traceback" not in read_errors(process)
     nothing_left(tmp_path)
 
 
@@ -219,7 +219,7 @@ def test_ctrl_c_while_it_still_imports(
     (tmp_path / "site" / "sitecustomize.py").write_text(AT_IMPORT.format(module=module))
     process = start(*BALANCE, path=[tmp_path / "site"])
     assert ends(process, []) == 130
-    assert said(process) == ""
+    assert read_errors(process) == ""
     nothing_left(tmp_path)
 
 
@@ -232,7 +232,7 @@ def test_a_signal_before_anything_was_measured(
     children = wait_for(lambda: children_of(process))
     process.send_signal(number)
     assert ends(process, children) == SIGNALS[number]
-    assert "before anything was measured" in one_sentence(said(process))
+    assert "before anything was measured" in read_last_error(read_errors(process))
     assert not list((tmp_path / "work").iterdir())
     nothing_left(tmp_path)
 
@@ -274,7 +274,7 @@ def test_ctrl_c_pressed_twice_still_writes_the_plan(
     process.send_signal(signal.SIGTERM)
     assert ends(process, children) == 130
     assert "interrupted" in load_plan("plan.toml").search.why_stopped
-    assert "Traceback" not in said(process)
+    assert "Traceback" not in read_errors(process)
 
 
 def test_a_later_second_signal_ends_at_once_and_says_what_is_missing(
@@ -351,7 +351,7 @@ def test_a_reader_that_has_gone_loses_no_plan(start: Start, tmp_path: Path, stre
     assert load_plan("plan.toml").layout.global_batch
     if stream == "stdout":
         assert code == 141
-        assert "Traceback" not in said(process)
+        assert "Traceback" not in read_errors(process)
     else:
         assert code == 0
         assert process.stdout is not None
@@ -368,7 +368,7 @@ def test_a_stream_that_was_never_open_is_no_traceback(start: Start, stream: str)
     assert load_plan("plan.toml").layout.global_batch
 
 
-def one_sentence(text: str) -> str:
+def read_last_error(text: str) -> str:
     """Return the last line, if it is an error message for people."""
     assert "Traceback" not in text
     last = text.strip().splitlines()[-1]
@@ -389,7 +389,7 @@ def test_a_disk_that_fills_while_journalling_is_a_one_line_error(
     assert process.stdout is not None
     shown = json.loads(process.stdout.read())
     assert process.wait(GONE_SECONDS) == 2
-    assert "No space left" in one_sentence(said(process))
+    assert "No space left" in read_last_error(read_errors(process))
     exported = load_plan("plan.toml")
     assert shown["interrupted"]
     assert [share["batch"] for share in shown["layout"]["share"]] == list(exported.batches)
@@ -417,7 +417,7 @@ def test_a_disk_without_room_for_the_last_line_costs_no_plan(
     fill(small_disk, 24_000)
     process = start(*SIMULATED, "--export", "plan.toml")
     assert process.wait(GONE_SECONDS) == 2
-    assert "No space left" in one_sentence(said(process))
+    assert "No space left" in read_last_error(read_errors(process))
     (path,) = small_disk.glob("evener/runs/*/journal.jsonl")
     whole, plan = load_plan("whole.toml"), load_plan("plan.toml")
     assert journal.read(path).ended is None
@@ -438,7 +438,7 @@ def test_a_disk_that_is_full_while_exporting_leaves_the_earlier_plan(
     fill(small_disk, 0)
     process = start("export", "last", "-o", str(plan), "--force")
     assert process.wait(GONE_SECONDS) == 2
-    assert "No space left" in one_sentence(said(process))
+    assert "No space left" in read_last_error(read_errors(process))
     assert plan.read_bytes() == before
     assert {path.name for path in small_disk.iterdir()} == {"plan.toml", "filler"}
 
@@ -451,7 +451,7 @@ def test_a_file_size_limit_is_a_one_line_error_too(
         *SIMULATED, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
     )
     assert process.wait(GONE_SECONDS) == 2
-    assert "File too large" in one_sentence(said(process))
+    assert "File too large" in read_last_error(read_errors(process))
     (path,) = state.glob("evener/runs/*/journal.jsonl")
     assert journal.read(path).whole_bytes == path.stat().st_size <= 6000
 
@@ -473,7 +473,7 @@ def test_a_read_only_folder_is_a_one_line_error_before_any_probe(
             *BALANCE, *(["--export", str(folder / "plan.toml")] if what == "export" else [])
         )
         assert process.wait(GONE_SECONDS) == 2
-        line = one_sentence(said(process))
+        line = read_last_error(read_errors(process))
         assert "Read-only" in line
         assert str(folder) in line
     finally:
@@ -490,7 +490,7 @@ def test_two_runs_on_the_same_devices(start: Start, state: Path) -> None:
     wait_for(lambda: children_of(holder))
     second = start(*BALANCE)
     assert second.wait(GONE_SECONDS) == 3
-    line = one_sentence(said(second))
+    line = read_last_error(read_errors(second))
     (run,) = [path.name for path in (state / "evener" / "runs").iterdir()]
     assert f"process {holder.pid}" in line
     assert f"run {run}" in line

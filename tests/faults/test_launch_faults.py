@@ -136,7 +136,7 @@ WHO_LEFT = (
 )
 
 
-def list_said(errors: str) -> list[str]:
+def list_messages(errors: str) -> list[str]:
     """Return evener's messages without those about the start and its ports."""
     lines = [line for line in errors.splitlines() if line.startswith("evener: ")][1:]
     return [line for line in lines if OPEN_SERVERS not in line]
@@ -145,7 +145,7 @@ def list_said(errors: str) -> list[str]:
 def test_a_rank_that_leaves_in_mid_epoch_is_the_one_that_is_named(folder: Path) -> None:
     """The rank that exits is named, not the others, which fail because of it."""
     done = launch(folder, LEAVER)
-    assert (done.returncode, list_said(done.stderr)) == (1, [WHO_LEFT])
+    assert (done.returncode, list_messages(done.stderr)) == (1, [WHO_LEFT])
 
 
 @pytest.mark.slow
@@ -162,7 +162,7 @@ def test_a_rank_of_pytorch_s_agent_that_leaves_is_named_too(
         server, folder, folder / "evener", ("launch", "plan.toml", "train.py"), variables
     )
     _, errors = launcher.communicate(240)
-    assert (launcher.returncode, list_said(errors)) == (1, [WHO_LEFT])
+    assert (launcher.returncode, list_messages(errors)) == (1, [WHO_LEFT])
 
 
 def test_a_plan_that_has_changed_is_not_started_again(folder: Path) -> None:

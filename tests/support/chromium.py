@@ -66,7 +66,7 @@ class Chromium:
             + b"\0",
         )
         while True:
-            answer = self._hear()
+            answer = self._receive()
             if answer.get("id") == self._count:
                 assert "error" not in answer, answer
                 return answer["result"]
@@ -85,7 +85,7 @@ class Chromium:
         until = time.monotonic() + 60
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             assert time.monotonic() < until, "the page loads"
-            self.events.append(self._hear())
+            self.events.append(self._receive())
 
     def evaluate(self, script: str) -> Any:
         """Return the value of a script's last expression."""
@@ -105,7 +105,7 @@ class Chromium:
         os.close(self._out)
         os.close(self._in)
 
-    def _hear(self) -> dict[str, Any]:
+    def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
             more = os.read(self._in, 1 << 16)
             assert more, "the browser lives"

@@ -575,7 +575,7 @@ def reference_all(folder: Path, rank: int, names: Sequence[str] = tuple(PROGRAMS
     torch.save({name: reference(PROGRAMS[name]) for name in names}, folder / f"{rank}.pt")
 
 
-def deal_passes(folder: Path, rank: int) -> None:
+def assign_passes(folder: Path, rank: int) -> None:
     """Save (rows, for each of two ranks its batches of passes and the rows of each), for 9 to 33
     rows.
     """

@@ -246,7 +246,7 @@ def run(name: str, split: Any, folder: str) -> dict[str, Any]:
     return {**describe(module, trainer), "told": module.told}
 
 
-def run_or_say(name: str, split: Any, folder: str) -> Any:
+def run_or_return_error(name: str, split: Any, folder: str) -> Any:
     """Return the result of a program, or the error message that it was refused with."""
     try:
         return run(name, split, folder)
@@ -260,7 +260,8 @@ def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> 
     audit_first_step()
     plan = make_plan(shares, micros)
     found = {
-        name: run_or_say(name, Split(plan), str(folder)) for name in (*EARLY, *AT_ONCE, *TUNED)
+        name: run_or_return_error(name, Split(plan), str(folder))
+        for name in (*EARLY, *AT_ONCE, *TUNED)
     }
     torch.save(found, folder / f"{rank}.pt")
 

@@ -106,7 +106,7 @@ def judged(
     )
 
 
-def said(*args: Any, **known: Any) -> VerdictText:
+def write_text(*args: Any, **known: Any) -> VerdictText:
     """Return the text of that verdict."""
     return write_verdict(judged(*args, **known))
 

@@ -464,7 +464,7 @@ def test_a_probe_without_gpus_takes_as_many_devices_as_batches(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_bad_input_is_one_sentence(
+def test_bad_input_is_a_one_line_error(
     arguments: list[str], code: int, word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It names the cause and a remedy. The exit code is as documented, and nothing is a

@@ -188,7 +188,7 @@ def test_the_same_run_gives_the_same_file(a_run: str) -> None:
         ("nothing", "report.html", "nothing"),
     ],
 )
-def test_bad_input_is_one_sentence(
+def test_bad_input_is_a_one_line_error(
     a_run: str, capsys: pytest.CaptureFixture[str], name: str, output: str, words: str
 ) -> None:
     assert run(["report", name, "-o", output]) == 2
