@@ -113,10 +113,10 @@ class Exchanges:
 
     - `fault`: why shares can't be uneven; empty until a reason is found.
     - `origins`: tracks what was computed from exchanged values.
-    - `note`: called for each collective.
+    - `note`: called with each collective.
     """
 
-    def __init__(self, note: Callable[[], None]) -> None:
+    def __init__(self, note: Callable[[ExchangeCall], None]) -> None:
         self.fault = ""
         self._note = note
         self.origins = Origins()
@@ -141,8 +141,8 @@ class Exchanges:
         place = "" if self._nested else find_caller(sys._getframe(1))
         if not place or (guard is not None and guard.is_replaying):
             return wrapped(*arguments, **keywords)
-        self._note()
         call = make_call(wrapped, arguments, keywords, place)
+        self._note(call)
         if guard is not None and not checks:
             _prepare_guard(call, guard)
             _forget_filled(call, guard)
@@ -234,6 +234,12 @@ class Exchanges:
             self.origins.write_objects(filled, call.words)
         else:
             self.origins.write(filled, call.words)
+
+
+def sends_flag(call: ExchangeCall) -> bool:
+    """True if a collective sends a single 0 or 1 from this rank."""
+    single = [tensor for tensor in _tensors(call) if tensor.numel() == 1]
+    return any(not tensor.is_complex() and float(tensor.detach()) in (0, 1) for tensor in single)
 
 
 def make_call(

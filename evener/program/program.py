@@ -33,7 +33,7 @@ from ..training.first_rank import is_eveners_rank, is_released
 from . import sharded, views
 from .advice import advise
 from .even_start import EvenStart, comes_from_rows, find_callback
-from .exchanges import Exchanges
+from .exchanges import ExchangeCall, Exchanges, sends_flag
 from .guard import LOOK_AGAIN, UNSEEN, Guard
 from .notes import Notebook, SharesOrigin, read_settings
 from .views import RankView
@@ -68,6 +68,7 @@ class Program:
         self._own_iteration = ""  # the class of a loader whose own iteration isn't followed
         self._others = 0  # number of running trainers that have their own hooks
         self._exchanges = 0  # number of exchanges between ranks
+        self._noted_calls: set[str] = set()  # the program's collectives that were seen uneven
         self.remarks: list[str] = []  # warnings to print once shares may become uneven
         self._even_start: EvenStart | None = None  # of a library's trainer
         self._begin_undecided()
@@ -362,14 +363,20 @@ class Program:
         elif len(set(start.shares)) > 1:
             self.notebook.warn(views.EXCHANGED)
 
-    def note_exchange(self) -> None:
-        """Warn that averages over ranks give each rank the same weight, although shares differ.
+    def note_exchange(self, call: ExchangeCall | None = None) -> None:
+        """Warn that what the program exchanges may depend on the ranks' numbers of rows.
 
-        This is called for each collective of the program. Nothing happens if the batch is divided
-        evenly or no model is training.
+        This is called for each collective of the program, which is `call` if it is known. Nothing
+        happens if the batch is divided evenly or no model is training.
         """
-        if len(set(self.sizes)) > 1 and any(model.training for model in self.models):
-            self.notebook.warn(views.EXCHANGED)
+        if len(set(self.sizes)) <= 1 or not any(model.training for model in self.models):
+            return
+        if call is not None and call.words not in self._noted_calls:
+            self._noted_calls.add(call.words)  # reading its value makes the host wait for a GPU
+            if sends_flag(call):
+                self.notebook.warn(views.FLAGGED.format(call.words))
+                return
+        self.notebook.warn(views.EXCHANGED)
 
     def open_loop(self) -> None:
         """Begin a loop in which the program trains. All ranks call this equally often.

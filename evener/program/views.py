@@ -31,6 +31,10 @@ EXCHANGED = (
     "now differs slightly, and"
     " so does whatever depends on it"
 )
+FLAGGED = (
+    "the program exchanges a flag by {}, as where a rank decides to stop; if that depends on the "
+    "rank's own rows, it may now decide otherwise"
+)
 EVEN_START = "it ended within its first steps, which are even"
 OTHER_ROWS = (
     "its data set returns a different row when asked for the same one again, so its rows "

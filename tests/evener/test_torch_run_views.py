@@ -14,6 +14,7 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 from evener.program import views  # noqa: E402
+from evener.program.exchanges import make_call, sends_flag  # noqa: E402
 
 
 def _optimizer(model: nn.Module) -> Any:
@@ -42,3 +43,21 @@ def test_sharded_parameters_are_named() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     optimizer.param_groups[0]["params"] = [weight]
     assert views.find_obstacle(optimizer, [], views.NO_LOADER) == views.TENSOR_PARALLEL
+
+
+@pytest.mark.parametrize(
+    ("sent", "is_flag"),
+    [
+        (torch.zeros(1), True),
+        (torch.tensor(True), True),
+        (torch.tensor(1), True),
+        (torch.tensor(0.7), False),  # a mean loss
+        (torch.tensor([0.0, 1.0]), False),
+    ],
+)
+def test_a_single_zero_or_one_is_a_flag(sent: torch.Tensor, is_flag: bool) -> None:
+    for collective, more in (
+        (torch.distributed.broadcast, (0,)),
+        (torch.distributed.all_reduce, ()),
+    ):
+        assert sends_flag(make_call(collective, (sent, *more), {}, "train.py:3")) is is_flag
