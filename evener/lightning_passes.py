@@ -128,9 +128,8 @@ class PassMetrics:
         self._metrics = [each for each in module.modules() if isinstance(each, Metric)]
         self._part: Part | None = None  # the part whose forward pass is running
         self._calls = 0  # number of reductions over ranks in this forward pass
-        self._earlier: dict[
-            Any, Sums
-        ] = {}  # metrics of earlier passes, by the call's number or the metric's name
+        # metrics of earlier passes, by the call's number or the metric's name
+        self._earlier: dict[Any, Sums] = {}
         self._pieces: dict[Any, Sums] = {}  # metrics of earlier pieces of this pass
         self._reduced: dict[Any, Sums] = {}  # metrics of the whole pass, reduced over ranks
 

@@ -88,12 +88,10 @@ class Gathering:
         self._call = 0
         self._ends = True  # this is the last piece of the pass
         self._earlier: list[list[Any]] = []  # values that each call gathered, by pass of the batch
-        self._pieces: list[
-            list[tuple[torch.Tensor, int]]
-        ] = []  # arguments of each call in earlier pieces of the pass, with their rows
-        self._gathered_calls: list[
-            Any
-        ] = []  # values that each call gathered in the pass, because other ranks gather only once
+        # arguments of each call in earlier pieces of the pass, with their rows
+        self._pieces: list[list[tuple[torch.Tensor, int]]] = []
+        # values that each call gathered in the pass, because other ranks gather only once
+        self._gathered_calls: list[Any] = []
         accelerator.gather = self.gather
 
     def begin_batch(self) -> None:

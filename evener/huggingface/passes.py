@@ -126,9 +126,8 @@ class TrainerPasses:
         self._trainer, self._weights, self._passes = trainer, planned.weights, planned.passes
         self._gathering = gathering
         self._model: Any = None  # model of the newest pass
-        self._exchanges: list[
-            Exchange
-        ] = []  # exchanges of the model's gradients; empty if a library sums them
+        # exchanges of the model's gradients; empty if a library sums them
+        self._exchanges: list[Exchange] = []
         self._backward = trainer.accelerator.backward
         trainer.accelerator.backward = self.backward
 

@@ -93,9 +93,8 @@ class Loop:
         self.sampler: UnevenBatchSampler | None = None
         self.origin: Epoch | None = None  # set once the loop trains by shares
         self.batch: Any = None
-        self.sizes: tuple[
-            int, ...
-        ] = ()  # rows of each rank in the batch, which are the ranks' weights
+        # rows of each rank in the batch, which are the ranks' weights
+        self.sizes: tuple[int, ...] = ()
         self.compared = False  # True once the ranks have compared the order of the rows
         self.is_over = False
         # an iterator that resumes an epoch has yielded batches before

@@ -55,9 +55,8 @@ class Rebalancing:
     def __init__(self, training: Any) -> None:  # a PlannedTraining
         self._training = training
         training.listeners.append(self.after_step)
-        self.passes: tuple[
-            int, ...
-        ] = ()  # passes of each rank, if a trainer uses the same number for any share
+        # passes of each rank, if a trainer uses the same number for any share
+        self.passes: tuple[int, ...] = ()
         self._planned = training.ranks
         # created after the first exchange, when it is known how the loop computes
         self._rule: Any = None
@@ -65,9 +64,8 @@ class Rebalancing:
         self._step = 0  # number of trained batches
         self._window = 0  # number of full batches with the current shares since the last window
         self._window_steps = FEWEST_STEPS  # number of full batches in the current window
-        self._windows: dict[
-            int, tuple[float, int]
-        ] = {}  # own work and pass limit to exchange, by the window's last step
+        # own work and pass limit to exchange, by the window's last step
+        self._windows: dict[int, tuple[float, int]] = {}
         self._memory = MemoryGauge(training.device, training.world)
         # largest share that this rank has had
         self._largest = training.ranks.batches[training.rank]

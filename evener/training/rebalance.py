@@ -141,9 +141,8 @@ class Rebalancer:
         self._limited = self._rooms  # also by passes that have run out of memory
         # extra seconds of each further pass; None until measured
         self._extras: list[float | None] = [None] * len(shares)
-        self._before: list[
-            tuple[float, int, int]
-        ] = []  # own work, rows and passes with the last shares
+        # own work, rows and passes with the last shares
+        self._before: list[tuple[float, int, int]] = []
         self._names = tuple(names) or tuple(f"rank {rank}" for rank in range(len(shares)))
         self._quantum = choose_quantum(shares)
         self._noise = [FIRST_NOISE] * len(shares)

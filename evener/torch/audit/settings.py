@@ -32,9 +32,8 @@ class LossSettings:
     def __init__(self) -> None:
         self._checks = 0
         self._models: tuple[int, ...] = ()
-        self._modules: list[
-            _ModuleSettings
-        ] = []  # settings of modules of the program's own classes
+        # settings of modules of the program's own classes
+        self._modules: list[_ModuleSettings] = []
         self._others = _Known()  # settings of functions, code and holders
 
     def have_changed(

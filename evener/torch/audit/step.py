@@ -148,9 +148,8 @@ class _Comparison:
         drawn = sketcher.drawn
         self._trained = sketcher.sketch(computations.trained)
         self._draws_by_row = sketcher.drawn != drawn
-        self._repeats: list[
-            Sketch
-        ] = []  # of the reference, made if a difference may not be rounding
+        # of the reference, made if a difference may not be rounding
+        self._repeats: list[Sketch] = []
         self._noises: Mapping[str, float] | None = None
 
     def judge(self) -> Audited:

@@ -223,9 +223,8 @@ class _CopyStream:
 
     # events synchronize it with the stream of the training loop
 
-    _streams: ClassVar[
-        dict[int, Any]
-    ] = {}  # one stream per GPU, because the allocator keeps memory by stream
+    # one stream per GPU, because the allocator keeps memory by stream
+    _streams: ClassVar[dict[int, Any]] = {}
 
     def __init__(self, device: torch.device) -> None:
         self._device = torch.device(

@@ -480,9 +480,8 @@ class LengthSampler(UnevenBatchSampler):
             longest
         ).in_passes
         self._orders: dict[int, torch.Tensor] = {}  # orders of rows by epoch
-        self._assignments: dict[
-            tuple[int, int], RowAssignment
-        ] = {}  # assignments by epoch and first row
+        # assignments by epoch and first row
+        self._assignments: dict[tuple[int, int], RowAssignment] = {}
 
     def assignment_at(self, first: int, epoch: int) -> RowAssignment:
         """Return the row assignment of the global batch that begins at row `first` of an epoch."""

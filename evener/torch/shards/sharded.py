@@ -86,9 +86,8 @@ class Sharded:
         self.frees_gradients = True  # True if the memory of cleared gradients is freed
         self._sums = True  # True if the next backward pass ends with a reduction
         self.waits = False  # True if gradients of earlier passes wait for a reduction
-        self._follows: dict[
-            Unit, Unit
-        ] = {}  # for each unit, the next unit in the last forward pass
+        # for each unit, the next unit in the last forward pass
+        self._follows: dict[Unit, Unit] = {}
         self._precedes: dict[Unit, Unit] = {}
         self._last: Unit | None = None  # the last unit computed in this forward pass
         # the last unit of the last forward pass, which is the first of the backward pass

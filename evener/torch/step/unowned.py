@@ -113,9 +113,8 @@ class TensorGroup:
         self._unowned = unowned
         self._task = -1  # the current backward pass
         self._before: dict[int, tuple[Any, torch.Tensor]] = {}  # old and new gradients, by index
-        self._came: dict[
-            int, torch.Tensor
-        ] = {}  # weighted gradients of this backward pass, by index
+        # weighted gradients of this backward pass, by index
+        self._came: dict[int, torch.Tensor] = {}
         # gradients that wait for an all-reduce, by index
         self._waiting: dict[int, torch.Tensor] = {}
         self._summed: set[int] = set()

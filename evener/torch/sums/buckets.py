@@ -357,9 +357,8 @@ class Buffers:
         self._members, self._ignored = Members(module), ignored
         self._kept_at = -1  # `Members.buffers_at` when the values were copied
         self._places: list[tuple[int, int]] = []
-        self._known: list[
-            tuple[list[torch.Tensor], torch.Tensor]
-        ] = []  # for each device: the bytes and their copy
+        # for each device: the bytes and their copy
+        self._known: list[tuple[list[torch.Tensor], torch.Tensor]] = []
 
     def all(self) -> list[torch.Tensor]:
         """Return the buffers, each only once."""
