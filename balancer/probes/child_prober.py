@@ -178,7 +178,7 @@ class ChildProber:
         """Run a probe on idle or new children; return its observation, or None if stopped."""
         started = time.monotonic()
         # try again if another program took a port that the children need
-        for left in reversed(range(PORT_TRIES)):
+        for tries_left in reversed(range(PORT_TRIES)):
             try:
                 return self._attempt(probe, progress, stop, started)
             except StoppedError as stopped:
@@ -190,7 +190,9 @@ class ChildProber:
                     return None
                 if isinstance(error, HostLostError):
                     error = self._host_failure(probe, error)
-                if not left or not any(sign in error.root.detail.lower() for sign in _PORT_TAKEN):
+                if not tries_left or not any(
+                    sign in error.root.detail.lower() for sign in _PORT_TAKEN
+                ):
                     return self._failed(
                         probe, error.root, progress.phase, time.monotonic() - started
                     )

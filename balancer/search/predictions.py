@@ -249,22 +249,23 @@ def split_over_hosts(
     host with the fewest rows is left out, again and again, and `solve` is called for the others.
     """
 
-    def over(chosen: Sequence[int]) -> Allocation | None:
-        there = [device for device in devices if hosts[device.position] in chosen]
-        return solve(there, costs[len(chosen)])
+    def solve_over(hosts_left: Sequence[int]) -> Allocation | None:
+        devices_there = [device for device in devices if hosts[device.position] in hosts_left]
+        return solve(devices_there, costs[len(hosts_left)])
 
-    chosen = list(dict.fromkeys(hosts[device.position] for device in devices))
-    if len(chosen) < 2 or costs[len(chosen)] == costs[1]:  # nothing is known about the network
-        return over(chosen)
+    hosts_left = list(dict.fromkeys(hosts[device.position] for device in devices))
+    knows_network = len(hosts_left) > 1 and costs[len(hosts_left)] != costs[1]
+    if not knows_network:
+        return solve_over(hosts_left)
     # On 400 random clusters of 2 to 6 hosts, this found the best of all sets of hosts in 396 cases
     # and was at most 6 % slower in the others.
-    found = [over([host]) for host in chosen]
-    while len(chosen) > 1:
-        found.append(over(chosen))
-        rows = dict.fromkeys(chosen, 0)
+    found = [solve_over([host]) for host in hosts_left]
+    while len(hosts_left) > 1:
+        found.append(solve_over(hosts_left))
+        rows = dict.fromkeys(hosts_left, 0)
         for position, share in found[-1].shares if found[-1] else ():
             rows[hosts[position]] += share
-        chosen.remove(min(chosen, key=lambda host: rows[host]))
+        hosts_left.remove(min(hosts_left, key=lambda host: rows[host]))
     return fastest(found)
 
 

@@ -231,14 +231,14 @@ class Sharding:
         failures, needs, problem = self._failures, self._row_demands, self._problem
         # headroom is doubled for each whole step that ran out of memory; if the state then doesn't
         # fit, it is halved repeatedly
-        for fewer in range(max(failures) + FEWEST_HALVINGS + 1):
-            left = tuple(
-                int(limit * (1 - HEADROOM * 2.0 ** max(times - fewer, -FEWEST_HALVINGS)))
-                for limit, times in zip(limits, failures, strict=True)
+        for forgiven in range(max(failures) + FEWEST_HALVINGS + 1):
+            usable_bytes = tuple(
+                int(limit * (1 - HEADROOM * 2.0 ** max(failure_count - forgiven, -FEWEST_HALVINGS)))
+                for limit, failure_count in zip(limits, failures, strict=True)
             )
-            found = divide_state(left, needs, problem, without_rows)
-            if found is not None:
-                return msgspec.structs.replace(found, limits=left)
+            division = divide_state(usable_bytes, needs, problem, without_rows)
+            if division is not None:
+                return msgspec.structs.replace(division, limits=usable_bytes)
         return None
 
     @property

@@ -369,12 +369,12 @@ class SoloStage:
             return second
         if not memory.largest_ran:
             # the device ran out of memory: a smaller batch
-            retreat = memory.smallest_failed // BLIND_GROWTH
+            smaller = memory.smallest_failed // BLIND_GROWTH
         elif memory.limit_bytes is not None and memory.largest_ran > quantum:
-            retreat = memory.largest_ran // 2  # half of it fits, and two sizes give a line
+            smaller = memory.largest_ran // 2  # half of it fits, and two sizes give a line
         else:
-            retreat = (memory.largest_ran + memory.smallest_failed) // 2
-        return max(quantum, retreat // quantum * quantum)
+            smaller = (memory.largest_ran + memory.smallest_failed) // 2
+        return max(quantum, smaller // quantum * quantum)
 
     def _choose_second_batch(self, device: DeviceModel, first: int, second: int) -> int:
         """Return the second batch, or a smaller one if running out of memory would be costly."""

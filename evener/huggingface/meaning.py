@@ -246,7 +246,7 @@ class LossFinder:
         # `names` are the names to choose from
         few = self._few
         fitting = []
-        far = {}
+        distances = {}
         for name in names:
             loss = TrainerLoss(name, multiplied)
             # the gradients of the parts, weighted by rows or labels
@@ -256,13 +256,13 @@ class LossFinder:
             if self._agree_within_rounding(reference, trained):
                 fitting.append(name)
             if self._sketcher.losses_only:
-                far[name] = _relate_losses(reference, trained)
+                distances[name] = _relate_losses(reference, trained)
             else:
-                found = compare(reference, trained)
-                far[name] = 0.0 if found is None else found.relative
-        self._nearest = min(names, key=far.__getitem__)
+                difference = compare(reference, trained)
+                distances[name] = 0.0 if difference is None else difference.relative
+        self._nearest = min(names, key=distances.__getitem__)
         if self._sketcher.losses_only:  # rounding may make means over rows and labels fit
-            fitting.sort(key=far.__getitem__)
+            fitting.sort(key=distances.__getitem__)
         return fitting
 
     def _decide(self, own: bool) -> bool:

@@ -363,10 +363,10 @@ def _predict_whole_state(
     """
     changes = [part - before for part in parts]
     weighted = [size * change for size, change in zip(sizes, changes, strict=True)]
-    meant = {ROWS: before + sum(weighted) / sum(sizes), SUM: before + sum(changes)}
+    predictions = {ROWS: before + sum(weighted) / sum(sizes), SUM: before + sum(changes)}
     if all(np.allclose(part, parts[0], rtol=0, atol=near) for part in parts):
-        meant = {SAME: parts[0]} | meant
-    return meant
+        predictions = {SAME: parts[0]} | predictions
+    return predictions
 
 
 @contextmanager

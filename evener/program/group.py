@@ -76,7 +76,7 @@ def begin(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
             _keep_to(launched_device())
         else:
             _refuse_missing_ranks(place, given)
-            _take_device(place)
+            _set_own_device(place)
         _place = place
     return wrapped(*arguments, **keywords)
 
@@ -189,7 +189,7 @@ def _has_sibling(own: dict[str, str]) -> bool:
     return False
 
 
-def _take_device(place: GroupRank) -> None:
+def _set_own_device(place: GroupRank) -> None:
     """Set the device of a process that evener didn't start to the plan's device for its rank."""
     # If there are more processes than shares, some use the same device. If the numbers differ,
     # shares are even.

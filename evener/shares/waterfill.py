@@ -184,7 +184,7 @@ def smallest_reaching(
     for crossing in sorted(_find_crossings(devices, costs, rate, quantum, fewest)):
         least = rate * (crossing.early + costs[crossing.devices])  # samples
         if least <= min((allocation.global_batch for allocation in found), default=math.inf):
-            found += filter(None, [_just_reaching(devices, costs, rate, crossing, quantum)])
+            found += filter(None, [_earliest_reaching(devices, costs, rate, crossing, quantum)])
     allowed = [
         allocation for allocation in found if limit is None or allocation.global_batch <= limit
     ]
@@ -448,21 +448,21 @@ def _find_crossings(
     return list(found.values())
 
 
-def _just_reaching(
+def _earliest_reaching(
     devices: Sequence[DeviceCurve], costs: Costs, rate: float, crossing: _Crossing, quantum: int
 ) -> Allocation | None:
     """Return the allocation that reaches `rate` samples/s at the earliest time in `crossing`.
 
     Returns None if no device has samples.
     """
-    _, early, late, k = crossing
+    _, earliest, latest, k = crossing
     for _ in range(HALVINGS // 2):
-        middle = (early + late) / 2
+        middle = (earliest + latest) / 2
         if _samples_by(devices, k, middle, quantum) >= rate * (middle + costs[k]):
-            late = middle
+            latest = middle
         else:
-            early = middle
-    sizes = _largest_shares(devices, late, quantum)
+            earliest = middle
+    sizes = _largest_shares(devices, latest, quantum)
     shares = {i: sizes[i] for i in _largest(sizes, k)}
     if not shares:
         return None

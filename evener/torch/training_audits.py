@@ -809,18 +809,18 @@ class TrainingAudits:
             return RankVerdict()
         if not audited.finite:
             return RankVerdict()
-        made = RankVerdict(
+        verdict = RankVerdict(
             sketch=audited.sketch, rows=audited.rows, fine=audited.difference is None
         )
-        made.noises = None if audited.noises is None else dict(audited.noises)
+        verdict.noises = None if audited.noises is None else dict(audited.noises)
         if audited.difference is not None:
             reference = IN_EQUAL_PARTS if self.follows_launcher else AT_ONCE
-            made.message = describe(
+            verdict.message = describe(
                 audited.difference, audited.cause, audited.sizes, max(1, self.judge.step), reference
             )
-            made.remedy = self.remedies[audited.cause]
-            made.relative = audited.difference.relative
-        return made
+            verdict.remedy = self.remedies[audited.cause]
+            verdict.relative = audited.difference.relative
+        return verdict
 
     def _compare_ranks(self, every: Sequence[RankVerdict], step: int) -> RankVerdict | None:
         """Return a verdict if ranks' gradients of the same rows differ, else None."""

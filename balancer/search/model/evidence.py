@@ -255,27 +255,27 @@ def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0)
     measurements in which the device was throttled are used only if there are no others. If it is
     larger, all measurements are used, and the times without throttling are multiplied by it.
     """
-    found = [
+    measured = [
         (observation, _own_seconds(observation, position))
         for observation in seen
         if isinstance(observation, Timed)
     ]
-    found = [(one, seconds) for one, seconds in found if seconds]
-    steady = [(one, seconds) for one, seconds in found if not one.held_back(position)]
-    if steady and slower == 1:
-        found = steady
+    measured = [(one, seconds) for one, seconds in measured if seconds]
+    unthrottled = [(one, seconds) for one, seconds in measured if not one.held_back(position)]
+    if unthrottled and slower == 1:
+        measured = unthrottled
     # A probe ends once its interval is narrow enough, so an error is often too small by chance. It
     # is raised to the error expected from the median noise, but at most by LUCKY, because steps of
     # few rows may be noisier than others.
-    noise = _typical_noise([one for one, _ in found])
-    for one, seconds in found:
+    noise = _typical_noise([one for one, _ in measured])
+    for one, seconds in measured:
         layout = one.probe.layout
         error = step_error(one)
         expected = noise / math.sqrt(max(1, one.steps))
-        now = seconds if one.held_back(position) else slower * seconds
+        seconds_now = seconds if one.held_back(position) else slower * seconds
         yield Point(
             layout.shares[position],
-            now,
+            seconds_now,
             max(error, min(expected, LUCKY * error)),
             layout.passes(position),
         )

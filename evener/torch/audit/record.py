@@ -557,15 +557,15 @@ def _scale_row_count(counts: int, was: int, now: int, number: Any) -> Any:
 
     `counts` selects which numbers are counts; see `LossRecord.compute`.
     """
-    plain = _is_number(number)
-    if counts == AS_WRITTEN or not plain or not number or was < 2:
+    is_plain = _is_number(number)
+    if counts == AS_WRITTEN or not is_plain or not number or was < 2:
         return number
-    for times, scaled in (
+    for ratio, scaled in (
         (number / was, number * now / was),
         (1 / number / was, number * was / now),
     ):
-        whole = abs(times - round(times)) < 1e-9 * abs(times) and round(times) >= 1
-        if whole and (counts == MULTIPLES or round(times) == 1):
+        whole = abs(ratio - round(ratio)) < 1e-9 * abs(ratio) and round(ratio) >= 1
+        if whole and (counts == MULTIPLES or round(ratio) == 1):
             exact = isinstance(number, int) and scaled == int(scaled)
             return int(scaled) if exact else scaled
     return number

@@ -75,7 +75,9 @@ def audit_record(
         if found.difference is not None:
             if not all(map(math.isfinite, found.difference.losses)):
                 return Replayed(None, NOT_A_NUMBER)
-            if not find_objects(selection.whole) and _leaves_out(record, selection, sketcher()):
+            if not find_objects(selection.whole) and _ignores_last_row(
+                record, selection, sketcher()
+            ):
                 return Replayed(None, ROW_BY_ROW)
         return Replayed(
             found, "", _is_padded_otherwise(rows[0], selection), is_certain, has_only_these_rows
@@ -132,7 +134,7 @@ def _compute(record: LossRecord, counts: int, batch: Any, rows: int) -> Any:
     return record.compute(batch, rows, counts)
 
 
-def _leaves_out(record: LossRecord, few: FewRows, sketcher: GradientSketcher) -> bool:
+def _ignores_last_row(record: LossRecord, few: FewRows, sketcher: GradientSketcher) -> bool:
     """True if the last of a few rows doesn't affect the loss."""
     # If it doesn't, the recorded calls don't cover all rows. To find out, the last row is replaced
     # by a copy of the first one.
@@ -140,14 +142,16 @@ def _leaves_out(record: LossRecord, few: FewRows, sketcher: GradientSketcher) ->
     def repeat_first(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor[:-1], tensor[:1]]) if tensor.ndim else tensor
 
-    other = each_tensor(repeat_first, few.whole)
+    with_first_row_repeated = each_tensor(repeat_first, few.whole)
     try:
         with sketcher.open():
-            one = sketcher.sketch([Piece(partial(record.compute, few.whole, few.rows))])
-            two = sketcher.sketch([Piece(partial(record.compute, other, few.rows))])
+            as_it_is = sketcher.sketch([Piece(partial(record.compute, few.whole, few.rows))])
+            repeated = sketcher.sketch(
+                [Piece(partial(record.compute, with_first_row_repeated, few.rows))]
+            )
     except Exception:  # for example, rows have to be sorted by length; then the last row counts
         return False
-    return one.loss == two.loss and one.sums == two.sums
+    return as_it_is.loss == repeated.loss and as_it_is.sums == repeated.sums
 
 
 def _is_padded_otherwise(first: FewRows, used: FewRows) -> bool:

@@ -174,11 +174,13 @@ def spread_places(signs: Sequence[tuple[float, ...]], most: int = ROWS) -> list[
     so that the first and the second half differ, too.
     """
     # the first rows are enough if all of their numbers vary
-    first = signs[:most]
-    differ = len(first[0]) > 0 and all(len(set(values)) > 1 for values in zip(*first, strict=True))
-    chosen = first if differ or not signs[0] else signs
-    ranked = sorted(range(len(chosen)), key=lambda place: (chosen[place], place))
-    count = min(most, len(chosen))
+    first_signs = signs[:most]
+    first_ones_differ = len(first_signs[0]) > 0 and all(
+        len(set(values)) > 1 for values in zip(*first_signs, strict=True)
+    )
+    candidates = first_signs if first_ones_differ or not signs[0] else signs
+    ranked = sorted(range(len(candidates)), key=lambda place: (candidates[place], place))
+    count = min(most, len(candidates))
     count -= count % 2  # so that halves are equal
     return [ranked[place * (len(ranked) - 1) // max(1, count - 1)] for place in range(count)]
 

@@ -371,15 +371,15 @@ def name_tensors(models: Iterable[Any], others: Iterable[torch.Tensor] = ()) -> 
     """
     found: dict[str, Any] = {}
     known: set[int] = set()
-    several = list(models)
-    for place, model in enumerate(several):
+    every_model = list(models)
+    for number, model in enumerate(every_model):
         for name, each in model.named_parameters():
             if each.requires_grad and id(each) not in known:
                 known.add(id(each))
                 plain = _plain(name)
-                found[f"{plain} of model {place + 1}" if len(several) > 1 else plain] = each
-    for place, tensor in enumerate(others):
+                found[f"{plain} of model {number + 1}" if len(every_model) > 1 else plain] = each
+    for number, tensor in enumerate(others):
         if tensor.requires_grad and tensor.is_leaf and id(tensor) not in known:
             known.add(id(tensor))
-            found[f"tensor {place} of an optimizer, of shape {tuple(tensor.shape)}"] = tensor
+            found[f"tensor {number} of an optimizer, of shape {tuple(tensor.shape)}"] = tensor
     return found

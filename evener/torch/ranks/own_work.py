@@ -909,10 +909,10 @@ def _total_phases(
     took_s = 0.0
     spans: dict[Phase, float] = {}
     phase, start = marks[0]
-    for following, stop in (*marks[1:], (phase, end)):
+    for next_phase, stop in (*marks[1:], (phase, end)):
         took_s = max(0.0, seconds(start, stop))  # streams of a GPU may overlap
         spans[phase] = spans.get(phase, 0.0) + took_s
-        phase, start = following, stop
+        phase, start = next_phase, stop
     return spans, took_s
 
 

@@ -211,7 +211,7 @@ class BatchWeights(BatchTracker):
                     "DistributedDataParallel's communication hook or mixed_precision"
                 )
             return
-        self._measure_noise(exchange)
+        self._attach_noise_scale(exchange)
         exchange.begun = partial(self._begin_backward, weakref.proxy(exchange))
         exchange.ready, exchange.sent = self.timer.note_gradients, self.timer.note_sent
         exchange.done = self.timer.note_backward
@@ -219,7 +219,7 @@ class BatchWeights(BatchTracker):
             exchange.weigh(1.0 / self.shares.world)
         self._exchanges.add(exchange)
 
-    def _measure_noise(self, exchange: Exchange) -> None:
+    def _attach_noise_scale(self, exchange: Exchange) -> None:
         """Measure the noise scale from the sums of this exchange, if it was requested.
 
         Raises RequestError if another model's gradients are already being measured.

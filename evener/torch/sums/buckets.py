@@ -167,14 +167,14 @@ class Bucket:
         gradients = list(map(GRADIENT, self._parameters))
         if all(map(is_not, gradients, self._views)) and all(map(is_not, gradients, repeat(None))):
             self._absent, self._hold = [], None
-            self._gather_new(gradients, self._pattern(number, weight != 0.0), weight)
+            self._gather_new(gradients, self._make_flags(number, weight != 0.0), weight)
             return
         self.gather()
         for place in self._absent:
             self._views[place].zero_()
             self._forget(place)
         self._multiply(weight)
-        self._flags.copy_(self._pattern(number, weight != 0.0))
+        self._flags.copy_(self._make_flags(number, weight != 0.0))
         self._add_held()
 
     def _add_held(self) -> None:
@@ -207,7 +207,7 @@ class Bucket:
         if self._hold is not None:
             self._held_views[place].zero_()
 
-    def _pattern(self, number: int, counts: bool) -> torch.Tensor:
+    def _make_flags(self, number: int, counts: bool) -> torch.Tensor:
         """Return the end of the bucket: a flag for each gradient, and the tail with `number`.
 
         `number` is the batch's number. All flags are 0 if `counts` is False, because this rank's
