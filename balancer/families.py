@@ -63,7 +63,7 @@ class SearchView(Protocol):
 
     @property
     def singles(self) -> Sequence[Layout]:
-        """The best solo layout.
+        """The best solo layout; empty if there is none.
 
         If it has several passes and its batch surely fits in one, the layout with one pass follows.
         """
@@ -174,7 +174,7 @@ class SoloFamily(Family):
     in_balance = True
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return the best solo layout.
+        """Return the best solo layout; empty if there is none.
 
         If it has several passes and its batch surely fits in one, the layout with one pass follows.
         """

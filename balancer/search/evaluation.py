@@ -162,7 +162,7 @@ class Evaluation:
         return self._why_finished(tied)
 
     def _why_finished(self, tied: bool) -> End:
-        """Return why the search has ended, if a larger budget wouldn't make it go on."""
+        """Return why a search has ended that would have ended with a larger budget, too."""
         # `tied`: more measurements couldn't tell which of the two fastest layouts is faster
         best_is_known = self.best is None or is_known(self.best.throughput)
         if tied:

@@ -37,7 +37,7 @@ class FamilyView:
 
     @cached_property
     def singles(self) -> Sequence[Layout]:
-        """The best solo layout.
+        """The best solo layout; empty if there is none.
 
         If it has several passes and its batch surely fits in one, the layout with one pass follows.
         """
