@@ -27,7 +27,7 @@ from .equal_draws import draws_alike
 from .instances import replaced
 from .keras_step import Tensors, call_model, calls_of_steps
 from .passes import SEED_NAME, is_seed
-from .sparse_gradients import has_each_row_once
+from .sparse_gradients import has_each_row_once, joins_look_ups
 
 # parts of the names of random operations
 DRAWING = ("Random", "Multinomial", "TruncatedNormal", "Rng")
@@ -91,6 +91,7 @@ class TracedStep:
     - `attributes`: the plain values that the step assigned to attributes while it was traced.
     - `draws`: True if a row's random numbers depend on the device or pass that computes the row.
     - `merged`: the indices of the trainable weights whose sparse gradient has one slice per row.
+    - `joined`: names of the weights whose sparse gradient joins several look-ups of that sort.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class TracedStep:
         self._step = step
         self._kinds: dict[str, str] = {}  # types of gradients, by the weights' names
         self.merged: tuple[int, ...] = ()
+        self.joined: list[str] = []
         kept = kept_attributes(model)
         with kept as self.attributes, draws_alike(model), calls_of_steps():
             traced = tf.function(self._run_step, autograph=False)
@@ -191,6 +193,7 @@ class TracedStep:
         once = {id(variable) for each, variable in reached if has_each_row_once(each)}
         weights = enumerate(self._model.trainable_weights)
         self.merged = tuple(place for place, each in weights if id(each) in once)
+        self.joined = [variable.path for each, variable in reached if joins_look_ups(each)]
         for _, variable in reached:
             self._kinds[names[id(variable)]] = half or tf.as_dtype(variable.dtype).name
         gradients = [each for each, _ in reached]

@@ -30,7 +30,7 @@ from .audit_step import (
     kept_attributes,
     raise_zeros,
 )
-from .compatibility import NO_PASSES, list_normalization_states, plain_variables
+from .compatibility import NO_PASSES, list_normalization_states, plain_variables, warn
 from .engine import Engine
 from .equal_draws import kept_generators
 from .first_batch import peek, read_triple
@@ -121,6 +121,7 @@ def measure_batch(
             with suppress(Exception):
                 found = measure(model, step, data, training, engine.judges_parts(training))
             found = msgspec.structs.replace(found, merged=step.merged)
+            _warn_of_joined(step.joined)
     if group is not None:
         text = msgspec.json.encode(found) if group.rank == chosen else b""
         found = msgspec.json.decode(group.share_text(text, chosen), type=PartKinds)
@@ -130,6 +131,16 @@ def measure_batch(
             f"A plan with passes can't weight this loss exactly: it is a mean over"
             f" {UNITS[found.loss]}, not over rows.",
             NO_PASSES,
+        )
+
+
+def _warn_of_joined(names: Sequence[str]) -> None:
+    """Warn of tables that several look-ups read, each of which reads a row once."""
+    if names:
+        warn(
+            f"{names[0]} is read by several calls of tf.nn.embedding_lookup_sparse. An optimizer"
+            f" that squares gradients, like Adam, learns something else from rows that several"
+            f" devices read: read it in one call, or train it with SGD."
         )
 
 

@@ -35,12 +35,37 @@ def has_each_row_once(gradient: Any) -> bool:
 
     The gradient is a tensor of a graph.
     """
-    if not isinstance(gradient, tf.IndexedSlices):
+    return (
+        isinstance(gradient, tf.IndexedSlices)
+        and _find_source(gradient.indices).type in WITHOUT_REPEATS
+    )
+
+
+def joins_look_ups(gradient: Any) -> bool:
+    """True if a sparse gradient joins several look-ups, some of which read each table row once.
+
+    The gradient is a tensor of a graph. Its slices can't be merged, because on one device the
+    slices of different look-ups stay apart.
+    """
+    return isinstance(gradient, tf.IndexedSlices) and _joins_look_ups(gradient.indices)
+
+
+def _joins_look_ups(indices: Any) -> bool:
+    made = _find_source(indices)
+    if made.type != "ConcatV2":
         return False
-    made = gradient.indices.op
+    *joined, _ = made.inputs  # the last input is the axis
+    return any(
+        _find_source(each).type in WITHOUT_REPEATS or _joins_look_ups(each) for each in joined
+    )
+
+
+def _find_source(indices: Any) -> Any:
+    """Return the operation of the graph that computed these indices."""
+    made = indices.op
     while made.type in SAME_VALUES:
         made = made.inputs[0].op
-    return made.type in WITHOUT_REPEATS
+    return made
 
 
 def merge_slices(gradients: Sequence[Any], places: Sequence[int]) -> list[Any]:

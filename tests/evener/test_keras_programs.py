@@ -77,6 +77,9 @@ UNAUDITED = {
     for engine in ("passes", "multiworker", "multiworker in passes")
 }
 WARNED = {  # trained, with this warning
+    "towers": {
+        "own table: bags twice, Adam": "several calls of tf.nn.embedding_lookup_sparse",
+    },
     "passes": {
         "own metric in compute_loss": FIGURE,
     },

@@ -32,6 +32,12 @@ def look_up_bags(table: Any, words: Any, axis: int) -> Any:
     return tf.expand_dims(means, axis + 1)
 
 
+def look_up_twice(table: Any, words: Any, axis: int) -> Any:
+    """Return the sum of two look-ups of bags, which share a word."""
+    first, second = (look_up_bags(table, bag, axis) for bag in (words[:, :2], words[:, 1:]))
+    return first + second
+
+
 class Table(layers.Layer):
     """A mean of a table's rows, by ops.take, tf.gather or TensorFlow's look-up of bags."""
 
@@ -273,6 +279,7 @@ def own_programs() -> dict[str, Made]:
         "own table: gather, Adam": table(tf.gather, adam),
         "own table: take, SGD": table(ops.take, sgd),
         "own table: bags, Adam": table(look_up_bags, adam),
+        "own table: bags twice, Adam": table(look_up_twice, adam),
         "own table: take, clipped": table(ops.take, lambda rate: adam(rate, global_clipnorm=0.1)),
         "own counter: calls": ramp(by_rows=False),
         "own counter: rows": ramp(by_rows=True),
