@@ -5,10 +5,10 @@ steps take unequal times. Almost every training has moments at full speed. There
 represented by its fastest windows: a low percentile of the windows' quick steps.
 
 Each window also has the time of a fixed loop on the same core (`evener/system/core_speed.py`). The
-same percentile of these times shows whether the core was at full speed in the fastest windows. If
-the core of one training was slower than that of the other, the training's steps are corrected.
-Different code is slowed differently, so the larger the correction is, the wider is the interval. If
-a training's core was never at full speed, its interval is so wide that nothing is claimed.
+same percentile of these times shows whether the core was at full speed in the fastest windows. Full
+speed is that of the fastest loop of both trainings. A training's steps are corrected if its core
+was slower, and its interval is then wider, because different code is slowed differently. So if a
+training's core was never at full speed, nothing is claimed.
 
 The loop and the quick steps of a single window aren't compared, because both were timed at
 different moments. On a machine with 24 cores, the loop was slow in half of the windows whose quick
@@ -26,10 +26,16 @@ from typing import NamedTuple
 FAST_PART = 0.1  # fraction of the windows that are faster than the one that counts
 # fractions of the windows between which the fastest steps lie; half of their difference is an error
 FASTEST_PART, LESS_FAST_PART = 0.0, 0.15
-# How much of a core's slowdown a step has: its mean and standard deviation. With 1, a step slows as
-# much as the loop does. Steps of layers and of Python had 0.5 to 1.1 on an EPYC, 0.5 to 0.9 on a
-# Xeon. Steps that wait for a GPU have less.
+# Logarithm of the loop's time relative to its fastest time: a core this much slower is still at
+# full speed, and its clock differs a little.
+FULL_RANGE = 0.1
+# How much of a core's slowdown a step has: its mean, and its standard deviation at full speed. With
+# 1, a step slows as much as the loop does. Steps of layers and of Python had 0.5 to 1.1 on an EPYC.
+# Steps that wait for a GPU have less.
 SLOPE_MEAN, SLOPE_DEVIATION = 0.6, 0.3
+# The standard deviation on slower cores: beside some programs, layers took 1.65 times as long where
+# the loop took 1.25 times as long, as the core's units for vectors were busy.
+SLOWED_DEVIATION = 1.2
 
 
 class QuickWindow(NamedTuple):
@@ -61,25 +67,29 @@ def compare_quick_steps(
     The error is the part that comes from correcting the steps for slow cores. It is half of the
     width of the ratio's 95 % interval, as a fraction of the ratio.
     """
-    cores = [_find_core(windows) for windows in trainings]
-    if not same_loop or None in cores:
-        cores = [0.0] * len(trainings)
-    known = [core for core in cores if core is not None]
-    full = min(known)
+    slowed = _find_slowed(trainings, same_loop)
     steps = []
-    for windows, core in zip(trainings, known, strict=True):
+    for windows, slow in zip(trainings, slowed, strict=True):
         times = [math.log(window.step_s) for window in windows]
-        seconds = math.exp(_find_quantile(times, FAST_PART) - SLOPE_MEAN * (core - full))
+        seconds = math.exp(_find_quantile(times, FAST_PART) - SLOPE_MEAN * slow)
         apart = _find_quantile(times, LESS_FAST_PART) - _find_quantile(times, FASTEST_PART)
-        steps.append(QuickStep(seconds, apart / 2))
-    return steps, 2 * SLOPE_DEVIATION * (max(known) - full)
+        by_core = 2 * SLOWED_DEVIATION * max(0.0, slow - FULL_RANGE)
+        steps.append(QuickStep(seconds, math.hypot(apart / 2, by_core)))
+    clocks = [min(slow, FULL_RANGE) for slow in slowed]
+    return steps, 2 * SLOPE_DEVIATION * (max(clocks) - min(clocks))
 
 
-def _find_core(windows: Sequence[QuickWindow]) -> float | None:
-    """Return the logarithm of the loop's time in a training's fastest windows; None if unknown."""
-    if not all(window.core_s > 0 for window in windows):
-        return None
-    return _find_quantile([math.log(window.core_s) for window in windows], FAST_PART)
+def _find_slowed(trainings: Sequence[Sequence[QuickWindow]], same_loop: bool) -> list[float]:
+    """Return how much slower each training's core was in its fastest windows than at full speed.
+
+    The values are logarithms. All are 0 if a loop's time is unknown, or if the trainings' loops
+    can't be compared (`same_loop` is False).
+    """
+    if not same_loop or not all(window.core_s > 0 for each in trainings for window in each):
+        return [0.0] * len(trainings)
+    logs = [[math.log(window.core_s) for window in windows] for windows in trainings]
+    full = min(map(min, logs))
+    return [_find_quantile(each, FAST_PART) - full for each in logs]
 
 
 def _find_quantile(values: Sequence[float], part: float) -> float:
