@@ -366,7 +366,7 @@ class Program:
     def note_exchange(self, call: ExchangeCall | None = None) -> None:
         """Warn that what the program exchanges may depend on the ranks' numbers of rows.
 
-        This is called for each collective of the program, which is `call` if it is known. Nothing
+        Called for each collective of the program; `call` is the collective, if known. Nothing
         happens if the batch is divided evenly or no model is training.
         """
         if len(set(self.sizes)) <= 1 or not any(model.training for model in self.models):
@@ -381,9 +381,9 @@ class Program:
     def open_loop(self) -> None:
         """Begin a loop in which the program trains. All ranks call this equally often.
 
-        If the program has wrapped another model since it trains by shares, as for the next fold of
-        a cross-validation, this is another training: it begins with even shares, and its loss is
-        checked before shares leave even.
+        If the program has wrapped another model during training by shares, as for the next fold of
+        a cross-validation, another training run begins. Its shares are even until its loss has been
+        checked.
         """
         if self.training is None or not self._later_models:
             return
@@ -397,8 +397,8 @@ class Program:
     def _note_later_model(self, model: Any, training: PlannedTraining) -> None:
         """Record a model that is wrapped after the program has begun to train by shares.
 
-        If it is wrapped within a loop, it may be trained on the current batch already. So its
-        gradients are weighted from now on.
+        In a loop, the model's gradients are weighted at once, because it may be trained on the
+        current batch already.
         """
         self._later_models.add(model)
         in_loop = self._loop is not None and not self._loop.is_over

@@ -41,7 +41,7 @@ MOST_WAITED = 64
 
 
 class _Iteration:
-    """An iteration over a DataLoader; None if the loader isn't known."""
+    """An iteration over a DataLoader, with counts that tell training loops from validation."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = None if loader is None else weakref.ref(loader)
@@ -51,7 +51,7 @@ class _Iteration:
 
     @property
     def loader(self) -> Any:
-        """The loader; None if it isn't known or no longer exists."""
+        """The DataLoader; None if it is unknown or no longer exists."""
         return None if self._loader is None else self._loader()
 
 
@@ -376,11 +376,9 @@ def _find_device(optimizer: Any) -> torch.device:
 def _count_rows(batch: Any, batch_size: Any) -> int:
     """Return the number of rows in a batch; 0 if it is unknown.
 
-    `batch_size` is the loader's batch size if it has one.
-
-    The first dimension of the batch's first tensor may be something else than rows, such as tokens
-    or a graph's nodes. So the loader's batch size counts, unless the tensor is shorter, as in an
-    epoch's last batch.
+    `batch_size` is the loader's batch size if it has one. It is returned unless the first dimension
+    of the batch's first tensor is smaller, as in an epoch's last batch. A larger dimension doesn't
+    count rows, but for example tokens or a graph's nodes.
     """
     first = batch[0] if isinstance(batch, list | tuple) and batch else batch
     if not isinstance(first, torch.Tensor) or not first.ndim:

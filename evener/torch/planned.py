@@ -144,7 +144,7 @@ class PlannedTraining:
     def leave(self) -> None:
         """End this training run, so that another one can begin with any models in this process.
 
-        Every rank calls this.
+        Every rank has to call this.
         """
         if self.rebalancing is not None:
             self.rebalancing.stop()

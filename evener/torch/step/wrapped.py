@@ -426,7 +426,7 @@ def watch_frozen(model: Any) -> None:
 
 
 def forget_frozen() -> None:
-    """Let all parameters that were frozen get gradients; this ends what `watch_frozen` began."""
+    """Undo `watch_frozen` for all models: parameters that were frozen may get gradients."""
     for handle in _frozen_hooks.values():
         handle.remove()
     _frozen_hooks.clear()
