@@ -197,6 +197,10 @@ def test_the_command_is_a_gate_by_its_exit_code(capsys: pytest.CaptureFixture[st
     found = json.loads(capsys.readouterr().out)
     assert found["beyond"] is True
     assert found["difference"]["low"] <= 0.3 <= found["difference"]["high"]
+    free = keep(make_training(5, windows=30, disturbed=0.1))
+    busy = keep(make_training(6, windows=30, disturbed=0.1, shared=1.0))
+    assert run(["runs", "compare", busy, free]) == 0
+    assert "not slower" not in capsys.readouterr().out, "a core that is never free shows nothing"
     for wrong in (["nothing"], [slow, "--max-slowdown", "much"], [slow, "--max-slowdown", "-1"]):
         assert run(["runs", "compare", quick, *wrong]) == 2
 

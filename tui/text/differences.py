@@ -8,6 +8,10 @@ from evener.balancer.number_format import milliseconds, percent, rate
 from evener.balancer.store.compared import PhaseDifference, RunDifference
 from evener.printable import align
 
+# an upper limit of the slowdown, relative to the allowed one, from which the question stays open
+OPEN = 2.0
+LONGER = "train both for longer, or on cores that nothing else uses"
+
 
 def difference_lines(found: RunDifference, most: float) -> list[str]:
     """Return lines that compare two runs, in total and by phase of a step.
@@ -69,5 +73,7 @@ def _write_verdict(found: RunDifference, most: float) -> str:
     if found.is_beyond(most):
         return f"slower by more than {allowed}"
     if found.slowdown > most:
-        return f"above {allowed}, but not surely slower: train both for longer"
+        return f"above {allowed}, but not surely slower: {LONGER}"
+    if found.high > OPEN * most:
+        return f"up to {_signed(found.high)} is possible, so {allowed} isn't excluded: {LONGER}"
     return f"not slower by more than {allowed}"
