@@ -1,9 +1,9 @@
 """The process that outlives a launcher: `python watcher.py RUN PREFIX`.
 
 The watcher creates the training run's folder and prints its name. Its standard input is a pipe that
-closes when the launcher exits or is killed. Then it waits for the leftover processes of the run
-RUN, kills those that don't exit in time, and removes the folder. Leftover processes of a run that
-succeeded may continue. It imports no module of evener, so that it starts quickly.
+closes when the launcher exits or is killed. Then the watcher waits for the leftover processes of
+the run RUN, kills those that don't exit in time, and removes the folder. If a run succeeded, its
+leftover processes may continue. The watcher imports no module of evener, so that it starts quickly.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Start the first rank of a program by itself; other ranks wait until it creates a process group.
 
-So a script for one GPU runs only once, and a launcher that the program itself starts has the
-devices to itself. The environment variables show whether evener started a rank. A launcher of the
-program sets another rank, number of ranks or elastic run (a run of PyTorch's elastic agent).
+So a script for one GPU runs only once, and a launcher in the program can use all devices. The
+environment variables show whether evener started a rank. A launcher in the program sets another
+rank, number of ranks or elastic run (a run of PyTorch's elastic agent).
 """
 
 from __future__ import annotations
