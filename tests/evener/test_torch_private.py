@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -77,17 +78,28 @@ def test_modules_and_hooks_are_found() -> None:
 
 
 @COMPILES
-def test_a_function_is_left_uncompiled() -> None:
+def test_a_function_and_what_it_calls_are_left_uncompiled() -> None:
+    compiled: list[int] = []  # operations of each graph
+
+    def count(graph: Any, _: Any) -> Any:
+        compiled.append(sum(node.op == "call_function" for node in graph.graph.nodes))
+        return graph.forward
+
+    def called(rows: torch.Tensor) -> torch.Tensor:
+        return rows * 2 * 3 * 4
+
+    @private.leave_uncompiled
     def look(rows: torch.Tensor) -> torch.Tensor:
-        return rows
+        return called(rows) + called(rows)
 
     def compute(rows: torch.Tensor) -> torch.Tensor:
-        return look(rows) + 1
+        return look(rows + 1) + 1
 
-    private.leave_uncompiled(look)
-    whole = torch.compile(compute, backend="eager", fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):
-        whole(torch.ones(1))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="skipped"):
+        torch.compile(compute, backend="eager", fullgraph=True)(torch.ones(1))
+    assert torch.compile(compute, backend=count)(torch.ones(1)) == 97
+    assert torch.compile(called, backend=count)(torch.ones(1)) == 24
+    assert compiled == [1, 1, 3]
 
 
 @pytest.mark.usefixtures("group")

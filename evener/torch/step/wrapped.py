@@ -209,6 +209,7 @@ class _ForwardHook:
         self.device: torch.device | None = None
         self._batch: Any = None  # of the forward pass that is running
 
+    @leave_uncompiled
     def before(self, model: Any, arguments: Any, keywords: Any) -> Any:
         if self.forward is None:
             return None
@@ -220,6 +221,7 @@ class _ForwardHook:
             lambda tensor: tensor.to(device, non_blocking=True), (arguments, keywords)
         )
 
+    @leave_uncompiled
     def after(self, model: Any, _: Any, outputs: Any) -> Any:
         inner = unwrap_compiled(model)
         exchange = getattr(inner, "exchange", None)
@@ -233,10 +235,6 @@ class _ForwardHook:
             tensors = tensors_in(outputs)
         exchange.watch(tensors, inner.require_backward_grad_sync, self._batch)
         return outputs if leaves else None
-
-    for each in (before, after):
-        leave_uncompiled(each)
-    del each
 
     def __reduce__(self) -> Any:
         return (type(self), ())
