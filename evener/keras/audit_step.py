@@ -187,15 +187,9 @@ class TracedStep:
         with applies, self._recording_loss_calls(calls):
             self._model.reset_metrics()
             logs = self._step(keras.utils.pack_x_y_sample_weight(*data))
-        names, half = _name_weights(self._model), computes_in_half(self._model)
-        self._kinds.clear()
         reached = [(each, variable) for each, variable in found if each is not None]
-        once = {id(variable) for each, variable in reached if has_each_row_once(each)}
-        weights = enumerate(self._model.trainable_weights)
-        self.merged = tuple(place for place, each in weights if id(each) in once)
-        self.joined = [variable.path for each, variable in reached if joins_look_ups(each)]
-        for _, variable in reached:
-            self._kinds[names[id(variable)]] = half or tf.as_dtype(variable.dtype).name
+        self._note_types([variable for _, variable in reached])
+        self._note_sparse(reached)
         gradients = [each for each, _ in reached]
         sums = _project_gradients(gradients, [variable.shape for _, variable in reached], seed)
         margins = self._read_margins()  # read before operations are added that aren't the user's
@@ -205,6 +199,20 @@ class TracedStep:
         if not all(tf.is_tensor(leaf) for leaf in leaves):
             call = None
         return sums, logs, margins, outputs, call
+
+    def _note_types(self, variables: Sequence[Any]) -> None:
+        """Set `_kinds` to the types in which the gradients of these variables are computed."""
+        names, half = _name_weights(self._model), computes_in_half(self._model)
+        self._kinds.clear()
+        for variable in variables:
+            self._kinds[names[id(variable)]] = half or tf.as_dtype(variable.dtype).name
+
+    def _note_sparse(self, reached: Sequence[tuple[Any, Any]]) -> None:
+        """Set `merged` and `joined`, given each gradient with its variable."""
+        once = {id(variable) for each, variable in reached if has_each_row_once(each)}
+        weights = enumerate(self._model.trainable_weights)
+        self.merged = tuple(place for place, each in weights if id(each) in once)
+        self.joined = [variable.path for each, variable in reached if joins_look_ups(each)]
 
     @contextmanager
     def _recording_loss_calls(self, calls: list[tuple[Any, ...]]) -> Iterator[None]:
