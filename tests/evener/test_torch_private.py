@@ -95,7 +95,7 @@ def test_a_function_and_what_it_calls_are_left_uncompiled() -> None:
     def compute(rows: torch.Tensor) -> torch.Tensor:
         return look(rows + 1) + 1
 
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="skipped"):
+    with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(compute, backend="eager", fullgraph=True)(torch.ones(1))
     assert torch.compile(compute, backend=count)(torch.ones(1)) == 97
     assert torch.compile(called, backend=count)(torch.ones(1)) == 24
