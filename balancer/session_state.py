@@ -121,7 +121,7 @@ def _observed(state: SessionState, event: Observed, at_seconds: float) -> Sessio
 
 def timed(state: SessionState) -> list[Timed]:
     """Return the successful measurements in the order in which they ended."""
-    return [each.seen for each in state.seen if isinstance(each.seen, Timed)]
+    return [entry.seen for entry in state.seen if isinstance(entry.seen, Timed)]
 
 
 def has_split(state: SessionState) -> bool:
@@ -159,9 +159,9 @@ def smallest_out_of_memory(state: SessionState, device: int) -> int | None:
     `device` is the device's position. Return None if it never ran out of memory.
     """
     failed = [
-        each.seen.probe.layout.pass_rows[device]
-        for each in state.seen
-        if isinstance(each.seen, OutOfMemory) and each.seen.probe.layout.active == (device,)
+        entry.seen.probe.layout.pass_rows[device]
+        for entry in state.seen
+        if isinstance(entry.seen, OutOfMemory) and entry.seen.probe.layout.active == (device,)
     ]
     return min(failed, default=None)
 
@@ -301,8 +301,8 @@ def plan_rivals(
     it prefers measurements at the plan's batch.
     """
     found: dict[EvidenceKind, list[Evidence]] = {}
-    for each in plan.evidence:
-        found.setdefault(each.kind, []).append(each)
+    for evidence in plan.evidence:
+        found.setdefault(evidence.kind, []).append(evidence)
     evens, splits = found.get("equal_shares", []), found.get("other_shares", [])
     if plan.layout.traits.alone:
         split = max([*evens, *splits], key=_speed, default=None)
@@ -321,7 +321,7 @@ def plan_rivals(
 
 def _find_single(plan: Plan) -> Evidence | None:
     """Return the measurement of one device alone to compare the plan with, if there is one."""
-    raced = [each for each in plan.evidence if each.kind == "best_device"]
+    raced = [evidence for evidence in plan.evidence if evidence.kind == "best_device"]
     raced = _without_own_device(plan, raced)
     others = _without_own_device(plan, alone_at_batch(plan).values())
     if not raced:
@@ -382,12 +382,12 @@ def _find_earlier(plan: Plan, single: Evidence) -> float:
     if single.kind not in ("best_device", "one_device"):
         return 0.0
     same = [
-        _speed(each)
-        for each in plan.evidence
-        if each.kind == "one_device"
-        and each.layout.global_batch == single.layout.global_batch
+        _speed(evidence)
+        for evidence in plan.evidence
+        if evidence.kind == "one_device"
+        and evidence.layout.global_batch == single.layout.global_batch
         # not the plan's own devices
-        and _positions(each.layout) != _positions(plan.layout)
+        and _positions(evidence.layout) != _positions(plan.layout)
     ]
     most = max(same, default=0.0)
     return most if most > _speed(single) else 0.0
@@ -426,12 +426,12 @@ def alone_at_batch(plan: Plan) -> dict[int, Evidence]:
 
 def _choose_alone(plan: Plan, prefer: Callable[[Evidence], Any]) -> dict[int, Evidence]:
     found: dict[int, Evidence] = {}
-    for each in plan.evidence:
-        if each.kind not in ("best_device", "one_device") or not each.layout.traits.alone:
+    for evidence in plan.evidence:
+        if evidence.kind not in ("best_device", "one_device") or not evidence.layout.traits.alone:
             continue
-        (position,) = _positions(each.layout)
-        if position not in found or prefer(each) > prefer(found[position]):
-            found[position] = each
+        (position,) = _positions(evidence.layout)
+        if position not in found or prefer(evidence) > prefer(found[position]):
+            found[position] = evidence
     return dict(sorted(found.items()))
 
 

@@ -484,10 +484,10 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
                 audited.append(None)
                 self._audit_step()
             trained = [
-                each
+                parameter
                 for group in optimizer.param_groups
-                for each in group["params"]
-                if each.grad is not None
+                for parameter in group["params"]
+                if parameter.grad is not None
             ]
             if trained:
                 check_memory(optimizer, trained)

@@ -65,7 +65,7 @@ def _lacks_comparison(verdict: Verdict) -> bool:
     if verdict.chosen.kind != "other_shares":
         return False
     compared = [rival for rival in verdict.rivals if rival.gain is not None]
-    return not compared and any(one.reason == "no_time" for one in verdict.left_out)
+    return not compared and any(left_out.reason == "no_time" for left_out in verdict.left_out)
 
 
 def find_single(verdict: Verdict) -> Rival | None:

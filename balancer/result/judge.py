@@ -306,7 +306,7 @@ def _name_rivals(
     chosen = report.chosen
     known = {rival.layout for rival in rivals} | {chosen.layout}
     devices = {rival.layout.active for rival in rivals if rival.layout.traits.alone}
-    alone = [one for one in list_alone(report) if one.layout not in known]
+    alone = [compared for compared in list_alone(report) if compared.layout not in known]
     # besides the rivals of the race: each device alone, and the fastest layout of all
     further = [one for one in alone if one.layout.active not in devices]
     further.sort(key=lambda one: -one.throughput.value)
@@ -457,7 +457,7 @@ def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> Sum
     difference.
     """
     chosen = report.chosen
-    alone = [one.throughput.value for one in list_alone(report)]
+    alone = [compared.throughput.value for compared in list_alone(report)]
     if not chosen.layout.traits.together or not chosen.layout.by_rows:
         return None
     if len(alone) < len(report.solos) or not is_known(chosen.throughput):
@@ -578,7 +578,7 @@ def find_objective_reached(report: SearchReport) -> ObjectiveReached | None:
     own = value(chosen)
     if not objective.trades_speed or not own:
         return None
-    others = (*report.results, *(one.result for one in report.ranking))
+    others = (*report.results, *(ranked.result for ranked in report.ranking))
     fastest = max((chosen, *others), key=lambda one: one.throughput.value)
     other = value(fastest)
     is_fastest = fastest.throughput.value <= chosen.throughput.value or not other

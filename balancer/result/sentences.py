@@ -521,16 +521,17 @@ def _describe_state(verdict: Verdict) -> Iterator[str]:
 
 def _describe_idle_devices(verdict: Verdict) -> Iterator[str]:
     """Yield why the plan leaves out a device that works."""
-    for one in verdict.left_out:
-        if one.reason == "not_faster" and verdict.rate.known:
+    for left_out in verdict.left_out:
+        if left_out.reason == "not_faster" and verdict.rate.known:
             whole = ""
-            if one.global_batch != verdict.chosen.global_batch:
-                whole = f" = {one.global_batch} samples"
+            if left_out.global_batch != verdict.chosen.global_batch:
+                whole = f" = {left_out.global_batch} samples"
             yield (
-                f"{one.name} is left out: the fastest split with it ({one.detail}{whole}) reached "
-                f"{rate(one.samples_per_second)} samples/s, {_write_loss(one.loss)}."
+                f"{left_out.name} is left out: "
+                f"the fastest split with it ({left_out.detail}{whole}) reached "
+                f"{rate(left_out.samples_per_second)} samples/s, {_write_loss(left_out.loss)}."
             )
-    untried = [one.name for one in verdict.left_out if one.reason == "not_tried"]
+    untried = [left_out.name for left_out in verdict.left_out if left_out.reason == "not_tried"]
     if untried and verdict.stopped in ("interrupted", "cut_off"):
         yield f"No split with {join_words(untried)} was measured before the search was stopped."
     elif untried:
@@ -819,7 +820,7 @@ def _describe_short_epoch(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_left_out_hosts(verdict: Verdict) -> Iterator[str]:
-    hosts = [one for one in verdict.left_out if one.kind == "host"]
+    hosts = [left_out for left_out in verdict.left_out if left_out.kind == "host"]
     if not hosts:
         return
     names = [host.name for host in hosts]
@@ -871,18 +872,18 @@ def _warn_of_notes(verdict: Verdict) -> Iterator[str]:
 
 def _warn_of_left_out(verdict: Verdict) -> Iterator[str]:
     """Yield the requested layouts that weren't compared with the plan, and why."""
-    yield from (one.detail for one in verdict.left_out if one.kind == "request")
-    families = [one.name for one in verdict.left_out if one.reason == "by_rows"]
+    yield from (left_out.detail for left_out in verdict.left_out if left_out.kind == "request")
+    families = [left_out.name for left_out in verdict.left_out if left_out.reason == "by_rows"]
     if families:
         yield (
             f"Not compared: {join_words(families)}, which train by rows; --objective samples "
             f"compares by rows."
         )
-    for one in verdict.left_out:
-        if one.kind == "layout" and one.reason == "failed":
-            yield f"Not compared: {one.name}: {one.detail}."
-        elif one.kind == "layout" and one.reason == "out_of_memory":
-            yield f"Not compared: {one.name}: it ran out of memory."
+    for left_out in verdict.left_out:
+        if left_out.kind == "layout" and left_out.reason == "failed":
+            yield f"Not compared: {left_out.name}: {left_out.detail}."
+        elif left_out.kind == "layout" and left_out.reason == "out_of_memory":
+            yield f"Not compared: {left_out.name}: it ran out of memory."
     yield from _warn_of_time(verdict.left_out)
 
 
@@ -1007,17 +1008,19 @@ def _warn_of_taken_memory(verdict: Verdict) -> Iterator[str]:
 
 
 def _warn_of_left_out_devices(verdict: Verdict) -> Iterator[str]:
-    for one in verdict.left_out:
-        if one.kind != "device" or one.reason in ("not_faster", "not_tried"):
+    for left_out in verdict.left_out:
+        if left_out.kind != "device" or left_out.reason in ("not_faster", "not_tried"):
             continue
-        fits = f"{one.rows} sample fits" if one.rows == 1 else f"{one.rows} samples fit"
+        fits = (
+            f"{left_out.rows} sample fits" if left_out.rows == 1 else f"{left_out.rows} samples fit"
+        )
         why = {
             "nothing_ran": "was left out, as nothing ran on it",
             "nothing_fits": f"was left out, as not even {fits} in its memory",
             "failed": "worked at first and then failed every time, so it was left out",
             "gone": "worked at first and can't be used now",
-        }[one.reason]
-        yield f"{one.name} {why}: {one.detail}."
+        }[left_out.reason]
+        yield f"{left_out.name} {why}: {left_out.detail}."
 
 
 def _warn_of_pass_statistics(verdict: Verdict) -> Iterator[str]:

@@ -247,12 +247,12 @@ class Budget:
 
     def _warm_up_seconds(self, layout: Layout, step_seconds: float) -> float:
         """Return the seconds of the layout's shortest warm-up; of a typical one if it never ran."""
-        own = [untimed_seconds(one) for one in self._seen.timed_in(layout)]
+        own = [untimed_seconds(timed) for timed in self._seen.timed_in(layout)]
         return min(own, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds)
 
     def _lone_overhead(self, layout: Layout, step_seconds: float) -> float:
         """Return how many seconds longer a probe's first step takes than a later step."""
-        own = [first_step_overhead(one) for one in self._seen.timed_in(layout)]
+        own = [first_step_overhead(timed) for timed in self._seen.timed_in(layout)]
         # for a layout that was never measured
         typical = self.time.lone_overhead_seconds + self.time.tuning_steps * step_seconds
         return min(own, default=typical)

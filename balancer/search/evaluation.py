@@ -336,7 +336,7 @@ class Evaluation:
     @cached_property
     def _lone_error(self) -> float:
         """The relative half-width of the 95 % interval of a probe that timed a single step."""
-        lone = [one for one in self._seen.timed() if one.lone]
+        lone = [timed for timed in self._seen.timed() if timed.lone]
         return lone_error_of([(one.first_step_seconds, one.step_seconds) for one in lone])
 
     def _turns(self, layout: Layout) -> dict[int, Timed]:

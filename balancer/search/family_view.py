@@ -109,7 +109,7 @@ class FamilyView:
         If there is no time left for it, return the largest pack on logical devices that ran.
         """
         wanted = pack_on(plain, plain.processes, "logical")
-        layouts = (one.probe.layout for one in self._seen.timed())
+        layouts = (timed.probe.layout for timed in self._seen.timed())
         tried = [layout for layout in layouts if layout.placement == "logical"]
         if wanted in tried or not tried or self._budget.affords(wanted, Stage.RACE):
             return wanted

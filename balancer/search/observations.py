@@ -132,7 +132,7 @@ class Observations:
 
     def timed_race(self) -> list[Timed]:
         """Return the race's timed observations of single training runs: no packs or placements."""
-        return [one for one in self.timed(Stage.RACE) if one.probe.layout.traits.by_shares]
+        return [timed for timed in self.timed(Stage.RACE) if timed.probe.layout.traits.by_shares]
 
     def turns(self, layout: Layout, stage: Stage | None = None) -> Turns:
         """Return a layout's measurements by turn number.
@@ -332,7 +332,9 @@ class Observations:
     def raced(self, position: int) -> list[Timed]:
         """Return the device's measurements in the race and in checks, in the order of turns."""
         own = (
-            one for one in self.timed(Stage.RACE, Stage.CHECK) if one.probe.layout.shares[position]
+            timed
+            for timed in self.timed(Stage.RACE, Stage.CHECK)
+            if timed.probe.layout.shares[position]
         )
         return sorted(own, key=lambda one: one.probe.turn)
 

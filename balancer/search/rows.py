@@ -122,9 +122,9 @@ class RowPolicy:
         if batch is None:
             # a free batch: all solo layouts that exploration measured
             ran = [
-                one
-                for one in self.seen.timed(Stage.SOLO, Stage.REST)
-                if not one.probe.layout.in_passes
+                timed
+                for timed in self.seen.timed(Stage.SOLO, Stage.REST)
+                if not timed.probe.layout.in_passes
             ]
             fit = sorted(self.seen.still_fit(ran), key=lambda one: -one.samples_per_second)
             return list(dict.fromkeys(one.probe.layout for one in fit))

@@ -173,7 +173,7 @@ class SplitStage:
             best = self._best_rate
             unsure = self._problem.global_batch is not None and not self._machine.others_idle
         else:
-            rates = [one.samples_per_second for one in self._seen.timed()]
+            rates = [timed.samples_per_second for timed in self._seen.timed()]
             best = (1 + self._budget.least_gain) * max(rates, default=0.0)
             unsure = True
         if wanted.samples_per_second > best:

@@ -85,11 +85,11 @@ def _find_slowed(trainings: Sequence[Sequence[QuickWindow]], same_loop: bool) ->
     The values are logarithms. All are 0 if a loop's time is unknown, or if the trainings' loops
     can't be compared (`same_loop` is False).
     """
-    if not same_loop or not all(window.core_s > 0 for each in trainings for window in each):
+    if not same_loop or not all(window.core_s > 0 for training in trainings for window in training):
         return [0.0] * len(trainings)
     logs = [[math.log(window.core_s) for window in windows] for windows in trainings]
     full = min(map(min, logs))
-    return [_find_quantile(each, FAST_PART) - full for each in logs]
+    return [_find_quantile(log, FAST_PART) - full for log in logs]
 
 
 def _find_quantile(values: Sequence[float], part: float) -> float:

@@ -227,7 +227,7 @@ class TracedStep:
 
         def compute_loss(*given: Any, **words: Any) -> Any:
             outputs = words.get("y_pred")
-            masks = [getattr(each, "_keras_mask", None) for each in keras.tree.flatten(outputs)]
+            masks = [getattr(leaf, "_keras_mask", None) for leaf in keras.tree.flatten(outputs)]
             attributes = {name: each for name, each in before.collect().items() if _is_here(each)}
             calls.append((outputs, masks, list(model.losses), attributes))
             self._left = CallTensors(model)

@@ -363,7 +363,7 @@ def are_arrays(x: Any) -> bool:
     """True if every leaf of x is an array or a tensor, not a dataset or a generator."""
     if isinstance(x, tf.data.Dataset):
         return False
-    return all(hasattr(each, "shape") and hasattr(each, "dtype") for each in tf.nest.flatten(x))
+    return all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in tf.nest.flatten(x))
 
 
 def _fold_weights(y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None) -> Any:

@@ -42,8 +42,8 @@ def _dataset_of(seen: list[Tensors], spec: Any) -> Any:
         yield from seen
 
     if seen and all(
-        isinstance(each, tf.TensorSpec) and each.shape.rank is not None
-        for each in tf.nest.flatten(spec)
+        isinstance(leaf, tf.TensorSpec) and leaf.shape.rank is not None
+        for leaf in tf.nest.flatten(spec)
     ):
         other = tf.nest.map_structure(_other_size, spec, seen[0])
         every = [tf.data.Dataset.from_tensors(each) for each in seen]

@@ -402,8 +402,8 @@ def _without_side_effects(model: Any) -> Iterator[None]:
 def _cut_masked(data: Tensors, start: int, stop: int) -> Tensors:
     """Return rows `start` to `stop` of the tensors, with their masks."""
     cut = cut_rows(data, start, stop)
-    for one, part in zip(keras.tree.flatten(data), keras.tree.flatten(cut), strict=True):
-        mask = getattr(one, "_keras_mask", None)
+    for leaf, part in zip(keras.tree.flatten(data), keras.tree.flatten(cut), strict=True):
+        mask = getattr(leaf, "_keras_mask", None)
         if mask is not None:
             part._keras_mask = mask[start:stop]
     return cut
@@ -425,7 +425,7 @@ def _list_variants(model: Any, rows: Tensors, call: StepCall) -> Iterator[tuple[
     x, y, weight = rows
     outputs = call.outputs
     yield x, y, outputs, weight
-    if any(getattr(each, "_keras_mask", None) is not None for each in keras.tree.flatten(outputs)):
+    if any(getattr(leaf, "_keras_mask", None) is not None for leaf in keras.tree.flatten(outputs)):
         yield x, y, _with_other_masks(outputs), weight
     if tf.is_tensor(weight):
         yield x, y, outputs, weight * tf.cast(_ramp(weight), weight.dtype)
@@ -451,9 +451,9 @@ def _pad_labels(padding: int, y: Any) -> Any:
 def _with_other_masks(outputs: Tensors) -> Tensors:
     """Return the outputs with masks that select 1 time step of row 0, 2 of row 1, and so on."""
     changed = take_rows(outputs, len(keras.tree.flatten(outputs)[0]))
-    for each in keras.tree.flatten(changed):
-        mask = getattr(each, "_keras_mask", None)
+    for leaf in keras.tree.flatten(changed):
+        mask = getattr(leaf, "_keras_mask", None)
         if mask is not None and mask.shape.rank > 1:
             rows, steps = np.indices(mask.shape)[:2]
-            each._keras_mask = tf.constant(steps <= rows % mask.shape[1])
+            leaf._keras_mask = tf.constant(steps <= rows % mask.shape[1])
     return changed

@@ -60,7 +60,7 @@ def count_units(model: Any, y: Any, outputs: Any, weight: Any) -> dict[str, Any]
     that occur in the tensors are counted. The numbers are float64 tensors.
     """
     found = {}
-    masks = [getattr(each, "_keras_mask", None) for each in keras.tree.flatten(outputs)]
+    masks = [getattr(leaf, "_keras_mask", None) for leaf in keras.tree.flatten(outputs)]
     mask = next((each for each in masks if each is not None), None)
     if mask is not None:
         found["steps"] = tf.reduce_sum(tf.cast(mask, tf.float64))

@@ -56,7 +56,7 @@ class Tower(NamedTuple):
 
         They are the floating-point outputs, logits and attributes, and the layers' losses.
         """
-        logits = [logits_of(each) for each in keras.tree.flatten(self.outputs)]
+        logits = [logits_of(leaf) for leaf in keras.tree.flatten(self.outputs)]
         every = [
             *_floats(self.outputs),
             *(logit for logit in logits if logit is not None),

@@ -260,11 +260,15 @@ def _add_missing_kinds(plan: Plan) -> Plan:
         LARGER_BATCH: "larger_batch",
     }
     found: list[Evidence] = []
-    for one in plan.evidence:
-        kind = one.kind
+    for evidence in plan.evidence:
+        kind = evidence.kind
         if kind == "other":
-            kind = "one_device" if one.name.startswith(SOLO_PREFIX) else names.get(one.name, kind)
-        found.append(msgspec.structs.replace(one, kind=kind))
+            kind = (
+                "one_device"
+                if evidence.name.startswith(SOLO_PREFIX)
+                else names.get(evidence.name, kind)
+            )
+        found.append(msgspec.structs.replace(evidence, kind=kind))
     return msgspec.structs.replace(plan, evidence=tuple(found))
 
 

@@ -42,7 +42,7 @@ def advise(optimizer: Any, loader: Any) -> str:
     keep the global batch, and belong right before the outermost loop. If the model is on a GPU, the
     first line has to run before the model is moved there.
     """
-    weights = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    weights = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     frame = _find_frame(weights, loader)
     names = {} if frame is None else _list_names(frame)
     models = _name_models(names, weights | _collect_weights(names)) or [("model",)]
@@ -95,7 +95,9 @@ def _parse_file(frame: FrameType) -> ast.AST | None:
 def _trains_on_gpu(optimizer: Any) -> bool:
     """True if a parameter of the optimizer is on a GPU."""
     gpu = torch.accelerator.current_accelerator(check_available=True)
-    devices = {each.device.type for group in optimizer.param_groups for each in group["params"]}
+    devices = {
+        parameter.device.type for group in optimizer.param_groups for parameter in group["params"]
+    }
     return gpu is not None and gpu.type in devices
 
 
@@ -172,7 +174,7 @@ def _collect_weights(names: Mapping[str, Any]) -> set[int]:
     # such as one optimizer for each model of a GAN
     optimizers = [name for name in names.values() if isinstance(name, torch.optim.Optimizer)]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return {id(each) for group in groups for each in group["params"]}
+    return {id(parameter) for group in groups for parameter in group["params"]}
 
 
 def _name_loader(names: Mapping[str, Any], loader: Any) -> str:
@@ -317,11 +319,11 @@ def _find_iterator(body: ast.AST, loader: str, first: int, last: int) -> int:
     loader's name.
     """
     found = []
-    for each in ast.walk(body):
-        if not isinstance(each, ast.Call) or not first <= each.lineno < last:
+    for node in ast.walk(body):
+        if not isinstance(node, ast.Call) or not first <= node.lineno < last:
             continue
-        if ast.unparse(each) == f"iter({loader})":
-            found.append(each.lineno)
+        if ast.unparse(node) == f"iter({loader})":
+            found.append(node.lineno)
     return min(found, default=0)
 
 
@@ -331,11 +333,11 @@ def _find_loop(body: ast.AST, line: int, first: int) -> int:
     `body` is the parsed file. `first` is the first line of the function to search.
     """
     found: list[int] = []
-    for each in ast.walk(body):
-        if not isinstance(each, ast.For | ast.While) or not first <= each.lineno <= line:
+    for node in ast.walk(body):
+        if not isinstance(node, ast.For | ast.While) or not first <= node.lineno <= line:
             continue
-        if line <= (each.end_lineno or 0):
-            found.append(each.lineno)
+        if line <= (node.end_lineno or 0):
+            found.append(node.lineno)
     return min(found, default=0)
 
 

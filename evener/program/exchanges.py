@@ -291,15 +291,15 @@ def _name_operation(call: ExchangeCall) -> str:
 
 def _prepare_guard(call: ExchangeCall, guard: Guard) -> None:
     """Save, in the guard, the scalars that a call is about to overwrite; one may be a loss."""
-    for each in each_tensor_in(call.filled):
-        guard.save_scalar(each)
+    for tensor in each_tensor_in(call.filled):
+        guard.save_scalar(tensor)
 
 
 def _forget_filled(call: ExchangeCall, guard: Guard) -> None:
     """Make the guard treat the tensors that the call has filled as inputs."""
     # how the program computed their previous contents no longer matters
-    for each in each_tensor_in(call.filled):
-        guard.treat_as_input(each)
+    for tensor in each_tensor_in(call.filled):
+        guard.treat_as_input(tensor)
 
 
 def _counts_rows(call: ExchangeCall, rows: int) -> bool:

@@ -122,7 +122,7 @@ class Guard(Recorder):
         self._most: int | None = None  # limit of tape entries, set after the backward pass
         self._with_gradients = False
         self._kind = type(batch).__name__
-        lengths = {len(each) for each in tensors_in(unfold(batch)) if each.ndim}
+        lengths = {len(tensor) for tensor in tensors_in(unfold(batch)) if tensor.ndim}
         # an item of the data set may also be several rows, of every tensor
         self._is_ragged = len(lengths) > 1 or (
             rows > 0 and any(length % rows for length in lengths)
@@ -486,7 +486,7 @@ def _are_near(one: Any, other: Any) -> bool:
 
 
 def _count_tensors(batch: Any) -> int:
-    return len([each for each in tensors_in(unfold(batch)) if each.ndim])
+    return len([tensor for tensor in tensors_in(unfold(batch)) if tensor.ndim])
 
 
 def _describe_error(error: Exception) -> str:

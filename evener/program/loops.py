@@ -184,11 +184,11 @@ class Loop:
         if self.sampler is None or collate in (None, default_collate):
             return None
         numbers = self.sampler.rows_at(self._step)
-        given = [each.cpu() for each in tensors_in(unfold(self.batch)) if each.ndim]
+        given = [tensor.cpu() for tensor in tensors_in(unfold(self.batch)) if tensor.ndim]
         with suppress(Exception), kept_state():
             copied_data = copy_dataset(self._loader.dataset)
             rows = unfold(collate([copied_data[number] for number in numbers]))
-            made = [each for each in tensors_in(rows) if each.ndim]
+            made = [tensor for tensor in tensors_in(rows) if tensor.ndim]
             if len(made) == len(given) and not any(map(_differ, made, given)):
                 return fetch_rows(self._loader.dataset, collate, numbers)
         return None

@@ -67,7 +67,7 @@ class TensorMarks:
 
 def each_tensor_in(data: Any) -> Iterator[torch.Tensor]:
     """Return the tensors in nested data, including fields of dataclasses such as model outputs."""
-    return (each for each in leaves_of(data) if isinstance(each, torch.Tensor))
+    return (leaf for leaf in leaves_of(data) if isinstance(leaf, torch.Tensor))
 
 
 def leaves_of(data: Any) -> Iterator[Any]:

@@ -57,7 +57,7 @@ class Origins:
         # what the program does with Python numbers can't be tracked, so it counts as having read
         # them
         self.write(data, place)
-        if any(isinstance(each, int | float) for each in leaves_of(data)):
+        if any(isinstance(leaf, int | float) for leaf in leaves_of(data)):
             self._note_read(place)
 
     def _note_read(self, place: str) -> None:
@@ -69,8 +69,8 @@ class Origins:
 
         Return "" if no tensor depends on an exchange.
         """
-        for each in leaves_of(data):
-            place = self._marks.find(each) if isinstance(each, torch.Tensor) else ""
+        for leaf in leaves_of(data):
+            place = self._marks.find(leaf) if isinstance(leaf, torch.Tensor) else ""
             if place:
                 return place
         return ""

@@ -226,7 +226,7 @@ class Program:
             return
         if self._guard is not None:
             exchanges.note_entered(self._guard.entered, "its loss")
-        weights = [each for group in optimizer.param_groups for each in group["params"]]
+        weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         gradients = [weight.grad for weight in weights]
         exchanges.note_entered(exchanges.origins.find(gradients), "its gradients")
         exchanges.note_entered(exchanges.origins.find(weights), "its weights")

@@ -368,8 +368,8 @@ def _count_processes() -> int:
 def _find_device(optimizer: Any) -> torch.device:
     """Return the device of the first parameter that the optimizer updates."""
     for group in optimizer.param_groups:
-        for each in group["params"]:
-            return each.device
+        for parameter in group["params"]:
+            return parameter.device
     return torch.device("cpu")
 
 

@@ -609,7 +609,7 @@ class TrainingAudits:
         """
         every = list(models)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        others = [each for group in groups for each in group["params"]]
+        others = [parameter for group in groups for parameter in group["params"]]
         around = [
             self._training.weights.auditing,
             self._paused_exchanges,

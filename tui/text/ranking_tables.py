@@ -40,7 +40,7 @@ def ranking_table(report: SearchReport, labels: Sequence[str]) -> Table:
     short names, such as GPU:0, in the search's order.
     """
     counts = ("tokens/s", "padding") if report.mean_length else ()
-    drawn = [mean_power(report.turns_of(one.candidate.layout)) for one in report.ranking]
+    drawn = [mean_power(report.turns_of(ranked.candidate.layout)) for ranked in report.ranking]
     energy = ("samples/J", "W", "idle W") if any(drawn) else ()
     rows = [
         (
@@ -170,7 +170,7 @@ def scaling_table(report: SearchReport) -> Table:
     It has the time for `SCALING_STEPS` steps without tuned options (XLA, precision). It has only
     headings if no single device or no even split was measured.
     """
-    plain_ones = [one for one in report.ranking if not one.candidate.layout.knobs]
+    plain_ones = [ranked for ranked in report.ranking if not ranked.candidate.layout.knobs]
     single = next((one for one in plain_ones if one.candidate.layout.traits.alone), None)
     together = [one for one in plain_ones if one.candidate.layout.traits.together]
     evens = [one for one in together if is_even(one.candidate.layout)]

@@ -112,7 +112,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     ) -> None:
         super().__init__()
         self.models = [model for model in models if model.training]
-        self.batch = [each for each in tensors_in(unfold(batch)) if each.ndim]
+        self.batch = [tensor for tensor in tensors_in(unfold(batch)) if tensor.ndim]
         self.objects = find_objects(batch)  # outside of containers, with tensors of the batch
         self._kinds = {type(each) for each in self.objects}
         self.rows = rows or (len(self.batch[0]) if self.batch else 0)
@@ -361,7 +361,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         if entry.function not in _MAKERS or nested_tensors((entry.arguments, entry.keywords)):
             return False
         return any(
-            each.ndim and len(each) == self.rows > 1 for each in nested_tensors(entry.result)
+            tensor.ndim and len(tensor) == self.rows > 1 for tensor in nested_tensors(entry.result)
         )
 
     def _is_after_read(self, place: int) -> bool:
@@ -471,7 +471,7 @@ class LossRecord:
         return self._compute(batch, rows, counts, find_objects(batch))
 
     def _compute(self, batch: Any, rows: int, counts: int, objects: Sequence[Any]) -> torch.Tensor:
-        given = [each for each in tensors_in(unfold(batch)) if each.ndim]
+        given = [tensor for tensor in tensors_in(unfold(batch)) if tensor.ndim]
         if len(given) != len(self.batch):
             raise ValueError(f"the batch has {len(self.batch)} tensors, these rows {len(given)}")
         pairs = zip(self.batch, given, strict=True)
@@ -495,7 +495,7 @@ class LossRecord:
             given = nested_tensors((entry.arguments, entry.keywords))
             if any(id(each) not in known and self._has_rows(each) for each in given):
                 return True
-            known |= {id(each) for each in nested_tensors(entry.result)}
+            known |= {id(tensor) for tensor in nested_tensors(entry.result)}
         return False
 
     def _has_rows(self, tensor: torch.Tensor) -> bool:
@@ -507,10 +507,10 @@ class LossRecord:
         Differences that rounding may cause are ignored.
         """
         kinds = {
-            each.dtype
+            tensor.dtype
             for entry in self._entries
-            for each in nested_tensors(entry.result)
-            if each.is_floating_point()
+            for tensor in nested_tensors(entry.result)
+            if tensor.is_floating_point()
         }
         near = max((_AGAIN.get(kind, HALF_AGAIN) for kind in kinds), default=0.0)
         try:
@@ -644,8 +644,8 @@ def _replay_entries(
                 *map_nested(now, entry.arguments), **map_nested(now, entry.keywords)
             )
         known.update(
-            (id(was), each)
-            for was, each in zip(nested_tensors(entry.result), nested_tensors(made), strict=True)
+            (id(was), tensor)
+            for was, tensor in zip(nested_tensors(entry.result), nested_tensors(made), strict=True)
         )
 
 

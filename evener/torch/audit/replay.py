@@ -159,5 +159,5 @@ def _is_padded_otherwise(first: FewRows, used: FewRows) -> bool:
     # axes but the first, which counts rows, differ
     if first is used:
         return False
-    shapes = [[each.shape[1:] for each in tensors_in(few.parts)] for few in (first, used)]
+    shapes = [[tensor.shape[1:] for tensor in tensors_in(few.parts)] for few in (first, used)]
     return shapes[0] != shapes[1]

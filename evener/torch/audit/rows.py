@@ -53,7 +53,9 @@ class FewRows(msgspec.Struct, frozen=True, eq=False):
         """True if parts collated separately are padded to other lengths than the whole batch."""
         if self.cut is None or self.cut is self.parts:
             return False
-        shapes = [[each.shape for each in tensors_in(parts)] for parts in (self.cut, self.parts)]
+        shapes = [
+            [tensor.shape for tensor in tensors_in(parts)] for parts in (self.cut, self.parts)
+        ]
         return shapes[0] != shapes[1]
 
 
@@ -249,7 +251,7 @@ def _sign_item(item: Any, collated: Callable[[Sequence[Any]], Any]) -> tuple[flo
     Return () if the row can't be collated alone, for example because rows come in pairs.
     """
     try:
-        return tuple(_sign_rows(each[None])[0] for each in tensors_in(collated([item])))
+        return tuple(_sign_rows(tensor[None])[0] for tensor in tensors_in(collated([item])))
     except Exception:
         return ()
 
@@ -269,9 +271,9 @@ def _sign_rows(tensor: torch.Tensor) -> list[float]:
 def digest_rows(batch: Any) -> int:
     """Return a digest of the numbers in a batch."""
     found = 0
-    for each in tensors_in(batch):
-        if not each.is_sparse:
-            plain = torch.view_as_real(each) if each.is_complex() else each
+    for tensor in tensors_in(batch):
+        if not tensor.is_sparse:
+            plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             values = plain.detach().to("cpu", torch.float64).numpy().tobytes()
             found = crc32(values, found)
     return found

@@ -119,7 +119,7 @@ def _sum_row(dataset: Any, collate: Any, number: int) -> list[TensorSums] | None
 
 def _read(dataset: Any, collate: Any, number: int) -> list[TensorSums]:
     seed_all(SEED)
-    return [_sum(each) for each in tensors_in(unfold(collate([dataset[number]])))]
+    return [_sum(tensor) for tensor in tensors_in(unfold(collate([dataset[number]])))]
 
 
 def _sum(tensor: torch.Tensor) -> TensorSums:

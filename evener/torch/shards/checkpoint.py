@@ -244,7 +244,9 @@ def _is_shard(value: Any) -> bool:
 def _names(sharded: AnyModel, optimizer: Any) -> list[str]:
     """Return the names of the optimizer's parameters, in the optimizer's order."""
     names = {id(slot.piece): slot.names[0] for slot in sharded.slots}
-    return [names[id(each)] for group in optimizer.param_groups for each in group["params"]]
+    return [
+        names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]
+    ]
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:

@@ -364,12 +364,12 @@ def move(optimizer: Any, replaced: Iterable[Any], model: Any) -> None:
         )
     now = dict(zip(map(id, replaced), model.parameters(), strict=True))
     for group in optimizer.param_groups:
-        group["params"] = [now.get(id(each), each) for each in group["params"]]
+        group["params"] = [now.get(id(parameter), parameter) for parameter in group["params"]]
 
 
 def find(optimizer: Any) -> Sharded | None:
     """Return the sharded model whose parameters an optimizer trains, or None."""
-    trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return next((each for each in _all if not trained.isdisjoint(map(id, each.parameters))), None)
 
 
@@ -378,7 +378,7 @@ def find_pieces(optimizer: Any) -> bool:
 
     False if it trains only whole parameters, such as adapters.
     """
-    trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return any(not trained.isdisjoint(map(id, each.pieces)) for each in _all)
 
 
@@ -402,7 +402,9 @@ def _check_optimizer(optimizer: Any, sharded: Sharded | None) -> None:
 
     `sharded` is the sharded model that it trains, or None.
     """
-    if any(each in _replaced for group in optimizer.param_groups for each in group["params"]):
+    if any(
+        parameter in _replaced for group in optimizer.param_groups for parameter in group["params"]
+    ):
         raise RequestError(
             "The optimizer has the model's parameters from before split.shard, which are no "
             "longer trained.",

@@ -159,7 +159,7 @@ def update_one_by_one(optimizer: Any, tensors: int = 0) -> None:
     """
     # a step that ran out of memory halfway would leave only some of the parameters updated
     for group in optimizer.param_groups:
-        trained = [each for each in group["params"] if each.grad is not None]
+        trained = [parameter for parameter in group["params"] if parameter.grad is not None]
         at_once = group.get("foreach", False)
         if at_once is None:  # PyTorch's default
             at_once = all(each.is_cuda for each in trained)
@@ -242,5 +242,5 @@ def _has_summed(exchanges: list[Exchange], before: dict[int, int]) -> bool:
 
 def _list_applied(optimizer: Any) -> set[int]:
     """Return the ids of the parameters whose gradients this optimizer's step applies."""
-    every = [each for group in optimizer.param_groups for each in group["params"]]
+    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {id(each) for each in every if each.grad is not None}

@@ -247,7 +247,7 @@ def _take_gradient(group: Any, place: int, tensor: torch.Tensor) -> None:
 
 
 def _trained_by(optimizer: Any) -> list[torch.Tensor]:
-    every = [each for group in optimizer.param_groups for each in group["params"]]
+    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [
         each
         for each in every

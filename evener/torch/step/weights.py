@@ -161,7 +161,7 @@ class BatchWeights(BatchTracker):
 
     def note_lengths(self, batch: Any) -> None:
         """Set `lengths_vary` if the shape of a row differs between this batch and the last one."""
-        shape = next((tuple(each.shape[1:]) for each in tensors_in(batch) if each.ndim), None)
+        shape = next((tuple(tensor.shape[1:]) for tensor in tensors_in(batch) if tensor.ndim), None)
         if shape is None or self.lengths_vary:
             return
         self.lengths_vary = self._shape not in (None, shape)
