@@ -653,6 +653,15 @@ def test_a_process_that_names_no_device_is_a_row(script: Any) -> None:
     ]
 
 
+def test_a_training_whose_rows_are_unknown_has_steps_and_holds_no_state(script: Any) -> None:
+    device = LiveDevice("gpu-0", 0, 0, 0.0)
+    facts: dict[str, Any] = {"rank": 0, "world": 1, "step_s": 0.02, "without_loader": True}
+    report = Training("torch", "w", 0.0, 50, AT_SECONDS, (device,), pid=7, training="x", **facts)
+    said = "\n".join(line.text for line in training_lines(_only(script, [report]), AT_SECONDS, 160))
+    assert "50.00 steps/s" in said
+    assert "state" not in said
+
+
 def test_ranks_on_one_device_are_distinguished_by_their_numbers(script: Any) -> None:
     row = _only(script, make_ranks(ids=("cpu", "cpu")))
     assert row.causes[0].text.startswith("Rank 1 takes 158 ms for its share")

@@ -63,6 +63,7 @@ class RankRow(msgspec.Struct, frozen=True):
     step: RankStep = NO_STEP  # mean over its last steps, by part
     last_steps: tuple[LastStep, ...] = ()
     ended_s: float = 0.0  # seconds since the training ended; 0 while it runs
+    without_loader: bool = False  # its rows come from no DataLoader, so their number is unknown
 
 
 SILENT = "silent"  # the kind of cause for a rank that doesn't report
@@ -140,6 +141,7 @@ def place_ranks(
             own_spread=live.own_spread,
             recent=recent_sums(report, live),
             last_steps=report.last_steps,
+            without_loader=report.without_loader,
         )
         yield RankOnDevice(row, live, sample)
 

@@ -174,7 +174,8 @@ TRAININGS: Grid[TrainingRow] = Grid(tuple(map(_dimmed_if_ended, _COLUMNS)), NO_T
 
 def _share(row: RankRow, width: int) -> tuple[Span, ...]:
     if not row.share:  # a process without rows holds a part of a sharded model's state
-        return (Span("state" if row.rank >= 0 else Mark.NONE, "dim"),)
+        holds_state = row.rank >= 0 and not row.without_loader
+        return (Span("state" if holds_state else Mark.NONE, "dim"),)
     whole = write_share(row.share, row.micro)
     return (Span(whole if cells(whole) <= width else str(row.share)),)
 
@@ -402,7 +403,10 @@ def _describe_speed(row: TrainingRow) -> str:
     if row.plan_samples_per_second:
         of = f"{percent(row.of_plan)} of" if row.of_plan else "against"
         plan = f", {of} the plan's {rate(row.plan_samples_per_second)}"
-    sentences = [f"{rate(row.samples_per_second)} samples/s{tokens}{plan}."]
+    speed = f"{rate(row.samples_per_second)} samples/s"
+    if row.step_s and all(each.without_loader for each in row.ranks):
+        speed = f"{rate(1 / row.step_s)} steps/s"
+    sentences = [f"{speed}{tokens}{plan}."]
     if row.missing_ranks:
         ranks = "1 rank isn't" if row.missing_ranks == 1 else f"{row.missing_ranks} ranks aren't"
         sentences.append(f"{ranks} seen here: on another host, or ended.")
