@@ -440,7 +440,7 @@ def _ramp(values: Any) -> Any:
 
 
 def _pad_labels(padding: int, y: Any) -> Any:
-    """Return a copy of the labels in which a varying number of labels per row is `padding`."""
+    """Return a copy of the labels; in each row, another number of them is `padding`."""
     # if rows have a single label, every third one is padding
     if y.ndim < 2 or y.shape[-1] < 2:
         return np.where(np.arange(len(y)).reshape(-1, *[1] * (y.ndim - 1)) % 3 == 0, padding, y)

@@ -109,10 +109,11 @@ def _graph_cells(width: int, columns: int) -> int:
 
 
 def _most_columns(width: int, most: int, ticks: float) -> int:
-    """Return the largest number of graphs side by side, up to `most`, with a column for each tick.
+    """Return the largest number of graphs side by side that still show each tick separately.
 
-    `ticks` is the number of ticks. A cell has two columns of dots, and at least one graph is drawn.
+    The result is from 1 to `most`. A graph needs a column of dots for each of `ticks` ticks.
     """
+    # A cell has two columns of dots.
     fine = [each for each in range(1, most + 1) if 2 * _graph_cells(width, each) >= ticks]
     return max(fine, default=1)
 

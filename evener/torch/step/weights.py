@@ -199,8 +199,8 @@ class BatchWeights(BatchTracker):
     def weigh_exchange(self, model: Any, exchange: Exchange | None) -> None:
         """Weight a wrapped model's gradients before its exchange sums them.
 
-        `exchange` is None if DistributedDataParallel itself sums them; raises RequestError if the
-        noise scale was requested then.
+        `exchange` is None if DistributedDataParallel itself sums them. Raises RequestError if the
+        noise scale was requested in that case.
         """
         # if losses are weighted already, the exchange averages
         self.models.add(model)
