@@ -118,7 +118,7 @@ def test_a_child_trains_on_until_the_others_of_its_round_have_ended(
     probes = Probe(solo(2, 0, 8), Stage.SOLO, 0.2), Probe(solo(2, 1, 8), Stage.SOLO, 1.2)
     seen = {one.probe: one for one in make().measure(probes, lambda _: None, threading.Event())}
     short, long = (seen[probe].elapsed_seconds for probe in probes)
-    assert short < long - 0.5, "what it does then isn't measured"
+    assert short < 0.8 * long, "what it does then isn't measured"
     steps = [position for position, command in asked if command is RunSteps]
     assert 0 in steps[-3:]
     assert dict(asked) == {0: ReleaseMemory, 1: ReleaseMemory}, "and no longer"
