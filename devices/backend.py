@@ -170,8 +170,8 @@ class VitalsReader(Protocol):
 class VitalsWatch:
     """Reads one device's vitals in the background, so that a driver that hangs blocks no caller.
 
-    Each reading has its own thread. A missing answer is reported as trouble only if the driver has
-    answered before. Until the first answer, the vitals are empty.
+    Each reading has its own thread. Until the driver has answered once, the vitals are empty. Only
+    after that are failures reported in the field `trouble`.
     """
 
     def __init__(self, reader: VitalsReader) -> None:
@@ -195,9 +195,10 @@ class VitalsWatch:
         return True
 
     def answer(self, until: float = 0.0) -> Vitals:
-        """Return the driver's latest answer, after waiting for a pending reading.
+        """Return the driver's latest answer.
 
-        `until` is the end of the wait, as a time of the monotonic clock in seconds.
+        If a reading is pending, wait for it until the monotonic clock, in seconds, reaches `until`.
+        The default is not to wait.
         """
         if self._thread is not None:
             self._thread.join(max(0.0, until - time.monotonic()))
@@ -325,9 +326,10 @@ class Backend(Protocol):
         return visible_devices(devices, variables.get(self.visible_variable))
 
     def write_term(self, device_id: str) -> str:
-        """Return the text that names a plan's device in `--devices`, usually the device's id.
+        """Return the term that names a plan's device in `--devices`.
 
-        Raises DeviceError for a device that can't train.
+        Usually, it is `device_id`, the device's id in the plan. Raises DeviceError for a device
+        that can't train.
         """
         return device_id
 
@@ -360,9 +362,9 @@ class Backend(Protocol):
         return {self.visible_variable: ",".join(ids)} if self.visible_variable else {}
 
     def show_by_number(self, devices: Sequence[Device]) -> dict[str, str]:
-        """Return the variables of `show`, with numbers instead of ids where both are equivalent.
+        """Return the variables of `show`, with the devices' numbers instead of ids where possible.
 
-        This is for libraries that can read only numbers, such as DeepSpeed.
+        This is for libraries, such as DeepSpeed, that can't read ids.
         """
         return self.show([device.id for device in devices])
 
@@ -389,7 +391,10 @@ class Backend(Protocol):
         return ""
 
     def bus_address(self, device: Device) -> str:
-        """Return the device's PCI address in sysfs notation, such as 0000:3b:00.0, or ""."""
+        """Return the device's PCI address in sysfs notation, such as 0000:3b:00.0.
+
+        Return "" if the device has no address of its own, or if the address is unknown.
+        """
         # sessions lock the sysfs file at this address, so that different users don't measure on the
         # device at the same time
         return ""

@@ -224,9 +224,9 @@ class CpuSlices(Backend):
         return Discovery(tuple(chosen), (note,) if spare else ())
 
     def write_term(self, device_id: str) -> str:
-        """Return how `--devices` names a plan's slice: cpu/2:0 for the id cpu-0-of-2.
+        """Return the term that names a plan's slice in `--devices`, such as cpu/2:0 for cpu-0-of-2.
 
-        Raises PlanError if no slice has such an id.
+        Raises PlanError if `device_id` isn't the id of a slice.
         """
         found = re.fullmatch(r"cpu-(\d+)-of-(\d+)", device_id)
         if not found:

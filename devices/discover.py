@@ -1,7 +1,7 @@
 """Finds the devices that `--devices` names, and opens the source that samples them.
 
-Devices that other programs use are detected too, because a measurement taken next to other work is
-valid only while that work continues.
+`find_others` reports devices that other programs use, because a measurement taken next to other
+work is valid only while that work continues.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def discover(
 
 
 def _check_limit(device: Device) -> None:
-    """Raise RequestError if a device's memory limit exceeds the memory it can ever have."""
+    """Raise RequestError if a device's memory limit exceeds its total memory."""
     wanted = device.limit.memory_bytes
     there = _all_memory(device)
     if wanted is not None and there is not None and wanted > there:
@@ -71,14 +71,17 @@ def _check_limit(device: Device) -> None:
 
 
 def _all_memory(device: Device) -> int | None:
-    """Return the most memory in bytes that a device can ever have; None if unknown."""
+    """Return a device's total memory in bytes; None if it is unknown.
+
+    For a CPU slice, it is the total memory of the machine: slices share it, and more of it may be
+    free later.
+    """
     if not device.on_cpu:
         return device.memory_bytes
     if device.host:
         return None
     from .cpu import machine_memory_bytes
 
-    # CPU slices share the machine's memory, and more of it may be free later
     return machine_memory_bytes()
 
 
@@ -110,10 +113,11 @@ SETTLE_READS = 3
 def find_others(devices: Sequence[Device]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return messages about full devices, and messages about devices that other programs use now.
 
-    A device is full if its free memory is below 5 % of its memory (at least 600 MiB, at most 2
-    GiB), and also below the device's own limit. Call this before a session starts child processes.
+    A device is full if its free memory is below a threshold. The threshold is 5 % of the device's
+    memory, but at least 600 MiB and at most 2 GiB, and never more than a training process may use
+    there. Call this before a session starts child processes, because they would count as other
+    programs.
     """
-    # the session's own child processes would count as other programs
     opened = [(device, find_backend(device.kind).open_vitals(device)) for device in devices]
     readers = [(device, reader) for device, reader in opened if reader]
     for _ in range(SETTLE_READS):

@@ -1,14 +1,15 @@
 """Simulated machines: the step times and memory of devices described in a file, computed without noise.
 
 device_seconds(b) = ceil_to(stall_ms, passes(b)) / compute share * (1 + contention while others work)
-passes(b)         = sum of curve(m) over the passes of m rows, less the fixed cost that further passes don't repeat
+passes(b)         = sum of curve(m) over p passes of m rows each - (p - 1) * (fixed_ms - pass_overhead_ms)
 step_seconds      = max over devices with samples of device_seconds + (base_ms + per_device_ms * (k - 1) for k >= 2)
                     + (network_ms + per_host_ms * (h - 1) for h >= 2 hosts)
 pack_seconds(b,N) = N * device_seconds(b) / pack_gain(N), for N training runs side by side on one device
 placement         = the step time of a model whose parts lie on several devices, given by its own curve
 memory_bytes(b)   = memory_base_mib + memory_per_sample_mib * b, or the piecewise linear memory_curve
 if sharded        : memory_bytes(b) - (1 - part) * state_mib + gathered_mib; each pass takes gather_ms longer
-in one pass       : less part * gradients_mib, but at least what a step without rows holds
+                    if the step has one pass, part * gradients_mib less, as no gradients are accumulated, but at
+                    most memory_bytes(b) - memory_bytes(1) less
 """  # noqa: E501
 
 from __future__ import annotations
@@ -254,7 +255,7 @@ class Machine(msgspec.Struct, frozen=True):
         return self.limits[position] if self.limits else Limit()
 
     def described(self) -> tuple[Device, ...]:
-        """The devices as `Device` objects, which all kinds of devices have in common."""
+        """The devices as `Device` objects, the type that real devices have as well."""
         return tuple(
             Device(
                 id=f"sim-{position}-{device.slug}",
@@ -306,7 +307,7 @@ class Machine(msgspec.Struct, frozen=True):
         )
 
     def step_noise(self, shares: Sequence[int]) -> float:
-        """Return the relative standard deviation of a step time, of the noisiest device.
+        """Return the relative standard deviation of the step time, which is the noisiest device's.
 
         `shares` has the rows of each device. Devices without rows don't count.
         """
@@ -320,11 +321,11 @@ class Machine(msgspec.Struct, frozen=True):
         return self.devices[position].memory_bytes(rows)
 
     def part_bytes(self, position: int, rows: int, part: float, in_passes: bool = False) -> int:
-        """Return the peak memory in bytes of a device in sharded training, for one pass of rows.
+        """Return a device's peak memory in bytes in sharded training, for passes of `rows` rows.
 
         The device holds the fraction `part` of the model's state. If `in_passes`, the step has
-        several passes, and the device also holds the gradients that are accumulated over the
-        passes. Raises ValueError if the machine file describes no shards.
+        several passes, and the device also holds the gradients that are accumulated over them.
+        Raises ValueError if the machine file describes no shards.
         """
         shards = self.shards
         if shards is None:

@@ -145,7 +145,7 @@ def _look_up(process: psutil.Process) -> ProcessReading:
 
 
 def clean_text(text: str) -> str:
-    """Return `text` without characters that could control a terminal or reverse its direction.
+    """Return `text` without characters that control a terminal or reverse the text direction.
 
     It is cut to `LONGEST_COMMAND` characters.
     """

@@ -116,7 +116,7 @@ class Sampler:
     ) -> tuple[float | None, ...]:
         """Return a metric's values at the newest ticks, at most `newest` of them, the oldest first.
 
-        `key` identifies a device or a training. A tick without a current value is None.
+        `key` identifies a device or a training run. A tick without a current value is None.
         """
         with self._lock:
             return self._history.values(key, metric, newest)
@@ -213,7 +213,7 @@ class History:
             column[before] = value  # a second report of the same training
 
     def _forget(self) -> None:
-        """Drop the oldest ticks, and metrics that have had no value since."""
+        """Drop the oldest ticks, and the metrics that have no value in the remaining ticks."""
         del self._times[: -self._most]
         for column in self._columns.values():
             del column[: -self._most]
@@ -248,7 +248,7 @@ def stale(
 ) -> Snapshot:
     """Return the snapshot with every value marked as stale, and with a note that says why.
 
-    `age_seconds` is the snapshot's age, and `why` the text of the reason.
+    The note contains the snapshot's age in seconds and the reason `why`.
     """
     note = f"No reading for {age_seconds:.0f} s: {why}."
     devices = (_stale_readings(sample, age_seconds) for sample in snapshot.devices)
@@ -271,9 +271,9 @@ def _stale_readings(sample: Sample, age_seconds: float) -> Sample:
 
 
 def open_sampler(devices: str, ray_address: str = "") -> tuple[Sampler, tuple[Device, ...]]:
-    """Return a sampler for the value of `--devices`, and the devices that a search may use.
+    """Return a sampler of the requested devices, and those of the devices that a search may use.
 
-    `ray_address` and the exceptions are as in `discover`.
+    `devices` is a value of `--devices`. `ray_address` and the exceptions are as in `discover`.
     """
     found = discover(devices, only_visible=False, ray_address=ray_address)
     return Sampler(open_source(found)), _trainable(found.devices)

@@ -366,7 +366,7 @@ class SimulatedSource:
         )
 
     def _sample_device(self, position: int, load: SimulatedLoad, together: bool) -> DeviceSample:
-        """Return a device's sample for this load, given whether several devices train."""
+        """Return a device's sample for this load; `together` is True if several devices train."""
         device = self._devices[position]
         state = self._states[position]
         interval = self._builder.interval_seconds

@@ -1,7 +1,7 @@
 """Builds the parts of a snapshot that every source needs: the host's sample and the processes.
 
-The samples/s of processes come from the reports that training processes write. They are assigned to
-the devices of this machine.
+Training processes write reports of their samples/s. The builder assigns these rates to the devices
+of this machine.
 """
 
 from __future__ import annotations
@@ -89,9 +89,10 @@ class SnapshotBuilder:
     def complete(
         self, samples: Sequence[DeviceSample], seen: Mapping[str, Sequence[DeviceUse]]
     ) -> tuple[tuple[DeviceSample, ...], tuple[ProcessSample, ...]]:
-        """Return the samples with their samples/s, and a row for each known process on each device.
+        """Return the samples with samples/s filled in, and a row for each process on each device.
 
-        A process is known if the driver reports it (`seen`, by device id) or if it writes reports.
+        The processes are those that the driver reports (`seen`, by device id) or that write
+        reports.
         """
         devices = [sample.device for sample in samples]
         pids = {identity: [each.pid for each in there] for identity, there in seen.items()}
@@ -240,7 +241,10 @@ def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
 
 
 def _with_device_id(live: LiveDevice, by_index: Mapping[int, Device]) -> LiveDevice:
-    """Return a training's device with the id that belongs to its index on this machine."""
+    """Return a training run's device with its id filled in, if the report gives only its index.
+
+    A device whose index isn't in `by_index` is returned unchanged.
+    """
     if live.id or live.index not in by_index:
         return live
     return msgspec.structs.replace(live, id=by_index[live.index].id)
@@ -249,7 +253,11 @@ def _with_device_id(live: LiveDevice, by_index: Mapping[int, Device]) -> LiveDev
 def _with_local_ids(
     training: Training, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]
 ) -> Training:
-    """Return a training's report with its devices identified by the ids of this machine."""
+    """Return a training run's report, in which this machine's device ids are filled in.
+
+    `pids` has the pids that the driver reports, by device id. If the report names no device, its
+    samples/s are divided equally among the devices on which the driver reports its process.
+    """
     seen = [device for device in devices if training.pid in pids.get(device.id, ())]
     if not training.devices:
         rate = training.samples_per_second / max(1, len(seen))
@@ -268,11 +276,13 @@ def _with_local_ids(
 def _number_devices(
     bare: Sequence[int], seen: Sequence[Device], devices: Sequence[Device]
 ) -> dict[int, Device]:
-    """Return the device for each of the framework's indices in `bare`."""
-    # `seen` are the devices on which the driver reports the process
+    """Return devices by the indices that a training framework gives them; `bare` are these indices.
+
+    If the driver reports the process on as many devices (`seen`), indices and devices are paired in
+    order. Otherwise an index is taken to be the driver's.
+    """
     if len(bare) == len(seen):
         in_order = sorted(seen, key=lambda device: device.index)
         return dict(zip(bare, in_order, strict=True))
     accelerators = [device for device in devices if find_backend(device.kind).own_memory]
-    # otherwise an index is taken to be the driver's
     return {device.index: device for device in accelerators}

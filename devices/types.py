@@ -238,7 +238,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 class Source(Protocol):
     """A source of samples for some devices.
 
-    If a device fails, its readings report the failure instead of an exception.
+    A device that fails raises no exception. Its readings report the failure instead.
     """
 
     def devices(self) -> tuple[Device, ...]:

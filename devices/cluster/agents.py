@@ -1,6 +1,6 @@
 """Starts one actor on each host, which reserves the host's GPUs and runs evener's code there.
 
-An agent is this process's handle of such an actor. A call to a host that has gone or doesn't answer
+An agent is this process's handle to such an actor. A call to a host that has gone or doesn't answer
 raises HostLostError.
 """
 
@@ -59,7 +59,7 @@ class ActorLostError(HostLostError):
 
 
 class HostActor:
-    """The object inside an actor, which calls functions, and keeps objects between calls."""
+    """The object that runs inside an actor: it calls functions, and keeps objects between calls."""
 
     def __init__(self) -> None:
         # Ray sets it to 1 for itself, and child processes would inherit that
@@ -106,7 +106,7 @@ def _end_with_parent() -> None:
 
 
 class Agent:
-    """This process's handle of the actor on one host.
+    """This process's handle to the actor on one host.
 
     If `reserves`, the actor reserves the host's free GPUs. `generation` is the number of times that
     the actor has been restarted.
@@ -165,7 +165,7 @@ class Agent:
         return cast(T, self.finish(self.begin("call", function, *arguments)))
 
     def keep(self, make: Callable[..., Any], *arguments: Any) -> RemoteObject:
-        """Create an object on the host by calling `make` there, and return a handle of it.
+        """Create an object on the host by calling `make` there, and return a handle to it.
 
         Closing the handle closes the object.
         """
@@ -246,7 +246,7 @@ class Agent:
 
 
 class RemoteObject:
-    """A handle of an object that an actor keeps on its host."""
+    """A handle to an object that an actor keeps on its host."""
 
     def __init__(self, agent: Agent, name: str) -> None:
         self._agent = agent
@@ -335,7 +335,7 @@ def ask_each(
 
 
 def _finish(agent: Agent, call: Any) -> Any:
-    """Return the result of a call; a RequestError from the host gets the host's name."""
+    """Return the result of a call; a RequestError gets the host's name before its message."""
     try:
         return agent.finish(call)
     except RequestError as fault:
@@ -376,7 +376,10 @@ def start_actor(node: Node, gpus: int) -> Any:
 
 
 def _explain_failure(error: Exception) -> str:
-    """Return why a host can't be called, as text that continues a sentence about the host."""
+    """Return why a host can't be called, in words that follow the host's name in a message.
+
+    An example is "has left the cluster".
+    """
     missing = [line.strip() for line in str(error).splitlines() if _MISSING.search(line)]
     if missing:
         return f"can't run evener: {missing[-1].rstrip('.')}"

@@ -104,7 +104,10 @@ def check_head() -> None:
 
 
 def _join(address: str) -> None:
-    """Connect to the cluster in a separate thread, for at most `CONNECT_SECONDS`."""
+    """Connect to the cluster in a separate thread.
+
+    Raises DeviceError if this fails or takes longer than `CONNECT_SECONDS`.
+    """
     import ray
     from ray._private import worker
 

@@ -70,7 +70,10 @@ def discover_cluster(terms: Sequence[Term], address: str = "", reserve: bool = T
 
 
 def _hold_cpus(agents: Sequence[Agent], devices: Sequence[Device]) -> tuple[str, ...]:
-    """Reserve the CPUs of CPU slices; return notes on hosts where other jobs hold some."""
+    """Reserve the CPUs of all CPU slices among the devices.
+
+    Return a note on each host where other jobs hold some of these CPUs.
+    """
     notes = []
     for agent in agents:
         slices = [device for device in devices if device.on_cpu]
@@ -146,9 +149,10 @@ def name_gpus(gpu_ids: Sequence[str]) -> tuple[str, ...]:
 def _list_accelerators(
     kind: str, held: Sequence[str] | None
 ) -> tuple[Devices, Devices, dict[str, str]]:
-    """Return this kind's devices, the usable devices, and variables that hide the others.
+    """Return a kind's devices on this host, the usable ones, and variables that hide the rest.
 
-    `held` has Ray's names of the usable devices; None if all are usable.
+    `held` has Ray's names of the usable devices; None if all are usable. The results are empty if
+    this host has no devices of the kind.
     """
     # "auto" stands for the first kind of accelerator found on this host
     for backend in all_backends():
@@ -212,7 +216,11 @@ def _choose_kind(answers: Iterable[HostDevices]) -> str:
 
 
 def _check_named(agent: Agent, terms: Sequence[Term], own: int, answer: HostDevices) -> None:
-    """Raise DeviceError if the request names this host, but too few of its devices can be used."""
+    """Raise DeviceError if the request names this host, but too few of its devices can be used.
+
+    `own` is the number that can be used. At least one is needed, or as many as the request names by
+    index or id.
+    """
     named = [term for term in terms if term.host in (agent.node.host, agent.node.name)]
     if not named:
         return
@@ -396,7 +404,7 @@ class ClusterSource:
 
 
 def _merge_reports(seen: Sequence[Snapshot]) -> tuple[Training, ...]:
-    """Return the reports of all training processes without duplicates."""
+    """Return the reports of training processes from all hosts' snapshots, without duplicates."""
     # hosts that are on one machine read the same files
     every = [report for each in seen for report in each.reports]
     keys = [(each.training, each.rank, each.pid, each.updated_at) for each in every]

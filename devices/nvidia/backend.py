@@ -138,7 +138,7 @@ class NvidiaGpus(Backend):
     def show_by_number(self, devices: Sequence[Device]) -> dict[str, str]:
         """Return variables that select the GPUs by nvidia-smi's numbers.
 
-        Instances of MIG have no such numbers and are selected by their ids.
+        MIG instances have no such numbers, so they are selected by their ids.
         """
         if any(device.id.startswith("MIG-") for device in devices):
             return super().show_by_number(devices)

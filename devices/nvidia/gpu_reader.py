@@ -220,18 +220,24 @@ class GpuReader:
         return min(1.0, clock / highest)
 
     def _note_clock(self, read: Reading) -> float | None:
-        """Return a reading's clock in MHz, if it is current, and remember the highest clock."""
+        """Return the clock that was read, in MHz, and remember the highest clock so far.
+
+        Return None if the reading isn't current.
+        """
         clock = read.current
         if clock is not None:
             self._reached_mhz = max(self._reached_mhz, clock)
         return clock
 
     def _used_joules(self, now: float, counted: Reading) -> float | None:
-        """Return the energy used, in joules; None if it is unknown at present."""
-        # `counted` is the driver's counter, in millijoules
+        """Return the energy that the GPU has used since some fixed time, in joules.
+
+        Return None if it is unknown at present. `counted` is the reading of the driver's counter,
+        in millijoules. For a chip without a counter, the power is integrated over the calls of this
+        method.
+        """
         if counted.state is not State.UNSUPPORTED:
             return None if counted.current is None else counted.current / 1000
-        # a chip without a counter: the power is integrated over the readings
         watts = self._metrics["power"].read_one(now).current
         if watts is None:
             return None
@@ -244,8 +250,11 @@ class GpuReader:
     def _slowed(
         self, now: float, found: Mapping[int, Reading]
     ) -> tuple[float | None, float | None]:
-        """Return the seconds throttled and the seconds at the power cap; None if unknown."""
-        # throttled: by heat or the power brake; `found` are the driver's counters, in nanoseconds
+        """Return the seconds throttled by heat or a power brake, and the seconds at the power cap.
+
+        Both are cumulative; None if unknown. `found` has the driver's counters by field, in
+        nanoseconds. For a chip without counters, the seconds are estimated.
+        """
         counts = {
             field: reading.current / 1e9
             for field, reading in found.items()
@@ -256,11 +265,14 @@ class GpuReader:
             return (max(held) if held else None), counts.get(POWER_CAP)
         if any(reading.state is not State.UNSUPPORTED for reading in found.values()):
             return None, None  # the device has the counters, but doesn't answer at the moment
-        # a chip without counters
         return self._estimate_slowed(now)
 
     def _estimate_slowed(self, now: float) -> tuple[float | None, float | None]:
-        """Return estimates of the seconds throttled and the seconds at the power cap."""
+        """Estimate the seconds throttled and the seconds at the power cap; None if unknown.
+
+        They are cumulative since the reader was created. The estimates follow from the reasons for
+        throttling that the driver gives at each call.
+        """
         reasons = self._metrics["reasons"].read_one(now).current
         if reasons is None:
             return None, None
@@ -362,8 +374,11 @@ class GpuReader:
         return Reading(joules.state, joules.value - self.first_joules, joules.age_seconds)
 
     def _read_throttling(self, now: float) -> tuple[Reading, tuple[str, ...]]:
-        """Return how much of the last seconds the GPU was throttled, in percent, and why."""
-        # the percentage is that of the longest-lasting reason, which comes first
+        """Return the percentage of time in which the GPU was throttled, and the reasons.
+
+        The time is that between the last two readings of the driver's counters. The percentage is
+        that of the longest-lasting reason, which comes first.
+        """
         fields = self._throttle_fields.read(now)
         rates = {field: self._counters[field].rate(fields[field], now) for field in THROTTLING}
         shares = {
@@ -385,7 +400,12 @@ class GpuReader:
     def _estimate_throttling(
         self, rate: Reading, reasons: tuple[str, ...] | None
     ) -> tuple[Reading, tuple[str, ...]]:
-        """Return an estimate of the percentage of throttled time, and the current reasons."""
+        """Return an estimate of the percentage of throttled time, and the current reasons.
+
+        The estimate follows from the `reasons` at this call and at the previous one. If the reasons
+        are unknown, or if `rate`, the reading of the driver's counters, isn't UNSUPPORTED, return
+        `rate` instead of an estimate.
+        """
         # a chip with counters isn't estimated, even if they have no value yet
         if rate.state is not State.UNSUPPORTED or reasons is None:
             return rate, reasons or ()
@@ -490,7 +510,8 @@ class GpuProcesses:
     def _ask_use(self) -> tuple[dict[int, float], Reading]:
         """Return each busy process's percentage of the multiprocessors' time, by pid.
 
-        The second result is the reading for all other processes.
+        The second result is the reading for processes that aren't listed: 0 %, or why it is
+        unknown.
         """
         try:
             samples: Sequence[Any] = self._nvml.nvmlDeviceGetProcessUtilization(
@@ -510,5 +531,4 @@ class GpuProcesses:
         for sample in samples:
             if sample.timeStamp > start and sample.smUtil <= 100:
                 parts.setdefault(int(sample.pid), []).append(int(sample.smUtil))
-        # the driver lists only busy processes, so all others are at 0 %
         return {pid: sum(numbers) / len(numbers) for pid, numbers in parts.items()}, value(0.0)

@@ -106,7 +106,7 @@ def driver_fault(error: Exception) -> DeviceError:
 
 @contextmanager
 def opened(library: Library | None = None) -> Iterator[Library]:
-    """Return a context in which NVML is initialized; its value is the module that wraps NVML.
+    """Return a context in which NVML is initialized; it yields the module that wraps NVML.
 
     Raises DeviceError if the driver can't be used.
     """

@@ -1,7 +1,6 @@
 """A source that samples NVIDIA GPUs and recovers from lost GPUs and drivers.
 
-It keeps a reader for each GPU. A thread, which never delays the program's exit, watches for XID
-errors, ECC errors and lost GPUs.
+It keeps a reader for each GPU. A daemon thread watches for XID errors, ECC errors and lost GPUs.
 """
 
 from __future__ import annotations
@@ -137,9 +136,11 @@ class NvmlSource:
                 self._attach(gpu)
 
     def _watch_events(self) -> None:
-        """Start watching for events at the third sample."""
+        """At the third sample, start the thread that watches for events.
+
+        A program that takes only one sample doesn't have to wait for that thread when it closes.
+        """
         self._looks += 1
-        # a program that takes only one sample doesn't have to wait for the watching thread
         if self._is_open and self._events is None and self._looks > 2:
             self._events = EventWatch(
                 self._nvml, [slot.reader.handle for slot in self._slots.values() if slot.reader]
@@ -156,7 +157,7 @@ class NvmlSource:
         slot.note = ""
 
     def _reopen_if_lost(self, now: float) -> None:
-        """Reopen the driver if it has gone, or if a GPU is lost for `REOPEN_FOR_LOST_SECONDS`."""
+        """Reopen the driver if it has gone, or if a GPU was lost for `REOPEN_FOR_LOST_SECONDS`."""
         lost = [slot for slot in self._slots.values() if slot.reader is None]
         # a GPU that was reset is listed again only after the driver has been reopened
         if self._is_open and lost and now >= self._reopen_at:
@@ -210,7 +211,7 @@ class NvmlSource:
 
 
 def lost_sample(device: Device, note: str, events: tuple[str, ...] = ()) -> DeviceSample:
-    """Return a sample in which every metric is lost; `note` says why.
+    """Return a sample in which every metric is marked as lost; `note` says why.
 
     `events` are the device's latest events, such as an XID error.
     """
