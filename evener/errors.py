@@ -1,7 +1,7 @@
 """Errors that users can act on: each says what is wrong and what to do.
 
-The class shows what is at fault: a request, a plan or a device. Only these errors reach the user as
-errors. If memory runs out or a child process is lost, that is recorded as a result instead.
+An error's class shows what is at fault: the request, the plan or a device. If memory runs out or a
+child process is lost, that is no error but a result, and is recorded as one.
 """
 
 from __future__ import annotations

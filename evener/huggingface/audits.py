@@ -43,8 +43,9 @@ _OURS = "evener."
 class TrainerAudit:
     """Audits the steps of one trainer.
 
-    `dataset` and `collate` are the data set and the collator of its training loader. `gathering`
-    collects the trainer's metrics, but without communication during an audit.
+    `dataset` and `collate` are the data set and the collator of its training loader. `gathering` is
+    the object that gathers the trainer's metrics over ranks. During an audit, it doesn't
+    communicate.
     """
 
     def __init__(self, trainer: Any, gathering: Gathering, dataset: Any, collate: Any) -> None:
@@ -131,8 +132,8 @@ class TrainerComputations:
     ) -> Computation:
         """Return the computation of all rows in one pass.
 
-        The trainer sees `world` processes. The loss function gets the rows' number of items
-        multiplied by `times`, and its result is multiplied by `weight`.
+        The trainer sees `world` processes. The loss function gets the rows' num_items_in_batch,
+        multiplied by `times`. Its result is multiplied by `weight`.
         """
         items = self.count_items([few.whole])
         return [
@@ -150,8 +151,9 @@ class TrainerComputations:
         """Return the computation of a few rows that are divided into shares.
 
         `batches` has a batch for each share, and `sizes` the numbers of rows. Each batch is
-        computed in passes of up to `micro` rows, or in one pass if `micro` is 0. With `excess`, the
-        loss keeps the factor by which the trainer's own loss is too large.
+        computed in passes of up to `micro` rows, or in one pass if `micro` is 0. If the trainer
+        multiplies its loss by the number of processes, the loss is divided by that number again,
+        unless `excess` is True.
         """
         parts: list[tuple[Any, int]] = []
         for batch, rows in zip(batches, sizes, strict=True):
@@ -180,7 +182,7 @@ class TrainerComputations:
         ]
 
     def count_items(self, batches: Sequence[Any]) -> Any:
-        """Return the number of items that the loss of all these batches is a mean over.
+        """Return the number of items in all these batches, by which the trainer divides its loss.
 
         Return None if the trainer doesn't count items.
         """
@@ -202,7 +204,10 @@ class TrainerComputations:
 
 
 def _weigh_parts(parts: Sequence[tuple[Any, int]], loss: TrainerLoss) -> list[float]:
-    """Return the weight of each part's loss; a part is a batch with its number of rows."""
+    """Return the weight of each part's loss in the sum that equals the loss of all parts.
+
+    A part is a batch with its number of rows.
+    """
     if loss.mean_over == ITEMS:
         return [1.0] * len(parts)
     counts = [float(rows) for _, rows in parts]
@@ -212,7 +217,10 @@ def _weigh_parts(parts: Sequence[tuple[Any, int]], loss: TrainerLoss) -> list[fl
 
 
 def _cut_passes(batch: Any, rows: int, micro: int) -> list[tuple[Any, int]]:
-    """Cut a part into passes of up to `micro` rows, if possible; return them with their rows."""
+    """Cut a part into passes of up to `micro` rows; return each pass with its number of rows.
+
+    The part is a single pass if it can't be cut, or if `micro` is 0.
+    """
     if not micro or rows <= micro:
         return [(batch, rows)]
     firsts = range(0, rows, micro)

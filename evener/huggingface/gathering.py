@@ -37,8 +37,9 @@ def pretend_processes(accelerator: Any, number: int) -> Iterator[None]:
 class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
     """A metric's gathered values, one for each rank and pass.
 
-    Each value is a mean over a number of rows (`rows`). `mean` weights it by this number. If a pass
-    is computed in pieces because memory ran out, `sum` adds the values of all pieces (`sums`). So a
+    Each value is a mean over the rows of its pass. `rows` has the numbers of these rows, by which
+    `mean` weights the values. `sums` differs from the values only for a pass that is computed in
+    pieces because memory ran out: it has the sum of the pieces' values. `sum` adds up `sums`. So a
     program that averages or sums gathered values gets the same result as with equal shares.
     """
 
@@ -48,7 +49,8 @@ class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
     def sum(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the sum over all ranks and passes.
 
-        A pass that was computed in pieces, because memory ran out, counts with each piece's value.
+        If a pass was computed in pieces because memory ran out, the values of all its pieces are
+        added.
         """
         return self.sums.sum(*args, **kwargs)
 
@@ -74,9 +76,9 @@ class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
 class Gathering:
     """Replaces `accelerator.gather` so that ranks can have different numbers of rows.
 
-    Filler rows aren't gathered. The passes of a batch are gathered together: a call in the last
-    pass returns the values of all passes. `timer` excludes the time spent in gathering from compute
-    time (own work).
+    Filler rows, which a rank without rows computes, aren't gathered. A call returns the values of
+    the batch's passes so far, so in the last pass it returns the values of all passes. `timer`
+    excludes the time spent in gathering from compute time (own work).
     """
 
     def __init__(self, accelerator: Any, timer: StepTimer) -> None:
@@ -119,10 +121,11 @@ class Gathering:
     def counting_rows(self, rows: int, repeats: int = 0, ends: bool = True) -> Iterator[None]:
         """Return a context for computing a pass, or a piece of it, with `rows` rows that count.
 
-        - `rows`: any further rows are fillers.
-        - `repeats`: only for an evaluation, in which transformers gathers a batch's loss as one
-          copy per row: the number of rows of a full batch.
-        - `ends`: False if another piece of the pass follows, with which the values are gathered.
+        - `rows`: further rows in the pass are fillers, which aren't gathered.
+        - `repeats`: in an evaluation, the number of rows of a full batch, because transformers
+          gathers a batch's loss as one copy per row; otherwise, 0.
+        - `ends`: False if another piece of the pass follows. Values are gathered only in the last
+          piece.
         """
         before, self._call = (self._rows, self._repeats), 0
         self._rows, self._repeats, self._ends = rows, repeats, ends
@@ -235,15 +238,15 @@ class Gathering:
 def _gather_scalar(
     values: list[torch.Tensor], rows: list[int], gather: Callable[[torch.Tensor], Any]
 ) -> Any:
-    """Return each rank's value of a scalar metric, with its number of rows and its sum.
+    """Gather a scalar metric; return each rank's mean, number of rows and sum.
 
-    `values` and `rows` have one entry for each piece of this rank's pass.
+    `values` and `rows` have one entry for each piece of this rank's pass. Ranks without rows are
+    left out of the result.
     """
     own = torch.stack(values).double()
     count = own.new_tensor(rows)
     mean = (own * count).sum() / count.sum() if len(rows) > 1 else own[0]
     every = gather(torch.stack([mean, own.sum(), count.sum()])[None])
-    # ranks without rows are left out
     counted = every[every[:, 2] > 0]
     means, sums = (counted[:, place].to(values[0].dtype) for place in (0, 1))
     return _weighted(means, sums, counted[:, 2])

@@ -39,7 +39,10 @@ class TrainerLoss(msgspec.Struct, frozen=True):
         return 1 if self.mean_over == ITEMS else self.multiplied
 
     def count(self, batch: Any) -> float:
-        """Return how many labels of `batch` the loss is a mean over; 0 if it isn't such a mean."""
+        """Return the number of labels in `batch` that the loss is a mean over.
+
+        Return 0 if the loss isn't a mean over labels.
+        """
         return count_labels(batch).get(self.mean_over, 0.0)
 
     def part_of(self, whole: Any, rows: int, piece: Any, own: int) -> float:
@@ -84,7 +87,7 @@ def is_scaled(trainer: Any, items: Any = 0) -> bool:
 
 
 def count_labels(batch: Any) -> dict[str, float]:
-    """Return how many labels of a batch aren't ignored, counted in one or two ways.
+    """Return the number of labels in a batch that aren't ignored, under one or two keys.
 
     - "labels": all of these labels.
     - "shifted labels": these labels without each row's first label, for a model that shifts labels

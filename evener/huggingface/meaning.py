@@ -80,7 +80,8 @@ def find_loss(
     - `make`: returns a few rows of the trainer's data, or None.
     - `gathering`: counts the trainer's gather calls.
     - `ignores`: True if the data have ignored labels.
-    - `in_parts`: True if a single process needs smaller passes; any error is then raised.
+    - `in_parts`: True if the check is for a single process that is about to use smaller passes. Any
+      error is then raised; otherwise, most errors are only warnings.
 
     Raises RequestError on every rank if the loss isn't a mean over rows, labels or items.
     """
@@ -123,12 +124,12 @@ class LossFinder:
     """Determines what a trainer's loss is a mean over, from a few rows.
 
     If batches are computed in several passes, `gathering_in_passes` is the trainer's Gathering;
-    otherwise, None. A loss that depends on gathered values is then refused, because a pass gathers
-    values of fewer rows than the batch has.
+    otherwise, None. A loss that depends on gathered values is then refused, because in a pass the
+    trainer can't gather the values of the whole batch.
 
     If the model is sharded, all ranks have to compute the same passes, and the first rank's
-    comparisons decide for all ranks. If no rank has the gradient of a few rows, losses are
-    compared.
+    comparisons decide for all ranks. Losses are compared if no rank can get the gradient of a few
+    rows.
     """
 
     def __init__(
@@ -153,9 +154,9 @@ class LossFinder:
     def find(self) -> TrainerLoss | None:
         """Return what the loss is a mean over; None if these rows don't show it.
 
-        If ranks communicate in the loss, return None, too. Raises RequestError instead if ranks
-        have different numbers of passes, or if the trainer has to keep the loss of the program's
-        own launcher.
+        If ranks communicate in the loss, return None, too. But raise RequestError if in that case
+        ranks have different numbers of passes, or if the loss has to stay as the program's own
+        launcher computes it.
         """
         try:
             return self._find_by_losses_if_needed()
@@ -239,11 +240,10 @@ class LossFinder:
         )
 
     def _find_fitting(self, names: list[str], multiplied: int, reference: Sketch) -> list[str]:
-        """Return the names, such as "labels", of what the loss may be a mean over.
+        """Return those of `names`, such as "labels", that the loss may be a mean over.
 
         If only losses can be compared, the name that fits best comes first.
         """
-        # `names` are the names to choose from
         few = self._few
         fitting = []
         distances = {}
@@ -310,7 +310,10 @@ class LossFinder:
             ]
 
     def _refuse(self, loss: TrainerLoss) -> None:
-        """Audit the loss; raise RequestError if gradients or losses differ without explanation."""
+        """Raise RequestError if the gradients or losses of the rows change if computed by shares.
+
+        A difference that comes from random numbers alone is accepted.
+        """
         found = self._audit_shares(loss)
         if found is None:
             return
@@ -321,7 +324,8 @@ class LossFinder:
     def _audit_shares(self, loss: TrainerLoss) -> tuple[GradientDifference, str] | None:
         """Compare training by shares with training on one device, on a few rows.
 
-        Return the difference of the gradients or the losses, and its cause; None if both agree.
+        Return the difference of the gradients or, if these agree, of the losses, and its cause.
+        Return None if there is no difference.
         """
         computations = self._computations.make(self._few, loss)
         if self._in_step:  # an audit computes more passes on a rank that finds a difference
@@ -379,8 +383,9 @@ def _find_on_first_rank(
 ) -> TrainerLoss | None:
     """Return the first rank's result of `find` that isn't None; None if all are None.
 
-    A RequestError on any rank is raised on every rank. With a sharded model (`in_shards`), a rank
-    that runs out of memory raises DeviceError.
+    A RequestError on any rank is raised on every rank. Other errors are only warnings, with two
+    exceptions. If `keeps_launcher`, they are raised too, unless memory ran out. If the model is
+    sharded (`in_shards`), a rank that runs out of memory raises DeviceError.
     """
     # another error means that memory ran out, or that the program has an error, which its first
     # step will raise again: it is a warning, unless `keeps_launcher`
@@ -417,14 +422,15 @@ def _find_or_return_error(
 
 
 def _mask_some_labels(few: FewRows) -> FewRows:
-    """Return the rows, with most labels of the first rows set to "ignored" if needed."""
+    """Return the rows; if all have equally many labels, ignore most labels of the first rows.
+
+    Without that, a mean over rows would nearly equal a mean over labels.
+    """
     counts = [count_labels(part).get("shifted labels", 0.0) for part in few.parts]
     weight = few.sizes[0] / few.rows
-    # without enough difference, a mean over rows would nearly equal a mean over labels
     telling = abs(counts[0] - weight * sum(counts)) > TELLING * weight * sum(counts)
     if not all(counts) or telling:
         return few
-    # all rows have about as many labels, so a mean over rows would nearly equal a mean over labels
     masked = min(MASKED, few.sizes[0], few.even_sizes[0])
 
     def mask(parts: tuple[Any, ...] | None) -> tuple[Any, ...] | None:

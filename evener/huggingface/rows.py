@@ -217,9 +217,9 @@ class PassRows(Dataset):  # type: ignore[misc]  # torch is not followed
 
 
 def find_lengths(trainer: Any) -> list[int] | None:
-    """Return the number of tokens in each training row; None without token ids.
+    """Return the number of tokens in each training row; None if the rows have no token ids.
 
-    The trainer itself would group rows by these lengths.
+    These are the lengths by which the trainer itself would group rows.
     """
     dataset, name = trainer.train_dataset, trainer.args.length_column_name
     if name in (getattr(dataset, "column_names", None) or ()):
@@ -284,8 +284,10 @@ def make_sampler(
 
 
 def _make_order(trainer: Any, sampler: Any, rows: int) -> RowOrder | None:
-    """Return the order in which one process would draw each epoch's rows without a plan."""
-    # None if the trainer's own `sampler` has the data set's order
+    """Return the order in which one process would draw each epoch's rows without a plan.
+
+    Return None if that is the order of the data set.
+    """
     if type(sampler) is SequentialSampler:
         return None
     seed = trainer.args.data_seed

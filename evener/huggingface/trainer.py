@@ -281,8 +281,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _find_loss(self, ignores: bool, in_parts: int = 0) -> TrainerLoss:
         """Return what the loss is a mean over, determined from the loss of a few rows.
 
-        `in_parts` is the number of rows to check before a single process uses smaller passes;
-        otherwise, 0.
+        If a single process is about to use smaller passes for the first time, `in_parts` is the
+        number of rows to check; otherwise, it is 0.
         """
         world = self._shares.world
         if not self._given.check or (world * sum(self._shares.passes) == 1 and not in_parts):
@@ -364,8 +364,11 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     @property
     def excess(self) -> int:
-        """The factor by which the loss is too large because the program's launcher is imitated."""
-        # 1 if `keeps_launcher` is False: the weights of the passes then correct the loss
+        """The factor by which the loss is kept too large, as under the program's own launcher.
+
+        It is 1 if `keeps_launcher` is False, because the weights of the passes then correct the
+        loss.
+        """
         return self._loss.excess if self.keeps_launcher and self._loss is not None else 1
 
     def _train_part(self, model: Any, items: Any, part: Part, is_last: bool) -> torch.Tensor:
@@ -477,8 +480,8 @@ def _fetch_few(
 ) -> FewRows | None:
     """Return up to `most` rows for a check of the loss, the same rows on every rank.
 
-    Return None if there are fewer than two rows. With `chooses`, the rows differ much from each
-    other.
+    If `chooses`, they are chosen from more rows, to differ in class and length. Return None if
+    there are fewer than two rows.
     """
     more = (TIMES - 1) * most if chooses else 0
     rows = sampler.sample_rows(most, more)
