@@ -149,13 +149,15 @@ def _places_of_tensors(
 
 
 def _open(value: Any) -> Any:
-    """Return the list or dict in which a value may hold tensors, if there is one."""
+    """Return the list or dict in which a value may hold tensors; None if it can't hold any.
+
+    For a plain object, it is the dictionary of the object's attributes.
+    """
     if isinstance(value, list | dict):
         return value
     if isinstance(value, type) or callable(value) or not hasattr(value, "__dict__"):
         return None
     known = any(kind.__module__.startswith(LIBRARIES) for kind in type(value).__mro__)
-    # the attributes of a plain object
     return None if known else vars(value)
 
 
@@ -168,7 +170,7 @@ def _copy(container: Any) -> Any:
 
 
 def _fill(container: Any, content: Any) -> None:
-    """Make the content of a list or dict equal to `content`; assign only different items."""
+    """Make a list or dict equal to `content`; items that are already the same aren't assigned."""
     if isinstance(container, dict):
         for key in [key for key in container if key not in content]:
             del container[key]

@@ -171,9 +171,11 @@ class StepAudit:
         self._looks = True
 
     def _count_changes(self, begins_epoch: bool, is_loop: bool) -> None:
-        """Count one change if the value of any watched variable has changed."""
-        # called when an epoch begins (`begins_epoch`) and, in one process, before each step of the
-        # user's own loop (`is_loop`)
+        """Count a change if any watched variable has a new value since the last check.
+
+        The variables are checked when an epoch begins (`begins_epoch`) and, in one process, before
+        each step of the user's own loop (`is_loop`).
+        """
         if not begins_epoch and not (is_loop and self._group is None):
             return
         self._looks = False
@@ -432,8 +434,11 @@ class StepAudit:
         return None
 
     def _are_close(self, one: Any, other: Any, whole: Any) -> bool:
-        """True if two sums of outputs are equal except for rounding."""
-        # relative to the largest absolute value in `whole`, the sums of all rows' outputs
+        """True if two sums of outputs are equal except for rounding.
+
+        The error that rounding may cause is relative to the largest absolute value in `whole`, the
+        sums of all rows' outputs.
+        """
         kind = computes_in_half(self._model) or keras.config.floatx()
         largest = np.nanmax(np.abs(whole), initial=1e-30)
         near = OUTPUTS_DIFFER.get(kind, OUTPUTS_DIFFER["float32"]) * largest
@@ -511,9 +516,9 @@ class StepAudit:
     ) -> Finding | None:
         """Compare the steps' gradients, losses and states, with variables set to `values`.
 
-        Return a finding if they differ.
+        `moved` describes values or labels that were changed for this comparison. If it isn't empty,
+        only gradients are compared. Return a finding if there is a difference.
         """
-        # `moved` describes changed values or labels; only gradients are then compared
         plain, shared = steps
         values = {**self._list_seeds(), **values}
         reference = None
@@ -585,9 +590,10 @@ class StepAudit:
     ) -> GradientDifference | None:
         """Return the largest difference of gradients or, if these agree, of losses.
 
-        Return None if there is no difference.
+        If `moved` isn't empty, only gradients are compared. `repeats` are results of the reference
+        with random rounding errors, which show what rounding may change. Return None if there is no
+        difference.
         """
-        # only gradients are compared if `moved` isn't empty
         sketches = [repeat.gradients for repeat in repeats]
         found = compare(reference.gradients, trained.gradients, sketches)
         one, other = reference.gradients.loss, trained.gradients.loss
@@ -614,7 +620,7 @@ class StepAudit:
     def _repeat_with_rounding_errors(
         self, plain: TracedStep, rows: Tensors, values: Mapping[int, Any]
     ) -> list[StepResult]:
-        """Return results of the step with random rounding errors of inputs and weights."""
+        """Return results of the step on inputs and weights that have random rounding errors."""
         weights = {id(each.value.handle) for each in self._model.trainable_variables}
         found = []
         for number in range(REPEATS):
@@ -704,9 +710,11 @@ class StepAudit:
         return compare(one, other) is not None
 
     def _compare_decisions(self, steps: StepPair, rows: Tensors) -> Finding | None:
-        """Return a finding if a decision in user code may change the gradient of parts."""
+        """Return a finding if a decision in user code may give parts of the rows another gradient.
+
+        A decision is a comparison that isn't made for each row (see `decisions.py`).
+        """
         plain, shared = steps
-        # a decision is a comparison that isn't made for each row (see `decisions.py`)
         whole = plain.run(rows).margins
         if not whole:
             return None
@@ -840,7 +848,8 @@ class StepAudit:
     def _warn_once(self, why: str) -> None:
         """Warn, once for each reason `why`, that this model can't be audited.
 
-        Raises RequestError instead if combining the losses of a batch's parts needs an audit.
+        Raises RequestError instead if the loss of a batch isn't the mean or the sum of its parts'
+        losses, because only an audit could then show that the gradient is right.
         """
         engine, training = self._engine, self._trains
         if engine.judges_parts(training) and engine.kinds[training].loss == OTHER:
@@ -896,8 +905,11 @@ def _distance(one: Any, other: Any) -> float:
 
 
 def _states_differ(before: Any, one: Any, other: Any) -> bool:
-    """True if two values of a state after a step differ by more than rounding."""
-    # values that aren't numbers never differ
+    """True if a state's values after two steps, `one` and `other`, differ by more than rounding.
+
+    `before` is the value before both steps: the more they change it, the larger is the difference
+    that is allowed. Values that aren't numbers never differ.
+    """
     if one.shape != other.shape or not _is_number(one):
         return False
     if not one.dtype.is_floating:

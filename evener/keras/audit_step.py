@@ -90,8 +90,9 @@ class TracedStep:
     - `assigned`: the keys of the variables that it may assign.
     - `attributes`: the plain values that the step assigned to attributes while it was traced.
     - `draws`: True if a row's random numbers depend on the device or pass that computes the row.
-    - `merged`: the indices of the trainable weights whose sparse gradient has one slice per row.
-    - `joined`: names of the weights whose sparse gradient joins several look-ups of that sort.
+    - `merged`: the indices of the trainable weights whose sparse gradient has one slice per table
+      row.
+    - `joined`: the paths of the weights that several look-ups read (see `joins_look_ups`).
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class TracedStep:
 
         - random sums of the gradients: one row for each weight, in the order of `_kinds`
         - the logs
-        - the margins of decisions, in the order of `_places`
+        - the margins of decisions (left minus right side), in the order of `_places`
         - random sums of the model's outputs
         - the fields of a `StepCall`, with the outputs' masks after the outputs; None if the step
           isn't plain, or if its outputs aren't tensors
@@ -353,9 +354,9 @@ def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
 
 
 def _with_masks(call: Any) -> StepCall | None:
-    """Return the `StepCall` that consists of these parts, with its outputs' masks set.
+    """Return a `StepCall` with the values in `call`, after setting the masks of its outputs.
 
-    Return None if `call` is None.
+    `call` has outputs, masks, losses and attributes. Return None if it is None.
     """
     if call is None:
         return None

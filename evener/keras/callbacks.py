@@ -135,7 +135,10 @@ def _may_stop(callback: Any) -> bool:
 
 
 def _only_judge(judge: Callable[..., bool], *values: Any, **named: Any) -> bool:
-    """Update a ModelCheckpoint's best value by its method `judge`; return False to save nothing."""
+    """Let a ModelCheckpoint update its best value, but return False, so that it saves nothing.
+
+    `judge` is the callback's own method, which says whether to save the model.
+    """
     judge(*values, **named)
     return False
 

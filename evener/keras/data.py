@@ -1,8 +1,8 @@
 """Batches of arrays, in an order that every process of a group can reproduce.
 
-The order of an epoch is a permutation that follows from a random number of the epoch, so the rows
-of any step can be computed directly. A process can therefore gather only its own rows of a global
-batch. The next epoch's first batch is prepared while this epoch's last batch is trained.
+An epoch's order is a permutation that is determined by one random number, so the rows of any step
+can be computed directly. A process can therefore gather only its own rows of a global batch. The
+next epoch's first batch is prepared while this epoch's last batch is trained.
 """
 
 from __future__ import annotations
@@ -301,7 +301,10 @@ class ArrayBatches:
         return dataset.with_options(_own_threads(threads)) if endless else dataset
 
     def _shuffled(self) -> Any:
-        """Return a dataset of an epoch's steps: pairs of the epoch's random number and the step."""
+        """Return a dataset with one element for each step of an epoch.
+
+        An element is a pair: the epoch's random number and the step's index.
+        """
         steps = tf.data.Dataset.range(self.steps)
         # each iteration over the dataset yields another epoch
         epoch = tf.data.Dataset.random(seed=self._seed, rerandomize_each_iteration=True).take(1)
@@ -316,8 +319,10 @@ class ArrayBatches:
         return _gather(tensors, self._places(epoch, start, stop))
 
     def _places(self, epoch: Any, start: Any, stop: Any) -> Any:
-        """Return the indices in the arrays of the rows from `start` to `stop` of an epoch."""
-        # `epoch` is the epoch's random number, which determines the order of its rows
+        """Return the array indices of the rows at the places `start` to `stop` in an epoch's order.
+
+        `epoch` is the epoch's random number, which determines that order.
+        """
         places = tf.range(start, stop)
         if self._shuffle:
             key = tf.stack([tf.constant(self._seed, tf.int64), epoch])
@@ -489,7 +494,7 @@ def _weighs_nested_targets(chosen: dict[str, Any]) -> bool:
 
 
 def _trains_whole_epochs(chosen: dict[str, Any]) -> bool:
-    """True if each epoch trains on all rows: none are held out, and steps aren't counted."""
+    """True if each epoch trains on all rows, without `validation_split` and `steps_per_epoch`."""
     return not chosen["validation_split"] and chosen["steps_per_epoch"] is None
 
 

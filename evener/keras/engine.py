@@ -75,7 +75,10 @@ class Engine(Protocol):
         """Return replacements for methods of the model other than its steps, by name."""
 
     def build(self, x: Any) -> None:
-        """Create the weights from x, the data of a `fit`, if a step needs them beforehand."""
+        """Create the model's weights before the first batch if the engine needs them by then.
+
+        `x` is the data of a `fit`.
+        """
 
     def batches(self, arrays: ArrayBatches, endless: bool) -> Any:
         """Return a dataset of the arrays in the form that the engine's steps accept.
@@ -96,9 +99,9 @@ class Engine(Protocol):
         """Give all processes the same weights and optimizer state."""
 
     def device_times(self) -> Sequence[DeviceTimes]:
-        """Return each device's compute and waiting time in the last steps; empty if unknown.
+        """Return each device's compute time (own work) and waiting time in recent steps.
 
-        The devices are in the order of the shares.
+        The devices are in the order of the shares. The result is empty if the times are unknown.
         """
 
 

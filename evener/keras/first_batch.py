@@ -58,8 +58,10 @@ def _dataset_of(seen: list[Tensors], spec: Any) -> Any:
 
 
 def _other_size(spec: Any, tensor: Any) -> Any:
-    """Return zeros whose length differs from `tensor` on every axis that `spec` leaves open."""
-    # a dataset with both tensors has the element spec `spec`
+    """Return zeros in the shape of `spec`; its axes of unknown length aren't as long as `tensor`'s.
+
+    A dataset with both tensors has the element spec `spec`.
+    """
     sizes = zip(spec.shape, tensor.shape, strict=True)
     return tf.zeros([int(have == 0) if size is None else size for size, have in sizes], spec.dtype)
 
