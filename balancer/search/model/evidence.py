@@ -143,15 +143,12 @@ def _read_memory_use(store: Observations, position: int, by_rows: list[Observati
     alone: dict[int, int] = {}
     in_splits: dict[int, int] = {}
     ran: list[int] = []
-    full: list[int] = []
-    holds_model = True
+    full = [1] if _fits_no_rows(store, position, by_rows) else []
     for seen in by_rows:
         layout = seen.probe.layout
         share = layout.pass_rows[position]
         if _out_of_memory(store, position, seen):
             full.append(share)
-            if isinstance(seen, OutOfMemory) and seen.fits_no_rows and layout.traits.alone:
-                holds_model = False
         elif isinstance(seen, Timed):
             if store.leaves_room(position, seen):
                 ran.append(share)
@@ -159,12 +156,19 @@ def _read_memory_use(store: Observations, position: int, by_rows: list[Observati
             if used is not None:
                 points = alone if layout.traits.alone and not layout.in_passes else in_splits
                 points[share] = max(used, points.get(share, 0))
-    if not holds_model and not ran:
-        full.append(1)
     # splits also hold buffers for gradients, so they count only above what ran alone
     largest = max(alone, default=0) if len(alone) > 1 else 0
     beyond = {batch: used for batch, used in in_splits.items() if batch > largest}
     return read_memory(store.memory_limit(position), {**beyond, **alone}, ran, full)
+
+
+def _fits_no_rows(store: Observations, position: int, by_rows: Sequence[Observation]) -> bool:
+    """True if the device ran out of memory alone for the model or its optimizer, and never ran."""
+    if any(isinstance(seen, Timed) for seen in by_rows):
+        return False
+    full = [seen for seen in by_rows if _out_of_memory(store, position, seen)]
+    alone = [seen for seen in full if seen.probe.layout.traits.alone]
+    return any(isinstance(seen, OutOfMemory) and seen.fits_no_rows for seen in alone)
 
 
 def _out_of_memory(store: Observations, position: int, seen: Observation) -> bool:
