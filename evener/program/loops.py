@@ -77,7 +77,7 @@ class Loop:
     """An iteration over a DataLoader, in which the program may train by shares.
 
     `begin` starts the iteration. `outer` is the loader of accelerate or timm that wraps the
-    DataLoader, if any; it fetches one more batch ahead.
+    DataLoader, if any. It fetches each batch before it returns the previous one.
     """
 
     def __init__(self, loader: Any, begin: Any, outer: Any = None) -> None:
@@ -249,11 +249,11 @@ class SharedBatches:
     def draw(self, drawn: Iterator[Any], resumes: bool) -> Iterator[Any]:
         """Yield an epoch's batches, divided by shares if possible.
 
-        `drawn` has the batches of the program's own sampler. With `resumes`, these resume an epoch,
-        and are yielded unchanged.
+        `drawn` yields the batches of the program's own sampler. With `resumes`, they continue an
+        epoch from a saved state of that sampler, and are yielded unchanged.
         """
-        # One of them is drawn for each batch, because a loop may leave an epoch early, and the next
-        # epoch's rows may depend on how far the sampler got.
+        # One of these is drawn for each batch: a loop may leave an epoch early, and the next epoch's
+        # rows may depend on how far the sampler got.
         opens, self.opens, self.sampler = self.opens, False, None
         divided = self._divide_epoch() if opens and not resumes else None
         if divided is None:
@@ -273,8 +273,8 @@ class SharedBatches:
     def _divide_epoch(self) -> tuple[UnevenBatchSampler, list[list[Any]]] | None:
         """Divide the rows of the next epoch by shares.
 
-        Return the sampler that divides them, and the batches that this rank's own sampler should
-        draw. If rows can't be divided, set `fault` and return None.
+        Return the sampler that divides them, and the batches that this rank's own sampler is
+        expected to draw in this epoch. If rows can't be divided, set `fault` and return None.
         """
         self.fault = ""
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -340,9 +340,10 @@ class EpochBatches:
 def _draw_own_batches_too(
     batches: Iterable[Any], drawn: Iterator[Any], expected: Sequence[list[Any]]
 ) -> Iterator[Any]:
-    """Yield `batches`; for each of them, also draw a batch of the program's own sampler.
+    """Yield `batches`, and draw a batch from the program's own sampler for each of them.
 
-    `drawn` yields the sampler's batches. Raises RequestError if one differs from `expected`.
+    So the sampler advances as in the unchanged program. `drawn` yields its batches. Raises
+    RequestError if they aren't the batches in `expected`.
     """
     # rows would then be left out or trained twice
     for batch, own in zip(batches, expected, strict=True):

@@ -76,9 +76,10 @@ class Origins:
         return ""
 
     def find_made(self, tensor: torch.Tensor) -> str:
-        """Return the place of the exchange whose values a function used to compute this tensor.
+        """Return the place of the exchange from whose values a function computed this tensor.
 
-        Return "" if there is none. Values written into the tensor's storage are ignored.
+        Return "" if there is none. Exchanged values that were written into the tensor itself, as by
+        an all-reduce, don't count.
         """
         return self._marks.find_own(tensor)
 

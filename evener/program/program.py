@@ -134,9 +134,10 @@ class Program:
         self._note_whole(model)
 
     def _note_whole(self, model: Any) -> None:
-        """Record a model unless it is a layer of a recorded model.
+        """Record a model unless it is a part of a model that is already recorded.
 
-        Recorded models that are its own layers are removed.
+        If recorded models are parts of this one, they are removed, so that only whole models are
+        recorded.
         """
         if not any(model in other.modules() for other in self.models):
             for module in model.modules():
@@ -173,7 +174,7 @@ class Program:
         return result
 
     def _count_passes(self) -> None:
-        """Count a backward pass; after many without a step, report why shares stay even."""
+        """Count a backward pass; report why shares stay even if no optimizer steps after many."""
         # the hooks don't see the steps of optimizers other than PyTorch's, such as fastai's
         has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if self._stepped or not self.models or not has_group or self.notebook.pending_reason:
@@ -190,7 +191,7 @@ class Program:
             self._end_strictly(words)
 
     def _find_loader_obstacle(self) -> str:
-        """Return why evener can't divide the batches of a loop in which an optimizer steps."""
+        """Return why evener can't divide the batches of the loop in which the program trains."""
         # the optimizer trains a wrapped model, so the reason is in the loop's loader
         if self._own_iteration:
             return views.OWN_ITERATION.format(self._own_iteration)
@@ -268,7 +269,7 @@ class Program:
         """Add an optimizer's settings to the digest that ranks compare.
 
         Until the program trains by shares, also record a fault if the optimizer trains parameters
-        outside all models. After that, only learning rates are added.
+        that belong to no recorded model. After that, only learning rates are added.
         """
         undecided = self.training is None and not self._fault and bool(self.models)
         if undecided and sharded.trains_others(optimizer, self.models):
@@ -350,10 +351,10 @@ class Program:
         return self.exchanges.see(wrapped, arguments, keywords, self._guard, is_uneven, checks)
 
     def _note_callback(self, start: EvenStart, name: str) -> None:
-        """Record that the program's own code calls the collective `name` in a trainer's step.
+        """Record that the program's own code calls the collective `name` in a step of a trainer.
 
-        `start` manages the trainer's even first steps. In later steps, only warn if shares are
-        uneven.
+        `start` observes the trainer's first steps, which have even shares. After these steps,
+        nothing is recorded, but the user is warned if shares are uneven.
         """
         place = find_callback()
         if not place or not start.is_training:
@@ -381,9 +382,9 @@ class Program:
     def open_loop(self) -> None:
         """Begin a loop in which the program trains. All ranks call this equally often.
 
-        If the program has wrapped another model during training by shares, as for the next fold of
-        a cross-validation, another training run begins. Its shares are even until its loss has been
-        checked.
+        If the program has wrapped another model since it began to train by shares, as for the next
+        fold of a cross-validation, a new training run begins. Its shares are even until its loss
+        has been checked.
         """
         if self.training is None or not self._later_models:
             return
@@ -440,7 +441,10 @@ class Program:
         return is_first_uneven or self._steps == self._look
 
     def _begin_step(self, loop: Any, training: PlannedTraining) -> None:
-        """Begin a step that trains by shares, with a guard if settings changed before it."""
+        """Begin a step by shares; if its loss is due for a check, create a guard that checks it.
+
+        A check is due if a setting that affects the loss, or the loss itself, has just changed.
+        """
         # a guard disturbs the step's time, which isn't used for rebalancing
         if self._loader_steps is None or loop.origin is None:
             # a batch of another loader, which the program divides itself
@@ -540,7 +544,7 @@ class Program:
             self._compare_records(loop)
 
     def _exchange_change(self) -> None:
-        """Send the other ranks what the guard has found after a change of settings."""
+        """Tell other ranks what the guard has found after a change of the loss or a setting."""
         # without waiting for them, because they may not have seen the change
         assert self.training is not None
         self._rechecks = False
@@ -606,9 +610,10 @@ class Program:
         )
 
     def audit(self, training: PlannedTraining) -> None:
-        """Make audits compare a run's shares with the equal shares of the program's own launcher.
+        """Make audits compare a training run with one by the program's own launcher.
 
-        A difference makes the run return to even shares.
+        The launcher gives all ranks equal shares. If the audits find a difference, the run gets
+        equal shares for good.
         """
         training.audits.follow_launcher(partial(self.go_even, training))
 
@@ -699,11 +704,10 @@ class Program:
         return training
 
     def choose_plan(self, models: Sequence[Any], global_batch: int) -> Plan | None:
-        """Return the plan with which to start training these models.
+        """Return the plan to start training these models with; None for the plan of `evener run`.
 
-        None means the unchanged plan of `evener run`. If the shares of that plan come from a run of
-        another model or batch, return the plan with even shares. `global_batch` is the number of
-        rows per step.
+        If the shares of that plan come from a run of another model or batch size, return the plan
+        with even shares instead. `global_batch` is the number of rows per step.
         """
         self.notebook.model = "+".join(sorted(map(model_digest, models)))
         origin = self.notebook.settings.origin
@@ -799,9 +803,10 @@ class Program:
         return next(filter(None, faults), "")
 
     def _compare_numbers(self, numbers: tuple[float, ...] | None) -> None:
-        """Record a fault if numbers in the loss have changed because of exchanged values.
+        """Record a fault if exchanged values may have changed a number that the loss uses.
 
-        `numbers` are the latest step's numbers, such as factors; None if they aren't known.
+        `numbers` are such numbers of the latest step, for example factors; None if they aren't
+        known.
         """
         before, self._numbers = self._numbers, numbers
         if None not in (before, numbers) and before != numbers:

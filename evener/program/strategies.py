@@ -58,8 +58,8 @@ def run(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 def begin_epoch(wrapped: Any, loop: Any, arguments: Any, keywords: Any) -> Any:
     """Make a Trainer train by shares at the start of an epoch, if possible.
 
-    This wraps `_FitLoop.on_advance_start`. If the Trainer already trains by shares, a new loader is
-    replaced, too.
+    This wraps `_FitLoop.on_advance_start`. If the Trainer already trains by shares, and has created
+    a new loader for the epoch, one that divides rows by shares replaces it.
     """
     loop.setup_data()  # called again in case the trainer reloads its loaders each epoch
     if dist.is_initialized() and dist.get_world_size() > 1 and not loop.restarted_mid_epoch:
@@ -126,10 +126,11 @@ def _refuse_difference(strategy: ProgramStrategy, loader: Any) -> None:
 
 @contextmanager
 def _used_unless_refused(trainer: Any, strategy: Any) -> Iterator[Any]:
-    """Make a Trainer use a ProgramStrategy, which is the value of the returned context.
+    """Replace a Trainer's strategy by a ProgramStrategy, and keep it unless an error is raised.
 
-    The ProgramStrategy shares the attributes of `strategy`, the Trainer's own strategy, and stays
-    in use afterwards. On an error, the Trainer gets `strategy` back.
+    The value of the returned context is the ProgramStrategy. It shares the attributes of
+    `strategy`, the Trainer's own strategy. On an error in the context, the Trainer gets `strategy`
+    back.
     """
     chosen = share_state(strategy, ProgramStrategy)
     chosen.program_strategy = strategy
@@ -147,7 +148,7 @@ def _count_rows(loader: Any) -> int:
 
 
 def _forget_metrics(strategy: Any) -> None:
-    """Clear the logged metrics."""
+    """Clear the metrics that a Trainer has logged, because its strategy changes."""
     # Lightning would reduce them with the strategy that it remembers for each metric
     loop = strategy.lightning_module.trainer.fit_loop.epoch_loop
     for each in (loop, loop.val_loop):

@@ -19,7 +19,7 @@ _VIEWS = {torch.Tensor.view, torch.Tensor.reshape, torch.Tensor.flatten, torch.T
 
 
 class Rows(Protocol):
-    """Answers questions about this rank's rows in the current batch, as a Guard does."""
+    """What is known about this rank's rows in the current batch; a Guard is an implementation."""
 
     rows: int
     has_asked_length: bool
@@ -139,7 +139,7 @@ def _find_places(marks: TensorMarks, tensors: list[torch.Tensor]) -> list[str]:
 
 
 def _is_fixed(value: Any, rows: Rows) -> bool:
-    """True if a value in arithmetic can't be a count of this rank's rows."""
+    """True if an operand of an arithmetic operation can't be a count of this rank's rows."""
     # The number of ranks can't be one either, unless it equals the rows and the program has asked
     # for their number.
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -54,7 +54,10 @@ _planned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def _trains_as_loop(trainer: Any) -> bool:
-    """True if the hooks for accelerate's loops handle a Trainer, so that it isn't replaced."""
+    """True if the hooks for accelerate's loops divide a Trainer's batches.
+
+    Such a Trainer isn't replaced.
+    """
     # the hooks handle a Trainer with FSDP or DeepSpeed, or with a loader that creates its own
     # batches
     if trainer.args.world_size == 1 or PROGRAM.notebook.why:

@@ -131,7 +131,11 @@ class UnchangedTraining:
                 self._iterations[iterator] = _Iteration(loader)
 
     def begin_loop(self, loader: Any) -> None:
-        """Record that a loop over `loader` begins; the loader's workers may have to start first."""
+        """Record that a loop over `loader` begins.
+
+        The time until the loop's first batch, in which the loader may start workers, then counts as
+        input time. Nothing happens unless `loader` is known to be used for training.
+        """
         if self._timer is None or self._has_batch:
             return
         with self._harmless:
@@ -141,7 +145,8 @@ class UnchangedTraining:
     def fetch(self, wrapped: Any, iterator: Any, arguments: Any, keywords: Any) -> Any:
         """Return the next batch of a DataLoader's iterator; this wraps its `__next__`.
 
-        The time that this takes is a step's input, unless the batch is for validation.
+        The time that this takes counts as the step's input time, unless the batch is for
+        validation.
         """
         if self._timer is None or self._is_without_loader or get_ident() != self._thread:
             return wrapped(*arguments, **keywords)
@@ -234,8 +239,8 @@ class UnchangedTraining:
     def save(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
         """Write a file, such as a checkpoint, and time it; this wraps `torch.save`.
 
-        It is timed here only in steps whose rows come from no DataLoader. In other steps, the timer
-        itself finds the time of files.
+        It is timed here only if the program's rows come from no DataLoader. Otherwise the timer
+        itself notices that files are written between two steps.
         """
         if self._timer is None or not self._is_without_loader or not self._is_own_thread:
             return wrapped(*arguments, **keywords)
@@ -249,7 +254,8 @@ class UnchangedTraining:
     def end_update(self, optimizer: Any, *_: Any) -> None:
         """Record that an optimizer has stepped; PyTorch calls this after each update.
 
-        The timer begins later, because it adds hooks, which can't be done while they are called.
+        After the first update, only the device is saved. The timer is created in the next backward
+        pass, because it registers hooks, and PyTorch can't do that while it calls hooks.
         """
         if self._is_over or not self._is_own_thread:
             return
@@ -315,9 +321,11 @@ class UnchangedTraining:
         self._reporter.report(rows)
 
     def _find_owner(self) -> Literal["nobody", "other", "undecided"]:
-        """Return whether something else times and reports the program's steps.
+        """Return who times and reports the program's steps.
 
-        It is undecided while several processes may still train by shares.
+        - "nobody": no one else does, so this object may.
+        - "other": something else does, such as a training by shares, or may do so.
+        - "undecided": the program's processes may still begin to train by shares.
         """
         own = None if self._reporter is None else self._reporter.reporter
         if is_reported_elsewhere(own):

@@ -119,7 +119,10 @@ def find_difference(every: list[RankView]) -> str:
 
 
 def _have_other_numbers(every: list[RankView]) -> bool:
-    """True if ranks use different numbers in their losses, or to change weights and gradients."""
+    """True if ranks use different numbers to compute losses or to change weights and gradients.
+
+    Such a number is, for example, a factor of the loss.
+    """
     # Such `uses` are compared only if all ranks have equally many: one rank may compute something
     # alone, for example to log it.
     looked = [each for each in every if each.numbers is not None]
@@ -129,7 +132,10 @@ def _have_other_numbers(every: list[RankView]) -> bool:
 
 
 def differ(every: Sequence[Any]) -> bool:
-    """True if any rank's numbers differ from the first rank's numbers by more than rounding."""
+    """True if any rank's numbers differ from the first rank's numbers by more than rounding.
+
+    `every` has one sequence of numbers for each rank that is compared.
+    """
     return any(not _are_near(each, every[0]) for each in every)
 
 
