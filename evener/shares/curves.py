@@ -158,7 +158,10 @@ class Curve(msgspec.Struct, frozen=True):
         )
 
     def breakpoints(self, ceiling: int) -> list[float]:
-        """Return the step times at which the throughput of this device may peak, in seconds."""
+        """Return the step times, in seconds, at which this device's samples/s may peak.
+
+        `ceiling` is the maximum number of samples.
+        """
         # the times at the knots below `ceiling` samples, and at `ceiling` itself
         knots = zip(self.batches, self.times, strict=True)
         return [time for batch, time in knots if batch < ceiling] + [self.seconds(ceiling)]
@@ -240,7 +243,10 @@ class PassCurve(msgspec.Struct, frozen=True):
         return max(most, int(min(passes * min(each, self.rows), ceiling)) // quantum * quantum)
 
     def breakpoints(self, ceiling: int) -> list[float]:
-        """Return the step times at which this device's throughput may peak, in rising order."""
+        """Return the step times at which this device's samples/s may peak, in rising order.
+
+        `ceiling` is the maximum number of samples.
+        """
         # at the knots of the single-pass curve, at shares in full passes, and at `ceiling` samples
         full = range(2 * self.rows, ceiling, self.rows * math.ceil(ceiling / self.rows / MOST_FULL))
         times = [

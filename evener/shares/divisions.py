@@ -1,7 +1,8 @@
 """Determine where to cut a batch for devices, and which gradients to sum together.
 
-The global batch of a plan is cut exactly as planned. A shorter last batch is cut in the same
-proportions, inside the graph. This module needs no framework.
+The global batch of a plan is cut exactly as planned, and a shorter last batch in the same
+proportions. The number of rows may be a tensor, so that a TensorFlow graph can compute the cuts.
+This module itself imports no framework.
 
 Gradients are summed in two groups because of how TensorFlow schedules sums. It queues a step's
 kernels long before the GPU runs them. A sum waits for all kernels queued before it, and sums run

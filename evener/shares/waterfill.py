@@ -109,10 +109,12 @@ def _try_fewer(
     least: float,
     shares: dict[int, int],
 ) -> Allocation:
-    """Return the fastest allocation, with either the given shares or fewer devices.
+    """Return the given shares as an allocation, or a faster allocation to fewer devices.
 
-    It has at least `fewest` devices. `least` is the finish time of the given shares without the
-    gradient exchange.
+    - `costs`: seconds of gradient exchange by number of devices.
+    - `fewest`: minimum number of devices.
+    - `least`: finish time of the given shares, without the gradient exchange.
+    - `shares`: the given shares, by index in `devices`.
     """
     # Fewer devices may be faster, because their exchange is cheaper. The search halves the range of
     # device counts recursively, and skips ranges that can't be faster.
@@ -341,10 +343,10 @@ def _divide_batch(
 
 
 def finish_times(devices: Sequence[DeviceCurve], quantum: int) -> list[float]:
-    """Return the finish times, in increasing order, that the best allocation may have.
+    """Return the finish times that the best allocation may have, in increasing order.
 
-    They are the times at which a curve bends, a device reaches its limit or finishes its first
-    quantum. Of more than 400 times (fewer with more than 32 devices), a selection is returned.
+    At each of them, a curve bends, or a device reaches its limit or finishes its first quantum. If
+    there are more than 400 (fewer with more than 32 devices), only a selection is returned.
     """
     times = sorted(
         {t for x in devices for t in (*x.curve.breakpoints(x.limit), x.curve.seconds(quantum))}
@@ -365,8 +367,8 @@ def _best_within_seconds(
 ) -> Allocation | None:
     """Return the allocation with the highest samples/s whose devices finish within `seconds`.
 
-    Returns None if fewer than `fewest` devices can compute a quantum, or if together they exceed
-    `limit` samples.
+    Each of its devices computes as much as it can in that time. Returns None if fewer than `fewest`
+    devices can compute a quantum, or if the `fewest` fastest ones together exceed `limit` samples.
     """
     sizes = _largest_shares(devices, seconds, quantum)
     order = _largest(sizes, len(sizes))
@@ -416,7 +418,7 @@ def _improve_nearby(
 
 
 class _Crossing(NamedTuple):
-    """An interval of finish times in which a number of devices first reaches a throughput.
+    """The first interval of finish times in which some devices can reach the required samples/s.
 
     - `samples`: what these devices can compute by `late`.
     - `early`, `late`: the interval in seconds, without the gradient exchange.
@@ -432,10 +434,10 @@ class _Crossing(NamedTuple):
 def _find_crossings(
     devices: Sequence[DeviceCurve], costs: Costs, rate: float, quantum: int, fewest: int
 ) -> list[_Crossing]:
-    """Return, for each number of devices, the first interval of finish times that reaches `rate`.
+    """Return, for each number of devices, the first interval of finish times that allows `rate`.
 
     `rate` is in samples/s. `costs` are the seconds of gradient exchange by number of devices.
-    Numbers below `fewest`, and numbers that never reach `rate`, are left out.
+    Numbers of devices below `fewest`, and those that never reach `rate`, are left out.
     """
     found: dict[int, _Crossing] = {}
     for early, late in pairwise((0.0, *finish_times(devices, quantum))):

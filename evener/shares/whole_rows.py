@@ -108,8 +108,8 @@ def _whole_parts(ratios: Sequence[float]) -> list[int]:
 def _correct_sum(sizes: list[int], quotas: dict[int, int], unit: int, batch: int) -> None:
     """Add or remove single samples until `sizes` sum to `batch`.
 
-    `quotas` are the exact sizes times `unit`, as whole numbers by device. No device is left without
-    samples.
+    `quotas` are the exact sizes by device, multiplied by `unit` so that they are whole numbers.
+    Each device in `quotas` keeps at least one sample.
     """
     # at the device whose size differs most from its quota
     while sum(sizes) != batch:
