@@ -25,8 +25,9 @@ NO_LIMIT = 1 << 60  # version 1 writes a number near 2^63 for "no limit"
 def container_memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
     """Return the bytes that this process's container may still allocate; None without a limit.
 
-    Of several limits, the smallest remainder counts. Cached files count as free. `root` and
-    `membership` are the kernel's files.
+    If several control groups have limits, the smallest remainder is returned. Inactive cached files
+    count as free memory. `root` is the folder of all control groups, and `membership` is the
+    kernel's file with this process's groups.
     """
 
     def remaining(folder: Path, version: int) -> float:
@@ -61,8 +62,9 @@ def free_memory_bytes(meminfo: Path = MEMINFO) -> int:
 def container_cpus(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
     """Return the number of CPUs that the container's quota allows; it may be fractional.
 
-    Of several quotas, the smallest counts. `root` and `membership` are the kernel's files. Returns
-    None without a quota.
+    If several control groups have quotas, the smallest is returned. `root` is the folder of all
+    control groups, and `membership` is the kernel's file with this process's groups. Returns None
+    without a quota.
     """
 
     def quota(folder: Path, version: int) -> float:
@@ -201,7 +203,7 @@ def slice_cpus(groups: Groups, count: int) -> Groups:
 
 
 def slice_cores(device: str, allowed: Iterable[int]) -> tuple[int, ...]:
-    """Return the CPUs of the slice with this device id, such as "cpu-0-of-2", among `allowed`.
+    """Return the CPUs among `allowed` that belong to the slice `device`, such as "cpu-0-of-2".
 
     The result is empty if `device` isn't a slice or if there are too few CPUs.
     """

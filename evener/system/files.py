@@ -76,9 +76,9 @@ def make_private(folder: Path) -> None:
 
 
 def new_error_file() -> Path:
-    """Return the path of the error file for a new measurement without a run folder.
+    """Return the path of the error file of a new measurement that has no run folder.
 
-    The errors of an earlier measurement are deleted from it.
+    If an earlier measurement has left such a file, it is deleted.
     """
     path = error_file()
     path.unlink(missing_ok=True)

@@ -29,9 +29,10 @@ HYPERVISOR = "other virtual machines on this host"
 
 
 class CoreTimes(NamedTuple):
-    """Cumulative times of a process's threads and of its cores, in seconds.
+    """How long a process's threads ran and waited, and how long its cores were busy, in seconds.
 
-    They have an arbitrary start, so only differences between readings are meaningful.
+    The times are counted from an arbitrary start, so only differences between readings are
+    meaningful.
     """
 
     at_s: float = 0.0
@@ -46,7 +47,7 @@ class Starvation(NamedTuple):
     """How long a process was delayed by a lack of cores between two readings.
 
     - `wall_s`: elapsed time.
-    - `starved_s`: delay.
+    - `starved_s`: how long the process was delayed.
     - `throttled_s`: time in which the container's CPU quota was used up.
     """
 
@@ -131,10 +132,10 @@ def _find_stolen(before: CoreTimes, last: CoreTimes) -> float:
 
 
 def _find_taken(before: CoreTimes, last: CoreTimes) -> float:
-    """Return the CPU time that others used on a process's cores between two readings, in seconds.
+    """Return the CPU seconds that a process couldn't use on its cores between two readings.
 
-    Others are programs, the hypervisor and the container's quota. The result is infinite if the
-    kernel doesn't report how busy the cores were.
+    Other programs or the hypervisor used it, or the container's quota withheld it. The result is
+    infinite if the kernel doesn't report how busy the cores were.
     """
     if not last.busy_s:
         return math.inf
@@ -193,8 +194,8 @@ def _read_threads(tasks: Path) -> dict[str, tuple[int, int]]:
 def read_throttled_seconds(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float:
     """Return how long this process has been throttled by a CPU quota, in seconds; 0 if unknown.
 
-    Of several control groups, the longest time counts. `root` and `membership` are the kernel's
-    files.
+    If several control groups have a quota, the longest time is returned. `root` is the folder of
+    all control groups, and `membership` is the kernel's file with this process's groups.
     """
     seconds = 0.0
     for folder, version in list_groups("cpu", root, membership):
@@ -250,8 +251,8 @@ def name_competitors(
     - `own_root`: the training process; it, its descendants and its parent aren't named.
     - `throttled_s`: how long the container's CPU limit throttled this process.
     - `most`: maximum number of programs.
-    - `own`: a process whose descendants, such as a data loader's workers, are still named, as the
-      training's own workers.
+    - `own`: a process below `own_root` whose descendants, such as a data loader's workers, are
+      named after all, together as the training's own workers; -1 for none.
     """
     wall_s = after.at_s - before.at_s
     if wall_s <= 0:
