@@ -166,7 +166,7 @@ class Loop:
         return False
 
     def summarize_data(self) -> same_data.RankData | None:
-        """Return a summary of this rank's data set; None if its rows have no numbers."""
+        """Return a summary of this rank's data set; None if evener can't divide its rows."""
         if self.sampler is None:
             return None
         return same_data.summarize(self._loader.dataset, self._loader.collate_fn, self.sampler)
@@ -252,8 +252,8 @@ class SharedBatches:
         `drawn` yields the batches of the program's own sampler. With `resumes`, they continue an
         epoch from a saved state of that sampler, and are yielded unchanged.
         """
-        # One of these is drawn for each batch: a loop may leave an epoch early, and the next epoch's
-        # rows may depend on how far the sampler got.
+        # One of these is drawn for each batch. A loop may leave an epoch early, and the rows of the
+        # next epoch may depend on how far the sampler got.
         opens, self.opens, self.sampler = self.opens, False, None
         divided = self._divide_epoch() if opens and not resumes else None
         if divided is None:
@@ -474,7 +474,10 @@ def begin_dispatcher(wrapped: Any, outer: Any, *_: Any) -> Any:
 
 
 def gather(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Replace accelerate's gather, so that ranks may have different numbers of rows."""
+    """Gather tensors from all ranks, which may have different numbers of rows.
+
+    This wraps `Accelerator.gather` of accelerate.
+    """
 
     def gather(tensor: torch.Tensor) -> Any:
         if not tensor.ndim:

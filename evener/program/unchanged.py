@@ -166,7 +166,7 @@ class UnchangedTraining:
         return batch
 
     def _begin_fetch(self, timer: StepTimer, iterator: Any) -> bool:
-        """End the last step because the next batch is requested.
+        """End the current step, because the next batch is requested.
 
         Return False if that batch is for validation.
         """
