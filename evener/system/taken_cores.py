@@ -65,7 +65,7 @@ class CoreWatch:
     """Measures how long the threads of one process wait for cores between two readings.
 
     - `pid`: the process; None for this one.
-    - `cores`: number of cores that it may use; None for its affinity.
+    - `cores`: number of cores that it may use; None for all cores in its CPU affinity.
     """
 
     def __init__(self, pid: int | None = None, cores: int | None = None) -> None:
