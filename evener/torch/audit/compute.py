@@ -67,7 +67,7 @@ class GradientSketcher:
       sketches then contain only the loss.
     - `keeps_autocast`: True if the model needs the program's autocast.
     - `measures`: True if audits always measure how much rounding changes the gradient.
-    - `known`: facts about these passes from earlier audits; new facts are added.
+    - `known`: what earlier audits have found out about the run's passes; new findings are added.
     - `changed`: names of buffers that a pass changes.
     - `draws`: number of PyTorch's random draws that affect the result.
     - `drawn`: digests of the states of Python's and NumPy's random generators after each piece of
@@ -110,9 +110,9 @@ class GradientSketcher:
     def open(self, moves: bool = False) -> Iterator[GradientSketcher]:
         """Return a context in which `sketch` has no side effects; its value is this sketcher.
 
-        With `moves`, noise is added to weights whose values are all equal, until the exit.
+        With `moves`, noise is added to weights whose values are all equal, until the context's
+        exit. Such weights, as in a head initialized to zero, can make the gradients of others zero.
         """
-        # such weights, like a head initialized to zero, can make the gradients of others zero
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")

@@ -1,6 +1,6 @@
 """Traverse the nested arguments and results of recorded calls, and recognize arithmetic.
 
-A number in arithmetic, such as a divisor, may be a count of rows.
+Arithmetic matters because a number in it, such as a divisor, may be a count of rows.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def full_precision(keeps_autocast: bool = False) -> Iterator[None]:
-    """Return a context in which float32 products are computed in float32, without autocast.
+    """Return a context without autocast, and without reduced precision in float32 operations.
 
     The program's own settings are restored on exit. With `keeps_autocast`, autocast stays as the
     program sets it.
@@ -42,7 +42,7 @@ def _without_autocast() -> Iterator[None]:
 
 @contextmanager
 def _without_tf32() -> Iterator[None]:
-    """Return a context in which products aren't computed in TF32 or other reduced precision."""
+    """Return a context in which float32 operations don't use TF32 or other reduced precision."""
     # PyTorch has older settings for this (such as `allow_tf32`) and newer ones (`fp32_precision`,
     # since 2.9); both are changed. Reading an older one raises an error if a newer one disagrees.
     backends = torch.backends
@@ -72,7 +72,7 @@ def _without_tf32() -> Iterator[None]:
 
 
 def _read(setting: Callable[[], Any]) -> Any:
-    """Return what `setting` reads, one of PyTorch's older precision settings.
+    """Return the value of one of PyTorch's older precision settings, which `setting` reads.
 
     Return None if PyTorch raises an error, because the program has changed a newer setting.
     """

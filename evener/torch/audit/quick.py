@@ -1,8 +1,9 @@
 """Quick passes, which don't intercept each operation, and passes without dropout.
 
-EvenRandomness intercepts each operation of PyTorch, which takes as long as a small operation
-itself. A pass that draws no random numbers, except dropout's, doesn't need it: dropout can be
-turned off. The generators' states before and after a pass show whether it drew others.
+EvenRandomness intercepts each PyTorch operation, which takes as long as computing a small one. A
+pass doesn't need it if it draws random numbers only for dropout, because dropout can be turned off.
+Whether a pass draws others is found by comparing the states of the random generators before and
+after it.
 """
 
 from __future__ import annotations

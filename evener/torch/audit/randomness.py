@@ -42,8 +42,8 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
     """A context in which random operations return the same numbers for every row.
 
     - `seed`: determines these numbers.
-    - `disturbance`: seed of errors added to sums of many terms, as large as another order of the
-      terms would cause; 0 for no errors.
+    - `disturbance`: seed of simulated rounding errors, which are added to sums of many terms; 0 for
+      no errors.
     - `draws`: number of random operations in a pass.
     - `random`: number of these operations with random results; dropout doesn't count, because it
       keeps all values here.
@@ -241,7 +241,10 @@ def _draw_by_arguments(draw: _Draw) -> Any:
 
 
 def _draw_size(draw: _Draw) -> Any:
-    """Draw a tensor of the size in the arguments, with equal rows; return None without a size."""
+    """Draw a tensor with equal rows, of the size that is among the operation's arguments.
+
+    Return None if the operation has no argument `size`.
+    """
     names = draw.names()
     if "size" not in names:
         return None
@@ -255,11 +258,11 @@ def _draw_size(draw: _Draw) -> Any:
 
 
 def _fill_equal_rows(draw: _Draw) -> Any:
-    """Draw equal rows into a tensor, or into a new tensor of the same shape.
+    """Draw equal rows into an operation's tensor argument, or into a new tensor of its shape.
 
-    Return None for any other operation, and if there are several tensor arguments.
+    Return None for any other operation, and for one with several tensor arguments.
     """
-    # the result of the latter depends on all of them
+    # with several, the result depends on all of them
     arguments = draw.arguments
     if sum(isinstance(argument, torch.Tensor) for argument in arguments) != 1:
         return None
@@ -334,9 +337,11 @@ def _shorten(line: Any, like: Any) -> Any:
 
 
 def _stable_length(length: int) -> int:
-    """Return the number of values to draw for a row of `length` values: at least LONGEST."""
-    # PyTorch's random values depend on how many are drawn; so rows of different lengths start with
-    # the same values
+    """Return how many random values to draw for a row of `length` values: at least LONGEST.
+
+    PyTorch's random values depend on how many are drawn. Rows up to LONGEST get the same number, so
+    they start with the same values.
+    """
     return max(LONGEST, length)
 
 

@@ -365,13 +365,16 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _is_after_read(self, place: int) -> bool:
-        """True if the call with index `place` came after the program had read a model's result."""
+        """True if the program read a number from a model's result before the call `place`.
+
+        `place` is the index of the call. The program reads a number, for example, with `item()`.
+        """
         return self._first_read is not None and place >= self._first_read
 
     def _may_use_read(self, place: int) -> bool:
-        """True if a number in a call may derive from a value that the program has read.
+        """True if a number in a call may derive from a number that the program has read.
 
-        `place` is the index of the call.
+        `place` is the index of the call. The program reads a number, for example, with `item()`.
         """
         entry = self._tape[place]
         given = leaves_in(entry.arguments)
@@ -423,7 +426,10 @@ def _sum_up(tensor: torch.Tensor) -> list[float]:
 
 
 class Number(msgspec.Struct, frozen=True):
-    """A number in a loss, and the program's line that uses it ("" if unknown)."""
+    """A number with which a loss is computed, and the program's line that uses it.
+
+    The line is "" if it is unknown.
+    """
 
     value: float
     place: str
@@ -432,7 +438,8 @@ class Number(msgspec.Struct, frozen=True):
 class LossRecord:
     """The recorded calls that led to a loss; they can be repeated with other rows.
 
-    - `numbers`: numbers in the loss that come neither from the batch nor from the models.
+    - `numbers`: numbers with which the loss is computed, such as factors, if they come neither from
+      the batch nor from the models.
     - `reads`: True if some of them may derive from values that the program has read.
     """
 
@@ -598,13 +605,14 @@ def replay(
     """Repeat the recorded calls with other rows, and return one of the tensors they compute.
 
     - `entries`: the recorded calls.
-    - `known`: replacements of recorded tensors by id; the calls' results are added to it.
-    - `rows`: number of the other rows.
-    - `number`: converts the numbers among the arguments.
+    - `known`: replacements of recorded tensors by id; the results of the repeated calls are added.
+    - `rows`: number of rows with which the calls are repeated.
+    - `number`: converts each number among the arguments, which may be a count of rows.
     - `wanted`: id of the recorded tensor whose replacement is returned.
-    - `fresh`: replacements of the recorded batch's objects by class; None if there is none.
+    - `fresh`: for each class of objects in the recorded batch, the only object of that class among
+      the other rows; None if there isn't exactly one.
 
-    Random generators that the program passes to calls keep their states.
+    Random generators that the program passes to calls have the same states afterwards as before.
     """
     draws = [entry.draw for entry in entries if entry.draw is not None]
     now = [GeneratorState(draw.generator, draw.generator.get_state()) for draw in draws]

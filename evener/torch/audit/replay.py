@@ -29,9 +29,10 @@ class Replayed(msgspec.Struct, frozen=True):
 
     - `audited`: the audit; None if it isn't possible.
     - `fault`: why it isn't possible, as a part of a message.
-    - `cut`: True if only rows that are padded to other lengths could be used.
+    - `cut`: True if the loss couldn't be computed for the preferred rows, but only for rows with
+      other padding.
     - `certain`: False if a number in the record may be an unrecognized count of its rows.
-    - `closed`: True if the record uses only rows of its batch.
+    - `closed`: True if the record uses no rows but those of its batch.
     """
 
     audited: Audited | None

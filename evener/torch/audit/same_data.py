@@ -1,6 +1,6 @@
-"""Compare the data sets of all ranks, because a plan shares rows out by their numbers.
+"""Compare the data sets of all ranks, because a plan divides rows by their indices.
 
-A number has to mean the same row on every rank. It doesn't if each rank draws its own data set, as
+An index has to mean the same row on every rank. It doesn't if each rank draws its own data set, as
 with random_split or a shuffle without a common seed, or if the program has already divided its data
 set by rank.
 """
@@ -53,8 +53,8 @@ class RankData(msgspec.Struct, frozen=True):
     """A summary of one rank's data set, by which ranks compare their data sets.
 
     `length` is the number of rows in an epoch. `order` is a digest of the program's own order of
-    these rows; None if there is none. `rows` has the sums of a few rows by their numbers in the
-    data set. Rows that can't be read, or that differ each time they are read, aren't included.
+    these rows; None if there is none. `rows` has the sums of a few rows, by the rows' indices in
+    the data set. Rows that can't be read, or that differ each time they are read, aren't included.
     """
 
     length: int

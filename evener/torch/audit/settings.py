@@ -1,8 +1,9 @@
 """Detect changes of the settings that affect a loss.
 
-Settings are numbers, flags and objects in modules of the program's own classes, and what the
-program's functions use. A setting that changes after staying the same, such as a flag set in a
-later epoch, is a reason for another audit. Counters change in every step and are ignored.
+A setting is a number, flag or object that a function of the program uses, or that is stored in a
+module whose class the program defines. A setting that changes after staying the same, such as a
+flag set in a later epoch, is a reason for another audit. Counters change in every step and are
+ignored.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class LossSettings:
 
         - `models`: the modules to read.
         - `function`: computes the loss.
-        - `code`: a code object of the program, with the variables of its module.
+        - `code`: code of the program, and the variables of its module; the ones it uses are
+          settings.
         - `holders`: other objects whose attributes are settings.
         """
         self._checks += 1
