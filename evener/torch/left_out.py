@@ -38,10 +38,10 @@ class LeftOutBatches:
         self._left: list[int] = []  # steps that this rank hasn't written to the store yet
 
     def note(self, loss: torch.Tensor, made_of: Hashable) -> None:
-        """Record whether `loss` is 0, so that this rank leaves out its rows in the current step.
+        """Record whether `loss` is 0, as in a step that this rank leaves out.
 
         Call this before the backward pass. `made_of` identifies the operations that computed the
-        loss.
+        loss. A step with several losses is left out only if all of them are 0.
         """
         # Reading a loss makes the host wait for the device. So operations whose loss was once other
         # than 0 aren't checked again.

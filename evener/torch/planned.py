@@ -186,9 +186,9 @@ class PlannedTraining:
     def compare_data(
         self, dataset: Any, collate: Callable[[list[Any]], Any], sampler: UnevenBatchSampler
     ) -> None:
-        """Compare a training data set with the other ranks' data sets, once a batch was trained.
+        """Register a training data set, to compare it with the other ranks' after the first batch.
 
-        `collate` makes a batch from a list of rows, and `sampler` has the order of rows.
+        `collate` makes a batch from a list of rows, and `sampler` determines the order of rows.
         """
         if self._data is not None:
             others = [each for each in self._data if each[0] is not dataset]
@@ -204,7 +204,10 @@ class PlannedTraining:
 
     @property
     def _compares_data(self) -> bool:
-        """True until data sets are compared. `evener run` compares them in its own way."""
+        """True if `_compare_data` still has to compare the ranks' data sets.
+
+        False with a single rank, and under `evener run`, which compares data sets in its own way.
+        """
         return self._data is not None and self.world > 1 and not self.audits.follows_launcher
 
     def _compare_data(self) -> None:
@@ -276,10 +279,11 @@ class PlannedTraining:
     def wrap(self, model: Any, **options: Any) -> Any:
         """Move a model to this process's device, and sum its gradients over the ranks.
 
-        Each rank's gradients are weighted by its rows. Returns the model in
-        DistributedDataParallel, unless it is already in it, is sharded by FSDP (with
-        `weigh="loss"`), or trains on one device. `options` are options of DistributedDataParallel;
-        only `bucket_cap_mb`, `broadcast_buffers` and `process_group` have an effect.
+        Each rank's gradients are weighted by its rows. Returns the model wrapped in
+        DistributedDataParallel. It isn't wrapped if the program has already done so, if FSDP shards
+        it (with `weigh="loss"`), or if it trains on one device. `options` are options of
+        DistributedDataParallel; only `bucket_cap_mb`, `broadcast_buffers` and `process_group` have
+        an effect.
 
         Raises RequestError if the model's gradients can't be weighted.
         """

@@ -209,7 +209,8 @@ LEAVING = {
 def count_collectives() -> dict[str, int]:
     """Return the number of collectives that this process has started with other ranks.
 
-    There is a number for each process group and device.
+    There is one number for each process group and device type, which are named in its key. A group
+    whose backend keeps no count is left out.
     """
     groups = [group for group in list(dist.distributed_c10d._world.pg_map) if group.size() > 1]
     every = {

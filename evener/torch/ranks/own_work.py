@@ -242,11 +242,13 @@ class _StepDurations(NamedTuple):
 class StepTimer:
     """Times the steps of a training run on one rank.
 
-    `clock` is a HostClock or a GpuClock. `single_rank` is True if no other rank trains.
+    `clock` is a HostClock or a GpuClock. `single_rank` is True if no other rank trains. `sums` has
+    the total times of all steps after the first few.
 
     A batch without gradients, such as the first of two accumulated ones, isn't counted as a step,
-    but the sums include its time. If steps are short, only some batches are timed, and represent
-    the others in the sums. Time for files and validation is measured in all batches, by the host.
+    but `sums` includes its time. If steps are short, only some batches are timed; in `sums`, each
+    of them also represents the batches before it that weren't. Time for files and validation is
+    measured in all batches, by the host.
     """
 
     # A timed batch has marks (`_marks`). For any other batch, only the current phase is stored
@@ -363,7 +365,8 @@ class StepTimer:
     def _note_files(self, marks: list[tuple[Phase, Any]]) -> None:
         """If files were written in the phase between two steps, count this phase as file time.
 
-        `marks` are the phases of the current batch, or since the last loop, with their starts.
+        `marks` are the beginnings of the latest phases. The last one is changed if it is such a
+        phase.
         """
         # Bytes are counted only if the phase is long enough to matter, because counting takes
         # microseconds. So the count may include bytes of earlier steps.
@@ -454,8 +457,8 @@ class StepTimer:
     def note_pass_alone(self) -> None:
         """Record the end of a backward pass in a training run of one process.
 
-        If this is called, the timer detects whether the GPU is behind its host. The time until the
-        update, such as for clipping, then doesn't count as own work.
+        Then the timer detects whether the GPU is behind its host, and doesn't count the time from
+        the pass to the update as own work. That time is spent, for example, on clipping.
         """
         computed = self._computed
         self.note_gradients()
@@ -713,7 +716,10 @@ class StepTimer:
         self._untimed.validation_s += min(known_s + last_s, whole_s)
 
     def pause(self) -> None:
-        """End a loop; the time until the next batch is added to the sums, not to a step's time."""
+        """End a loop.
+
+        The time until the next batch is added to `sums`, but not to the time of a step.
+        """
         left = self._asked
         if left is not None and not self._next_timed:
             left = self._clock.mark()
@@ -750,7 +756,7 @@ class StepTimer:
                 self._clock.reuse(_list_marks(marked))
 
     def _add_to_sums(self, marked: _MarkedStep, spent: _StepDurations) -> None:
-        """Add a timed batch to the sums, weighted by the number of batches that it represents.
+        """Add a timed batch to `sums`, weighted by the number of batches that it represents.
 
         `marked` is the batch, and `spent` has its times.
         """

@@ -54,9 +54,9 @@ class ExitNote(msgspec.Struct, frozen=True):
     exchanges: dict[str, int] = {}  # number of collectives that it has started, by process group
 
     def describe(self, rank: int) -> str:
-        """Return a message that says why `rank`, to which this note belongs, has exited.
+        """Return a message for ranks that wait for `rank`: it has exited, and why.
 
-        A rank that waits for `rank` prints the message.
+        `rank` is the rank to which this note belongs.
         """
         end = "ended", self.error
         if self.error is None:
@@ -280,7 +280,7 @@ def leave_group() -> None:
 
 
 class _ExitActions:
-    """Settings that determine what this process does when the interpreter exits."""
+    """What this process does when the interpreter exits."""
 
     leaves = False  # True if it leaves the process group
     # a method of the newest training run

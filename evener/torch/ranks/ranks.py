@@ -260,7 +260,10 @@ def join(device: Any, backend: str | None) -> None:
 
 
 def _place_group(number: int) -> dict[str, Any]:
-    """Return arguments of `init_process_group` for the group with this number, counted from 0."""
+    """Return the rendezvous arguments of `init_process_group` for a new process group.
+
+    `number` counts the groups that this process has created before.
+    """
     # Under torchrun, a second training run in a process uses the store in which the first group has
     # left its ranks' addresses. So each later group gets keys of its own.
     if number == 0:
@@ -313,7 +316,7 @@ class RankShares(msgspec.Struct, frozen=True):
 
     @property
     def pass_rows(self) -> Iterator[int]:
-        """Return an iterator over the rows of each pass of a full batch, for all ranks."""
+        """Return an iterator over the numbers of rows in all ranks' passes of a full batch."""
         return (
             rows for each in zip(self.batches, self.passes, strict=True) for rows in even(*each)
         )
