@@ -251,7 +251,7 @@ class FitHooks:
         return type(self.model).get_compile_config(self.model)
 
     def reduce(self) -> Any:
-        """Return the model in a form without a split, for `copy.deepcopy` and `pickle`."""
+        """Return the model's reduced form for `copy.deepcopy` and `pickle`, without the split."""
         self._warn_of_copy()
         kind: Any = type(self.model)
         return kind.__reduce__(self.model)
@@ -318,7 +318,7 @@ class FitHooks:
         self._prepare_validation(chosen, size)
 
     def _in_order(self, data: tuple[Any, ...], size: int) -> tuple[Any, int]:
-        """Return batches of `size` rows for evaluation, and the number of batches."""
+        """Return ordered batches of `size` rows, for evaluation, and the number of batches."""
         arrays = ArrayBatches(data, size)
         check_same_arrays(self.group, data, size, ())
         return self.engine.batches(arrays, endless=False), arrays.steps
@@ -344,7 +344,8 @@ class FitHooks:
     def _prepare_validation(self, chosen: dict[str, Any], size: int | None) -> None:
         """Batch the validation data in `chosen`, the arguments of `fit`, for the engine.
 
-        `size` is the batch size of a plan without passes, unless `validation_batch_size` is given.
+        `size` is the default batch size for a split without passes. An argument
+        `validation_batch_size` takes precedence.
         """
         data = chosen["validation_data"]
         if data is None:

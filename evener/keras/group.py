@@ -253,8 +253,7 @@ def digest_batch(data: Any) -> BatchDigests:
 
 
 def _digest_rows(data: Any) -> Any:
-    """Return a hash of these tensors."""
-    # to save time, only row 0 of a tensor with long rows
+    """Return a hash of these tensors; of a tensor with long rows, only row 0 counts."""
     return digest(
         [
             leaf if (leaf.shape[1:].num_elements() or FEW + 1) <= FEW else leaf[:1]
@@ -287,9 +286,9 @@ def check_same_arrays(group: Any, data: Any, size: int, settings: Sequence[Any])
 
 
 def refuse_other(rank: int) -> None:
-    """Raise RequestError unless `rank` is 0.
+    """Raise RequestError if `rank` isn't 0.
 
-    `rank` is a rank whose data differ from rank 0's, or 0 if no rank's data differ.
+    `rank` is a rank whose data differ from rank 0's. It is 0 if the data of all ranks agree.
     """
     if rank:
         raise RequestError(

@@ -181,7 +181,7 @@ HEADROOM = 16.0  # a power of two, so that scaling doesn't round
 def calls_of_steps() -> Iterator[None]:
     """Return a context for the model's calls within an engine's step.
 
-    Outside of it, `warn_of_own_loop` warns of a training loop that the user wrote.
+    A call outside of this context may come from a user's training loop; see `warn_of_own_loop`.
     """
     token = in_step.set(True)
     try:
@@ -242,7 +242,8 @@ def warn_of_own_loop(model: Any) -> Callable[..., Any]:
 class CopiesScope(keras.StatelessScope):  # type: ignore[misc]
     """A scope in which a model uses `copies` as its weights, and the given values as its states.
 
-    Assignments stay within the scope. `others` has assigned variables that aren't the model's.
+    Assignments stay within the scope. `others` has the variables that were assigned there but
+    aren't the model's.
     """
 
     def __init__(
@@ -372,10 +373,10 @@ def weigh_added(kind: str, loss: Any, part: Any, dtype: Any) -> Any:
 
 
 def scale_loss(model: Any, loss: Any) -> Any:
-    """Return the loss scaled as the optimizer does for float16, but by a smaller factor.
+    """Scale the loss as the optimizer does for float16, but by a smaller factor.
 
-    With the full factor, the gradients of parts could overflow, because they can be larger than
-    their sum.
+    With the optimizer's factor, the gradients of parts could overflow, because they can be larger
+    than their sum.
     """
     return model.optimizer.scale_loss(loss) / _headroom(model)
 
@@ -402,7 +403,7 @@ def _headroom(model: Any) -> float:
 
 
 def _undo_headroom(gradient: Any, headroom: float, is_half: bool) -> Any:
-    """Return a gradient times `headroom`, by which `scale_loss` has reduced the factor.
+    """Return a gradient times `headroom`, the number by which `scale_loss` divides the loss.
 
     With `is_half`, elements of a dense gradient that overflow in float16 become NaN.
     """
@@ -423,8 +424,8 @@ def update_metrics(
 ) -> dict[str, Any]:
     """Update Keras' loss tracker and the model's metrics, and return the logs.
 
-    `loss` is a mean over `rows`. Raises RequestError if `compute_metrics` reads an attribute that
-    holds a tensor of one pass.
+    `loss` is a mean over `rows` rows. Raises RequestError if `compute_metrics` reads an attribute
+    that holds a tensor of one pass.
     """
     model._loss_tracker.update_state(loss, sample_weight=rows)
     try:

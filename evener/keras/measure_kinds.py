@@ -229,11 +229,14 @@ class Measured(NamedTuple):
         return list(zip(*values, strict=True))
 
     def _raise_zeros(self) -> tuple[Values, list[Tensors]]:
-        """Return nonzero values for variables that are 0, by variable, and the unchanged rows."""
+        """Return nonzero values for variables that are 0, by variable, and the rows to compute.
+
+        The rows are the given ones, without changes.
+        """
         return raise_zeros(self.model, self.step)[0], self.every
 
     def _change_weights(self) -> tuple[Values, list[Tensors]]:
-        """Return the values of `_raise_zeros` with noise on the weights, and negated inputs."""
+        """Return the values of `_raise_zeros` with noise on the weights, and rows with -x."""
         values, _ = self._raise_zeros()
         for number, variable in enumerate(self.model.trainable_variables):
             value = tf.convert_to_tensor(variable)
@@ -440,7 +443,7 @@ def _ramp(values: Any) -> Any:
 
 
 def _pad_labels(padding: int, y: Any) -> Any:
-    """Return a copy of the labels; in each row, another number of them is `padding`."""
+    """Return a copy of the labels; in each row, `padding` replaces another number of labels."""
     # if rows have a single label, every third one is padding
     if y.ndim < 2 or y.shape[-1] < 2:
         return np.where(np.arange(len(y)).reshape(-1, *[1] * (y.ndim - 1)) % 3 == 0, padding, y)

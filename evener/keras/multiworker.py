@@ -204,9 +204,9 @@ class Workers:
         self.group.share_weights([variable.value for variable in variables])
 
     def device_times(self) -> Sequence[DeviceTimes]:
-        """Return each process's compute time (own work) and the time it waited for the others.
+        """Return each process's compute time (own work) and its time waiting for the others.
 
-        The result is empty before the first step.
+        They are per step, over the last steps. The result is empty before the first step.
         """
         steps, rank = self.times.read(), self.group.rank
         found = []
@@ -369,7 +369,8 @@ class Workers:
     def _compute_own_rows(self, own: OwnRows) -> tuple[PassSums, list[Any]]:
         """Run the forward and backward pass on this process's rows, and return the results.
 
-        The second result has the values before the step of the states that all processes change.
+        The second result has the states that all processes change, with their values before the
+        step.
         """
         model = self.model
         x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
@@ -570,9 +571,9 @@ class StepMetrics:
 
         - the outputs, padded with zeros to the whole batch;
         - the changes of the metrics' states;
-        - the losses of single outputs.
+        - the loss of each output of the model, if there are several.
 
-        If the outputs are too large to send, the changes of the compiled metrics replace them.
+        If the outputs are too large to send, the changes of the compiled metrics are sent instead.
         """
         model, (start, size, rows) = self._model, self._place
         if model._compile_metrics is not None or overrides(model, "compute_metrics"):

@@ -94,7 +94,7 @@ class StepStates:
         return StateUpdate(state, value, self._kinds[id(state)])
 
     def _counts(self, state: Any) -> bool:
-        """True if the state belongs to a metric that isn't the loss of one of several outputs."""
+        """True if the state belongs to a metric, other than the loss of one of several outputs."""
         return id(state) in self._metrics and id(state) not in self._losses
 
     def after_pass(
@@ -336,7 +336,10 @@ class DevicePasses:
             )
 
     def _begin(self, values: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """Return (state, starting value) for a pass; `values` are from the previous pass."""
+        """Return (state, value) for each state, with the value from which a pass starts.
+
+        `values` are the states' values after the previous pass.
+        """
         pairs = zip(self._starts, values, strict=True)
         return [
             (state, begin if self._states.restarts_each_pass(state) else value)

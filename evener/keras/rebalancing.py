@@ -22,7 +22,7 @@ from ..training.rebalance import Rebalancer, name_devices
 
 
 class ChangingCut(Cut):
-    """A cut of batches into whole samples that may change during training."""
+    """A cut of batches among devices whose shares may change during training."""
 
     # the shares are variables, so a traced step uses their current values
 

@@ -24,8 +24,8 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
     """Reports the samples/s of a split's devices to the monitor after every step.
 
     For a model that trains without a split, pass `rows`, the number of rows per step. In a group of
-    processes, the first one reports for all. A dataset's step of unknown size counts as the split's
-    global batch. Without a global batch, nothing is reported.
+    processes, the first one reports for all. If a dataset doesn't tell how many rows a step has,
+    the split's global batch is assumed. If that isn't known either, nothing is reported.
 
     With `log`, the shares, the samples/s and their ratio to the plan's are added to the `logs` at
     the end of each epoch. The callbacks of TensorBoard, W&B and MLflow read these logs, so they

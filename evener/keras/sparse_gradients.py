@@ -83,8 +83,10 @@ def _merge(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def without_filler(gradient: Any, rows: Any) -> Any:
-    """Return the gradient; if `rows` is 0, drop the slices of a sparse gradient."""
-    # with 0 rows, the gradient is that of a filler row
+    """Return the gradient; if `rows` is 0, drop the slices of a sparse gradient.
+
+    These slices would come from a filler row.
+    """
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     count = tf.where(rows > 0, tf.shape(gradient.indices, tf.int64)[0], 0)
@@ -215,8 +217,8 @@ class SharedSlices:
 class SharedGradients:
     """The dense and sparse gradients of a process's rows, to be summed over its group.
 
-    `gradients` has an entry per trainable weight: its gradient, or None. `values` are their
-    tensors.
+    `gradients` has an entry per trainable weight: its gradient, or None. The attribute `values` has
+    a tensor for each gradient: the dense gradient, or the slices of a sparse one.
     """
 
     def __init__(self, gradients: Sequence[Any]) -> None:

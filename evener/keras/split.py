@@ -434,7 +434,7 @@ def _choose_engine(
 
 
 def _cut_in_passes(shares: list[int], micros: list[int]) -> Cut:
-    """Return the cut by these shares, in passes of up to `micros` rows."""
+    """Return the cut by these shares; `micros` has the maximum rows per pass of each device."""
     # without passes if each share is a single one
     return Cut(shares, micros=() if micros == shares else micros)
 

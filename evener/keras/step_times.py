@@ -36,7 +36,7 @@ class FitStep(NamedTuple):
 
     @property
     def whole_s(self) -> float:
-        """The duration of the whole step in seconds, including the time before it."""
+        """The duration of the whole step in seconds, including input and the time between steps."""
         return self.input_s + self.work_s + self.between_s
 
 
