@@ -96,7 +96,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def trains(self) -> bool:
-        """True while a trainer fits a module with this strategy, including its first hooks."""
+        """True while `Trainer.fit` runs with this strategy, including its hooks before training."""
         module = self.lightning_module
         trainer = None if module is None else module._trainer
         if trainer is None or trainer.strategy is not self:
@@ -197,7 +197,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def _rendezvous_on_hosts(self) -> None:
         """Make the first rank tell the others, before each batch, whether it has received SIGTERM.
 
-        If only another rank receives SIGTERM, that rank stops one batch later.
+        If another rank receives SIGTERM but the first doesn't, that rank stops by itself one batch
+        later.
         """
         # Lightning's own handler would synchronize with the other ranks immediately, while they may
         # be in a step's all-reduce; the one installed here only records the signal. The ranks meet
@@ -407,7 +408,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._planned.weights.in_pass = False
 
     def _share_loss(self, result: Any) -> Any:
-        """Return the result of training_step with the value of the global batch's loss.
+        """Return training_step's result, with the value of the global batch's loss as its loss.
 
         Gradients are still computed from this rank's loss.
         """
@@ -471,8 +472,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     ) -> Any:
         """Run the optimizer's step, and audit it if an audit is due.
 
-        `closure` computes the batch. Before the first step, raises DeviceError if the optimizer's
-        state won't fit in memory; no weight has changed then.
+        `closure` computes the batch. Before the first step changes any weight, raises DeviceError
+        if the optimizer's state won't fit in memory.
         """
 
         # has an entry after this step's audit, because LBFGS calls the closure several times

@@ -1,4 +1,4 @@
-"""Run a training on all hosts of a plan, through Ray.
+"""Launch a training run on all hosts of a plan, through Ray.
 
 On each host, an actor of evener runs `evener launch`. If restarts are allowed, training starts
 again without a lost host.

@@ -35,7 +35,7 @@ from .job import HostJob
 
 
 class GroupExit(msgspec.Struct, frozen=True):
-    """How the processes of one start ended; without signal and failures, all succeeded."""
+    """How a launch's processes ended; all succeeded if there is neither a signal nor a failure."""
 
     signal: int = 0  # the signal that the launcher received; 0: none
     # exit codes by rank, for ranks that failed by themselves; -N: killed by signal N

@@ -140,7 +140,7 @@ def _refuse_isolation(options: Sequence[str]) -> None:
 
 
 def _skip_options(words: Sequence[str]) -> list[str]:
-    """Return a Python command's arguments from the script, `-m` or `-c` on; [] without any."""
+    """Return a Python command's arguments from the script, `-m` or `-c` on; [] if it has none."""
     left = list(words)
     while left and left[0].startswith("-") and left[0] not in ("-m", "-c", "-"):
         takes_value = left.pop(0) in ("-W", "-X", "--check-hash-based-pycs")

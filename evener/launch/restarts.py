@@ -1,4 +1,4 @@
-"""Run a training and restart it after the loss of a device.
+"""Run a training job, and restart it after the loss of a device.
 
 After a process was killed or aborted, all processes start again on the devices that still work.
 """

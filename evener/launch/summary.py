@@ -299,7 +299,7 @@ def _describe_remedies(summary: TrainingSummary) -> str:
 
 
 def _write_gain(gain: float) -> str:
-    """Return a gain as text, such as "+43 %", or "over +900 %" from MOST_GAIN on."""
+    """Return a gain as text, such as "+43 %"; from MOST_GAIN on, it is "over +900 %"."""
     return f"over +{percent(MOST_GAIN)}" if gain >= MOST_GAIN else f"+{percent(gain)}"
 
 

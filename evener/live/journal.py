@@ -58,7 +58,7 @@ class StartEntry(msgspec.Struct, frozen=True, tag="started", tag_field="entry"):
 
 
 class SpeedEntry(msgspec.Struct, frozen=True, tag="speed", tag_field="entry"):
-    """The speed of the training run over the last seconds."""
+    """The training run's speed since the previous speed entry."""
 
     at: At
     step: Count  # since the processes began

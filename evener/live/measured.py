@@ -10,8 +10,9 @@ from .files import LiveDevice, LiveRecord
 def recent_sums(record: LiveRecord, live: LiveDevice) -> StepSums:
     """Return the sums of the durations of a device's last steps.
 
-    `record` is the process's record, and `live` is the device's entry in it. Without such sums,
-    return a single step made from the medians. Return empty sums if there are no medians either.
+    `record` is the process's record, and `live` is the device's entry in it. If the record has no
+    such sums, the medians in it are returned as a single step. If there are no medians either, the
+    sums are empty.
     """
     # the record's sums are the whole process's, not those of one of several devices
     if record.recent.steps and (len(record.devices) <= 1 or not live.own_work_s):

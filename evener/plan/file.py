@@ -251,8 +251,10 @@ def parse_plan(text: bytes, source: str = "plan") -> Plan:
 
 
 def _add_missing_kinds(plan: Plan) -> Plan:
-    """Return the plan with the kind of each comparison in its `evidence` filled in by name."""
-    # plans of evener 0.1 and 0.2 have only names
+    """Return the plan with a kind for each comparison in its `evidence`.
+
+    Plans of evener 0.1 and 0.2 have only names, from which the kinds follow.
+    """
     names: dict[str, EvidenceKind] = {
         EVEN_SPLIT: "equal_shares",
         BEST_SPLIT: "other_shares",
@@ -318,7 +320,10 @@ def with_current_schema(plan: Plan) -> Plan:
 
 
 def _upgrade_layout(layout: PlanLayout) -> PlanLayout:
-    """Return a copy of the layout with a single pass for shares without rows per pass."""
+    """Return a copy of the layout in which every share has a number of rows per pass.
+
+    A share that has none gets a single pass.
+    """
     shares = (
         msgspec.structs.replace(share, micro=share.micro or share.batch) for share in layout.share
     )

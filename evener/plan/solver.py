@@ -38,7 +38,7 @@ def join_curves(curves: Sequence[Knots], rows: Sequence[int]) -> tuple[Curve, ..
 
 
 def proportional_curves(rows: Sequence[float]) -> tuple[Curve, ...]:
-    """Return curves that are lines through 0; each device takes 1 s for its number in `rows`."""
+    """Return curves that are lines through 0, on which each device takes 1 s for its `rows`."""
     return tuple(Curve((0.0,), (0.0,), 1 / row) for row in rows)
 
 

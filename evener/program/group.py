@@ -175,7 +175,7 @@ def _read_start_environment(process: str) -> dict[str, str]:
 
 
 def _has_sibling(own: dict[str, str]) -> bool:
-    """True if a launcher in this program has also started another rank.
+    """True if the launcher that started this process has also started another rank.
 
     `own` are this process's environment variables.
     """

@@ -152,7 +152,7 @@ class Guard(Recorder):
             self._origins.follow(function, arguments, keywords, result, self)
 
     def read_loss(self, loss: torch.Tensor) -> float:
-        """Return the loss as a number, as it was before a collective overwrote it in place."""
+        """Return the loss as a number, as it was before any collective overwrote it in place."""
         # only the earlier value can be compared with what the recorded calls compute
         return super().read_loss(self._before.get(address(loss), loss))
 
@@ -163,7 +163,7 @@ class Guard(Recorder):
     def _is_given(self, tensor: torch.Tensor) -> bool:
         """True for a small tensor, such as task weights, that was created before the batch.
 
-        False for a sum over all ranks' rows, which is the same with any shares.
+        A sum over all ranks' rows doesn't count, because it is the same with any shares.
         """
         totals = self._origins.totals if self._origins is not None else None
         is_total = totals is not None and bool(totals.find(tensor))
@@ -172,7 +172,7 @@ class Guard(Recorder):
     def _record_number_use(self, function: Any, given: Any) -> None:
         """Record the numbers that a call of `function` combines with weights or gradients.
 
-        Set `local_use` to a message if such a number follows from this rank's own rows.
+        Set `local_use` to a message if such a number was computed from this rank's own rows.
         """
         super()._record_number_use(function, given)
         if self.local_use or not is_arithmetic(function):
@@ -313,9 +313,11 @@ class Guard(Recorder):
     # ------------------------------------------------------------------ judging
 
     def take_inner(self, model: Any) -> Any:
-        """Return the module that recomputes the loss in place of `model`."""
-        # DistributedDataParallel would communicate, so its inner module is used, unless all ranks
-        # recompute the loss together
+        """Return the module that a replay calls for `model`.
+
+        It is the one inside a DistributedDataParallel, which would communicate, unless all ranks
+        replay the calls together.
+        """
         return model if self._agree is not None else super().take_inner(model)
 
     def judge(self, loss: torch.Tensor) -> str:
@@ -450,7 +452,7 @@ class Guard(Recorder):
 
     @property
     def divides_sums(self) -> bool:
-        """True if losses are sums over rows, and the program may divide gradients by rows."""
+        """True if losses are sums over rows and the program may divide gradients by a row count."""
         # such a program changes weights or gradients with a number that may count rows
         return self.are_sums and any(may_count(self.rows, each) for each in self.uses)
 
