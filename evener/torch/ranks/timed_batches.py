@@ -17,7 +17,7 @@ GOLDEN, RANGE = 2654435761, 1 << 32  # multiples of the golden ratio are spread 
 
 
 class Rate(NamedTuple):
-    """How often a batch is timed: once in `seconds`, but at least once in `most_stride` batches."""
+    """How often a batch is timed: every `seconds`, and at least once in `most_stride` batches."""
 
     seconds: float
     most_stride: int  # a power of 2
@@ -73,7 +73,7 @@ class TimedBatches:
         return number % self.stride == part * self.stride // RANGE
 
     def _choose_stride(self) -> None:
-        """Choose the stride of the next block from the mean duration of the last batches."""
+        """Choose the stride from the mean duration of the last BLOCK_BATCHES batches."""
         now = self._clock()
         batch_s = (now - self._block_at) / BLOCK_BATCHES
         is_first = not self._block_at

@@ -1,9 +1,10 @@
-"""Fetch batches by a tensor of row indices or row by row, and prefetch them in a thread for a GPU.
+"""Fetch batches, by a tensor of row indices if possible, and prefetch them in a thread for a GPU.
 
-Fetching row by row, as DataLoader does, takes Python about 10 µs per row, so a fast GPU has to wait
-for a small network's batches. At most `depth` batches wait on the device besides the current one,
-and the training loop runs at most `depth` steps ahead of the GPU. Therefore the memory for batches
-is bounded, and is the same in a probe as in a training run.
+Without such a tensor, rows are fetched one by one, as DataLoader does. That takes Python about 10
+µs per row, so a fast GPU that trains a small network waits for its batches. At most `depth` batches
+wait on the device besides the current one, and the training loop runs at most `depth` steps ahead
+of the GPU. Therefore the memory for batches is bounded, and is the same in a probe as in a training
+run.
 """
 
 from __future__ import annotations
@@ -170,8 +171,8 @@ class Prefetcher:
     def wait_until_full(self) -> None:
         """Wait until `depth` batches are prefetched, or the source is exhausted.
 
-        At the end of timed steps, this makes their time include fetching as many batches as they
-        used.
+        A probe calls this at the end of timed steps. Then as many batches are fetched during these
+        steps as they use, so their time includes the time for fetching.
         """
         with self._change:
             self._change.wait_for(lambda: len(self._ready) >= self._depth or self._ended)
@@ -262,8 +263,8 @@ class _CopyStream:
     def use_on_current_stream(self, batch: Any, arrived: Any) -> Any:
         """Return a batch that the loop can use; the loop's stream waits until it has arrived.
 
-        `arrived` is the event for the arrival. None means that memory was too short to send the
-        batch earlier; then it is sent now.
+        `arrived` is the event for the arrival. It is None if the device had too little memory when
+        the batch was prefetched; then the batch is sent now.
         """
         # between steps, the loop's activations have been freed
         if arrived is None:

@@ -40,9 +40,9 @@ class Epoch:
     """One iteration over a loader.
 
     - `training`: False for validation.
-    - `tail`: the batches in which ranks' weights differ from a full batch. None stands for no
-      batch. A number stands for the last batch, with that many rows. Another object stands for any
-      batch.
+    - `tail`: in which batches the ranks' weights differ from those in a full batch. None: in no
+      batch. A number: in the last batch, which has that many rows. Any other object: possibly in
+      every batch.
     - `by_length`: True if rows are assigned by length; a batch must then not be cut into passes.
     - `loader()`: returns the loader, or None if it no longer exists.
     """
@@ -230,7 +230,7 @@ class Loader:
     def wait_until_full(self) -> None:
         """Wait until `prefetch` batches are prefetched, or the loop has no more batches to fetch.
 
-        Return at once without prefetching.
+        Return at once if nothing is prefetched, because `prefetch` is 0 or no loop is running.
         """
         if self._ahead is not None:
             self._ahead.wait_until_full()
@@ -243,9 +243,9 @@ class Loader:
         return self.batch_sampler.rows_of_all(max(0, self._steps - 1))
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next loop, which starts at its first row.
+        """Make the next loop iterate over this epoch, from its first row.
 
-        If a state in this epoch was just loaded, the loop has only the remaining rows.
+        If a state in the middle of this epoch was just loaded, the loop starts there instead.
         """
         if not (self._loaded and epoch == self.batch_sampler.epoch):
             self.batch_sampler.set_epoch(epoch)
@@ -279,7 +279,10 @@ class RowSampler(SequentialSampler):  # type: ignore[misc]  # torch isn't follow
         self._loader = loader
 
     def __len__(self) -> int:
-        """Return the number of this rank's rows in an epoch, including filler rows."""
+        """Return the number of this rank's rows in an epoch.
+
+        That includes a filler row for each batch in which the rank has no row of its own.
+        """
         sampler = self._loader.batch_sampler
         firsts = range(0, len(sampler) * sampler.global_batch, sampler.global_batch)
         return sum(max(1, sampler.sizes_at(first)[sampler.rank]) for first in firsts)

@@ -302,7 +302,7 @@ class UnevenBatchSampler:
 
         - None: in no step.
         - A number: in the last step only, which has that many rows.
-        - A new object: possibly in any step.
+        - An object that equals no other: possibly in every step.
         """
         if self.changes or self.is_by_length:
             # equals no other object, because each step may weight ranks differently
