@@ -141,9 +141,10 @@ def _parameters(sharded: AnyModel, wanted: Collection[str]) -> Iterator[Tensors]
 
 
 def _copy_to_host(sharded: AnyModel, tensors: Mapping[str, torch.Tensor]) -> Iterator[Tensors]:
-    """Yield copies of the tensors in host memory, in dicts of at least FILE_BYTES but the last.
+    """Yield copies of the tensors in host memory, by name.
 
-    Ranks other than 0 yield nothing.
+    They come in several dicts. Each of these has at least FILE_BYTES, except the last one. Ranks
+    other than 0 yield nothing.
     """
     if sharded.place.rank:
         return
@@ -262,7 +263,7 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _number(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return groups from `_groups` in the form of a `state_dict`, with indices of parameters."""
+    """Return the groups from `_groups` as in a `state_dict`, with a list of indices as "params"."""
     numbers = count()
     return [{**group, "params": list(islice(numbers, group["params"]))} for group in groups]
 

@@ -131,7 +131,10 @@ class Flat:
             )
 
     def _open(self) -> torch.Tensor:
-        """Return the buffer, as long as the whole flat, for gradients of this rank's rows."""
+        """Return the buffer that holds the gradients of the whole flat, for this rank's rows.
+
+        It is created if there is none, after waiting for an earlier reduction of the flat.
+        """
         # the reduction from an earlier use of the unit may still be running
         self.receive()
         if self._grads is None:
@@ -254,9 +257,10 @@ class Flat:
             slot.view = None
 
     def _make_views(self, made: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the gradient of this rank's shard; create it if there is none yet.
+        """Return the gradient of this rank's shard, and create it if there is none.
 
-        A new gradient is `made`, or zeros for None. Each slot gets a view of its range.
+        In this case, it becomes `made`, or zeros without `made`, and each slot gets a view of its
+        range.
         """
         if self._grad_shard is None:
             self._grad_shard = torch.zeros_like(self.shard) if made is None else made

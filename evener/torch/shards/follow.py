@@ -4,8 +4,8 @@ All ranks of a sharded model have to run the same gathers and reductions in the 
 without rows gets a filler row, whose gradients have weight 0. It computes that row until two
 consecutive passes have run the same collectives. From then on it only runs these collectives,
 without activations. The model returns copies of its outputs for the filler row, and the backward
-pass through them takes part in the other ranks' reductions. Inputs of other shapes are computed,
-because the other ranks' collectives then differ, too.
+pass through them takes part in the other ranks' reductions. Inputs whose shapes differ from the
+recorded ones are computed, because the other ranks' collectives may then differ, too.
 """
 
 from __future__ import annotations

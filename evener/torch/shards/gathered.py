@@ -103,7 +103,7 @@ class Gathered:
     def _pair_with(
         self, shard: torch.Tensor, start: int, stop: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return pairs (target, source) of tensors that copy `shard` to the block.
+        """Return pairs of tensors (target, source); copying them writes `shard` to the block.
 
         `shard` has this rank's elements, from `start` to `stop` in the flat.
         """

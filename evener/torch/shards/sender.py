@@ -106,7 +106,10 @@ class GradientSender:
         self.free()
 
     def _allocate(self, sizes: Sequence[int], others: Sequence[int], device: Any) -> None:
-        """Allocate the tensors that are sent and received; `sizes` are each rank's bytes."""
+        """Allocate the tensors that are sent and received.
+
+        `sizes` are the bytes of each rank's part, and `others` are the ranks other than this one.
+        """
         own = sizes[self._rank]
         self._sizes = [size if rank in others else 0 for rank, size in enumerate(sizes)]
         self._returned = [own if rank in others else 0 for rank in range(len(sizes))]
@@ -118,7 +121,10 @@ class GradientSender:
     def _split_by_ranks(
         self, sizes: Sequence[int], others: Sequence[int]
     ) -> dict[int, torch.Tensor]:
-        """Return each rank's part of the tensor that is sent, by rank."""
+        """Return the part of the sent tensor for each rank, by rank.
+
+        `sizes` are the bytes of each part, and `others` are the ranks other than this one.
+        """
         # the parts of `others` first; this rank's own part comes last, and isn't sent
         order = [*others, self._rank]
         parts = self._sent.split([sizes[rank] for rank in order])
@@ -156,7 +162,10 @@ class GradientSender:
         copies: Sequence[GradientCopy],
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
-        """Copy the gradients of one dtype; for the shards' dtype, copy the weight, too."""
+        """Make these copies of gradients, all of which have the dtype `dtype`.
+
+        For the dtype of the shards, this rank's weight is copied to the header of each part, too.
+        """
         targets, sources = [], []
         for position, elements, target in copies:
             gradient = gradients[position]
@@ -193,9 +202,9 @@ class GradientSender:
 
 
 def bound_received(ranks: int) -> float:
-    """Return the maximum size of the gradients that one of `ranks` ranks receives from the others.
+    """Return an upper bound for the size of the gradients that a rank receives from the others.
 
-    The result is relative to all gradients of a flat.
+    The bound is a multiple of the size of all gradients of a flat. `ranks` is the number of ranks.
     """
     return min(MOST_RECEIVED, ranks - 1.0)
 

@@ -183,7 +183,7 @@ class Sharded:
     # ------------------------------------------------------------------ a forward pass
 
     def begin_forward(self, unit: Unit) -> None:
-        """Gather a unit before it computes, and prefetch the unit after it in the last pass."""
+        """Gather a unit before it computes, and prefetch the unit that followed it last time."""
         if _in_backward():  # recomputed for activation checkpointing: only gather
             unit.gather()
             return

@@ -73,7 +73,7 @@ class UnitBytes(NamedTuple):
 
     - `gathered`: bytes of its whole parameters.
     - `gradients`: bytes of their gradients.
-    - `buffer`: bytes from which the gradients are reduced.
+    - `buffer`: bytes allocated to reduce these gradients, while other ones are computed.
     """
 
     gathered: int

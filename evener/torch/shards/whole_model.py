@@ -1,4 +1,4 @@
-"""A model that each rank holds whole, in the form in which checkpoints see a sharded model."""
+"""A model that each rank holds whole, with the attributes by which checkpoints read a model."""
 
 from __future__ import annotations
 
