@@ -657,9 +657,10 @@ class TrainingAudits:
     ) -> Computations:
         """Return the two computations of a few rows that an audit compares.
 
-        The reference computes the rows on one device. For the program's own launcher, it is the
-        mean over devices with equal parts. The other computation is by shares on two devices, or
-        one if the run has only one. It is in passes if the plan has passes.
+        The reference computes all rows on one device. If the reference is the program's own
+        launcher, it is the mean over two devices with equal parts. The other computation divides
+        the rows by shares between two devices, which compute them in passes if a rank of the plan
+        does. If the run has a single device, that device computes them in passes.
         """
         in_passes = self._training.ranks.in_passes
         loss = refuse_collectives(compute)

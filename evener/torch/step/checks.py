@@ -1,7 +1,8 @@
-"""Check before an optimizer's step that gradients are the whole batch's and memory suffices.
+"""Check before an optimizer's step that gradients are complete and memory suffices.
 
-LBFGS also depends on the loss that its closure returns. Therefore each rank gets the mean loss over
-the whole batch, and all ranks take the same steps.
+Gradients are complete once they are summed over the ranks. LBFGS also depends on the loss that its
+closure returns. Therefore each rank gets the mean loss over the whole batch, and all ranks take the
+same steps.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class OptimizerCheck:
             self._watch_schedules()
 
     def _watch_schedules(self) -> None:
-        """Make accelerate step a learning-rate schedule once per batch."""
+        """Make accelerate step a learning-rate schedule once per batch, and not once per rank."""
         # by default, accelerate steps it once per process, as if each process had a whole batch
         kind = getattr(sys.modules.get("accelerate.scheduler"), "AcceleratedScheduler", None)
         if kind is None or kind in self._watched or not self.steps_schedules:

@@ -242,8 +242,8 @@ class Passes:
         """Yield one part for the caller to compute.
 
         With `move`, its tensors are moved to the device first. `models` all-reduce their gradients
-        in the last part. If memory runs out, `part.error` is set; during the move, the part isn't
-        yielded.
+        in the last part. If memory runs out, `part.error` is set. If that happens while tensors are
+        moved, the part isn't yielded.
         """
         batch = part.batch
         running = self._running = self.recovery.open(part, self._exchanges)
@@ -295,7 +295,10 @@ class Passes:
             exchange.close()
 
     def note_backward(self) -> None:
-        """Record that the current part can't be undone if a backward pass starts without `open`."""
+        """Record that a backward pass begins.
+
+        If `open` wasn't called for it before, the current part can't be undone any more.
+        """
         if self._running is not None and not self._running.opened:
             self._running.ended = True
 

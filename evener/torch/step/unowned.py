@@ -45,7 +45,7 @@ class UnownedTensors:
         self.syncs = True  # True if backward passes end with an all-reduce
 
     def find(self) -> None:
-        """Find the unowned tensors that optimizers hold now, and put new tensors into groups."""
+        """Find unowned tensors that optimizers hold now, and group those in no group yet."""
         known = {id(each) for group in self._groups for each in group.alive()}
         modules, optimizers = _list_alive(torch.nn.Module, Optimizer)
         known |= {*_owned_by(modules), *exchanged_parameters()}

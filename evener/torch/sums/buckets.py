@@ -36,7 +36,7 @@ class Bucket:
 
     All of these are summed over the ranks together. A flag is 1 if the parameter has a gradient.
     `last` is the parameter whose gradient is expected last. The tail has control values for the
-    ranks to compare: whether buffers changed, the batch's number, and some weights.
+    ranks to compare: whether buffers changed, the batch's number, and a few of the model's weights.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:
@@ -99,7 +99,8 @@ class Bucket:
     def _gather_new(self, gradients: list[Any], flags: torch.Tensor, weight: float) -> None:
         """Copy gradients into the bucket, times `weight`, and write the bucket's flags and tail.
 
-        All gradients must be new tensors. `flags` has a flag for each gradient, then the tail.
+        Each parameter has a gradient that isn't a view of the bucket yet. `flags` has a flag for
+        each gradient, then the tail.
         """
         # with as few calls of PyTorch as possible
         if self._fuses and weight not in (0.0, 1.0):
@@ -317,9 +318,10 @@ class TailReader:
     def read(self, tail: torch.Tensor, expected: int) -> bool:
         """Check the values of a summed tail; return True if the buffers of any rank have changed.
 
-        `expected` is the sum of the batch numbers if all ranks sum the same batch. On a GPU, the
-        previous tail is checked, except in the first sum. Raises RequestError if ranks have summed
-        different batches, or if their weights differ.
+        `expected` is the sum of the ranks' batch numbers if all ranks sum the same batch. On a GPU,
+        the tail of the previous sum is read instead, so that the host needn't wait; only in the
+        first sum, `tail` itself is read. Raises RequestError if ranks have summed different
+        batches, or if the model's weights differ between ranks.
         """
         copied, self._copied = self._copied, HostCopy(tail) if tail.is_cuda else None
         read, wanted = (

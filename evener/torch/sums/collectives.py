@@ -98,7 +98,8 @@ def refuse_collectives(compute: Callable[..., Any]) -> Callable[..., Any]:
 def count_exchanges() -> dict[str, int]:
     """Return the number of collectives that this process has started with other ranks.
 
-    There is a number for each process group and device.
+    There is one number for each process group and device type, which are named in its key. The
+    result is empty without a process group.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return {}

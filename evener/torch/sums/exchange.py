@@ -342,7 +342,7 @@ class Exchange:
             self.noise.send(self.group)
 
     def _write_tail(self, tail: torch.Tensor) -> None:
-        """Write the tail of a bucket: whether buffers have changed, and sometimes a few weights."""
+        """Write a bucket's tail: whether buffers have changed, and at times a few model weights."""
         # Weights are included in one of EVERY sums, for ranks to compare. The first rank multiplies
         # its own by the number of other ranks, and the others by -1, so equal weights add up to 0.
         # The tail also has the sum of their magnitudes.

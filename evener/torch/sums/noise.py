@@ -128,7 +128,10 @@ class RankNoise:
         return "" if found is None else describe(found, self._batch, self.steps)
 
     def _is_sampled(self) -> bool:
-        """True if this step is sampled: one of `every`, unless its sums aren't comparable."""
+        """True if the noise scale is sampled in this step.
+
+        One in `every` steps is sampled, if the norms of the ranks' gradients can be compared in it.
+        """
         # a step isn't sampled if its gradients are added to those of an earlier sum (no update in
         # between), if its batches have different rows on a rank, or if fewer than two ranks have
         # rows
