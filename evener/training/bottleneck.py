@@ -54,10 +54,10 @@ def find_bottleneck(ranks: Sequence[RankTimes]) -> Bottleneck:
 
 
 def fewest_windows(bottleneck: Bottleneck, window_s: float) -> int:
-    """Return the minimum number of windows of `window_s` seconds before shares may change.
+    """Return how many windows of `window_s` seconds have to pass before shares may change, 2 to 64.
 
-    It is from 2 to 64. If the host or the input is the bottleneck, it is 0, because other shares
-    wouldn't help.
+    Return 0 if the host or the input is the bottleneck; shares then don't change at all, because
+    that wouldn't help.
     """
     seconds = EVIDENCE_SECONDS.get(bottleneck)
     if seconds is None:

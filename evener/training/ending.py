@@ -30,8 +30,8 @@ def end_process(code: int) -> NoReturn:
 def last_error() -> BaseException | None:
     """Return the uncaught exception that ended the program; None if there is none.
 
-    It is for exit handlers. In an interactive session, which continues after an exception, it is
-    None.
+    Exit handlers call this. An interactive session continues after an exception, so None is
+    returned there.
     """
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return None
@@ -45,8 +45,9 @@ _listens = Event()  # set once a thread of this process handles Ctrl-C
 def end_when_stuck() -> None:
     """Make Ctrl-C exit this process even while it waits for other ranks in a library call.
 
-    The process exits with code 130 if Python's signal handler hasn't run within 10 s. If this can't
-    be installed now, a later call tries again.
+    The process exits with code 130 if Python's signal handler hasn't run within 10 s of Ctrl-C.
+    Nothing is done outside the main thread, or if another library uses Python's wakeup file
+    descriptor; a later call then tries again.
     """
     # Python runs the handler only once the call returns, and an NCCL call that waits for other
     # ranks' GPUs may never return. It can't be installed outside the main thread, or beside another

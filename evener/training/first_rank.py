@@ -1,8 +1,9 @@
 """Start the first rank of a program by itself; other ranks wait until it creates a process group.
 
 So a script for one GPU runs only once, and a launcher in the program can use all devices. The
-environment variables show whether evener started a rank. A launcher in the program sets another
-rank, number of ranks or elastic run (a run of PyTorch's elastic agent).
+environment variables show whether evener started a rank: a launcher in the program would set
+another rank, another number of ranks, or another id of an elastic run (a run of PyTorch's elastic
+agent).
 """
 
 from __future__ import annotations
