@@ -59,6 +59,8 @@ class Program:
         self.models: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         # models that were wrapped since the program trains by shares
         self._later_models: weakref.WeakSet[Any] = weakref.WeakSet()
+        # models that have trained by shares; the next training run has them, too
+        self._followed: weakref.WeakSet[Any] = weakref.WeakSet()
         self._stepped = False  # True once an optimizer of PyTorch has stepped
         self._passes = 0  # number of backward passes before that
         # the loader over which the latest loop began
@@ -382,11 +384,11 @@ class Program:
     def open_loop(self) -> None:
         """Begin a loop in which the program trains. All ranks call this equally often.
 
-        If the program has wrapped another model since it began to train by shares, as for the next
-        fold of a cross-validation, a new training run begins. Its shares are even until its loss
-        has been checked.
+        If the program trains another model from now on, as for the next fold of a cross-validation,
+        a new training run begins. Its shares are even until its loss has been checked.
         """
-        if self.training is None or not self._later_models:
+        others = [model for model in self.models if model.training and model not in self._followed]
+        if self.training is None or not (others or self._later_models):
             return
         gc.collect()  # models that the program has dropped
         if self._loop is not None:
@@ -406,6 +408,7 @@ class Program:
         if in_loop and isinstance(model, torch.nn.parallel.DistributedDataParallel):
             with suppress(EvenerError):  # the optimizer's first step then says what is wrong
                 training.wrap(model)
+                self._followed.add(model)
 
     def begin(self, loop: Any) -> None:
         """Begin the step of a loop's next batch.
@@ -674,12 +677,13 @@ class Program:
         if self._watched < WATCHED and any(each.exchanges for each in every):
             self._watched += 1  # the next step may use the exchanged values
             return
-        models = [model for model in self.models if model.training]
+        models = [model for model in self.models if model.training or model in self._followed]
         try:
             training = self._plan_loop(models, loop, every[0].are_sums)
         except EvenerError as error:
             self.stay_even(error.message)
             return
+        self._followed.update(models)
         self.training, self._loader_steps = training, LoaderSteps(training, True)
         self._rates, loop.compared = 0, True
         OPTIMIZER_CHECK.steps_schedules = False

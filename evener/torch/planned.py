@@ -150,6 +150,7 @@ class PlannedTraining:
             self.rebalancing.stop()
             self.rebalancing = None
         self.weights.leave()
+        OPTIMIZER_CHECK.forget()
         self.close()
 
     # ------------------------------------------------------------------ rows

@@ -34,6 +34,7 @@ EXACT = [
     ("exact_loops", "folds"),
     ("exact_loops", "unfrozen and wrapped again"),
     ("exact_loops", "a model wrapped within an epoch"),
+    ("exact_loops", "two models trained in turns"),
     ("unlike", "larger batches later"),
     ("unlike", "padding masked"),
     ("unlike", "a loader with its own iteration"),

@@ -95,6 +95,22 @@ def unfrozen_and_wrapped_again() -> Any:
 
 
 @program
+def two_models_trained_in_turns() -> Any:
+    """The second one is wrapped later, and the one that isn't trained is in evaluation mode."""
+    every: list[Any] = []
+    loader = load()
+    for number in (0, 1, 0, 1):
+        if number == len(every):
+            every.append(start())
+        model, optimizer = every[number]
+        model.train()
+        for x, classes, _ in loader:
+            update(optimizer, F.cross_entropy(model(x), classes))
+        model.eval()
+    return tuple(model for model, _ in every)
+
+
+@program
 def a_model_wrapped_within_an_epoch() -> Any:
     """It is trained from then on, in place of the first one, and by even shares."""
     first, optimizer = start()

@@ -48,6 +48,10 @@ class OptimizerCheck:
         self._known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self.hooks = ProcessHooks(lambda: [register_optimizer_step_pre_hook(self._before_step)])
 
+    def forget(self) -> None:
+        """Check every optimizer again before its next step, because another run trains them."""
+        self._known.clear()
+
     def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> Any:
         if FREED_NEXT:
             FREED_NEXT.clear()

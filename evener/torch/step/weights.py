@@ -212,6 +212,7 @@ class BatchWeights(BatchTracker):
                 )
             return
         self._attach_noise_scale(exchange)
+        exchange.averages = False
         exchange.begun = partial(self._begin_backward, weakref.proxy(exchange))
         exchange.ready, exchange.sent = self.timer.note_gradients, self.timer.note_sent
         exchange.done = self.timer.note_backward

@@ -126,6 +126,7 @@ class Exchange:
         self.sent: Callable[[], None] = lambda: None
         self.done: Callable[[], None] = lambda: None
         self.noise: Any = None  # a RankNoise that samples the sums
+        self.averages = False  # True while no training run weights the gradients
 
         self.number = 0  # the number of the batch in its epoch
         self.resting = False  # True while an audit computes, outside of a step
@@ -168,6 +169,7 @@ class Exchange:
         self.begun = lambda *_: None
         self.ready = self.sent = self.done = lambda: None
         self.noise = None
+        self.averages = True
         self.weigh(1.0 / self._world)
 
     def has_any(self, parameters: set[int]) -> bool:
@@ -491,15 +493,16 @@ def is_in_backward(task: int) -> bool:
 
 
 def exchanged_parameters() -> dict[int, bool]:
-    """Return the ids of the parameters in evener's exchanges.
+    """Return the ids of the parameters in exchanges that weight gradients.
 
     The value of an id is True if the parameter's exchange has completed a sum.
     """
-    exchanges = sorted(EXCHANGES, key=lambda exchange: exchange.ran)
+    every = sorted(EXCHANGES, key=lambda exchange: exchange.ran)
+    exchanges = [exchange for exchange in every if not exchange.single_rank]
     return {
         id(parameter): exchange.ran
         for exchange in exchanges
-        if not exchange.single_rank
+        if not getattr(exchange, "averages", False)
         for parameter in exchange.parameters
     }
 
