@@ -367,9 +367,9 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def check_rising(key: str, points: Points) -> None:
-    """Raise ValueError unless the sizes of the points are strictly ascending.
+    """Raise ValueError unless the batch sizes of a curve's points are strictly ascending.
 
-    `key` is the file's key, for the message.
+    `key` is the curve's key in the machine file, for the message.
     """
     for (size0, _), (size1, _) in pairwise(points):
         if size1 <= size0:

@@ -271,7 +271,7 @@ def _stale_readings(sample: Sample, age_seconds: float) -> Sample:
 
 
 def open_sampler(devices: str, ray_address: str = "") -> tuple[Sampler, tuple[Device, ...]]:
-    """Return a sampler of the requested devices, and those of the devices that a search may use.
+    """Return a sampler of the requested devices, and those of them that a search may use.
 
     `devices` is a value of `--devices`. `ray_address` and the exceptions are as in `discover`.
     """

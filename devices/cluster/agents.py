@@ -125,7 +125,7 @@ class Agent:
         self._group: Any = None  # the placement group that holds the reserved CPUs
 
     def begin(self, method: str, *arguments: Any) -> Any:
-        """Start a call of the actor's method without waiting; pass the result to `finish`."""
+        """Start a call of the actor's method; return a handle by which `finish` awaits it."""
         return getattr(self._actor, method).remote(*arguments)
 
     def finish(
@@ -262,7 +262,7 @@ class RemoteObject:
         return self._agent.restart(generation)
 
     def begin(self, method: str, *arguments: Any) -> Any:
-        """Start a call of the object's method without waiting; pass the result to `finish`."""
+        """Start a call of the object's method; return a handle by which `finish` awaits it."""
         return self._agent.begin("ask", self._name, method, *arguments)
 
     def finish(self, call: Any, seconds: float) -> Any:

@@ -167,7 +167,7 @@ def _list_accelerators(
 def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Discovery:
     """Return the requested devices of all hosts, with notes, given each host's answer.
 
-    Raises DeviceError if no device is left, or if the request names a device that is unavailable.
+    Raises DeviceError if no host has a usable device, or if a named one isn't usable.
     """
     kind = _choose_kind(answers.values())
     devices: list[Device] = []
@@ -434,7 +434,10 @@ def _place(live: LiveDevice, host: str) -> LiveDevice:
 
 
 def _add_hosts(hosts: Sequence[HostSample]) -> HostSample:
-    """Return one sample for all hosts: sums, and the mean CPU use weighted by cores."""
+    """Return one sample for all hosts, with their summed cores, load and memory.
+
+    CPU use is the mean, weighted by the hosts' numbers of cores.
+    """
     cores = sum(host.cores for host in hosts)
     return HostSample(
         cpu_percent=sum(host.cpu_percent * host.cores for host in hosts) / max(1, cores),

@@ -208,7 +208,7 @@ class GpuReader:
         )
 
     def _clock_fraction(self, now: float) -> float | None:
-        """Return the current clock as a fraction of the highest clock; None if one is unknown."""
+        """Return the current clock as a fraction of the highest; None if either is unknown."""
         clock = self._note_clock(self._metrics["clock"].read_one(now))
         highest = self._metrics["clock_max"].read_one(now).current
         if clock is None or not highest:
