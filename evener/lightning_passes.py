@@ -58,7 +58,7 @@ def check_module_part(strategy: Any, part: Part, rows: int) -> None:
 
 
 def compute_part(strategy: Any, part: Part, others: Sequence[Any] | None = None) -> Any:
-    """Return the loss that training_step computes for a part's batch, or None.
+    """Return the loss that training_step computes for a part's batch; None if it returns none.
 
     `others` are training_step's arguments after the batch. By default, they are the arguments for
     an epoch's first batch.

@@ -1,6 +1,6 @@
 """The private parts of transformers, accelerate and TRL that evener uses, each with its purpose.
 
-tests/evener/test_huggingface_private.py checks each name, so that test fails first if a new version
+tests/evener/test_huggingface_private.py checks each name. That test fails first if a new version
 changes one of them.
 """
 

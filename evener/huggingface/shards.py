@@ -92,9 +92,9 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
 
 def load_from_shards(trainer: Any, folder: str | os.PathLike[str] | None) -> None:
-    """Load the optimizer's state from a checkpoint of a sharded training, if `folder` has one.
+    """Load an optimizer's state that was saved with a sharded model, if `folder` has one.
 
-    This is for a trainer whose own model isn't sharded. Does nothing if `folder` is None.
+    The trainer's own model isn't sharded. Does nothing if `folder` is None.
     """
     if folder is None or not checkpoint.has_optimizer(folder, trainer.model):
         return

@@ -368,7 +368,7 @@ def _with_masks(call: Any) -> StepCall | None:
 
 
 def _is_here(tensor: Any) -> bool:
-    """True unless the tensor belongs to a graph that isn't being traced now."""
+    """True if a tensor is eager, or belongs to the graph that is being traced now."""
     here = tf.compat.v1.get_default_graph()
     return not tf.is_symbolic_tensor(tensor) or tensor.graph is here
 

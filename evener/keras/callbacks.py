@@ -122,7 +122,7 @@ def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) 
 
 
 def _may_stop(callback: Any) -> bool:
-    """True if a user's callback may stop the training within an epoch, by a hook for batches."""
+    """True if a callback runs a user's code for each batch, which may stop the training."""
     kind = type(callback)
     # Keras' and evener's callbacks do the same in every process, but a LambdaCallback runs the
     # user's code

@@ -135,7 +135,10 @@ def measure_batch(
 
 
 def _warn_of_joined(names: Sequence[str]) -> None:
-    """Warn of tables that several look-ups read, each of which reads a row once."""
+    """Warn of the first of these tables, if any.
+
+    `names` are tables that several look-ups read, although each look-up reads a row only once.
+    """
     if names:
         warn(
             f"{names[0]} is read by several calls of tf.nn.embedding_lookup_sparse. An optimizer"
@@ -236,7 +239,10 @@ class Measured(NamedTuple):
         return raise_zeros(self.model, self.step)[0], self.every
 
     def _change_weights(self) -> tuple[Values, list[Tensors]]:
-        """Return the values of `_raise_zeros` with noise on the weights, and rows with -x."""
+        """Return the values of `_raise_zeros` with noise on the weights, and the rows to compute.
+
+        The rows have negated inputs.
+        """
         values, _ = self._raise_zeros()
         for number, variable in enumerate(self.model.trainable_variables):
             value = tf.convert_to_tensor(variable)

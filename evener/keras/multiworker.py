@@ -533,7 +533,10 @@ FEW_ROWS = 8  # the number of rows from which the weights of a model are created
 
 
 def _first_rows(array: Any) -> Any:
-    """Return the first rows of an array as a tensor; return sparse or ragged tensors unchanged."""
+    """Return the first FEW_ROWS rows of an array as a tensor.
+
+    Sparse and ragged tensors are returned unchanged.
+    """
     if isinstance(array, tf.SparseTensor | tf.RaggedTensor):
         return array
     return tf.convert_to_tensor(array[:FEW_ROWS])

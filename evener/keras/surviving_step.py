@@ -106,7 +106,7 @@ class SurvivingStep:
         self._report_retry(Retreat(limit.step, rows, smaller, time.monotonic() - began, 0))
 
     def _trace_graphs(self, spec: Any, data: Tensors) -> None:
-        """Trace both graphs for batches of the type `spec`, unless that is done.
+        """Trace both graphs for batches of the type `spec`, unless they are already traced for it.
 
         If `spec` is None, the type of the batch `data` is used, with any number of rows.
         """

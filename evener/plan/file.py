@@ -180,8 +180,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     def shares(self, global_batch: int | None = None) -> tuple[int, ...]:
         """Return the number of samples of each device; they sum to `global_batch` exactly.
 
-        The default is the plan's global batch. If the plan divides batches by the rows' costs, the
-        numbers are proportional to the costs.
+        The default is the plan's global batch. If shares are fractions of a batch's cost, which
+        depends on its rows' lengths, the numbers are in proportion to these fractions.
         """
         batch = self.layout.global_batch if global_batch is None else global_batch
         if batch == self.layout.global_batch and not self.layout.by_cost:

@@ -308,7 +308,7 @@ def _is_assigned(node: ast.AST) -> bool:
 
 
 def _is_in_wrapper(name: str) -> bool:
-    """True if a wrapped model has this attribute itself."""
+    """True if DistributedDataParallel, the wrapper of a model, has an attribute of this name."""
     return hasattr(DistributedDataParallel, name) or name in ("module", "training")
 
 
