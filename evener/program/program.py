@@ -475,7 +475,7 @@ class Program:
 
     @property
     def _meets_in_layers(self) -> bool:
-        """True if ranks communicate in each forward pass, so that no rank can run a pass alone."""
+        """True if ranks communicate in each forward pass; then no rank can run a pass alone."""
         return sharded.choose_weigh(self.models) == "loss"
 
     def finish(self, loop: Any) -> None:
@@ -654,7 +654,7 @@ class Program:
     def _agree(self, fault: str) -> str:
         """Gather the ranks' reasons why shares can't be used, and return the first one or "".
 
-        `fault` is this rank's reason. A missing rank is a reason, too.
+        `fault` is this rank's reason, or "". If a rank doesn't answer, that is a reason, too.
         """
         # before ranks run passes together, in which they communicate layer by layer
         every = self.exchange(RankView(fault), EXCHANGE_SECONDS)
@@ -780,7 +780,10 @@ class Program:
         )
 
     def _view_shares(self, loop: Any, guard: Guard | None) -> RankView:
-        """Return this rank's record of steps by shares; `guard` is the last step's closed guard."""
+        """Return this rank's record of the steps that it has trained by shares.
+
+        `guard` is the closed guard of the last step; None if it had none.
+        """
         order = loop.shared_batches.digest
         if guard is None:
             return RankView("", order, self._rates)

@@ -138,8 +138,8 @@ Groups = tuple[tuple[int, ...], ...]
 def allowed_cpus() -> tuple[int, ...]:
     """Return the logical CPUs that this process may use.
 
-    If the container's CPU quota is lower than their number, only as many are returned, from as few
-    physical cores as possible.
+    If the container's CPU quota allows fewer, only that many are returned, from as few physical
+    cores as possible.
     """
     cpus = tuple(sorted(os.sched_getaffinity(0)))
     quota = container_cpus()
