@@ -1,7 +1,7 @@
 """The private functions and attributes of PyTorch that evener uses, each with its purpose.
 
 All other files use them through this module. tests/evener/test_torch_private.py tries each of them,
-so that a new version of PyTorch fails there first. Those of Lightning are in
+so a new version of PyTorch fails there first. Private names of Lightning are in
 evener/lightning_private.py, and those of transformers and accelerate in
 evener/huggingface/private.py.
 """

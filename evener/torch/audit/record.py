@@ -47,9 +47,9 @@ AS_WRITTEN, ROW_COUNTS, MULTIPLES = range(3)  # which numbers in a record are co
 
 
 class RowNumber(int):
-    """A number that the program read from a tensor's size: `each` times the batch's rows.
+    """A number that the program read from a tensor's size: `each` times the batch's number of rows.
 
-    When the calls are repeated with other rows, it becomes `each` times their number.
+    When the calls are repeated with other rows, it becomes `each` times the number of these rows.
     """
 
     each = 1

@@ -86,9 +86,10 @@ class _Known:
         self._values: dict[Key, tuple[Any, int]] = {}
 
     def note(self, settings: Mapping[Key, Any], check: int) -> bool:
-        """Save the current settings; return True if one changed after STILL checks.
+        """Save the current settings; return True if one has changed after a time without change.
 
-        `settings` has the current values, and `check` is the number of this check.
+        That time is STILL checks. `settings` has the current values, and `check` is the number of
+        this check.
         """
         changed = False
         before, self._values = self._values, {}
@@ -116,7 +117,10 @@ class _ModuleSettings:
         self._ids: dict[str, int] = {}  # of the tensors, to which no references are held
 
     def has_changed(self, check: int) -> bool:
-        """True if a setting has changed, at check `check`, after STILL checks without change."""
+        """True if a setting has changed after it was the same for STILL checks.
+
+        `check` is the number of this check.
+        """
         if self._is_flat and self._is_same():
             return False
         own = {name: each for name, each in self._held.items() if name not in _OF_EVERY_MODULE}

@@ -366,8 +366,9 @@ def _plain(name: str) -> str:
 def name_tensors(models: Iterable[Any], others: Iterable[torch.Tensor] = ()) -> dict[str, Any]:
     """Return the trained tensors by name.
 
-    Parameters have the names in their models, followed by the model's number if there are several.
-    Tensors in `others`, which optimizers train, have numbers in their names.
+    Parameters have the names in their models. If there are several models, the model's number
+    follows, counted from 1. Tensors in `others`, which optimizers train, are named by index and
+    shape.
     """
     found: dict[str, Any] = {}
     known: set[int] = set()

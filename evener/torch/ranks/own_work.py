@@ -138,7 +138,7 @@ class GpuClock:
         return bool(mark.query())
 
     def is_captured(self) -> bool:
-        """True if the current stream records a CUDA graph, so that nothing is computed now."""
+        """True if the current stream records a CUDA graph; then nothing is computed now."""
         return bool(torch.cuda.is_current_stream_capturing())
 
     def seconds(self, start: Any, end: Any) -> float:
@@ -649,7 +649,7 @@ class StepTimer:
         return self._computed or self._applied
 
     def start_loop(self) -> None:
-        """Record that a loop begins, so that the time until its first batch counts as input.
+        """Record that a loop begins; the time until its first batch counts as input.
 
         Starting a loader's workers takes a part of that time. If another loop's batch hasn't ended,
         do nothing.

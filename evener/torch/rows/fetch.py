@@ -171,8 +171,8 @@ class Prefetcher:
     def wait_until_full(self) -> None:
         """Wait until `depth` batches are prefetched, or the source is exhausted.
 
-        A probe calls this at the end of timed steps. Then as many batches are fetched during these
-        steps as they use, so their time includes the time for fetching.
+        A probe calls this before and after timed steps. Then as many batches are fetched during
+        these steps as they use, so their time includes the time for fetching.
         """
         with self._change:
             self._change.wait_for(lambda: len(self._ready) >= self._depth or self._ended)

@@ -481,7 +481,7 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
 
     @property
     def drawn_ahead(self) -> int:
-        """The maximum number of global batches whose rows are drawn before they are requested."""
+        """The maximum number of global batches that are drawn before the trainer requests them."""
         drawn: int = self.num_workers * (self.prefetch_factor or 2)
         return drawn + self._ahead
 

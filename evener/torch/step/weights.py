@@ -133,7 +133,7 @@ class BatchWeights(BatchTracker):
 
     @property
     def by_loss(self) -> bool:
-        """True if losses are weighted, so that gradients are averaged over the ranks."""
+        """True if losses are weighted, and gradients only averaged over the ranks."""
         return self.weigh != "gradients"
 
     @property

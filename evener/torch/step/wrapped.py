@@ -277,9 +277,10 @@ def is_sharded(model: Any) -> bool:
 
 
 def has_own_work(model: Any, rebalances: bool) -> bool:
-    """True if no rank waits for another within a pass, so that its compute time can be measured.
+    """True if a rank's compute time (own work) can be measured.
 
-    Otherwise raises RequestError if `rebalances` is True.
+    It can't if ranks wait for each other within a pass. In this case, raises RequestError if
+    `rebalances` is True.
     """
     # ranks wait in FSDP2's layers and in SyncBatchNorm; rebalancing needs these times
     if not (

@@ -296,7 +296,7 @@ class HostCopy:
             self._event.record()
 
     def is_complete(self) -> bool:
-        """True if the copy is complete, so that `read` returns immediately."""
+        """True if the copy is complete; `read` then returns immediately."""
         return self._event is None or bool(self._event.query())
 
     def read(self) -> list[Any]:

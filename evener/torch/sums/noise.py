@@ -54,7 +54,7 @@ class RankNoise:
         self._sample: _Sample | None = None  # sample of a batch that may not be over
 
     def begin(self, sizes: Sequence[int], updates: int) -> None:
-        """Begin a batch, after which the previous batch's sample can be read.
+        """Begin a batch; from now on, the previous batch's sample can be read.
 
         `sizes` are the ranks' numbers of rows, or empty if unknown. `updates` is the number of
         weight updates before this batch.
