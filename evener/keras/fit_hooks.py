@@ -141,7 +141,7 @@ class FitHooks:
             return getattr(type(self.model), name)(self.model, data)
 
     def _make_function(self, name: str, force: bool = False) -> Any:
-        """Make a train, test or predict function by Keras' method `name`, and wrap it.
+        """Make a train, test or predict function by Keras' method `name`, wrapped for the engine.
 
         With `force`, an existing function is replaced. Raises RequestError if the engine can't run
         the model.

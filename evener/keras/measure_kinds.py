@@ -78,7 +78,7 @@ def measure_first(
     - `audited`: True if steps are audited.
 
     The measurement uses the first batch, and the engine stores its result. Raises RequestError if
-    the engine can't combine such a loss.
+    the engine can't combine the losses of parts.
     """
     is_first = True
 
@@ -100,7 +100,7 @@ def measure_batch(
     """Measure how the results of a batch's parts combine, and store the kinds in `engine.kinds`.
 
     `first` is the batch. In a group, only the process with the largest share measures. Raises
-    RequestError if the engine can't combine a loss of this kind.
+    RequestError if the engine can't combine losses of the measured kind.
     """
     # audits of the other processes need Keras' own step, so they trace it meanwhile
     model, group = engine.model, engine.group

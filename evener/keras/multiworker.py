@@ -3,8 +3,8 @@
 Gradients are summed over the group (all-reduce). Model and optimizer are outside TensorFlow's
 strategy, so that clipping, loss scaling and gradient accumulation act on the whole batch's
 gradient. Outputs are sent together with the gradients. Each process then updates its metrics with
-the whole batch, so any metric is exact. If the outputs are too large, each process counts its own
-rows, and the changes of the metrics' states are summed.
+the whole batch, so any metric is exact. If the outputs are too large, each process updates
+its metrics with its own rows, and the changes of the metrics' states are summed.
 """
 
 from __future__ import annotations

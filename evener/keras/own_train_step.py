@@ -1,4 +1,4 @@
-"""Run a user's overridden `train_step` around an engine's step instead of Keras' step.
+"""Run a user's overridden `train_step` with an engine's step in place of Keras' own step.
 
 The user's `train_step` must call `super().train_step(data)`. Typically it adds values to the logs.
 """
@@ -43,7 +43,7 @@ def _view(model: Any) -> Any:
 
 
 class OwnTrainStep:
-    """A user's `train_step` around `step`, the step of an engine, traced as one graph.
+    """A user's `train_step` that calls `step`, the step of an engine; both are in one graph.
 
     A call raises RequestError unless the user's `train_step` calls `super().train_step` exactly
     once. Otherwise the gradients wouldn't be the engine's.

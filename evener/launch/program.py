@@ -188,9 +188,9 @@ def choose_plan(given: Path | None, devices: str, command: ProgramCommand) -> Ch
 def measure_plan(command: ProgramCommand, devices: str, path: Path, run: str) -> Path | None:
     """Measure a split with the program's build() or its Trainer, and write the plan to `path`.
 
-    Return `path`, or None if the plan leaves out a device: the program's global batch is meant for
-    all devices. `devices` is the option `--devices`. `run` is the name by which a guard finds the
-    measuring processes. Raises RequestError if no plan could be measured.
+    Return `path`. Return None if the plan leaves out a device, because the program's global batch
+    is meant for all devices. `devices` is the option `--devices`. `run` is the name by which a
+    guard finds the measuring processes. Raises RequestError if no plan could be measured.
     """
     python = (
         command.executable if Path(command.executable).name.startswith("python") else sys.executable
