@@ -138,7 +138,7 @@ class NvmlSource:
     def _watch_events(self) -> None:
         """At the third sample, start the thread that watches for events.
 
-        A program that takes only one sample doesn't have to wait for that thread when it closes.
+        A program that takes only one sample doesn't have to wait for that thread at its end.
         """
         self._looks += 1
         if self._is_open and self._events is None and self._looks > 2:

@@ -285,8 +285,9 @@ class Workers:
     def check_data(self, epoch_ends: bool = False) -> None:
         """Raise RequestError, in every process, if the processes have trained on different batches.
 
-        Labels are compared. Inputs may differ by random augmentation. So inputs are compared only
-        at the end of an epoch whose labels don't distinguish rows (for example, all are 1).
+        Usually only labels are compared, because inputs may differ by random augmentation. Inputs
+        are compared, too, at the end of an epoch whose labels don't distinguish rows (for example,
+        all are 1).
         """
         other = int(self._other)
         if epoch_ends and not other and not bool(self._labels_vary):
@@ -355,7 +356,7 @@ class Workers:
         - `own`: this process's rows; `result` has their gradients, loss and states.
         - `digest`: identifies the whole batch.
         - `began`: when the step began, Unix time.
-        - `starts`: the values before the step of the states in `result.updates`.
+        - `starts`: the values, from before the step, of the states in `result.updates`.
         """
         part = _part(own)
         changes = [
@@ -552,7 +553,8 @@ class StepMetrics:
 
     - `start`, `size`: index of this process's first row, and its number of rows.
     - `rows`: number of rows of the whole batch.
-    - `before`: states' values before the step, by the states' ids, for states that already changed.
+    - `before`: the values from before the step, by the states' ids, of states that have already
+      changed.
     """
 
     def __init__(

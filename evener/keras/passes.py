@@ -126,7 +126,7 @@ class StepStates:
     def collect_updates(
         self, scope: Any, starts: Sequence[tuple[Any, Any]], size: Any
     ) -> list[StateUpdate]:
-        """Return the updates of the states that a device's only call assigned in `scope`.
+        """Return the updates of the states that one call on a device's rows assigned in `scope`.
 
         `starts` are the states with their values before the call. With `size` 0, the call was on a
         filler row, which metrics don't count.

@@ -180,7 +180,7 @@ def summarize_training(
 
 
 class _MatchedRank(NamedTuple):
-    """A device of a rank.
+    """One of a rank's devices, together with its part of the rank's record and its metrics.
 
     - `record`: the rank's record.
     - `live`: the device's entry in this record.

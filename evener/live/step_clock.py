@@ -16,8 +16,8 @@ KEPT_STEPS = 50  # number of steps stored for medians
 class ClockedReports:
     """Measures the steps of one process and reports each step to the monitor.
 
-    A trainer calls `begin` once it has its batch, and `end` when the step is done. The time from an
-    end to the next beginning counts as input: the process waits for the loader or runs callbacks.
+    A trainer calls `begin` once it has its batch, and `end` when the step is done. The time from
+    `end` to the next `begin` counts as input: the process waits for the loader or runs callbacks.
     Times are measured on the host. A host that runs ahead eventually has to wait for its GPU. From
     then on, the step times are the GPU's.
     """

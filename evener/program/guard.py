@@ -144,7 +144,7 @@ class Guard(Recorder):
     def note_call(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
         """Note a function that the program called, with its result.
 
-        If its arguments depend on exchanged values, so does the result.
+        If its arguments depend on exchanged values, note that the result does, too.
         """
         # `len` of the batch shows that the program uses the number of rows
         self.has_asked_length |= function is torch.Tensor.__len__ and result == self.rows
