@@ -152,9 +152,9 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True):
 
     - `seconds`: the part's duration in a step, of which the remedy saves the fraction `spared`.
     - `without_s`: the duration of a step without the part, if that was measured.
-    - `remaining_s`: the seconds that a step may take longer than expected after the remedy.
+    - `remaining_s`: the seconds of a step that the usual remedy may leave or add.
 
-    The part is reported only if its gain is sure to reach the `least_gain` of its kind.
+    The part is reported only if the lower bound of its gain reaches the `least_gain` of its kind.
     """
 
     kind: LimitKind
@@ -171,10 +171,10 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def bound_error(seconds: float, step_s: float, relative: float, left: float = LEFT_ERROR) -> float:
-    """Return half of the 95 % interval of a part that takes `seconds` of a step.
+    """Return the margin of error of a part's measured time: half of its 95 % interval.
 
-    It is the smaller of two bounds: the fraction `relative` of the part, and the fraction `left` of
-    the rest of the step.
+    The part takes `seconds` of a step of `step_s` seconds. The margin is the smaller of two bounds:
+    the fraction `relative` of the part, and the fraction `left` of the rest of the step.
     """
     # the rest was measured, too, so its error limits the part's
     return min(relative * seconds, left * max(0.0, step_s - seconds))
@@ -200,14 +200,14 @@ SLOWED = frozenset({LimitKind.POWER, LimitKind.HEAT, LimitKind.NEIGHBOUR})
 
 
 def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
-    """Return the parts without their overlaps, so that their sum is at most the step.
+    """Return the parts without their overlaps; they then add up to at most the step.
 
-    - Time in which threads get no core is subtracted from the other parts in proportion, except
-      from `APART` kinds.
-    - Time that a device loses to heat, power or a neighbour is subtracted from the part for its
-      unequal work.
-    - Parts that are still too long are shortened. Starved threads and `APART` kinds have priority,
-      then the largest parts.
+    - A lack of cores slows all other parts except those of `APART` kinds. The time without a core
+      is subtracted from them, in proportion to their durations.
+    - Unequal work includes the time that the slowest device loses to heat, power or a neighbour
+      (another process on the device). A loss that is a part of its own is subtracted from it.
+    - Parts that still add up to more than the step are shortened. A lack of cores and `APART` kinds
+      have priority, then the longest parts.
     """
     own = _without_starved(step_s, parts)
     own = [_without_slowed(part, own) for part in own]
@@ -221,7 +221,7 @@ def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
 
 
 def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
-    """Return the parts without the time in which threads had no core."""
+    """Return the parts, after subtracting the time without a core from those that include it."""
     # a lack of cores slows all parts by the same fraction, except `HOST_STARVED` and the kinds in
     # `APART`
     apart_s = sum(part.seconds for part in parts if part.kind in APART)
@@ -235,7 +235,11 @@ def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]
 
 
 def _without_slowed(part: StepPart, parts: Sequence[StepPart]) -> StepPart:
-    """Return the part without what its device lost to heat, power or a neighbour."""
+    """Subtract from unequal work the losses that are parts of their own.
+
+    They are the time that the same device loses to heat, power or a neighbour (another process on
+    it). Parts of other kinds are returned unchanged.
+    """
     # only unequal work includes such losses, because the other devices wait for a slowed device
     if part.kind is not LimitKind.UNEQUAL:
         return part
@@ -274,7 +278,7 @@ def least_gain(kind: LimitKind) -> float:
 
 
 class _RemainingTime(NamedTuple):
-    """The expected duration of a step after the remedy, with its 95 % interval, in seconds."""
+    """The expected duration of a step after a remedy, with its 95 % interval, in seconds."""
 
     seconds: float
     least_s: float

@@ -1,11 +1,12 @@
 """Predict how many rows fit in a rank's memory, from measured peaks.
 
 The memory of a pass is modelled as fixed + rows * per_row: weights and optimizer state don't depend
-on the rows, and activations do. With one measured size, all memory is assumed to grow with the
-rows, which overestimates. With several, per_row is the steepest slope to the peak at the largest
-size. That slope is too flat if a smaller size's peak was too high, for example because a loss was
-checked in that step. So per_row is at least the memory that isn't held between steps, divided by
-the rows.
+on the rows, and activations do. If the peak of only one pass size is known, all memory is assumed
+to grow with the rows, which overestimates the memory of larger passes. Otherwise per_row is the
+steepest slope from a smaller size's peak to the largest size's peak. That slope is too flat if a
+smaller size's peak was too high, for example because evener checked the loss in that step. So
+per_row is at least the largest size's peak without the memory that is held between steps, divided
+by the rows of that size.
 
 This module has no side effects.
 """
@@ -65,10 +66,10 @@ class MemoryPeaks:
         return largest + int(room_bytes / per_row)
 
     def most_rows_beside(self, capacity_bytes: float, left: float, beside_bytes: float) -> int:
-        """Return the maximum rows of a pass while something else uses `beside_bytes` bytes.
+        """Return the maximum rows of a pass that leave `beside_bytes` bytes for other data.
 
-        The fraction `left` of the capacity stays free. Return 0 if fewer than two different pass
-        sizes were recorded.
+        The fraction `left` of the capacity stays free as well. Return 0 if fewer than two different
+        pass sizes were recorded.
         """
         # One size doesn't show how much memory a row needs.
         if self.sizes < 2:

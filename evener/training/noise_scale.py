@@ -74,18 +74,18 @@ def separate_noise(sizes: Sequence[int], weighted: float, whole: float) -> Sampl
 
 
 def efficiency(batch: int, noise_scale: float) -> float:
-    """Return how much each row of a batch contributes to learning, from 0 to 1.
+    """Return how much a row contributes to learning, as a fraction of a row in a tiny batch.
 
-    It is 1 in a very small batch, far below the noise scale.
+    The fraction is 0.5 if `batch` is equal to the noise scale.
     """
     return noise_scale / (noise_scale + batch)
 
 
 def extra_rows(batch: int, other: int, noise_scale: float) -> float:
-    """Return the factor by which the rows needed to reach a loss change with the batch size.
+    """Return what a change of the batch size from `batch` to `other` rows costs in learning.
 
-    The batch size changes from `batch` to `other` rows. A smaller batch needs fewer rows, so the
-    factor is then below 1.
+    A result of 1.2 means that 20 % more rows are needed to reach the same loss. The result is below
+    1 if `other` is smaller than `batch`.
     """
     return (noise_scale + other) / (noise_scale + batch)
 
@@ -103,7 +103,7 @@ class NoiseWindow:
 
     Samples are summed in blocks of BLOCK samples. With each new block, the weights of all earlier
     blocks are multiplied by `kept`. If `kept` is 1, all blocks have the same weight. The weighted
-    sum is divided by the sum of the weights, so that the first averages aren't biased towards 0.
+    sum is divided by the sum of the weights; otherwise the first averages would be too small.
     """
 
     def __init__(self, kept: float = KEPT) -> None:

@@ -1,6 +1,7 @@
-"""Which kinds explain the value of a whole batch from the values of its parts.
+"""Find out how the value of a whole batch follows from the values of its parts.
 
-A kind is the way in which the values combine: a mean weighted by a unit's counts, or a sum.
+The value, such as a loss, can be the mean of the parts' values, weighted by their counts of a unit
+such as rows, or the sum of the parts' values. Each of these ways is called a kind.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ SUM = "sum"
 def find_fitting(
     whole: float, parts: Sequence[float], counts: Mapping[str, Sequence[float]], rounding: float
 ) -> list[str]:
-    """Return the kinds that explain the value of the whole from the values of its parts.
+    """Return the kinds by which the parts' values combine to the value of the whole.
 
     `counts` maps the name of a unit to its count in each part, such as {"rows": (3, 5), "labels":
-    (20, 61)}. A unit fits if the parts' mean, weighted by its counts, equals `whole` within the
-    relative `rounding`. SUM fits if the parts add up to `whole`.
+    (20, 61)}. The result has a unit if the parts' mean, weighted by its counts, equals `whole`, and
+    it has SUM if the parts add up to `whole`. Values count as equal if they differ by at most
+    `rounding`, relative to the largest value.
     """
     values = [abs(value) for value in (whole, *parts) if math.isfinite(value)]
     near = rounding * max(values, default=0.0)

@@ -111,7 +111,8 @@ class PassLimit:
     def lowest(self) -> int | None:
         """The current maximum rows per pass; None if the plan's passes needn't be cut.
 
-        It is the smaller of the limit after memory ran out and the predicted limit.
+        It is the smaller of two limits: the one set after memory ran out, and the one predicted
+        from measured memory.
         """
         known = [each for each in (self.most, self.predicted) if each is not None]
         return min(known, default=None)
@@ -120,8 +121,8 @@ class PassLimit:
         """Begin a batch; double the limit after 200 steps in which no pass ran out of memory.
 
         `others_bytes` returns the bytes of device memory that other processes hold, or 0 if that is
-        unknown. If it was 1 GiB or more when memory ran out, it is read again in every tenth step.
-        The limit is removed once it is less than half as much.
+        unknown. If they held 1 GiB or more when memory ran out, it is called again in every tenth
+        step. Once they hold less than half of that, the limit is removed.
         """
         self.step += 1
         self._clean_steps += 1
@@ -168,7 +169,7 @@ class PassLimit:
         """Halve the limit after a pass of `rows` rows ran out of memory; return the new limit.
 
         The limit is never below `least`. `others_bytes` are the bytes of device memory that other
-        processes hold now. If these are many, `begin_batch` checks later whether they were freed.
+        processes hold now. From 1 GiB on, `begin_batch` later checks whether they have freed it.
         """
         self.most = max(least, rows // 2)
         self._clean_steps = 0
@@ -202,8 +203,8 @@ class PassQueue:
     def take(self, least: Callable[[], int] = lambda: 1) -> Pass | None:
         """Return the next pass; None after the last one.
 
-        A pass above the limit is cut into pieces of at least `least()` rows, and
-        the first piece is returned.
+        A pass with more rows than the limit is cut into pieces of at least `least()` rows, and the
+        first piece is returned.
         """
         if not self._left:
             return None
@@ -243,8 +244,9 @@ class PassQueue:
     def retry(self, is_whole: bool = True) -> None:
         """Put the failed pass that `take` returned last back at the front of the queue.
 
-        `complete` returns False until all rows of the failed pass are computed. `is_whole` is False
-        if this pass is a piece of a pass that failed earlier, which then counts instead.
+        Then `complete` returns False until all rows of the failed pass are computed. If `is_whole`
+        is False, the pass is a piece of a pass that failed earlier, and `complete` returns False
+        until all rows of that earlier pass are computed.
         """
         taken, self._taken = self._taken, None
         assert taken is not None

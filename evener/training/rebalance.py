@@ -1,22 +1,22 @@
 """Adapt the shares of a training run to the speed of its ranks, window by window.
 
-A rank's speed is measured by its compute time (own work): the time until its last gradient,
-without the time that it waits for other ranks. A window is a number of consecutive steps. The
-median compute time in a window is divided by the time that the device's curve predicts, so a
-single slow step has no effect.
+A rank's speed is measured by its compute time (own work): the time until its last gradient, without
+the time that it waits for other ranks. A window is a number of consecutive steps. Its result for a
+rank is the median compute time in the window, divided by the time that the curve of the rank's
+device predicts. Because of the median, a single slow step has no effect.
 
 New shares are proposed if they would have made the steps of the last windows sufficiently faster in
-total. They must also be faster in most of these windows, including both of the last two. A large
-change of speed is detected in two windows, a small one in up to 64. The initial shares of a
-training run are changed only for a larger gain.
+total, and also faster in most of these windows, including both of the last two. A large change of
+speed is detected after two windows, a small one after up to 64. The first change of a training
+run's shares requires a larger gain than later changes.
 
 A change that the next change soon reverses was a mistake. After a mistake, a change needs 32
 windows, and after each further mistake twice as many, until a change lasts.
 
-If no curve was measured, compute time is assumed to be proportional to rows. The effect of a
-change of rows then shows which part of the compute time is fixed. A pass costs the host about
-the same time however few rows it has, so the cost of a further pass is measured when the
-number of a rank's passes changes.
+If no curve was measured, compute time is assumed to be proportional to rows. The effect of a change
+of rows then shows which part of the compute time is fixed. A pass costs the host about the same
+time however few rows it has, so the cost of a further pass is measured when the number of a rank's
+passes changes.
 
 This module has no side effects.
 """
@@ -166,7 +166,7 @@ class Rebalancer:
 
     @property
     def windows_needed(self) -> int:
-        """The current minimum number of windows for a change."""
+        """The number of windows that a change of shares currently needs."""
         return self._patience
 
     def _begin(self, shares: tuple[int, ...]) -> None:
@@ -220,8 +220,8 @@ class Rebalancer:
         - `limits`: each rank's maximum rows per pass since memory ran out (0: it never did).
         - `fits`: the rows that are predicted to fit in each rank's memory at once (0: not
           measured).
-        - `passes_fit`: the predicted maximum rows of a pass if a share has several passes (0:
-          shares can't be divided further).
+        - `passes_fit`: the predicted maximum rows of a pass if a share has several passes (0: a
+          share can't be divided into more passes).
         - `step_s`: the median duration of a whole step, to which gains are relative (0: the compute
           time is the whole step).
         - `fewest`: the minimum number of windows for a change; 0 if compute time doesn't limit the
@@ -270,8 +270,8 @@ class Rebalancer:
     ) -> None:
         """Set the maximum rows that fit in each rank's memory from now on.
 
-        `observe` describes the parameters. Past windows are dropped if the number of passes
-        changes.
+        `observe` describes the parameters. If a rank then needs another number of passes, the past
+        windows are dropped.
         """
         ranks = range(len(self.shares))
         self._rooms = list(map(self._find_room, ranks, fits, passes_fit))
@@ -367,9 +367,10 @@ class Rebalancer:
         return learned
 
     def _list_extras(self) -> list[float]:
-        """Return the seconds that a further pass adds on each rank, in the scale of its curve.
+        """Return the seconds that a further pass adds on each rank.
 
-        A rank without a learned value gets the mean of the learned values, or 0 if there are none.
+        They apply at the speed for which the rank's curve holds; its current speed may differ. A
+        rank without a learned value gets the mean of the learned values, or 0 if there are none.
         """
         known = [each for each in self._extras if each is not None]
         usual = math.fsum(known) / len(known) if known else 0.0
@@ -396,7 +397,7 @@ class Rebalancer:
     def _find_faster_shares(
         self, span: int
     ) -> tuple[tuple[int, ...], tuple[float, ...], float] | None:
-        """Return shares that would have made the last `span` windows faster; None without any.
+        """Return shares that would have made the last `span` windows faster; None if none would.
 
         The ranks' factors (measured / predicted compute time) and the gain are returned with them.
         """
@@ -421,9 +422,10 @@ class Rebalancer:
         return shares, factors, gain
 
     def _solve_for_shares(self, factors: Sequence[float]) -> tuple[int, ...] | None:
-        """Return the shares with which all ranks finish at the same time; None if no shares fit.
+        """Return the shares with which all ranks finish at the same time.
 
-        `factors` are the measured compute times of the ranks, divided by the predicted ones.
+        `factors` are the measured compute times of the ranks, divided by the predicted ones. Return
+        None if the rows don't fit in the ranks' memory.
         """
         curves = [scale(curve, factor) for curve, factor in zip(self._curves, factors, strict=True)]
         extras = list(map(mul, factors, self._list_extras()))
@@ -453,8 +455,8 @@ class Rebalancer:
     def _find_drifts(self, count: int) -> list[float]:
         """Return each rank's drift: how much its speed varies relative to the other ranks.
 
-        It is measured in the first `count` windows with the current shares. If these are fewer than
-        16, return the drifts under earlier shares.
+        It is measured in the first `count` windows with the current shares. If `count` is below 16,
+        return the drifts that were measured with earlier shares; [] if there are none.
         """
         if count < FEWEST_DRIFT:
             return self._drifts
@@ -560,11 +562,12 @@ def advise(
     """Return shares with which all ranks finish at the same time, and their gain.
 
     - `own_work_s`: the median compute time (own work) of each rank with `shares`.
-    - `step_s`: the duration of a step, to which the gain is relative (0: the compute time).
+    - `step_s`: the duration of a step, to which the gain is relative (0: the compute time of the
+      slowest rank).
     - `most`: the maximum rows per pass in each rank's memory (0: unknown).
     - `passes`: if False, each share must fit in memory at once.
 
-    Return None if the gain is below 2 %, or if no shares are possible.
+    Return None if the gain is below 2 %, or if no shares fit in memory.
     """
     scaled = [
         scale(c, own / c.seconds(share))
@@ -597,9 +600,10 @@ def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:
 
 
 def choose_quantum(shares: Sequence[int]) -> int:
-    """Return the quantum, at most 8: all new shares are multiples of this number of rows.
+    """Return the number of rows (the quantum) of which every new share is a multiple.
 
-    The quantum divides all current shares. It is smaller if the shares are small.
+    It is the largest of 8, 4 and 2 that divides all current shares and is at most 1/64 of their
+    mean; 1 if there is none.
     """
     quantum = math.gcd(LARGEST_QUANTUM, *shares)
     while quantum > 1 and quantum * FINE * len(shares) > sum(shares):
@@ -627,7 +631,7 @@ def _deviation(ratios: Sequence[float]) -> float:
 
 
 def _common_compute_time(own: Sequence[float], rates: Sequence[float]) -> float:
-    """Return each rank's compute time after rows have moved so that all ranks finish together.
+    """Return every rank's compute time if rows are moved until all ranks finish together.
 
     `own` are the current compute times. `rates` are the rows that each rank computes per additional
     second.
@@ -636,7 +640,10 @@ def _common_compute_time(own: Sequence[float], rates: Sequence[float]) -> float:
 
 
 def _slope(curve: Curve, share: int) -> float:
-    """Return the seconds per row just below a share; above 0 even if the curve is level."""
+    """Return the slope of a curve just below a share, in seconds per row.
+
+    The slope is above 0 even where the curve is level.
+    """
     rise = (curve.seconds(share) - curve.seconds(NEAR * share)) / ((1 - NEAR) * share)
     return max(rise, curve.seconds(share) / share / 100)
 

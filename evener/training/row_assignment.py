@@ -54,8 +54,9 @@ class AssignmentSearch:
     def least_seconds(self) -> float:
         """Return a lower bound for a step's duration in seconds, over all assignments.
 
-        The bound is the larger of two times: the whole batch divided perfectly by the ranks'
-        speeds, and the longest row on the fastest rank. It is nearly exact.
+        The bound is the larger of two times: that of all rows if they could be divided exactly by
+        the ranks' speeds, and that of the longest row on the fastest rank. It is approximate,
+        because it assumes the passes that are cheapest on the fastest device.
         """
         alone = self._seconds_alone(self._best_cut, len(self._lengths))
         longest = min(
@@ -66,7 +67,8 @@ class AssignmentSearch:
     def _seconds_alone(self, stops: Sequence[int], rows: int) -> list[float]:
         """Return the seconds that each rank would need to compute the first `rows` rows by itself.
 
-        `stops` are the ends of the runs: ranges of consecutive rows that form one pass each.
+        The rows are cut into runs of consecutive rows, which are one pass each; `stops` are the row
+        indices at which the runs end.
         """
         cuts = [0, *(stop for stop in stops if stop <= rows)]
         return [
@@ -92,9 +94,9 @@ class AssignmentSearch:
                     yield partial
 
     def _list_cuts(self) -> Iterator[list[int]]:
-        """Yield several ways to cut the sorted batch into runs; each is a list of the runs' ends.
+        """Yield several ways to cut the sorted batch into runs: consecutive rows, one pass each.
 
-        A run is a range of consecutive rows that forms one pass.
+        Each item is the list of the row indices at which the runs end.
         """
         # The ways differ in the assumed price of a pass. Without passes to save padding, the whole
         # batch is one run.
@@ -107,9 +109,10 @@ class AssignmentSearch:
                 yield self._cut_cheapest(price)
 
     def _cut_cheapest(self, price: float) -> list[int]:
-        """Return the ends of the runs with the least total cost on the fastest device.
+        """Return the ends of the runs into which the sorted batch is cut at the least cost.
 
-        The fixed cost of a pass is multiplied by `price`, so a higher price gives fewer runs.
+        The cost is that on the fastest device, where a run is computed in one pass. The fixed cost
+        of a pass is multiplied by `price`, so a higher price gives fewer runs.
         """
         # For a given start of the last run, the total cost is a linear function of the run's end: a
         # line. A later start gives a flatter line. Therefore the lowest line is only searched
@@ -135,7 +138,7 @@ class AssignmentSearch:
         return stops[::-1]
 
     def _list_places(self) -> Iterator[int]:
-        """Yield the row indices at which the sorted batch may be cut, then its number of rows."""
+        """Yield the row indices at which the sorted batch may be cut; the last one is its end."""
         # So that there are few places, the row at each is at least 3 % shorter than at the previous
         # one.
         next_length = _NEXT_PLACE * self._lengths[0]
@@ -148,7 +151,7 @@ class AssignmentSearch:
     def _assign_blocks(self, rows: int, stops: Sequence[int]) -> PartialAssignment | None:
         """Assign the first `rows` rows in blocks: consecutive rows for each rank.
 
-        `stops` are the ends of the runs, which separate passes. Return None if a row fits on no
+        `stops` are the row indices at which a new pass must begin. Return None if a row fits on no
         rank.
         """
         # All ranks must finish within the same time limit; bisection finds the shortest one.
@@ -171,7 +174,7 @@ class AssignmentSearch:
         """Assign the first `rows` rows in order, filling one rank after another, fastest first.
 
         A rank is full when the next row would exceed `limit` seconds. It begins a new pass at each
-        item of `stops`. Return None if rows are left over.
+        row index in `stops`, and where its memory requires it. Return None if rows are left over.
         """
         partial, row, run = PartialAssignment(len(self._ranks)), 0, 0
         for rank in self._by_speed:
@@ -253,8 +256,8 @@ Passes = tuple[tuple[tuple[int, ...], ...], ...]
 class RowAssignment(msgspec.Struct, frozen=True):
     """The passes of each rank, with each rank's predicted seconds and number of tokens.
 
-    `passes` has, for each rank and pass, the indices of its rows in the batch. `tokens` are counted
-    without padding, `padded` with padding.
+    `passes` has, for each rank and pass, the indices of its rows in the batch. `tokens` doesn't
+    count padding; `padded` does.
     """
 
     passes: Passes
@@ -284,11 +287,12 @@ class RowAssigner(msgspec.Struct, frozen=True):
     saves_padding: bool = True  # adds passes to save padding; if False, only limits add passes
 
     def assign(self, lengths: Sequence[int]) -> RowAssignment:
-        """Assign rows of these `lengths` so that all ranks should finish at the same time.
+        """Assign rows of these `lengths` to the ranks; all should finish at the same time.
 
-        Each rank gets at least one row if there are enough rows. Rows of equal length are divided
-        in their order, by the ratios of the shares. Other rows are sorted first, so that a pass has
-        rows of similar length: a pass costs its number of rows times the cost of its longest row.
+        Each rank gets at least one row if there are enough rows. If all rows are equally long, they
+        are assigned in their order, by the ratios of the shares. Otherwise they are sorted first,
+        to put rows of similar length into a pass: a pass costs its number of rows times the cost of
+        its longest row.
         """
         if min(lengths) == max(lengths):
             return self._make(self._assign_equal(len(lengths), lengths[0]), lengths)
@@ -357,11 +361,11 @@ class RowAssigner(msgspec.Struct, frozen=True):
 def make_row_assigner(
     batches: Sequence[int], micros: Sequence[int], shares: Sequence[Share]
 ) -> RowAssigner:
-    """Return an assigner that uses the costs of passes in a plan's shares.
+    """Return an assigner for the shares of a plan, with the costs of passes that the plan contains.
 
-    `batches` are the rows of each rank, in passes of up to `micros` rows. If the plan has no costs,
-    each rank's speed in tokens is assumed to be proportional to its rows in a full batch. The cost
-    of a further pass is then unknown, so a rank computes as few passes as possible.
+    `batches` are each rank's rows in a full batch, and `micros` its maximum rows per pass. If the
+    plan has no costs, each rank's tokens/s are assumed to be proportional to its rows in a full
+    batch. The cost of a further pass is then unknown, so a rank computes as few passes as possible.
     """
     ratios = tuple(map(float, batches))
     costs = [share.cost for share in shares if share.cost is not None]

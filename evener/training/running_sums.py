@@ -25,8 +25,9 @@ FEWEST_BINS, ERRORS = 4, 2.4
 class RunningSums:
     """Sums of a rank's step times, over all steps and over recent steps.
 
-    Recent steps are at least the last RECENT_STEPS steps and RECENT_SECONDS seconds. Steps are
-    grouped into bins of about a second, from which errors are estimated.
+    Recent steps are at least the last RECENT_STEPS steps and the last RECENT_SECONDS seconds. Steps
+    are grouped into bins of about a second; the differences between bins show how precise the means
+    are.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,8 @@ class RunningSums:
         - `step`: a value for each field of StepSums, in the same order. The first, the number of
           steps, is 0 if the step hasn't ended.
         - `seconds`: the sum of the durations in `step`.
-        - `own_s`: the real duration of the step, if `step` is weighted to represent several steps.
+        - `own_s`: the measured time alone, if `step` is multiplied to stand also for steps that
+          weren't timed.
         """
         self._now = list(map(add, self._now, step))
         self._bin_s += seconds

@@ -18,7 +18,7 @@ from ..shares.whole_rows import apportion, check_ratios
 
 
 class RankInfo(msgspec.Struct, frozen=True):
-    """The report of a process before training: its host, its device and its options."""
+    """What a process reports before training: its host, its device and its options."""
 
     machine: str  # its host name, for messages
     # the host's name in the plan; empty if the plan has no hosts, or not this machine

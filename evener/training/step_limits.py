@@ -1,9 +1,9 @@
 """Find what limits a running training, from the step times of its ranks.
 
-The rank that reaches the gradient exchange last (the straggler) determines the duration of a
-step, because the other ranks wait for it. A part that takes about as long on every rank
-limits the whole training run. A part that takes long on only one rank costs the time that
-the others wait for that rank.
+The rank that reaches the gradient exchange last (the straggler) determines the duration of a step,
+because the other ranks wait for it. If a part of a step, such as waiting for input, takes about as
+long on every rank, it limits the whole training run. A part that takes long on only one rank costs
+the time that the others wait for that rank.
 
 This module has no side effects.
 """
@@ -136,10 +136,10 @@ def _find_step_seconds(steps: Sequence[RankStep]) -> float:
 def _list_single_parts(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, competitors: str
 ) -> Iterator[StepPart]:
-    """Yield every part of a step that may limit it, except the ranks' unequal compute times.
+    """Yield every part of a step that may limit training, except the ranks' unequal compute times.
 
     `steps` are the ranks' mean steps, `step_s` is the duration of a step, and `competitors` names
-    the programs that used the cores.
+    the other programs that used cores which the training needed.
     """
     found = _Finder(ranks, steps, step_s)
     yield from found.find(LimitKind.INPUT, "input_s", alone=LimitKind.RANK_INPUT)
@@ -165,8 +165,8 @@ class _Finder:
     ) -> Iterator[StepPart]:
         """Yield the part that the StepSums field `name` measures, if it is at least 5 % of a step.
 
-        `spared` is the fraction of this time that a remedy saves. `alone` is the kind of the part
-        if only a single rank has the problem.
+        `spared` is the fraction of this time that a remedy saves. The part's kind is `kind`, or
+        `alone` (if given) if another rank needs less than half as long.
         """
         # A rank has it alone if another needs less than half as long. A remedy then saves at most
         # the time that the others wait for that rank.
@@ -215,7 +215,7 @@ class _Finder:
 
 
 def _find_rest_error(seconds: float, step_s: float) -> float:
-    """Return the margin of error (half of the 95 % interval) of a step's time after a remedy.
+    """Return how much the rest of a step may change after a remedy: half of the 95 % interval.
 
     The remedy removes `seconds` from a step of `step_s` seconds.
     """
@@ -300,9 +300,9 @@ def _find_host_waits(
 def _wait_for_starved(
     ranks: Sequence[MeasuredRank], step: RankStep, place: int, step_s: float
 ) -> float:
-    """Return the seconds per step that a rank waits for ranks that lack cores (starved ranks).
+    """Return the seconds per step that a rank waits for others because all ranks lack cores.
 
-    Return 0 unless all ranks are starved.
+    Return 0 if any rank has enough cores.
     """
     # If all are, each rank is the last one in some steps, and the others wait for it. A rank may
     # also be starved while it waits; that time is already counted as starved. So the result is at
@@ -319,10 +319,11 @@ def _wait_for_starved(
 def _find_unequal_work(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> StepPart | None:
-    """Return the ranks' unequal compute times as the part of a step that limits training.
+    """Return the part of a step that training loses because compute times are unequal.
 
-    Its duration is how much longer the slowest rank computes than if all finished together. Return
-    None if that, or the longest wait of another rank, is within noise or below 5 % of a step.
+    Its duration is the compute time of the slowest rank, minus the time in which all ranks would
+    finish together. Return None if this difference, or the longest wait of another rank, is within
+    noise or below 5 % of a step, or if fewer than two compute times are known.
     """
     timed = [place for place, rank in enumerate(ranks) if rank.own_work_s > 0]
     if len(timed) < 2:
@@ -365,8 +366,8 @@ def _with_advice(part: StepPart, advice: Advice | None, step_s: float) -> StepPa
 def advise_shares(ranks: Sequence[MeasuredRank], step_s: float) -> Advice | None:
     """Return shares that make steps faster, as predicted from the ranks' compute times.
 
-    Return None if a share or a compute time is unknown, or if the gain is at most two standard
-    errors.
+    Return None if a share or a compute time is unknown, or if the gain is below 2 % or at most two
+    of its standard errors.
     """
     shares, own_work_s = [rank.share for rank in ranks], [rank.own_work_s for rank in ranks]
     if len(ranks) < 2 or not all(shares) or sum(shares) > MOST_ROWS:
@@ -392,6 +393,6 @@ def _read_curves(ranks: Sequence[MeasuredRank]) -> Sequence[Curve]:
 
 
 def _is_plausible(seconds: float) -> bool:
-    """True if the compute time of a step can be this long."""
+    """True if a step's compute time is known, and neither impossibly short nor long."""
     # Other processes report this time, and their reports may be wrong.
     return LEAST_WORK_S < seconds < MOST_WORK_S

@@ -1,13 +1,13 @@
 """Compare a training run's step times under its first and its last shares.
 
 Only undisturbed steps count. The first steps with new shares (warm-up) are disturbed, because
-kernels are chosen and the allocator grows then. Steps in which evener checks the loss or memory
-runs out are disturbed, too. A gain is significant if the intervals of the first and the last median
-don't overlap.
+libraries choose kernels and the memory allocator grows. Steps in which evener checks the loss or
+memory runs out are disturbed, too. Steps are called faster or slower only if the whole 95 %
+interval of the gain is at least 2 % away from 0.
 
-Devices may have become faster or slower between both measurements. Therefore the compute time (own
-work) at the end is used to compute how long steps with the first shares would take now. If that
-differs from the time that they took at first, the step times can't be compared.
+Devices may have become faster or slower in the meantime. Therefore the compute time (own work) at
+the end is used to compute how long steps with the first shares would take now. If that differs too
+much from the time that they took at first, the step times can't be compared.
 
 This module has no side effects.
 """
@@ -35,7 +35,7 @@ Outcome = Literal["same shares", "faster", "slower", "unclear", "not comparable"
 
 
 class ShareTimes(msgspec.Struct, frozen=True):
-    """Medians of a rank's steps with certain shares, in seconds; 0 for unknown values."""
+    """A rank's median step time and compute time under the same shares, in seconds (0: unknown)."""
 
     shares: tuple[int, ...]  # of every rank
     own_work_s: float
@@ -44,7 +44,7 @@ class ShareTimes(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """How much faster steps became from the first to the last shares, with an interval."""
+    """How much faster steps are under the last shares than under the first, with an interval."""
 
     outcome: Outcome
     gain: float = 0.0  # 0.12: 12 % more steps a second
@@ -115,7 +115,8 @@ class StepRecord:
     def first(self) -> ShareTimes | None:
         """The medians under the first shares that had enough undisturbed steps.
 
-        Without such shares, they are those under the newest shares. None before the first step.
+        If no shares had enough, they are the medians under the newest shares. None before the first
+        step.
         """
         stretch = self._first or self._now
         return None if stretch is None else stretch.summarize()
@@ -124,7 +125,8 @@ class StepRecord:
     def last(self) -> ShareTimes | None:
         """The medians under the last shares that had enough undisturbed steps.
 
-        Without such shares, they are those under the newest shares. None before the first step.
+        If no shares had enough, they are the medians under the newest shares. None before the first
+        step.
         """
         stretch = self._last or self._now
         return None if stretch is None else stretch.summarize()
