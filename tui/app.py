@@ -112,7 +112,7 @@ class EvenerApp(BaseApp):
         self.theme = f"evener-{theme}"
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
-        """Return evener's own theme variables, so that Textual's themes have them too."""
+        """Return defaults of evener's own theme variables, for themes that don't define them."""
         return meanings(dark=True)
 
     async def on_mount(self) -> None:
@@ -147,7 +147,7 @@ class EvenerApp(BaseApp):
         return made
 
     def refresh_css(self, animate: bool = True) -> None:
-        """Apply all styles again, except while a screen is created, because it is styled anyway."""
+        """Apply all styles again; do nothing while a screen is created, as it is styled anyway."""
         if not self._makes_screen:
             super().refresh_css(animate)
 
@@ -303,7 +303,7 @@ class EvenerApp(BaseApp):
 
 
 def _tune_garbage_collection() -> None:
-    """Enable garbage collection again, with rare collections."""
+    """Enable garbage collection again, with a threshold so high that it rarely runs."""
     # The objects that exist now are never scanned, because that would take 40 ms each time.
     gc.collect()
     gc.freeze()

@@ -61,9 +61,9 @@ class SessionReported(Message):
     event: Event
 
     def can_replace(self, message: Message) -> bool:
-        """True if the waiting `message` is older progress of the same probe, and so outdated.
+        """True if the waiting `message` reports earlier progress of this message's probe.
 
-        No other event is dropped.
+        Only such messages are dropped.
         """
         return (
             isinstance(message, SessionReported)
@@ -107,7 +107,7 @@ class SessionThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Tell the session to end with the best plan found so far. It doesn't wait for the end."""
+        """Tell the session to end with the best plan found so far, without waiting for its end."""
         self._stopping.set()
         if self._session is not None:
             self._session.stop()
@@ -323,10 +323,11 @@ class BaseApp(App[int]):
         kept: Sequence[ObservationEntry] = (),
         **resumed: Any,
     ) -> None:
-        """Start a search on these devices, or resume a run that has the measurements `kept`.
+        """Start a search on these devices, or resume a run.
 
-        `resumed` are keyword arguments of `open_run`, such as `resume`, the id of the run. Nothing
-        happens if a search is running already. A read-only app shows a warning instead.
+        To resume a run, `kept` has its measurements, and `resumed` the keyword arguments of
+        `open_run`, such as `resume`, the id of the run. Nothing happens if a search is running
+        already. A read-only app shows a warning instead.
         """
         if self.readonly:
             self.say("This app is read-only: it starts no search.", severity="warning")
@@ -488,7 +489,7 @@ class BaseApp(App[int]):
 
     @contextmanager
     def showing_errors(self) -> Iterator[None]:
-        """Return a context manager that shows an EvenerError as a message and ends its block."""
+        """Return a context manager that shows an EvenerError as a message instead of raising it."""
         try:
             yield
         except EvenerError as fault:

@@ -43,7 +43,7 @@ class DemoApp(EvenerApp):
         self._trains = False
 
     async def on_mount(self) -> None:
-        """Show the cards briefly, then start the search.
+        """Show the simulated cards briefly, then start the search.
 
         Importing the modules that a search needs would delay the first frame.
         """

@@ -144,7 +144,7 @@ class KeyDiscovery(DiscoveryHit):
 
     @property
     def score(self) -> float:
-        """The sort score: above 0, the score of Textual's own entries."""
+        """The score for sorting: higher than 0, which is the score of Textual's own entries."""
         return 1.0
 
 

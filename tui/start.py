@@ -173,7 +173,10 @@ def _end_threads(app: EvenerApp) -> None:
 
 @contextlib.contextmanager
 def _drawing_on_the_terminal() -> Iterator[None]:
-    """Return a context in which `sys.__stderr__` is the terminal of standard output."""
+    """Return a context in which `sys.__stderr__`, on which Textual draws, is a terminal.
+
+    If standard error is redirected, the terminal of standard output is used instead.
+    """
     # Textual draws on `sys.__stderr__`, which may be redirected to a file.
     before = sys.__stderr__
     if before is not None and before.isatty():

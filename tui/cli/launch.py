@@ -145,8 +145,8 @@ def launch(
 def _train(job: HostJob, guard: GuardedTraining, name: str, starts: str, max_restarts: int) -> int:
     """Run all training processes of this host, and return the exit code.
 
-    `name` and `starts` are printed when the processes start. If processes are killed, all are
-    restarted at most `max_restarts` times.
+    `name` and `starts` are printed when the processes start. If a process is lost, for example
+    killed, all are restarted, but at most `max_restarts` times.
     """
     from evener.launch.processes import named_output
     from evener.launch.restarts import run_job
@@ -212,7 +212,7 @@ def _name(job: HostJob) -> str:
 
 
 def _list_shares(job: HostJob) -> str:
-    """Return the shares of this host as text, such as 5 rows on CPU:0, 2 × 410 rows on GPU:1."""
+    """Return this host's shares as text, such as "5 rows on CPU:0, 2 × 410 rows on GPU:1"."""
     # For a device without rows, the text says how much of a sharded model's state the device holds.
     listed = []
     for share, device in zip(job.own, chain.from_iterable(job.processes), strict=True):

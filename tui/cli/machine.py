@@ -88,8 +88,8 @@ def _check(devices: str, address: str) -> tuple[tuple[Check, ...], str]:
 def _check_links(devices: str) -> tuple[tuple[Check, ...], tuple[LinkMeasurement, ...]]:
     """Return the checks of the links between devices, and the measurements of the links.
 
-    A measurement that fails is printed immediately. Raises RequestError for devices of a cluster,
-    and for simulated devices, which have no links.
+    A link that couldn't be measured is printed immediately. Raises RequestError if `devices` are
+    those of a cluster, or simulated devices, which have no links.
     """
     if parse_request(devices)[0].host is not None:
         raise RequestError(

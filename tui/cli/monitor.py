@@ -111,11 +111,12 @@ def monitor(
 
 
 def _metrics_server(address: str | None, public: bool, once: bool) -> Serving:
-    """Return a function that starts the metrics server for a callable of the latest snapshot.
+    """Return a function that starts the metrics server that the command's options ask for.
 
-    That function returns a context, which does nothing without `--metrics`. The arguments are the
-    values of `--metrics`, `--metrics-public` and `--once`. Raises RequestError if they contradict
-    each other or the address is invalid.
+    Its argument is a callable that returns the latest snapshot, and its result a context in which
+    the server runs. Without `--metrics`, the context does nothing. The parameters are the values of
+    `--metrics`, `--metrics-public` and `--once`. Raises RequestError if they contradict each other
+    or the address is invalid.
     """
     if address is None:
         if public:
@@ -155,7 +156,7 @@ def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapsho
     """Yield a single snapshot or, if `loops`, a snapshot every `pause` seconds.
 
     If a later reading fails, the last snapshot is repeated, marked as stale. Raises DeviceError if
-    the first reading fails, or the only one.
+    the first reading fails, or any reading without `loops`.
     """
     # The devices are read once before the first snapshot, so that every snapshot has rates.
     from evener.devices.sampler import stale
@@ -179,7 +180,7 @@ def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapsho
 
 
 def _read_first(source: Source) -> Snapshot:
-    """Return the first snapshot, after waiting long enough for the next one to have rates.
+    """Take a first snapshot, and wait until the next one can have rates; return the first.
 
     Raises DeviceError if the devices can't be read.
     """
@@ -271,7 +272,7 @@ def snapshot_document(snapshot: Snapshot) -> dict[str, object]:
 
 
 def _notes(snapshot: Snapshot) -> Iterator[str]:
-    """Yield the host's name with its driver, if that is known, and the notes about the machine."""
+    """Yield the host's name with its driver's version, if known, then the notes on the machine."""
     if snapshot.driver:
         maker = name_maker(sample.device for sample in snapshot.devices)
         yield f"{plain(snapshot.host.hostname)}, {maker} driver {plain(snapshot.driver)}"
@@ -279,7 +280,7 @@ def _notes(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _join(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
-    """Return the trainings of the snapshot."""
+    """Return the trainings to which the snapshot's reports belong."""
     # The module that joins reports to trainings is imported only if there are reports.
     if not snapshot.reports:
         return ()

@@ -79,9 +79,9 @@ def terminal_columns() -> int | None:
 
 
 def draws_screens() -> bool:
-    """True if the full-screen app can run: in a browser, or on a terminal that isn't a dumb one.
+    """True if the full-screen app can run: in a browser, or on a terminal that can draw it.
 
-    When the app is shown in a browser, the environment variable TEXTUAL_DRIVER is set.
+    A terminal can't if TERM is unset or "dumb". In a browser, TEXTUAL_DRIVER is set.
     """
     if "TEXTUAL_DRIVER" in os.environ:
         return True

@@ -120,11 +120,11 @@ def _parse_length(seconds: str | None, steps: int | None) -> ProbeLength:
 
 
 def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, ...] | None]:
-    """Return a value for `--devices`, and the indices of the chosen devices in its list.
+    """Return a value for `--devices`, and the indices of the chosen devices among those it selects.
 
     `spec` is the value of `--devices`, and `gpus` that of `--gpus`. If `spec` is "auto", the
-    returned value selects only the chosen devices. Without `--gpus`, the indices are None: the
-    first devices are used.
+    returned value selects only the chosen devices; otherwise it is `spec`. Without `--gpus`, the
+    indices are None: the first devices are used.
     """
     if gpus is None:
         return spec, None
@@ -163,7 +163,7 @@ def _print_run(
 def _write_doubts(
     doubts: Sequence[MeasurementDoubt], devices: Sequence[Device], length: ProbeLength
 ) -> list[str]:
-    """Return the doubts about a run as text, with the option that makes a run longer."""
+    """Return the doubts about a run as text; they name the option that makes a run longer."""
     on_gpus = any(not device.on_cpu for device in devices)
     longer = "more --steps" if length.steps else "a longer --seconds"
     return [write_doubt(one, on_gpus, longer) for one in describe_doubts(doubts, devices)]

@@ -115,7 +115,7 @@ def _run_to_its_end(
 ) -> tuple[Finished, UnwrittenError | None]:
     """Run the session and return its result, and the error if the journal couldn't be written.
 
-    The error is None if the whole journal was written. It is raised if there is no result.
+    The error is None if the whole journal was written. If there is no result, it is raised.
     """
     try:
         return _show_progress(session, progress, as_json), None

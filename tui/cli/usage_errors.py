@@ -107,7 +107,7 @@ def _name(parameter: Any) -> str:
 
 
 def _describe_type(kind: Any) -> str:
-    """Return the values that a parameter accepts as text; "" unless they are numbers or choices."""
+    """Describe which values a parameter accepts; return "" unless they are numbers or choices."""
     choices = getattr(kind, "choices", None)
     if choices is not None:
         return _either([str(getattr(choice, "value", choice)) for choice in choices])

@@ -68,7 +68,7 @@ class BalanceScreen(RunActions, PanelScreen):
             self.query_one("#pick-workload", Ticks).focus()
 
     def result_keys(self) -> list[KeyHint]:
-        """Return the keys for what to do with a result, without keys that are disabled now."""
+        """Return the keys that act on the result and are enabled now, such as "write the plan"."""
         keys = [
             KeyHint("e", "write the plan"),
             KeyHint("g", "train by it here"),

@@ -113,10 +113,10 @@ def field_label(name: str) -> str:
 
 
 def to_form_terms(text: str) -> tuple[str, str]:
-    """Return a command-line error message in the form's terms, and the first field in it.
+    """Return an error message in the form's terms, and the field of the first option in it.
 
-    Options such as --global-batch become the form's labels. The field is "" if the message names no
-    option.
+    Command-line options such as --global-batch become the form's labels. The field is "" if the
+    message names no option.
     """
     options = re.findall(r"--([a-z][a-z-]*)", text)
     fields = {option: _BY_OPTION.get(option, option.replace("-", "_")) for option in options}
@@ -225,7 +225,7 @@ class BalanceForm(UsesApp, Vertical):
         self._user_chose_model = False  # whether the user has chosen the model
 
     def compose(self) -> ComposeResult:
-        """Yield the fields, the hint on the focused field, the buttons, and the lesson."""
+        """Yield the fields, the hint on the focused field, the buttons, and what a search does."""
         with VerticalScroll(id="fields", can_focus=False, classes="panel") as fields:
             fields.border_title = "Balance a model"
             yield self._row("pick-workload", Ticks(id="pick-workload", title="", single=True))
@@ -351,7 +351,7 @@ class BalanceForm(UsesApp, Vertical):
     def redraw(self) -> None:
         """Set the heights of the lists of models and devices so that the other fields fit too.
 
-        If there is room, the lesson is shown below the form.
+        If there is room, an explanation of what a search does is shown below the form.
         """
         height = self.size.height - HINT_ROWS - 1
         bare = self.screen.has_class("-bare")

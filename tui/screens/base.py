@@ -183,7 +183,7 @@ class SortedScreen(PanelScreen):
         return self.query_one(SortedPanel)
 
     def action_filter(self) -> None:
-        """Open the filter's field; the list then shows only the rows that contain its words."""
+        """Open the filter's field; the list then shows only rows that contain its words."""
         field = self.query_one("#filter", Input)
         field.add_class("-open")
         field.focus()
@@ -285,7 +285,7 @@ class KeysBar(Lines):
     def _extend(
         self, hints: list[tuple[Span, ...]], more: list[tuple[Span, ...]]
     ) -> list[tuple[Span, ...]]:
-        """Insert as many of `more` as fit before the last `ALWAYS` hints, and return all hints."""
+        """Return the hints, with as many of `more` as fit inserted before the last `ALWAYS`."""
         left = self.size.width - sum(map(span_cells, hints))
         added = []
         for hint in more:

@@ -186,9 +186,9 @@ class RunsScreen(RunActions, SortedScreen):
         return found
 
     def _plan_lines(self, name: str, width: int, height: int) -> tuple[Line, ...]:
-        """Return a search's plan, a training's journal, or why the run can't be read, as lines.
+        """Return the lines about a run: a search's plan, or a training's journal.
 
-        Return no lines if `name` is "".
+        If the run can't be read, the lines say why. Return no lines if `name` is "".
         """
         if not name:
             return ()

@@ -63,7 +63,7 @@ LABELS = (*(choice.label for choice in CHOICES), COMMAND_LABEL)
 
 
 def read_setting(app: BaseApp, key: str) -> Any:
-    """Return the value of a setting; `key` is as in `Choice`."""
+    """Return the current value of a setting; `key` is the same as in the setting's `Choice`."""
     value: Any = app.settings
     for part in key.split("."):
         value = getattr(value, part)

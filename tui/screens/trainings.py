@@ -127,7 +127,7 @@ class TrainingsScreen(SnapshotScreen):
     def _log_rows(self, height: int, *, shares_rows: bool) -> int:
         """Return the height of the log panel in lines; 0 unless a training was started in this app.
 
-        `shares_rows` is True if other panels need most of `height` for trainings.
+        `shares_rows` is True if the panels about a training need most of `height`.
         """
         if self.evener.training is None:
             return 0
@@ -179,7 +179,7 @@ def _find_summary(run: str) -> Sequence[str]:
 
 
 class TrainingPanel(ListPanel[TrainingRow]):
-    """The panel with a row for each training; the cursor follows its training in the list."""
+    """The panel with a row for each training; the cursor stays on a training if its row moves."""
 
     OPEN = "screen.open_training"
 

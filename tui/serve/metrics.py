@@ -448,8 +448,7 @@ def _describe(device: Device, hostname: str) -> Labels:
 
 
 def _short_name(device: Device) -> str:
-    """Yield the metrics of each rank's noise scale: the scale and both ends of its interval."""
-    # A rank without a noise scale has no samples, and an infinite value is left out.
+    """Return a device's short name, such as "nvidia0": its maker (or kind) and its index."""
     return f"{find_backend(device.kind).maker.lower() or device.kind}{device.index}"
 
 

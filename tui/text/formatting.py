@@ -70,8 +70,8 @@ class Table(NamedTuple):
     def lines(self, width: int | None = None) -> list[str]:
         """Return the title, the rows and the note as lines, followed by an empty line.
 
-        A table that has only headings becomes the line "title: note", or no lines without a title
-        or note. The note is wrapped to `width`; None doesn't wrap it.
+        A table that has only headings becomes the line "title: note"; it has no lines if the title
+        or the note is empty. The note is wrapped to `width`; None doesn't wrap it.
         """
         if len(self.rows) < 2:
             return [f"{self.title}: {self.note}", ""] if self.title and self.note else []

@@ -182,7 +182,10 @@ def _legend(report: ReportData) -> str:
 
 
 def _describe_curve(curve: MeasuredCurve) -> str:
-    """Return a device's best solo throughput and its batch size, or ": not measured alone"."""
+    """Return the text after a device's name: its best solo throughput and the batch size for it.
+
+    The text begins with ": ". Without measurements, it is ": not measured alone".
+    """
     if not curve.points:
         return ": not measured alone"
     batch, speed = max(curve.points, key=lambda point: point[1])

@@ -83,9 +83,9 @@ def draw_curves(curves: Sequence[MeasuredCurve], frontier: Sequence[Point] = ())
     """Return the chart of all devices' curves as SVG.
 
     Dotted lines mark batch sizes that ran out of memory. `frontier` has (batch size, samples/s,
-    worth) for the batch sizes that are faster than all smaller ones. The worth is the samples/s
-    with very small batches that would learn as fast. The samples/s are a dashed line, the worth a
-    dash-dotted one.
+    worth) for each batch size that is faster than all smaller ones. The worth is the samples/s at
+    which very small batches would learn as fast. The samples/s are drawn as a dashed line, the
+    worth as a dash-dotted one.
     """
     axes = _find_axes(curves, frontier)
     parts = [*_draw_ticks(axes)]

@@ -223,10 +223,11 @@ def parse_duration(text: str, name: str) -> float:
 
 
 def select_devices(spec: str, devices: Sequence[Device], chosen: Sequence[int]) -> str:
-    """Return a value of `--devices` for the devices with the indices `chosen`.
+    """Return a value of `--devices` that selects the devices with the indices `chosen`.
 
-    `devices` are all devices that the value `spec` selects. Raises RequestError if no device is
-    chosen, or if `spec` is a machine file and not all of its devices are chosen.
+    The indices are those in `devices`, which are all devices that the value `spec` selects. Raises
+    RequestError if no device is chosen, or if `spec` is a machine file and not all of its devices
+    are chosen.
     """
     if not chosen:
         raise RequestError("No device is chosen.", "Tick at least one with Space.")
