@@ -299,7 +299,7 @@ class SharedBatches:
 
 
 class EpochBatches:
-    """An iterator over an epoch's batches of a SharedBatches."""
+    """An iterator over the batches that a SharedBatches yields in one epoch."""
 
     # torchdata's loaders save the state of the program's own sampler through it
 

@@ -57,7 +57,7 @@ class Starvation(NamedTuple):
 
     @property
     def part(self) -> float:
-        """The delayed time as a fraction of the wall time."""
+        """The time of delay as a fraction of the elapsed time."""
         return self.starved_s / self.wall_s if self.wall_s > 0 else 0.0
 
 

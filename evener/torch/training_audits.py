@@ -796,7 +796,10 @@ class TrainingAudits:
         self._apply(Action.REFUSE if strict else Action.WARN, worst)
 
     def _warn_of_guesses(self, every: Sequence[RankVerdict]) -> None:
-        """Warn if the differences may come from an unrecognized count of rows in the loss."""
+        """Warn if a difference that an audit found may come from an unrecognized count of rows.
+
+        Such a count is a number with which the loss is computed.
+        """
         guessed = any(each.message and not each.certain for each in every)
         if guessed and not any(each.fine for each in every):
             self._warn_once(NOT_AUDITED.format(MAY_COUNT) + self.question)

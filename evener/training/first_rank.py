@@ -27,7 +27,7 @@ RANK_VARIABLES = (
 
 
 def describe_rank() -> str:
-    """Return this process's rank, the number of ranks and the id of their elastic run, as text."""
+    """Return this process's rank, the number of ranks and the id of an elastic run, as text."""
     names = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
     return " ".join(os.environ.get(name, "-") for name in names)
 

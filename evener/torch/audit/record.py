@@ -549,7 +549,7 @@ class LossRecord:
 
 
 def _find_place() -> str:
-    """Return the file and line of the program that makes the current call; "" if unknown."""
+    """Return the program's file and line that the current call comes from; "" if unknown."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename

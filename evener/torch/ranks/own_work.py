@@ -138,7 +138,7 @@ class GpuClock:
         return bool(mark.query())
 
     def is_captured(self) -> bool:
-        """True if the current stream records a CUDA graph; then nothing is computed now."""
+        """True if the current stream is recording a CUDA graph, so nothing is computed yet."""
         return bool(torch.cuda.is_current_stream_capturing())
 
     def seconds(self, start: Any, end: Any) -> float:
@@ -451,7 +451,7 @@ class StepTimer:
             self._files_from = time.perf_counter() + LEAST_FILE_SECONDS
 
     def is_captured(self) -> bool:
-        """True if the program records a CUDA graph now, in which no time can be measured."""
+        """True if the program is recording a CUDA graph, so no time can be measured now."""
         return bool(self._clock.is_captured())
 
     def note_pass_alone(self) -> None:
@@ -775,7 +775,7 @@ class StepTimer:
         self.sums.add(weighted, sum(weighted[1:PARTS_END]), seconds)
 
     def last_steps(self) -> tuple[LastStep, ...]:
-        """Return the numbers and times of the last steps for the monitor, the oldest step first."""
+        """Return the numbers and times of the last steps, oldest first, for the monitor."""
         return tuple(
             LastStep(step.number, *_join_parts(step.sums)) for step in self.last(MOST_STEPS)
         )
@@ -885,7 +885,7 @@ class StepTimer:
 
 
 def _list_marks(marked: _MarkedStep) -> list[Any]:
-    """Return the marks of a step that can be reused, each of them once."""
+    """Return the marks of a step that aren't needed any more, each only once."""
     # two phases may begin at the same mark; the next step may use the last one
     marks = [] if marked.asked is None else [marked.asked]
     for _, mark in (*marked.apart, *marked.marks):
@@ -944,7 +944,7 @@ def _last_batch_seconds(others_s: float, batches: int) -> float:
 
 
 def _is_after_sum(marks: Sequence[tuple[Phase, Any]]) -> bool:
-    """True if the last mark is the end of the sum of gradients."""
+    """True if the last mark ends the phase in which gradients are summed over the ranks."""
     return len(marks) > 1 and marks[-1][0] == BETWEEN and marks[-2][0] == SUM
 
 

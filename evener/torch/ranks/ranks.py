@@ -487,7 +487,10 @@ def _share_by_plan(
 
 
 def _warn_of_limits(active: Sequence[Share]) -> None:
-    """Warn if a plan was measured with limits on devices, because a training run has no limits."""
+    """Warn if devices had limits when the plan was measured; a training run has none.
+
+    Such a limit, for example "60%+8GiB", follows `@` in a device's name.
+    """
     held = [f"{describe(share)} limited to {share.limit}" for share in active if share.limit]
     if held:
         warnings.warn(

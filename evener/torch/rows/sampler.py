@@ -127,7 +127,7 @@ class ShareSchedule:
         )
 
     def change(self, rows: int, shares: tuple[int, ...]) -> None:
-        """Change to `shares` for batches that begin at least `rows` rows after the newest batch."""
+        """Use `shares` for batches that begin at least `rows` rows after the newest batch's end."""
         self._changes.append((self.begun + rows, shares))
 
 
@@ -533,7 +533,7 @@ class LengthSampler(UnevenBatchSampler):
         return map(self._passes, self._firsts(), repeat(self.epoch))
 
     def _firsts(self) -> range:
-        """Return the position at which each remaining batch of this epoch begins."""
+        """Return the positions at which the remaining batches of this epoch begin."""
         return range(self.position, self.length, self.global_batch)[: self.steps_left]
 
     def _passes(self, first: int, epoch: int) -> list[torch.Tensor]:

@@ -220,7 +220,7 @@ def _gather_optimizer_states(flat: Flat, optimizer: Any) -> Iterator[Tensors]:
 
 
 def _shard_kinds(state: Mapping[str, Any]) -> list[str]:
-    """Return the names of the tensors in a parameter's optimizer state that are sharded."""
+    """Return the names of the sharded tensors in a parameter's optimizer state, such as exp_avg."""
     # all with an axis, such as "exp_avg"; step counters have none
     return [kind for kind, value in state.items() if _is_shard(value)]
 

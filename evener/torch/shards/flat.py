@@ -144,7 +144,10 @@ class Flat:
         return self._grads
 
     def take(self, slot: Slot, weight: float) -> None:
-        """Add a whole parameter's gradient, times `weight`, to the flat's buffer, and free it."""
+        """Add a whole parameter's gradient, times `weight`, to the flat's buffer.
+
+        The whole gradient is freed.
+        """
         gradients = self._open()
         gradient, slot.whole.grad = slot.whole.grad, None
         if weight:  # 0 times an infinite gradient would be NaN

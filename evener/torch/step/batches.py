@@ -119,7 +119,7 @@ class BatchTracker:
         self.take(self._manual, tuple(sizes), ())
 
     def end(self, origin: Epoch) -> None:
-        """Record that an epoch has ended or its loop was left."""
+        """Record that an epoch has ended, or that its loop was left early."""
         # the loop may still compute a batch that it fetched ahead or stores in a list
         self._only = None
         origin.open = False

@@ -31,7 +31,10 @@ def match_addresses(inputs: Any, batches: Sequence[TakenBatch]) -> list[TakenBat
 
 
 def _count_among(inputs: Sequence[torch.Tensor], batch: TakenBatch) -> tuple[int, int]:
-    """Return how many inputs are in a batch's storage, and how many at its tensors' addresses."""
+    """Count the inputs that share storage with a batch, and those that begin at its tensors.
+
+    The second count has only inputs whose address is that of one of the batch's tensors.
+    """
     # Batches can be views of one tensor, such as a data set in memory. They share its storage, but
     # only the batch that the model computes begins at the inputs' addresses.
     alive = batch.alive()

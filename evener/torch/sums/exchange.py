@@ -289,7 +289,7 @@ class Exchange:
         self._sync |= sync
 
     def _note_arrived(self) -> None:
-        """Record the parameters whose gradients were computed, and whether any got several."""
+        """Record which gradients were computed, and whether a parameter got several of them."""
         # reentrant checkpoints that share a layer give it several gradients in a backward pass
         if not self._hooks:
             self._came = {
