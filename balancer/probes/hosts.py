@@ -33,7 +33,7 @@ from .children import Child, Inbox, RunningChild
 from .failures import StoppedError
 from .fork_server import BuiltServer, ChildServer, ServerProcess
 from .interference import InterferenceMonitor, Neighbours
-from .launch_plan import LOOPBACK, find_free_ports
+from .launch_plan import LOOPBACK, reserve_free_ports
 from .protocol import Build, ChildError, Command, Exited, HostLost, Message, Stack
 from .script_copy import ScriptCopy, WrittenScript, copy_workload
 
@@ -50,7 +50,7 @@ class LocalHost:
     other hosts' devices are ignored.
     """
 
-    find_ports = staticmethod(find_free_ports)
+    find_ports = staticmethod(reserve_free_ports)
     make_file = staticmethod(make_memory_file)
     available_memory_bytes = staticmethod(available_memory_bytes)
 

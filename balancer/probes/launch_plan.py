@@ -174,7 +174,7 @@ def find_workers(knobs: Sequence[str]) -> int | None:
 _held: deque[int] = deque()
 
 
-def find_free_ports(count: int, address: str = LOOPBACK) -> list[int]:
+def reserve_free_ports(count: int, address: str = LOOPBACK) -> list[int]:
     """Return `count` free ports at an address of this machine, for servers that set SO_REUSEADDR.
 
     The ports stay bound by this process, so that the system gives them to no other program before

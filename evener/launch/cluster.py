@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from evener.balancer.probes.launch_plan import find_free_ports
+from evener.balancer.probes.launch_plan import reserve_free_ports
 from evener.balancer.probes.script_copy import ScriptCopy, WrittenScript, copy_script
 from evener.devices.cluster.agents import Agent, HostLostError, RemoteObject, start_agents
 from evener.devices.cluster.connection import check_head
@@ -141,7 +141,7 @@ def _train_once(
     try:
         if "--rendezvous" not in options:
             first = agents[0].host
-            (port,) = agents[0].call(find_free_ports, 1, first)
+            (port,) = agents[0].call(reserve_free_ports, 1, first)
             options = [*options, "--rendezvous", f"{first}:{port}"]
         for agent in agents:
             own = ["--host", agent.host, *options]

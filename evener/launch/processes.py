@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from evener.balancer.probes.launch_plan import OPEN_SERVERS, find_free_ports
+from evener.balancer.probes.launch_plan import OPEN_SERVERS, reserve_free_ports
 
 from ..errors import DeviceError, RequestError
 from ..printable import say
@@ -234,7 +234,7 @@ def _single_rank_environment(job: HostJob) -> dict[str, str]:
 def _find_address() -> str:
     """Return a HOST:PORT for PyTorch's environment variables on a single host."""
     # PyTorch requires an address, but nothing listens there: processes rendezvous through a file
-    return f"127.0.0.1:{find_free_ports(1)[0]}"
+    return f"127.0.0.1:{reserve_free_ports(1)[0]}"
 
 
 def _describe_rendezvous(address: str) -> str:
@@ -257,7 +257,7 @@ def _list_tf_configs(job: HostJob) -> list[dict[str, str]]:
     if len(job.hosts) == 1:
         if not job.attempt:
             say(OPEN_SERVERS)
-        peers = [f"127.0.0.1:{port}" for port in find_free_ports(len(active))]
+        peers = [f"127.0.0.1:{port}" for port in reserve_free_ports(len(active))]
     else:
         peers = [f"{share.host}:{job.rendezvous[1] + i}" for i, share in enumerate(active)]
     own = [i for i, share in enumerate(active) if share.host == job.host]

@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import EvenerError
 from ..plan.use import PLAN_USED
 from ..system.threads import wait_until_asleep
-from ..training.ending import end_process, end_when_stuck
+from ..training.ending import end_process, install_interrupt_watchdog
 from ..training.launched import PROGRAM, launched_device
 
 # collectives that evener.program.exchanges handles; those missing from this version of PyTorch are
@@ -148,7 +148,7 @@ def _replace_rendezvous(torch: Any) -> None:
 
 
 def _listen_to_ctrl_c(_: Any) -> None:
-    end_when_stuck()
+    install_interrupt_watchdog()
 
 
 def _count_steps(_: Any) -> None:

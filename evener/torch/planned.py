@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from ..errors import RequestError
-from ..training.ending import end_when_stuck
+from ..training.ending import install_interrupt_watchdog
 from ..training.launched import launched_device
 from ..training.row_assignment import make_row_assigner
 from .audit import same_data
@@ -123,7 +123,7 @@ class PlannedTraining:
         if self.world > 1:
             watch_peers(self.device, self.timer.now)
             if not launched_device():  # otherwise evener's launcher does it
-                end_when_stuck()
+                install_interrupt_watchdog()
 
     @property
     def ranks(self) -> RankShares:

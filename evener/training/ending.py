@@ -39,10 +39,10 @@ def last_error() -> BaseException | None:
     return error
 
 
-_listens = Event()  # set once a thread of this process handles Ctrl-C
+_installed = Event()  # set once a thread of this process watches for Ctrl-C
 
 
-def end_when_stuck() -> None:
+def install_interrupt_watchdog() -> None:
     """Make Ctrl-C exit this process even while it waits for other ranks in a library call.
 
     The process exits with code 130 if Python's signal handler hasn't run within 10 s of Ctrl-C.
@@ -52,40 +52,42 @@ def end_when_stuck() -> None:
     # Python runs the handler only once the call returns, and an NCCL call that waits for other
     # ranks' GPUs may never return. It can't be installed outside the main thread, or beside another
     # library's wakeup fd.
-    hears, heard = signal.getsignal(signal.SIGINT), [0.0]
-    if _listens.is_set() or current_thread() is not main_thread() or not callable(hears):
+    user_handler = signal.getsignal(signal.SIGINT)
+    if _installed.is_set() or current_thread() is not main_thread() or not callable(user_handler):
         return
+    handled_at = [0.0]
 
-    def hear(number: int, frame: Any) -> Any:
-        heard[0] = time.monotonic()
-        return hears(number, frame)
+    def handle(number: int, frame: Any) -> Any:
+        handled_at[0] = time.monotonic()
+        return user_handler(number, frame)
 
-    ear, mouth = os.pipe()
-    os.set_blocking(mouth, False)
-    before = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+    before = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
     if before != -1:  # another library handles the wakeup
         signal.set_wakeup_fd(before)
-        os.close(ear)
-        os.close(mouth)
+        os.close(read_fd)
+        os.close(write_fd)
         return
-    _listens.set()
+    _installed.set()
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-    signal.signal(signal.SIGINT, hear)
+    signal.signal(signal.SIGINT, handle)
 
     def is_ours() -> bool:
-        return signal.getsignal(signal.SIGINT) is hear
+        return signal.getsignal(signal.SIGINT) is handle
 
-    def listen() -> None:
-        while number := os.read(ear, 1):
-            came = time.monotonic()
+    def watch() -> None:
+        while number := os.read(read_fd, 1):
+            arrived_at = time.monotonic()
             if number[0] != signal.SIGINT or not is_ours():  # another handler handles this signal
                 continue
             time.sleep(STUCK_SECONDS)
-            if heard[0] < came - 1.0 and is_ours():  # one handler call may cover two signals
+            # One run of the handler may cover two signals, and may begin just before this thread.
+            if handled_at[0] < arrived_at - 1.0 and is_ours():
                 say(
                     f"evener: ended, as a call didn't come back for {STUCK_SECONDS:g} s after "
                     f"Ctrl-C."
                 )
                 end_process(130)
 
-    Thread(target=listen, name="evener-ctrl-c", daemon=True).start()
+    Thread(target=watch, name="evener-ctrl-c", daemon=True).start()

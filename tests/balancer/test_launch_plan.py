@@ -20,8 +20,8 @@ from evener.balancer.probes.launch_plan import (
     assign_devices,
     build_commands,
     choose_engine,
-    find_free_ports,
     map_ranks,
+    reserve_free_ports,
     runs_in_one_process,
 )
 from evener.balancer.probes.protocol import Build
@@ -55,7 +55,9 @@ def commands(framework: str, layout: Layout, *devices: Device) -> list[Build]:
     assigned = assign_devices(resolved, key)
     environments = [child_environment(group, framework) for group in assigned]
     grouped = layout.kind == "split" and len(assigned) > 1
-    peers = tuple(f"127.0.0.1:{port}" for port in find_free_ports(len(assigned))) if grouped else ()
+    peers = (
+        tuple(f"127.0.0.1:{port}" for port in reserve_free_ports(len(assigned))) if grouped else ()
+    )
     return build_commands(
         resolved, key, assigned, environments, map_ranks(resolved, key, environments, {}), peers
     )
@@ -131,12 +133,12 @@ def test_layouts_that_need_other_children_have_other_keys() -> None:
 
 def test_ports_are_free_and_different() -> None:
     """All are held open until the last is found."""
-    assert len(set(find_free_ports(8))) == 8
+    assert len(set(reserve_free_ports(8))) == 8
 
 
 def test_a_port_is_reserved_until_its_server_begins() -> None:
     """A server with SO_REUSEADDR gets it, and no program that requests any port does."""
-    (port,) = find_free_ports(1)
+    (port,) = reserve_free_ports(1)
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.1", port))
     with socket.create_server(("127.0.0.1", port)) as server:

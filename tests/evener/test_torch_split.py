@@ -586,7 +586,7 @@ if rank:
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
 if rank:
     time.sleep(60)
-ending.end_when_stuck()
+ending.install_interrupt_watchdog()
 Timer(0.5, lambda: print("waits", flush=True)).start()
 dist.all_reduce(torch.ones(1))
 """
@@ -669,18 +669,18 @@ import os, signal, socket
 from threading import Thread
 from evener.training import ending
 hears = signal.getsignal(signal.SIGINT)
-thread = Thread(target=ending.end_when_stuck)
+thread = Thread(target=ending.install_interrupt_watchdog)
 thread.start()
 thread.join()
 other, _ = socket.socketpair()
 other.setblocking(False)
 signal.set_wakeup_fd(other.fileno())
 opened = len(os.listdir("/proc/self/fd"))
-ending.end_when_stuck()
+ending.install_interrupt_watchdog()
 assert len(os.listdir("/proc/self/fd")) == opened
 assert signal.set_wakeup_fd(-1) == other.fileno()
 assert signal.getsignal(signal.SIGINT) is hears
-ending.end_when_stuck()
+ending.install_interrupt_watchdog()
 assert signal.getsignal(signal.SIGINT) is not hears
 print("listens")
 """
@@ -698,7 +698,7 @@ HANDLES = """
 import os, signal, time
 from evener.training import ending
 ending.STUCK_SECONDS = 0.3
-ending.end_when_stuck()
+ending.install_interrupt_watchdog()
 before = signal.signal(signal.SIGINT, lambda *_: print("saves a checkpoint", flush=True))
 os.kill(os.getpid(), signal.SIGINT)
 time.sleep(0.1)
