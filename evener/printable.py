@@ -35,7 +35,7 @@ def plain(text: str, limit: int = 500) -> str:
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"
 
 
-def say(*lines: str) -> None:
+def print_notice(*lines: str) -> None:
     """Print evener's own lines on standard error, each with the prefix `evener: `."""
     for line in lines:
         print(f"evener: {plain(line, 1000)}", file=sys.stderr, flush=True)

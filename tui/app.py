@@ -129,7 +129,7 @@ class EvenerApp(BaseApp):
             except (ValueError, RuntimeError, NotImplementedError):
                 break  # not the main thread: the caller handles signals
         if self.ignored_settings:
-            self.say(self.ignored_settings, severity="warning")
+            self.show_message(self.ignored_settings, severity="warning")
         self.publisher.start(lambda snapshot: self.post_message(Sampled(snapshot)))
         if self._first_start:
             self.action_welcome()

@@ -289,9 +289,9 @@ class BaseApp(App[int]):
             self.bell()
         fault = start_command(wanted.command, alert) if wanted.command else ""
         if fault:
-            self.say(fault, severity="error")
+            self.show_message(fault, severity="error")
         if self.current_mode != "monitor":
-            self.say(alert.text, severity="warning")
+            self.show_message(alert.text, severity="warning")
 
     def keep(self, **changed: Any) -> None:
         """Change settings, given by their names, and save all settings to the user's file."""
@@ -330,7 +330,7 @@ class BaseApp(App[int]):
         already. A read-only app shows a warning instead.
         """
         if self.readonly:
-            self.say("This app is read-only: it starts no search.", severity="warning")
+            self.show_message("This app is read-only: it starts no search.", severity="warning")
         elif not self.searches:
             state = first_state(devices, request.workload or "", kept=kept)
             self._before = self.balance
@@ -344,7 +344,9 @@ class BaseApp(App[int]):
         from evener.balancer.store.runs import EventReplay, recorded_events
 
         if self.searches:
-            self.say("A search is running here: stop it to replay a run.", severity="warning")
+            self.show_message(
+                "A search is running here: stop it to replay a run.", severity="warning"
+            )
             return
         header = record.header
         self._before = None
@@ -433,10 +435,10 @@ class BaseApp(App[int]):
     def _show_end(self, fault: str) -> None:
         """Show a message that the session has ended; `fault` is the error, or ""."""
         if fault:
-            self.say(fault, severity="error")
+            self.show_message(fault, severity="error")
         elif self.balance.finished is not None:
             answer = self.balance.finished.verdict.partition("\n")[0]
-            self.say(f"The search ended. {answer}")
+            self.show_message(f"The search ended. {answer}")
 
     def _publish_loads(self) -> None:
         """Tell the sampler each device's samples/s and rows per pass in the running probes.
@@ -493,9 +495,9 @@ class BaseApp(App[int]):
         try:
             yield
         except EvenerError as fault:
-            self.say(str(fault), severity="error")
+            self.show_message(str(fault), severity="error")
 
-    def say(
+    def show_message(
         self, text: str, *, severity: Literal["information", "warning", "error"] = "information"
     ) -> None:
         """Show a message that disappears after a few seconds, without interpreting markup in it."""

@@ -24,7 +24,7 @@ from ..errors import DeviceError, RequestError
 from ..live.reporter import DeviceTimes, sum_up
 from ..shares.divisions import Cut
 from ..training.passes import PassLimit
-from ..training.retreat import Retreat, say
+from ..training.retreat import Retreat, print_line
 from .callbacks import group_callbacks, save_whole
 from .compatibility import (
     check_step,
@@ -307,7 +307,7 @@ class Workers:
 
     def note_retreat(self, retreat: Retreat) -> None:
         """Print that a pass ran out of memory and is retried in smaller passes."""
-        say(retreat.describe(self._named or self.group.device))
+        print_line(retreat.describe(self._named or self.group.device))
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
         """Train on this process's rows, and update the weights with the whole batch's gradient.

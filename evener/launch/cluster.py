@@ -28,7 +28,7 @@ from evener.devices.cluster.discovery import find_plan_nodes
 from ..errors import DeviceError
 from ..plan.file import Plan, load_plan, to_toml
 from ..plan.solver import leave_out
-from ..printable import plain, say
+from ..printable import plain, print_notice
 from ..system.signals import caught_signals, end_with_parent
 from ..training.launched import REPLACED_PLAN
 from .job import GRACE_SECONDS, check_plan
@@ -99,9 +99,11 @@ def launch_on_cluster(
             if gone:
                 before = plan
                 plan = _leave_out_hosts(planned, agents)
-                say(f"{', '.join(sorted(gone))} is left out: {compare_rows(before, plan)} rows")
+                print_notice(
+                    f"{', '.join(sorted(gone))} is left out: {compare_rows(before, plan)} rows"
+                )
             who = "all others" if gone else "all"
-            say(f"{who} start again, {attempt + 1} of {max_restarts} times")
+            print_notice(f"{who} start again, {attempt + 1} of {max_restarts} times")
     return code
 
 
@@ -112,7 +114,7 @@ def _restart_actors(agents: Sequence[Agent], lost: set[str]) -> set[str]:
         if agent.host in lost and not agent.restart(agent.generation):
             gone.add(agent.host)
     for host in sorted(lost - gone):
-        say(f"the host {host} has a new actor of evener")
+        print_notice(f"the host {host} has a new actor of evener")
     return gone
 
 
@@ -149,7 +151,7 @@ def _train_once(
             parts.append(RemoteLaunch(agent.host, kept, end_seconds))
         code = wait_for_hosts(parts, caught)
     except HostLostError as gone:
-        say(f"the host {gone.host} {gone.why}")
+        print_notice(f"the host {gone.host} {gone.why}")
         code = LOST_EXIT_CODE
         lost = {gone.host}
     finally:
@@ -196,7 +198,7 @@ class RemoteLaunch:
                         f"[{self.host}] {plain(line.decode(errors='replace').rstrip())}", flush=True
                     )
         except HostLostError as gone:
-            say(f"the host {gone.host} {gone.why}")
+            print_notice(f"the host {gone.host} {gone.why}")
             self.lost = True
             code = LOST_EXIT_CODE
         self.code = code

@@ -26,7 +26,7 @@ import msgspec
 from evener.balancer.probes.launch_plan import OPEN_SERVERS, reserve_free_ports
 
 from ..errors import DeviceError, RequestError
-from ..printable import say
+from ..printable import print_notice
 from ..system.memory_files import make_memory_file
 from ..system.signals import caught_signals, restored_signals
 from ..training.launched import RENDEZVOUS
@@ -256,7 +256,7 @@ def _list_tf_configs(job: HostJob) -> list[dict[str, str]]:
         return []
     if len(job.hosts) == 1:
         if not job.attempt:
-            say(OPEN_SERVERS)
+            print_notice(OPEN_SERVERS)
         peers = [f"127.0.0.1:{port}" for port in reserve_free_ports(len(active))]
     else:
         peers = [f"{share.host}:{job.rendezvous[1] + i}" for i, share in enumerate(active)]

@@ -23,7 +23,7 @@ from ..errors import DeviceError, PlanError
 from ..plan.check import describe
 from ..plan.file import Plan, load_plan
 from ..plan.solver import leave_out
-from ..printable import say
+from ..printable import print_notice
 from ..system.signals import caught_signals
 from ..training.launched import DEVICE, WANTS_PROCESSES
 from ..training.start_rank import STARTS
@@ -55,7 +55,7 @@ def run_job(first: HostJob, max_restarts: int) -> int:
         may_be_loss = ended.is_loss or several
         if attempt > restarts or not may_be_loss:
             return _print_failure(job, ended)
-        say(f"{ended.words}; trying the devices")
+        print_notice(f"{ended.words}; trying the devices")
         with caught_signals() as caught:
             broken = find_broken(list(chain.from_iterable(first.processes)), job.framework, caught)
         if caught:
@@ -64,7 +64,7 @@ def run_job(first: HostJob, max_restarts: int) -> int:
         before = job
         job = _make_job_without(first, broken)
         _print_changes(before.plan, job.plan)
-        say(f"all start again, {attempt} of {max_restarts} times")
+        print_notice(f"all start again, {attempt} of {max_restarts} times")
     raise AssertionError("count() has no end")
 
 
@@ -73,10 +73,10 @@ def _print_failure(job: HostJob, ended: GroupExit) -> int:
     if job.executable and not job.has_several:
         code = ended.failures.get(0, 1)
         alone = GroupExit(failures={0: code}).words
-        say(f"the program {alone.removeprefix('rank 0 ')}")
+        print_notice(f"the program {alone.removeprefix('rank 0 ')}")
         return code if code > 0 else 128 - code
     others = "; the others were stopped" if len(job.plan.layout.active) > 1 else ""
-    say(f"{ended.words}{others}")
+    print_notice(f"{ended.words}{others}")
     return 1
 
 
@@ -135,7 +135,7 @@ def _print_changes(before: Plan, after: Plan) -> None:
         if bool(old.batch) != bool(new.batch):
             what = "computes again" if new.batch else "no longer computes"
             what += "" if new.takes_part else " and is left out"
-            say(f"{describe(new)} {what}: {rows} rows")
+            print_notice(f"{describe(new)} {what}: {rows} rows")
 
 
 def compare_rows(before: Plan, after: Plan) -> str:

@@ -65,7 +65,7 @@ def read_settings() -> ProgramSettings:
     return msgspec.json.decode(text, type=ProgramSettings) if text else ProgramSettings("", "")
 
 
-def say(words: str) -> None:
+def print_on_first_rank(words: str) -> None:
     """Print the line `words` from evener to standard error, on the first rank only."""
     # With several ranks, a line break keeps it off a progress bar. It begins with a carriage
     # return, so that tools that merge the output of processes drop the empty line.
@@ -110,7 +110,7 @@ class Notebook:
         shares = training.ranks
         names = ", ".join(share.name or share.device for share in shares.shares)
         split = "+".join(map(str, shares.batches)) + " = " if len(shares.batches) > 1 else ""
-        say(
+        print_on_first_rank(
             f"{self.settings.name} trains on {names}: {split}{shares.global_batch} rows a "
             f"step, by {hooks}"
         )
@@ -122,7 +122,7 @@ class Notebook:
         """
         if not self.why:
             self.why = why.rstrip(".")
-            say(f"shares stay even: {self.why}{more}")
+            print_on_first_rank(f"shares stay even: {self.why}{more}")
 
     def suppose_even(self, why: str) -> None:
         """Print why shares stay even, but allow a later loop to train by shares.
@@ -130,13 +130,13 @@ class Notebook:
         If none does, the RankNote has the reason `why`.
         """
         self.pending_reason, self._supposes_even = why, True
-        say(f"shares stay even: {why}")
+        print_on_first_rank(f"shares stay even: {why}")
 
     def warn(self, words: str) -> None:
         """Print the warning `words` once."""
         if words not in self.warned:
             self.warned.add(words)
-            say(words)
+            print_on_first_rank(words)
 
     def _note_step(self, _: Any) -> None:
         self._steps += 1

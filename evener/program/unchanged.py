@@ -26,7 +26,7 @@ from ..torch.private import backward_number, wrap_next_batch
 from ..torch.ranks.own_work import StepReporter, StepTimer, make_timer
 from ..torch.ranks.ranks import describe_own_rows
 from ..training.first_rank import is_eveners_rank, is_released
-from ..training.retreat import say
+from ..training.retreat import print_line
 
 # Updates without a batch of a DataLoader in between, after which the rows come from no DataLoader
 FEWEST_UPDATES = 8
@@ -87,7 +87,7 @@ class _Harmless:
         if not isinstance(error, Exception):
             return False
         fault = f"{type(error).__name__}: {error}"
-        say(f"evener: its steps are no longer timed, by a fault of evener's: {fault}")
+        print_line(f"evener: its steps are no longer timed, by a fault of evener's: {fault}")
         with suppress(Exception):
             self._stop()
         return True

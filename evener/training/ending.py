@@ -11,7 +11,7 @@ from contextlib import suppress
 from threading import Event, Thread, current_thread, main_thread
 from typing import Any, NoReturn
 
-from .retreat import say
+from .retreat import print_line
 
 STUCK_SECONDS = 10.0  # after Ctrl-C; a launcher would wait for 30 s
 
@@ -84,7 +84,7 @@ def install_interrupt_watchdog() -> None:
             time.sleep(STUCK_SECONDS)
             # One run of the handler may cover two signals, and may begin just before this thread.
             if handled_at[0] < arrived_at - 1.0 and is_ours():
-                say(
+                print_line(
                     f"evener: ended, as a call didn't come back for {STUCK_SECONDS:g} s after "
                     f"Ctrl-C."
                 )

@@ -46,6 +46,6 @@ class Retreat(msgspec.Struct, frozen=True):
         )
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Print a line to stderr at once, in a single write so that ranks' lines don't mix."""
     print(f"{line}\n", end="", file=sys.stderr, flush=True)

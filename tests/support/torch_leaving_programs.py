@@ -131,7 +131,7 @@ def wait_for(folder: Path, rank: int, how: str) -> None:
 
     exit_now = os._exit
     vars(os)["_exit"] = leave
-    vars(peers)["say"] = said.append
+    vars(peers)["print_line"] = said.append
     peers.WAIT_SECONDS, peers.LOOK_SECONDS = 0.3, 0.05
     known._thread.start()
     if how == "works alone":

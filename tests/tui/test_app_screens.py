@@ -370,7 +370,7 @@ async def test_ascii_draws_nothing_else(app_of: Any) -> None:
             await pilot.press("question_mark" if keys == "?" else keys)
             await pilot.pause(0.3)
             _check_ascii(app, keys)
-        app.say("A message ± of the app.")
+        app.show_message("A message ± of the app.")
         await pilot.pause(0.3)
         _check_ascii(app, "a message")
 

@@ -25,7 +25,7 @@ from evener.launch.program import (
     save_plan,
 )
 from evener.plan.file import load_plan
-from evener.program.notes import RankNote, SharesOrigin, say
+from evener.program.notes import RankNote, SharesOrigin, print_on_first_rank
 from evener.system.files import runs_folder
 from evener.training.step_record import ShareTimes
 from tests.support.cores import two_cores
@@ -341,9 +341,9 @@ def test_a_line_does_not_stick_to_a_progress_bar(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with named_output(["rank 0"]) as ((_, errors),), open(errors, "w") as stderr:
         monkeypatch.setattr("sys.stderr", stderr)
-        say("a line of its own")
+        print_on_first_rank("a line of its own")
         stderr.write("\rSteps: 17%|#")
-        say("another")
+        print_on_first_rank("another")
         stderr.write("\rSteps: 18%|#\nthe end\n")
     printed = capfd.readouterr().err
     assert "[rank 0] evener: a line of its own\n" in printed

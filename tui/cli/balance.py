@@ -22,7 +22,7 @@ from evener.balancer.session import Session
 from evener.balancer.store import runs
 from evener.balancer.trials import DryRunResult, dry_run
 from evener.errors import RequestError
-from evener.printable import say
+from evener.printable import print_notice
 
 from ..text.dry_run import dry_run_lines
 from ..text.formatting import json_text
@@ -142,7 +142,7 @@ def _phase_printer() -> Callable[[ProbeProgress], None]:
     def report(progress: ProbeProgress) -> None:
         if progress.phase not in phases:
             phases.add(progress.phase)
-            say(progress.phase)
+            print_notice(progress.phase)
 
     return report
 

@@ -41,7 +41,7 @@ from evener.launch.summary import (
 )
 from evener.plan.file import Plan
 from evener.plan.use import OPTION, describe_unused, is_used
-from evener.printable import plain, say
+from evener.printable import plain, print_notice
 from evener.program.notes import ProgramSettings, RankNote
 from evener.system.taken_cores import ProcessUse, name_competitors, read_process_use
 
@@ -151,7 +151,7 @@ def _train(job: HostJob, guard: GuardedTraining, name: str, starts: str, max_res
     from evener.launch.processes import named_output
     from evener.launch.restarts import run_job
 
-    say(f"{name} {starts}")
+    print_notice(f"{name} {starts}")
     began = time.monotonic()
     records = guard.folder / RECORDS_FOLDER
     records.mkdir()
@@ -164,7 +164,7 @@ def _train(job: HostJob, guard: GuardedTraining, name: str, starts: str, max_res
         code = RequestError.exit_code
     guard.succeeded = not code
     if not code:
-        say(f"{name} has ended, after {duration(time.monotonic() - began)}")
+        print_notice(f"{name} has ended, after {duration(time.monotonic() - began)}")
     return code
 
 
@@ -203,7 +203,7 @@ def _print_summary(
     if as_json:
         print(json_text(summary), flush=True)
     else:
-        say(*describe_summary(summary))
+        print_notice(*describe_summary(summary))
 
 
 def _name(job: HostJob) -> str:
@@ -237,7 +237,7 @@ def _print_other_hosts(job: HostJob, max_restarts: int) -> None:
         if other != job.host:
             place = ["--host", other, "--rendezvous", meeting]
             line = shlex.join(["evener", "launch", *options, *place, str(job.path), script, *words])
-            say(f"on {plain(other)} run: {plain(line)}")
+            print_notice(f"on {plain(other)} run: {plain(line)}")
 
 
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
@@ -305,7 +305,7 @@ def run(
         before = read_process_use()
         code = _train(job, guard, read.name, _write_start(job), max_restarts)
         left = read_notes(notes)
-        say(*list_events(left))
+        print_notice(*list_events(left))
         _print_summary(job, guard, before, code, as_json, left)
         has_new_shares = len(job.processes) > 1 and (balance or not chosen.given)
         saved = None
@@ -313,7 +313,7 @@ def run(
             saved = save_plan(chosen.plan, read, left)
     if saved is not None:
         again = shlex.join(["evener", "run", "--plan", str(saved), "--", *words])
-        say(f"these shares again: {again}")
+        print_notice(f"these shares again: {again}")
     return code
 
 

@@ -27,7 +27,7 @@ from evener.devices.registry import find_backend
 from evener.devices.terms import parse_request, write_limit
 from evener.devices.types import Device
 from evener.errors import RequestError
-from evener.printable import align, plain, say
+from evener.printable import align, plain, print_notice
 
 from ..text.formatting import json_text
 from .options import DevicesOption, JsonOption, RayAddressOption
@@ -50,7 +50,7 @@ def list_devices(
             )
         )
         return
-    say(*found.notes)
+    print_notice(*found.notes)
     rows: list[tuple[str, ...]] = [("device", "name", "memory", "limit", "cores", "id")]
     rows += [_row(device) for device in found.devices]
     print("\n".join(align(rows, numbers_from=len(rows[0]))))
@@ -102,7 +102,7 @@ def _check_links(devices: str) -> tuple[tuple[Check, ...], tuple[LinkMeasurement
 
     def report(measurement: LinkMeasurement) -> None:
         if measurement.outcome != "ok":
-            say(f"{' – '.join(measurement.devices)}, {write_link(measurement)}")
+            print_notice(f"{' – '.join(measurement.devices)}, {write_link(measurement)}")
 
     return check_links(found.devices, found.driver, report)
 

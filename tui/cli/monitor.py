@@ -22,7 +22,7 @@ import typer
 from evener.devices.registry import find_backend, name_maker
 from evener.devices.types import Snapshot, Source
 from evener.errors import DeviceError, RequestError
-from evener.printable import plain, say
+from evener.printable import plain, print_notice
 
 from ..text.formatting import json_text
 from ..text.parsing import parse_duration
@@ -359,7 +359,7 @@ def demo(
         from ..start import draw_app, has_app, prepare_app
 
         if not has_app():
-            say(
+            print_notice(
                 "The app isn't installed, so the demo is text. In the app: pip install "
                 "'evener[app]', then evener demo again."
             )

@@ -19,7 +19,7 @@ from evener.balancer.trials import ProbeLength, ProbeRepeat, choose_layout, repe
 from evener.balancer.types import Layout, MeasurementDoubt, Power
 from evener.devices.types import Device
 from evener.errors import RequestError
-from evener.printable import say
+from evener.printable import print_notice
 
 from ..text.formatting import Table, energy_cells, json_text
 from ..text.parsing import parse_duration
@@ -144,7 +144,7 @@ def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, 
 def _announce(resolved: Job, repeat: int, length: ProbeLength) -> None:
     lasts = f"{length.steps} steps" if length.steps else f"about {duration(length.seconds)}"
     runs = f"{repeat} runs of {lasts} each" if repeat > 1 else f"one run of {lasts}"
-    say(*resolved.notes, f"{runs}, besides warm-up")
+    print_notice(*resolved.notes, f"{runs}, besides warm-up")
 
 
 def _print_run(
@@ -156,8 +156,8 @@ def _print_run(
     """
     interval = run.this_run
     error = half_width(interval.value, interval.low, interval.high)
-    say(f"run {number} of {repeat}: {rate(interval.value)} samples/s ± {error}")
-    say(*_write_doubts(run.warnings, devices, length))
+    print_notice(f"run {number} of {repeat}: {rate(interval.value)} samples/s ± {error}")
+    print_notice(*_write_doubts(run.warnings, devices, length))
 
 
 def _write_doubts(

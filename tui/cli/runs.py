@@ -27,7 +27,7 @@ from evener.errors import RequestError
 from evener.launch.summary import load_summary
 from evener.live.journal import RecordedTraining
 from evener.plan.file import Format, to_json, to_toml
-from evener.printable import align, plain, say
+from evener.printable import align, plain, print_notice
 
 from ..text.differences import difference_lines
 from ..text.formatting import cut_path, folded, harmless_json, json_text, toml_text
@@ -113,9 +113,9 @@ def list_runs(
     elif listed:
         _print_table(listed)
     elif store.have_runs():
-        say("no run matches; evener runs lists all")
+        print_notice("no run matches; evener runs lists all")
     else:
-        say("no runs yet; make one with evener balance")
+        print_notice("no runs yet; make one with evener balance")
 
 
 def _parse_states(text: str | None) -> list[State] | None:
@@ -345,7 +345,7 @@ def _delete(found: Sequence[str], yes: bool) -> None:
             return
     for name in found:
         store.delete_run(name)
-        say(f"deleted {name}")
+        print_notice(f"deleted {name}")
 
 
 @app.command()
@@ -378,7 +378,7 @@ def export(
         return
     plan.save(output)
     train = write_training_step(plan, str(output))
-    say(f"plan written to {output}", *([train] if train else ()))
+    print_notice(f"plan written to {output}", *([train] if train else ()))
 
 
 @app.command()
@@ -392,7 +392,7 @@ def report(
 
     check_new(output, force)
     save_report(run_id, output)
-    say(f"report written to {output}")
+    print_notice(f"report written to {output}")
 
 
 @app.command()

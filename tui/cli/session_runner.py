@@ -48,7 +48,7 @@ class _Progress:
         self.messages: list[str] = []
         self.drawn = False  # True while there are live lines on a terminal
 
-    def say(self, text: str) -> None:
+    def show_message(self, text: str) -> None:
         """Show a message below the live lines; without live lines, print it to standard error."""
         if self.drawn:
             self.messages.append(text)
@@ -79,7 +79,7 @@ def run_session(
     words = "stopping; the best result so far is kept"
     lost = "the plan is not written; " if export else ""
     at_once = f"ended at once; {lost}to go on: evener balance --resume {session.run_id}"
-    with stopped_by_signals(session.stop, words, at_once, progress.say) as caught:
+    with stopped_by_signals(session.stop, words, at_once, progress.show_message) as caught:
         try:
             finished, unwritten = _run_to_its_end(session, progress, as_json)
         except NoLayoutError as fault:
@@ -157,13 +157,13 @@ def stopped_by_signals(
     stop: Callable[[], None],
     words: str,
     at_once: str = "ended at once",
-    say: Callable[[str], None] = _write_error,
+    show: Callable[[str], None] = _write_error,
 ) -> Iterator[list[int]]:
     """Return a context in which the first Ctrl-C, SIGTERM or SIGHUP calls `stop` and shows `words`.
 
     The context's value is a list, to which the signal's exit code is added. A second signal within
     `PRESSED_TWICE_SECONDS` is ignored; a later one shows `at_once` and raises KeyboardInterrupt.
-    `say` shows messages.
+    `show` displays a message.
     """
     caught: list[int] = []
     first_at = 0.0
@@ -172,12 +172,12 @@ def stopped_by_signals(
         nonlocal first_at
         if caught:
             if time.monotonic() - first_at > PRESSED_TWICE_SECONDS:
-                say(at_once)
+                show(at_once)
                 raise KeyboardInterrupt
             return
         first_at = time.monotonic()
         caught.append(128 + number)
-        say(words)
+        show(words)
         stop()
 
     with handled_signals(handle):

@@ -243,7 +243,7 @@ def choose_signal(app: BaseApp, chosen: Sequence[ProcessSample]) -> None:
         for row in once:
             with app.showing_errors():
                 send_signal(row, name)
-                app.say(f"SIG{name} was sent to process {row.pid}.")
+                app.show_message(f"SIG{name} was sent to process {row.pid}.")
 
     answers = {"c": "Cancel"} | {name[0].lower(): name for name in _MEANINGS}
     app.push_screen(ChoiceDialog("Send a signal", draw, answers), ask)

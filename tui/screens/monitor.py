@@ -222,7 +222,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         if there:
             choose_signal(self.evener, there)
         else:
-            self.evener.say(f"Process {chosen[0].sample.pid} has ended.")
+            self.evener.show_message(f"Process {chosen[0].sample.pid} has ended.")
 
 
 STAY_SECONDS = 4.0  # seconds that the row of an ended process stays

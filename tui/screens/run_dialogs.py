@@ -197,7 +197,9 @@ class SaveDialog(FieldDialog):
             self.show_message(str(fault), bad=True)
             return False
         then = self._next_step(str(path))
-        self.evener.say(f"The {self._document} was written to {path}{then and f'; {then}'}.")
+        self.evener.show_message(
+            f"The {self._document} was written to {path}{then and f'; {then}'}."
+        )
         return True
 
 

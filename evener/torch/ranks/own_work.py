@@ -42,7 +42,7 @@ from ...live.reporter import DeviceTimes, Reporter, middle, spread, sum_up
 from ...plan.check import describe
 from ...system.thread_writes import ThreadWrites
 from ...training.launched import launched_run
-from ...training.retreat import Retreat, say
+from ...training.retreat import Retreat, print_line
 from ...training.running_sums import RunningSums
 from ...training.step_sums import StepSums
 from ..hooks import ProcessHooks
@@ -1047,7 +1047,7 @@ class StepReporter:
         line = retreat.describe(self.shares.share.name or self.shares.share.device)
         self.retreats, self.retreat = self.retreats + 1, line
         self._timer.disturb()
-        say(line)
+        print_line(line)
         if self._journal is not None:
             self._journal.note_retreat(line)
         elif self.shares.rank:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ...training.ending import end_process, last_error
 from ...training.launched import abort_if_lost
-from ...training.retreat import say
+from ...training.retreat import print_line
 from ..private import LEAVING, abort_group, default_store
 from ..sums.collectives import count_exchanges
 
@@ -238,7 +238,7 @@ class PeerWatcher:
             explain_failure(error)
             abort_if_lost(error)
         if self._noted_error != "lost":  # else explain_failure has printed it
-            say(f"evener: {self._describe()}")
+            print_line(f"evener: {self._describe()}")
         end_process(1)  # because the main thread waits in NCCL
 
 
@@ -320,12 +320,12 @@ def explain_failure(error: BaseException) -> None:
     advise = None if _ExitActions.advise is None else _ExitActions.advise()
     advice = "" if advise is None else advise(error)
     if advice:
-        say(f"evener: {advice}")
+        print_line(f"evener: {advice}")
     watcher = PeerWatcher.newest
     if watcher is None or not isinstance(error, Exception | KeyboardInterrupt):
         return
     if any(map(_is_lost, _chain(error))):
-        say(f"evener: {watcher.explain()}")
+        print_line(f"evener: {watcher.explain()}")
     else:
         watcher.note(describe_error(error))
 

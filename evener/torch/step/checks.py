@@ -18,7 +18,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import DeviceError, RequestError
-from ...training.retreat import say
+from ...training.retreat import print_line
 from ..hooks import ProcessHooks
 from ..sums.collectives import average
 from ..sums.exchange import EXCHANGES, Exchange
@@ -175,7 +175,7 @@ def update_one_by_one(optimizer: Any, tensors: int = 0) -> None:
             and not _memory_holds(trained, tensors + 1)
         ):
             group["foreach"] = False
-            say(
+            print_line(
                 f"evener: memory is short, so {type(optimizer).__name__} updates one "
                 f"parameter after the other."
             )
