@@ -86,7 +86,9 @@ def test_a_loop_without_a_loader_is_summarized_by_its_updates(start: Start, tmp_
     assert summary["without_loader"]
     assert STEPS // 2 <= summary["steps"] <= STEPS
     step = RankStep(*summary["ranks"][0]["step"])
-    assert step.between_s >= 0.8 * SAVE_SECONDS / 11
+    assert (
+        step.between_s >= 0.5 * SAVE_SECONDS / 11
+    )  # the first steps, with a save, may be left out
 
 
 @two_cores
