@@ -156,9 +156,9 @@ def find_largest(
 ) -> GradientDifference | None:
     """Return the difference of the tensor whose gradients differ most.
 
-    Differences are divided by the rounding that is allowed for the tensor. `noises` is the result
-    of `find_noises`. Return None if the reference isn't finite, or if all gradients are 0 or
-    missing.
+    To compare tensors, each difference is divided by the rounding that is allowed for its tensor.
+    `noises` is the result of `find_noises`. Return None if the reference isn't finite, or if all
+    gradients are 0 or missing.
     """
     names = sorted(reference.sums.keys() | trained.sums.keys())
     largest = max((reference.size(name) for name in names), default=0.0)

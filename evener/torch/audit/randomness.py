@@ -324,8 +324,8 @@ def _one_row(draw: _Draw) -> Any:
 def _one_line(like: Any) -> Any:
     """Return an uninitialized tensor for the random values that all rows of `like` share.
 
-    Its length is the `_stable_length` of the last axis. If `like` has fewer than two axes, it has a
-    single value.
+    It has the `_stable_length` of the last axis of `like`, or a single value if `like` has fewer
+    than two axes.
     """
     if like.ndim < 2:
         return torch.empty_like(like[:1] if like.ndim else like)

@@ -217,8 +217,7 @@ class PeerWatcher:
     def _is_stuck(self, leaves: bool) -> bool:
         """True if this rank still waits for an exited rank after WAIT_SECONDS.
 
-        `leaves` is True while this rank leaves its process group, in which NCCL waits for all
-        ranks.
+        `leaves` is True while this rank leaves its process group; NCCL then waits for all ranks.
         """
         notes = list(self.notes.values())
         computed = self._wait_for_gpu() if any(note.error != "" for note in notes) else None
