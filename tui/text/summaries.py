@@ -124,7 +124,8 @@ def budget_left_text(state: SessionState) -> str:
 def brief_devices(labels: Sequence[str]) -> str:
     """Return device labels in short form.
 
-    GPU:0 and GPU:1 become GPU:0,1. Devices with the same name are counted, such as 2 × NVIDIA H200.
+    "GPU:0" and "GPU:1" become "GPU:0,1". Devices with the same name are counted, as in "2 × NVIDIA
+    H200".
     """
     kinds = {label.partition(":")[0] for label in labels}
     numbers = [label.partition(":")[2] for label in labels]
@@ -151,7 +152,7 @@ def outcome_text(seen: Observation, labels: Sequence[str], plus_minus: str = "±
     """Return the outcome of a measurement as text.
 
     It is the samples/s with any doubts, or "out of memory", or why the measurement failed.
-    `plus_minus` precedes the error; without its space the text is shorter.
+    `plus_minus` is put before the error of the samples/s; for a short text, it has no blank.
     """
     if isinstance(seen, Timed):
         error = half_width(seen.throughput.value, seen.throughput.low, seen.throughput.high)
@@ -177,9 +178,9 @@ def outcome_name(seen: Observation) -> str:
 
 
 def share_text(layout: Layout, device: int) -> str:
-    """Return the share of the device with index `device`, with its passes: 820 = 2 × 410.
+    """Return a device's share and its passes, such as "820 = 2 × 410"; `device` is its index.
 
-    The text ends in the rows' length if the probe measures only one length.
+    If the probe measures rows of only one length, the text ends with that length in tokens.
     """
     # A device without rows only holds a part of the model's state.
     if not layout.shares[device]:
@@ -189,10 +190,10 @@ def share_text(layout: Layout, device: int) -> str:
 
 
 def layout_text(layout: Layout, labels: Sequence[str], most: int = 8) -> str:
-    """Return the active devices with their shares, such as GPU:0[820] GPU:1[568].
+    """Return the active devices with their shares, such as "GPU:0[820] GPU:1[568]".
 
-    Tuned options follow in parentheses. After `most` words, the text ends in, for example, "and 3
-    more".
+    Tuned options follow in parentheses. A text of more than `most` devices and options is cut, and
+    then ends with, for example, "and 3 more".
     """
     words = [f"{labels[i]}[{share_text(layout, i)}]" for i in layout.active]
     if layout.processes > 1:
@@ -299,7 +300,7 @@ def write_search(search: SearchSummary, found: Verdict | None = None) -> str:
 
 
 def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> list[str]:
-    """Return a table with a row for each device, and the sentences below the table.
+    """Return a table with a row for each device, and the sentences that explain it.
 
     A row has the device's share, its samples/s in the plan, and its solo samples/s. Tokens/s and
     samples per joule follow if they are known. Sentences are wrapped to `width`.
@@ -374,9 +375,8 @@ def _explain_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]
 def frontier_table(found: Verdict | None) -> Table:
     """Return a table of the batch sizes that are faster than all smaller batch sizes.
 
-    Each row has a batch size, its samples/s, and what these are worth in learning: the samples/s
-    with which small batches would train the model equally fast. There are no rows if the noise
-    scale is unknown.
+    Each row has a batch size, its samples/s, and their worth in learning: the samples/s at which
+    very small batches would learn as fast. There are no rows if the noise scale is unknown.
     """
     learning = found.learning if found is not None else None
     frontier = learning.frontier if learning is not None else ()
@@ -408,10 +408,11 @@ def _write_alone(solo: Evidence | None) -> str:
 
 
 def versus(best: RatedLayout, rated: RatedLayout) -> str:
-    """Return the best layout's gain over layout `rated` in a few characters, such as +20.4 %.
+    """Return the best layout's gain over layout `rated` in a few characters, such as "+20.4 %".
 
-    Return "tie" if both are equally fast, "unclear" if `rated` is too uncertain, and "" for any
-    other unknown gain. For the sum of all solo throughputs, return a fraction such as "97 % of it".
+    Return "tie" if both are equally fast, "unclear" if `rated` is too uncertain, and "" if the gain
+    is unknown for another reason. If `rated` is the sum of all solo throughputs, return the best
+    layout's fraction of it, such as "97 % of it".
     """
     gain = rated.gain_of(best)
     if gain is None:
@@ -459,7 +460,7 @@ def _write_other_batch(own: RatedLayout, rival: RatedLayout) -> str:
 
 
 def _only_notes(own: RatedLayout, rival: RatedLayout) -> str:
-    """Return the notes on a rival for a line without the plan's gain over it; "" without notes.
+    """Return the notes for a rival's line that doesn't give the plan's gain; "" without notes.
 
     `own` is the plan.
     """
@@ -522,8 +523,8 @@ def training_report(training: RecordedTraining) -> Iterator[str]:
     """Yield the lines that describe a recorded training in the terminal.
 
     A summary comes first, then a line for each start, each change of shares, each pass that ran out
-    of memory, and the end. A measured speed has a line if it differs from the last one by more than
-    `WORTH_SAYING`, or if another entry follows.
+    of memory, and the end. A measured speed has a line if it differs from the speed that was
+    printed last by more than `WORTH_SAYING`, or if the next entry isn't a speed.
     """
     start = training.start
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(training.began_at))

@@ -1,7 +1,7 @@
 """Text in tones, and lines that fill an exact number of terminal cells.
 
-A line consists of spans, each in one tone: a named colour that a theme defines. The module also has
-the signs that lines contain.
+A line consists of spans, each in one tone: a named colour that a theme defines. The module also
+defines the symbols that lines contain.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ..text.formatting import NO_BREAK, unbroken
 
 
 class Mark:
-    """The non-ASCII signs that are drawn, one cell each.
+    """The non-ASCII symbols that are drawn, one cell each.
 
-    `to_ascii` replaces each by a similar ASCII sign for terminals without Unicode.
+    `to_ascii` replaces each by a similar ASCII character for terminals without Unicode.
     """
 
     FULL, HALF, TRACK = "━╸─"  # of a bar: a filled cell, half a filled cell, an empty cell
@@ -49,9 +49,9 @@ _SIGNS = str.maketrans(
 
 
 def _similar_braille(bits: int) -> str:
-    """Return an ASCII sign that looks like a braille sign; `bits` are the dots of the latter."""
-    # A braille sign that is filled from the bottom becomes a sign of similar height. Any other
-    # becomes a sign at the mean height of its dots.
+    """Return an ASCII character that looks like the braille character with the dots `bits`."""
+    # A braille character that is filled from the bottom becomes one of similar height. Any other
+    # becomes one at the mean height of its dots.
     rows = [row for row, mask in enumerate((0x09, 0x12, 0x24, 0xC0)) if bits & mask]
     if not rows:
         return " "
@@ -67,7 +67,7 @@ _SIMILAR: dict[int, int | str] = {
 
 
 def to_ascii(text: str) -> str:
-    """Return `text` in ASCII: every other character becomes ASCII signs that take as many cells."""
+    """Return `text` with non-ASCII characters replaced by ASCII ones that take as many cells."""
     for sign in ("± ", "±\u00a0", " ±"):  # two cells before and after
         text = text.replace(sign, "+-")
     text = text.translate(_SIMILAR)
@@ -75,7 +75,7 @@ def to_ascii(text: str) -> str:
 
 
 def _ascii_sign(sign: str) -> str:
-    """Return a letter without its accents, or question marks for a sign that isn't a letter."""
+    """Return a letter without its accents; any other character becomes question marks."""
     if sign.isascii():
         return sign
     letter = unicodedata.normalize("NFKD", sign)[0]

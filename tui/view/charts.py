@@ -93,8 +93,8 @@ def gib(count: float) -> str:
 def reading_text(reading: Reading, draw: Callable[[float], str], width: int) -> tuple[str, bool]:
     """Return a reading as text, and whether its value is current.
 
-    `draw` formats the value. A stale value has a mark in front, or is only the mark if both don't
-    fit in `width` cells. Without a value, the text is a word or a sign that says why.
+    `draw` formats the value. A stale value is preceded by a mark, or replaced by the mark if both
+    don't fit in `width` cells. Without a value, the text is a word or a symbol that says why.
     """
     if reading.current is not None:
         return draw(reading.current), True
@@ -129,8 +129,8 @@ def draw_reading(
 def temperature_tone(sample: DeviceSample) -> Callable[[float], Tone]:
     """Return a function that maps a temperature of this device in °C to a tone.
 
-    The tone is "warn" from 10 °C below the device's throttling temperature on, and "bad" from 3 °C
-    below it on. An unknown throttling temperature is taken to be 90 °C.
+    The tone is "bad" from 3 °C below the temperature at which the device throttles, else "warn"
+    from 10 °C below it, else "text". If that temperature is unknown, 90 °C is assumed.
     """
     limit = sample.temperature_limit_celsius.current or 90.0
 
@@ -155,8 +155,8 @@ def throttle_tone(number: float) -> Tone:
 def traffic(sample: DeviceSample) -> Reading:
     """Return the device's total traffic in bytes/s: PCIe and NVLink, in both directions.
 
-    If some values are stale, the total is stale too. If no value is known, return the reading that
-    says why.
+    If some values are stale, the total is stale too. If no value is known, return one of the
+    readings without a value, whose state says why.
     """
     parts = (
         sample.link_receive_bytes_per_second,
@@ -240,8 +240,8 @@ def _count_steps(number: float | None, highest: float, most: int) -> int:
 def _stack(count: int, height: int, levels: str, shade: str) -> tuple[str, ...]:
     """Return a column of `height` cells, from top to bottom, that is filled up to `count` steps.
 
-    `levels` are the signs of the topmost filled cell, from empty to full. The cells below it have
-    the sign `shade`.
+    `levels` are the characters for the topmost filled cell, from empty to full. The cells below it
+    have the character `shade`.
     """
     each = len(levels) - 1
     belows = range((height - 1) * each, -1, -each)

@@ -53,7 +53,8 @@ def arrange(
     - `frame`: the lines that a panel's frame takes.
     - `devices`, `processes`: the rows that the tables could show.
 
-    The device table comes first, then a few processes, small graphs, more processes, larger graphs.
+    Lines go first to the device table, then in this order to a few processes, small graphs, more
+    processes and larger graphs.
     """
     least_processes = min(3 + frame, max(0, height - 2))
     listed = max(1, min(max(1, devices) + 1 + frame, height - least_processes))
@@ -236,7 +237,7 @@ def device_details(
 ) -> tuple[Line, ...]:
     """Return every metric of a device with its unit, or why the metric is missing.
 
-    `links` are connections between devices; the device's own links are listed too.
+    `links` are measured links between devices; those of this device are listed too.
     """
     device = sample.device
     facts = [
@@ -439,9 +440,9 @@ def identity(sample: ProcessSample) -> Identity:
 
 
 def process_rows(snapshot: Snapshot, ended: Sequence[ProcessSample] = ()) -> tuple[ProcessRow, ...]:
-    """Return a row for each process, including processes that have `ended` since.
+    """Return a row for each process in the snapshot, and for each process that has `ended`.
 
-    They are sorted by process ID. Rows of ended processes have stale values.
+    The rows are sorted by process ID. Those of ended processes have stale values.
     """
     return tuple(
         ProcessRow(
@@ -469,8 +470,8 @@ def _as_old(sample: ProcessSample) -> ProcessSample:
 def nothing_there(devices: Sequence[DeviceSample]) -> Lesson:
     """Return the message of an empty list of processes: why it is empty, and how to begin.
 
-    On a machine with only CPU slices, the message is about trainings, because no other processes
-    would be listed.
+    If all devices are CPUs, the message is about trainings, because no other processes would be
+    listed.
     """
     only_cpu = bool(devices) and all(sample.device.on_cpu for sample in devices)
     return NO_TRAINING if only_cpu else NO_PROCESS

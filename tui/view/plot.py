@@ -15,7 +15,7 @@ from typing import NamedTuple
 from .cells import Line, Mark, Span, Tone, cells, cut, join_spans, pad, span_cells
 from .charts import axis_ticks, nice_ceiling, short, whole
 
-# bits of a braille sign by column and row of the dot, counted from the top left
+# bits of a braille character by column and row of the dot, counted from the top left
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 BRAILLE = 0x2800
 LEAST_WIDTH, LEAST_HEIGHT = 24, 5  # least cells of a readable chart
@@ -207,7 +207,7 @@ class Canvas:
 
 
 class Frame(NamedTuple):
-    """The geometry of the plot inside the chart, for drawing and for clicks."""
+    """The position and size of the plot inside the chart, to convert values to cells and back."""
 
     x: Axis
     y: Axis

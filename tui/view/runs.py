@@ -40,7 +40,7 @@ def _devices(row: RunSummary, width: int) -> tuple[Span, ...]:
 
 
 def _workload(row: RunSummary, width: int) -> tuple[Span, ...]:
-    """Draw the workload without a file's directories, or why the run can't be read."""
+    """Draw the name of the workload, without directories, or why the run can't be read."""
     # A run on simulated devices has a mark in front, which is never cut off.
     mark = f"{Mark.SIMULATED} " if row.simulated else ""
     text = row.workload.rpartition("/")[2] or row.trouble

@@ -77,7 +77,7 @@ def best_over_time(state: SessionState) -> tuple[BestPoint, ...]:
 
 
 def name_layout(layout: Layout, labels: Sequence[str]) -> str:
-    """Return a layout as part of a sentence, such as 820 + 568 rows on GPU:0 + GPU:1."""
+    """Return a layout as part of a sentence, such as "820 + 568 rows on GPU:0 + GPU:1"."""
     active = layout.active
     if not layout.traits.by_shares and not layout.traits.alone:
         return f"{layout.kind} on {_name_devices(active, labels)}"

@@ -27,7 +27,7 @@ def share_lines(
     """Draw each rank's number of rows per step over time, as a bar.
 
     The line below numbers the changes of shares. The time axis ends now, at `at_seconds`. Return an
-    empty tuple without changes, without room, or if the changes don't match the ranks.
+    empty tuple if there are no changes, if they don't match the ranks, or if there is no room.
     """
     known = [change for change in changes if len(change.before) == len(change.after) == len(rows)]
     shown = rows[: max(0, height - 1)]

@@ -18,9 +18,9 @@ from .ranks import RankRow
 
 
 class PartStyle(NamedTuple):
-    """The name, tone and sign of a part of a step.
+    """The name, tone and character of a part of a step.
 
-    Signs differ too, so that the parts are distinct without colours and in ASCII.
+    The characters differ too, so that the parts are distinct without colours and in ASCII.
     """
 
     name: str
@@ -41,7 +41,7 @@ LEAST_WITH_GAP = 4  # a step of as many cells is followed by a blank
 
 
 def legend_line(width: int, has_ended: bool = False) -> Line:
-    """Return the legend of the parts' signs, with the names shortened if necessary.
+    """Return the legend of the bars: each part's character and its name, shortened if necessary.
 
     If the training has ended, the legend has no colours, like the bars above it.
     """
@@ -101,7 +101,10 @@ def _count_cells(seconds: Sequence[float], longest_s: float, width: int) -> list
 
 
 def _widen_to_one_cell(counts: list[int], place: int, width: int) -> None:
-    """Give the part at index `place` one more cell, by changing `counts`."""
+    """Give the part at index `place` one more cell, at the widest part's cost if no cell is left.
+
+    `counts` is changed.
+    """
     # If all `width` cells are taken, the cell is taken from the widest part.
     if sum(counts) >= width:
         counts[max(range(len(counts)), key=counts.__getitem__)] -= 1

@@ -43,14 +43,14 @@ class Column(NamedTuple, Generic[RowT]):
 
 TAG: Column[Any] = Column(
     "tagged", ("",), (1,), lambda *_: (), "left"
-)  # the sign of marked rows, which the panel draws
+)  # the mark of marked rows, which the panel draws
 
 
 class Grid(NamedTuple, Generic[RowT]):
     """The columns of a table, and how its rows are drawn.
 
-    `draw` draws a row instead of `table_row`, from the row, the widths of the columns by key, the
-    width of the table, and whether the cursor is on the row.
+    If `draw` is given, it draws a row in place of `table_row`. Its arguments are the row, the
+    widths of the columns by key, the width of the table, and whether the cursor is on the row.
     """
 
     columns: tuple[Column[RowT], ...]
@@ -60,7 +60,7 @@ class Grid(NamedTuple, Generic[RowT]):
     def widths(self, width: int, rows: Sequence[RowT]) -> dict[str, int]:
         """Return the width in cells of each column that is drawn, by the column's key.
 
-        `width` is the table's width, which includes the cursor's sign and a blank between columns.
+        `width` is the table's width, which includes the cursor's mark and a blank between columns.
         """
         # Each column starts with the first of its `widths`. While there are cells left, the columns
         # take their second widths, from left to right, then their third widths, and so on.
@@ -180,8 +180,7 @@ def table_row(
 ) -> Line:
     """Return a row of a table as a line.
 
-    A sign at its beginning marks the row under the cursor, so that the cursor is
-    visible without colour.
+    The row under the cursor begins with a mark, so that the cursor is visible without colour.
     """
     spans: list[Span] = [Span(Mark.CURSOR if cursor else " ", "strong")]
     for column in _drawn(columns, widths):

@@ -18,7 +18,7 @@ SPANS = (30.0, 60.0, 120.0, 300.0, 600.0)  # the times in seconds that graphs ca
 _ROUND_SECONDS = (5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 86400)
 _CELLS_PER_LABEL = 9
 MOST_STRETCH = 8  # most columns of dots that one tick takes
-_LEFT = (0x00, 0x40, 0x44, 0x46, 0x47)  # dots of a braille sign's left column, from below
+_LEFT = (0x00, 0x40, 0x44, 0x46, 0x47)  # dots of a braille character's left column, from below
 _RIGHT = (0x00, 0x80, 0xA0, 0xB0, 0xB8)
 
 
@@ -77,10 +77,10 @@ class TickWindow(NamedTuple):
         return 2 * self.per_dot / self.stretch
 
     def dots(self, values: Sequence[float | None]) -> list[float | None]:
-        """Return the value of each column of dots: the mean of its ticks.
+        """Return the value of each column of dots: the mean of its ticks; None if none is known.
 
-        It is None without known values. `values` has a value for each tick, the oldest first.
-        Missing oldest values count as None.
+        `values` has a value for each tick, the oldest first. If there are fewer values than ticks,
+        the oldest ticks have no value.
         """
         padded = (None,) * (self.newest - len(values)) + tuple(values)
         if self.per_dot > 1:
@@ -113,10 +113,10 @@ def ticks_per_dot(span_seconds: float, interval_seconds: float, width: int) -> i
 
 
 def scale_young(per_dot: int, ticks: int, width: int) -> tuple[int, int]:
-    """Return a scale for a history that has only `ticks` ticks and may not fill `width` cells.
+    """Return the scale for a history of `ticks` ticks, which stretches it if it is short.
 
     The scale is the ticks per column of dots, and the columns of dots per tick. `per_dot` is the
-    ticks per column once the history fills the graph.
+    ticks per column once the history fills the `width` cells of the graph.
     """
     # A shorter history is stretched over about half of the cells. The scale changes only by factors
     # of 2, so that it changes rarely while the history grows.

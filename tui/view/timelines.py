@@ -276,8 +276,8 @@ def _draw_gutter(
 ) -> list[tuple[Span, ...]]:
     """Return the cells at the left of each line of a graph: the ends of the axis, and a value.
 
-    The value is the one in the cell `column`, where the cursor is, or the newest one for None. A
-    graph of at least `MIDDLE_ROWS` lines also has the middle of the axis.
+    The value is that at the cursor, which is in the cell `column`; without a cursor (None), it is
+    the newest one. A graph of at least `MIDDLE_ROWS` lines also has the middle of the axis.
     """
     room = GUTTER_CELLS - 1
     if column is None:

@@ -226,7 +226,7 @@ def _draw_graph(graph: Graph, reader: Reader, width: int, height: int) -> list[t
 
 
 def _caption(graph: Graph, width: int) -> tuple[Span, ...]:
-    """Return the caption with the newest value, and at the right end the text about the level."""
+    """Return the caption with the newest value and, at the right, what the dashed line means."""
     head = (Span(f" {graph.caption} ", "title"), Span(graph.newest, graph.tone))
     words = Span(f"{Mark.TRACK} {graph.level_text}" if graph.level_text else "", "warn")
     return spread(head, (words,), width).spans if graph.level_text else pad(head, width)

@@ -188,8 +188,8 @@ def _rank_value(
 ) -> Cell[RankRow]:
     """Return a `draw` function for a rank's value `number(row)`, formatted by `words`.
 
-    It draws a dash if `there(row)` is 0: the value is unknown. A silent rank's value is drawn as
-    stale.
+    If `there(row)` is 0, the value is unknown, and a dash is drawn. A silent rank's value is drawn
+    as stale.
     """
 
     def draw(row: RankRow, width: int) -> tuple[Span, ...]:
@@ -315,7 +315,10 @@ def _ended_lines(row: TrainingRow, width: int) -> Iterator[Line]:
 
 
 def _list_excluded_causes(row: TrainingRow) -> str:
-    """Return a text for a training that is slower than its plan, although no cause was found."""
+    """Return which causes were ruled out for a training that is slower than its plan.
+
+    The text says that no cause was found, and gives the measurements that rule out the usual ones.
+    """
     # It lists the causes that were ruled out, with the measurements that ruled them out.
     steps = [rank.step for rank in row.ranks if rank.step.step_s]
     if not steps:
@@ -388,7 +391,7 @@ def _list_remedies(row: TrainingRow) -> Iterator[str]:
 
 
 def _write_gain(gain: float) -> str:
-    """Return a gain as text, such as +43 %, or "over +900 %" from `MOST_GAIN` on."""
+    """Return a gain as text, such as "+43 %"; from `MOST_GAIN` on, it is like "over +900 %"."""
     return f"over +{percent(MOST_GAIN)}" if gain >= MOST_GAIN else f"+{percent(gain)}"
 
 

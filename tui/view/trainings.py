@@ -193,7 +193,10 @@ def _add_load(row: TrainingRow, host: HostSample) -> TrainingRow:
 
 
 def _add_totals(row: TrainingRow) -> TrainingRow:
-    """Add the totals over all ranks that aren't silent."""
+    """Add the training's total samples/s and tokens/s, over all ranks that aren't silent.
+
+    Also add the samples per joule, and the fraction of the plan's samples/s that is reached.
+    """
     # If some ranks don't report on this machine, two values would be wrong and are 0: the samples
     # per joule, and the fraction of the plan's samples/s.
     reporting = [rank for rank in row.ranks if not rank.silent_s]

@@ -101,7 +101,7 @@ class ListPanel(Lines, Generic[RowT]):
     def identity(self, row: RowT) -> Hashable:
         """Return a key by which the cursor follows the row as rows are added or removed.
 
-        With None, the cursor stays at its index.
+        If the key is None, the cursor stays at its index instead.
         """
         return None
 
