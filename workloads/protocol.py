@@ -208,9 +208,10 @@ class Workload(ABC):
 
     @property
     def updates(self) -> bool:
-        """True while the optimizer updates the weights, also if that has run out of memory.
+        """True during the optimizer's update of the weights, and after an update that failed.
 
-        The memory of a step's rows is free by then. False if the workload doesn't know.
+        An update can fail because memory ran out; the memory of the step's rows is free by then.
+        False if the workload doesn't know.
         """
         return False
 

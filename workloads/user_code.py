@@ -109,8 +109,8 @@ def names_a_file(home: str) -> bool:
 def guess_framework(name: str) -> str:
     """Return the framework that the file of a workload `file.py:attribute` imports.
 
-    Return "tensorflow" for a module instead of a file, or a file that imports no framework or
-    several. Raises RequestError if the file can't be read, and UserCodeError if it can't be parsed.
+    Return "tensorflow" if the file imports no framework or several, or if the workload is in a
+    module. Raises RequestError if the file can't be read, and UserCodeError if it can't be parsed.
     """
     home = name.rpartition(":")[0] or name
     if not names_a_file(home):

@@ -169,9 +169,9 @@ def towers(
 class DenseAdam(keras.optimizers.Adam):  # type: ignore[misc]  # keras is not followed
     """Adam that sums the gradient of each embedding row before it updates the row.
 
-    A group of processes sums it anyway. On one device, Keras' own Adam would square each
-    contribution separately, and so learn differently. It would also be slower, because every
-    operation would have a row for each word of the batch.
+    A group of processes sums this gradient anyway. On one device, Keras' own Adam would square each
+    contribution separately, and so learn differently. Keras' way would also be slower, because each
+    operation would process a row for each word of the batch.
     """
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:

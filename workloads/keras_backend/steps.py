@@ -165,7 +165,7 @@ class KerasSteps:
 
 
 def train_on_pieces(towers: Towers, batch: Sequence[Any]) -> Any:
-    """Run one step of towers on a batch that is already on its devices.
+    """Run one step by towers (one process, several devices) on a batch that is on the devices.
 
     `batch` has the rows of x for each device, then the labels of all rows.
     """
@@ -182,7 +182,10 @@ def slice_rows(data: Any, start: int, stop: int) -> Any:
 
 
 def _put(data: Any, scope: AbstractContextManager[Any]) -> Any:
-    """Convert nested arrays to tensors in host memory, and copy these to the scope's device."""
+    """Convert nested arrays to tensors in host memory, and copy these to a device.
+
+    `scope` is a context in which TensorFlow uses that device.
+    """
     with tf.device("CPU:0"):
         loaded = keras.tree.map_structure(tf.convert_to_tensor, data)
     with scope:

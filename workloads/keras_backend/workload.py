@@ -278,8 +278,8 @@ class KerasWorkload(Workload):
         """Return facts about the workload as text.
 
         They are the versions of TensorFlow and Keras, the engine, the parameter count, the model's
-        digest, and the rows per epoch (0: unknown). The class of a layer that computes batch
-        statistics is given too, or "".
+        digest, the rows per epoch (0: unknown), and the class of the first layer that computes
+        batch statistics ("" if there is none).
         """
         layers = all_layers(self.model)
         return {
@@ -358,7 +358,7 @@ class TooManyElementsError(MemoryError):
 
 
 def largest_rows(model: Any) -> int | None:
-    """Return the most rows of a batch without a tensor of more than 2^31 - 1 elements.
+    """Return the most rows that a batch can have so that no tensor exceeds 2^31 - 1 elements.
 
     Return None if no shape of the model's tensors is known.
     """

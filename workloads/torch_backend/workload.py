@@ -309,7 +309,7 @@ class TorchWorkload(Workload, StepListener):
 
     @property
     def updates(self) -> bool:
-        """True while the optimizer updates the weights, also if that has run out of memory."""
+        """True during the optimizer's update of the weights, and after an update that failed."""
         return self._is_updating
 
     def recover(self) -> bool:
