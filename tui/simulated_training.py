@@ -33,7 +33,7 @@ STEPS_SHOWN = 8  # number of last steps shown, each a copy of the newest
 
 
 class TrainingSource(SimulatedSource):
-    """A source with the demo's two cards, which train after a call of `train`.
+    """A source of snapshots of the demo's two cards, which train after a call of `train`.
 
     `clock` returns the time in seconds.
     """

@@ -20,7 +20,7 @@ LEFT_AT_RISK = 0.2  # the same if running out would end the training, or if the 
 
 
 class MemoryPeaks:
-    """The memory peaks of one rank, by the number of rows in its largest pass."""
+    """The memory peaks of one rank's steps, by the number of rows in a step's largest pass."""
 
     def __init__(self) -> None:
         self._peaks: dict[int, float] = {}

@@ -124,7 +124,7 @@ class NoiseWindow:
             self._open.clear()
 
     def scale(self) -> NoiseScale | None:
-        """Return the noise scale with its interval; None before FEWEST_BLOCKS blocks of samples."""
+        """Return the noise scale with its interval; None until there are FEWEST_BLOCKS blocks."""
         if len(self._blocks) < FEWEST_BLOCKS:
             return None
         weights = [self._kept**age for age in range(len(self._blocks))][::-1]

@@ -484,7 +484,7 @@ class Rebalancer:
         return (max(own) + rest_s) / (max(levels) + rest_s) - 1
 
     def _is_stuck(self, rank: int, share: int, gives: bool) -> bool:
-        """True if a rank can't give rows (if `gives`), or can't take rows (otherwise)."""
+        """True if a rank with this share can't give up rows (`gives`), or can't get more (else)."""
         if gives:
             return share <= self._quantum
         room = self._limited[rank]

@@ -93,7 +93,7 @@ RunName = Annotated[
 
 
 def _group_of(name: str) -> Callable[..., Any]:
-    """Return the option factory for the `--help` group of the request field `name`."""
+    """Return the function that makes options in the `--help` group of the request field `name`."""
     if name in TRAINING:
         return WHAT
     return BATCH if name in BATCHES else LENGTH
