@@ -69,10 +69,10 @@ def write_share(batch: int, micro: int) -> str:
 
 
 def relative_error(value: float, low: float, high: float) -> float:
-    """Return half of the width of a value's 95 % interval, divided by the value.
+    """Return the relative error of a value, from the bounds of its 95 % interval.
 
-    If the upper bound is farther from the value than that, its distance is used instead. Return 0
-    for a value of 0.
+    It is half of the interval's width, or the distance from the value to the upper bound if that is
+    larger, divided by the value. Return 0 for a value of 0.
     """
     # near 0, an interval may be lopsided
     return max(high - value, (high - low) / 2) / value if value else 0.0

@@ -76,8 +76,8 @@ class Energy(Objective, frozen=True):
     def costs(self, seen: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
         """Return each device's power in watts: while it trains, and while only other devices train.
 
-        The first is the highest measured power, and the second the lowest; 0 if unknown. Return an
-        empty list if no device reports its power while it trains.
+        Of several measurements, the first is the highest and the second the lowest; 0 if unknown.
+        Return an empty list if no device reports its power while it trains.
         """
         active = [0.0] * devices
         idle: list[list[float]] = [[] for _ in range(devices)]

@@ -115,8 +115,8 @@ def _number(values: Iterable[object]) -> tuple[int, ...]:
 def allows_passes(request: Request, framework: str) -> bool:
     """True if a share may be computed in several passes with gradient accumulation.
 
-    The request must allow it. Passes are impossible with XLA, and if TensorFlow takes its input
-    from the device.
+    The request must allow it. Passes are impossible with XLA, and with TensorFlow if its batches
+    come from the device's memory.
     """
     from_device = framework == "tensorflow" and request.input == "device"
     return request.micro == "auto" and not (request.xla or from_device)
@@ -125,7 +125,8 @@ def allows_passes(request: Request, framework: str) -> bool:
 def assigns_by_cost(request: Request, framework: str) -> bool:
     """True if rows of unequal length are assigned to devices by their cost.
 
-    This requires passes, input from PyTorch's loader, and an objective that uses the rows' lengths.
+    This requires that passes are allowed, that PyTorch takes its batches from the host, and that
+    the search's objective takes lengths into account.
     """
     possible = (
         framework == "torch" and request.input == "host" and allows_passes(request, framework)

@@ -72,7 +72,7 @@ def find_single(verdict: Verdict) -> Rival | None:
     """Return one device that is as fast as a plan of several devices; None if none is.
 
     The device must have been measured with the plan's batch, or with a smaller one if the user set
-    no batch. It doesn't count if it may differ from the plan by more than a few percent.
+    no batch. Its speed must be equal to the plan's in the sense of `is_equal`.
     """
     batch = verdict.chosen.global_batch
     for rival in verdict.rivals:

@@ -108,7 +108,7 @@ def _fails_everywhere(seen: Sequence[Observation]) -> bool:
 
 
 def _locate_workload(workload: str, why: str) -> str:
-    """Return text, to append to the message `why`, that names the workload's function and line."""
+    """Return text that names the workload's function and line, to append to the message `why`."""
     # "" if the message already names a line of the user's file, or if the file can't be read
     file, _, name = workload.rpartition(":")
     if not file.endswith(".py") or f"{Path(file).name}:" in why:

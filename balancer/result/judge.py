@@ -291,8 +291,8 @@ def list_alone(report: SearchReport) -> list[ComparedLayout]:
 def compare_alone(chosen: Result, result: Result) -> ComparedLayout:
     """Return the comparison of a device alone with the chosen layout.
 
-    `result` is the result of the device alone. If it has the chosen layout itself, the samples/s of
-    `chosen` are used instead of its own.
+    `result` is the result of the device alone. If the chosen layout is that very device and batch,
+    the samples/s of `chosen` are used instead of those in `result`.
     """
     interval = chosen.throughput if result.layout == chosen.layout else result.throughput
     return compare(chosen, Candidate(SOLO, result.layout), interval)

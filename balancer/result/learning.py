@@ -47,7 +47,7 @@ def find_learning(request: Request, report: SearchReport) -> Learning | None:
 
 
 def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Learning:
-    """Return how much less a sample improves the model in this batch than in a tiny one."""
+    """Return how much less a sample improves the model in the plan's batch than in a tiny one."""
     chosen = report.chosen
     batch = chosen.layout.global_batch
     value, low, high = (

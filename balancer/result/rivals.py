@@ -208,7 +208,7 @@ def find_own_family(layout: Layout) -> Family:
 def name_rivals(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) -> tuple[str, ...]:
     """Return a name for each rival, all distinct and different from the chosen layout's name.
 
-    `devices` is the number of devices.
+    `devices` is the number of devices of the request.
     """
     layout = chosen.layout
     own = Candidate(find_own_family(layout), layout)

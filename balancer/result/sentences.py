@@ -344,7 +344,10 @@ def _write_why_equal(gap: RateGap) -> str:
 
 
 def _describe_limits(verdict: Verdict) -> Iterator[str]:
-    """Yield what takes a training's time besides computing, with remedies, the largest first."""
+    """Yield a sentence for each thing besides computing that takes time, with a remedy.
+
+    The one that takes longest comes first.
+    """
     for limit in verdict.limits:
         if limit.taken_away:  # the plan's gain already includes it
             continue
@@ -389,7 +392,7 @@ MUCH_MORE = 3.0  # relative to a gain: a larger upper bound is meaningless
 def _write_promise(verdict: Verdict, limit: TrainingLimit) -> str:
     """Return as text how many samples/s the training would reach without this limit.
 
-    The number was measured, or is expected with the remedy for the limit.
+    The text says whether that was measured without the limit or is expected from the remedy.
     """
     speed = verdict.rate.samples_per_second
     low, high = rate(speed * (1 + limit.gain_low)), rate(speed * (1 + limit.gain_high))
@@ -926,7 +929,7 @@ def write_unfinished(unfinished: Unfinished) -> str:
 
 
 def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
-    """Yield the doubts about the plan's measurements, and a warning of unequal devices."""
+    """Yield the doubts about the plan's measurements, and a warning about unequal devices."""
     changed = max((doubt.value for doubt in verdict.doubts if doubt.code == "changed"), default=0.0)
     for doubt in verdict.doubts:
         # repeated measurements differ by more than their noise

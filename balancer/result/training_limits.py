@@ -106,9 +106,10 @@ def _find_turns(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
 
 
 def _find_looks(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
-    """Return the layout's measurements that also timed steps with a kind of waiting removed.
+    """Return the layout's measurements that also timed steps with one cause of waiting removed.
 
-    The steps don't wait for input or, on GPUs, for the host to launch kernels.
+    These steps reuse one batch, so they don't wait for input, or their kernels are all enqueued
+    beforehand, so a GPU doesn't wait for its host.
     """
     turns = _find_turns(seen, layout)
     # without input: one batch is reused; without waiting: all kernels are enqueued first
@@ -194,7 +195,7 @@ class _Measured:
         return [i for i in self.layout.computing if self.own_s(i) >= LONGEST * longest]
 
     def launching_s(self) -> float:
-        """Return the seconds per step that a GPU waits for kernel launches; 0 if unknown."""
+        """Return the seconds per step that the GPUs wait for kernel launches; 0 if unknown."""
         if self.closer is None or self.closer.enqueued_seconds is None:
             return 0.0
         step = self.closer.kept or self.closer
@@ -287,9 +288,10 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _seconds_saved_by_doubling(step_s: float, waits_s: float) -> float:
-    """Return the seconds saved per step if every two steps became one of twice as many rows.
+    """Return the seconds that each step would save if two steps were merged into one large step.
 
-    `waits_s` is the part of `step_s` in which the device waits for its host.
+    `waits_s` is the part of `step_s` in which the device waits for its host. The merged step has
+    twice as many rows.
     """
     # the host takes as long as before, and the device twice as long
     after_s = max(step_s, 2 * (step_s - waits_s))
