@@ -103,9 +103,10 @@ class Check(msgspec.Struct, frozen=True):
 
 
 def check_machine() -> tuple[Check, ...]:
-    """Run every check of this machine and return the results. Raises nothing.
+    """Run every check of this machine and return the results.
 
-    A framework whose import hangs is reported after two minutes.
+    A check that fails is a result too; nothing is raised. A framework whose import hangs is
+    reported after two minutes.
     """
     drivers = [_check_driver(backend) for backend in all_backends() if backend.maker]
     return (
@@ -144,7 +145,7 @@ def check_links(
 
 
 def describe_link(measurements: Sequence[LinkMeasurement], here: Transport = "as it is") -> Check:
-    """Return the result of checking the link between the devices of one set.
+    """Return the check of the link between a set of devices, from its measurements.
 
     `measurements` has one measurement for each way of exchanging data (transport), the default
     first. `here` is the transport that this process's environment variables select.
@@ -181,10 +182,10 @@ def _describe_set_link(
     others: Sequence[LinkMeasurement],
     here: Transport,
 ) -> Check:
-    """Return the result of checking a link whose transport is set by environment variables.
+    """Return the check of a link for which environment variables select the transport `here`.
 
-    `here` is that transport. `own` is the measurement without these variables, over the default
-    transport. `others` are the measurements over other transports.
+    `own` is the measurement without these variables, over the default transport. `others` are the
+    measurements over other transports.
     """
     # `name` and `found` are the check's
     variables = write_variables(switches_of(here))
@@ -238,8 +239,8 @@ def _check_driver(backend: Backend) -> tuple[Check, int]:
 def _check_frameworks(gpus: int) -> list[Check]:
     """Check that each framework can be imported and sees all GPUs.
 
-    `gpus` is the number of GPUs that the drivers list. If at least one framework has no problem,
-    the problems of others are returned as notes.
+    `gpus` is the number of GPUs that the drivers list. One working framework is enough: if any has
+    no problem, the problems of the other frameworks are returned as notes.
     """
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(lambda name: _check_framework(name, gpus), _QUERIES))
@@ -513,7 +514,11 @@ def _check_ports(agents: Sequence[Agent]) -> tuple[Check, ...]:
 
 
 def _find_closed_ports(agents: Sequence[Agent]) -> list[tuple[str, Endpoint, str]]:
-    """Return the failed connections between hosts: host, address and port, and the reason."""
+    """Return the connections between hosts that failed.
+
+    Each entry has the name of the host that tried to connect, the address and port that it couldn't
+    reach, and the reason.
+    """
     with ExitStack() as stack:
         listeners = {
             agent: stack.enter_context(closing(agent.keep(Listener, agent.host)))

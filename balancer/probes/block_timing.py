@@ -183,7 +183,11 @@ class BlockTimer:
         )
 
     def _count_block_steps(self, last: Block) -> int:
-        """Return the number of steps that fill a block, computed from the last block."""
+        """Return how many steps the next block needs to reach the usual duration.
+
+        The number is computed from the step time of the last block, and is at most 16 times that
+        block's number of steps.
+        """
         wanted = (
             round(self._block_seconds / last.step_seconds)
             if last.step_seconds > 0
@@ -193,7 +197,7 @@ class BlockTimer:
         return max(1, min(wanted, 16 * last.steps))
 
     def _is_warmed_up(self) -> bool:
-        """True if the last two windows agree, or if the warm-up has used up its time."""
+        """True if the last two windows took about equally long per step, or if warm-up must end."""
         windows = self._windows
         if len(windows) < 2:
             return False
@@ -261,7 +265,7 @@ class BlockTimer:
         )
 
     def _list_undisturbed(self) -> list[Block]:
-        """Return the blocks that were neither disturbed nor raised a device's peak memory.
+        """Return the blocks without disturbances in which no device's peak memory rose.
 
         If too few remain, return all blocks.
         """

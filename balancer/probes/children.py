@@ -219,7 +219,7 @@ class Child(RunningChild):
         stream.close()
 
     def _put_message(self, message: Message) -> None:
-        """Put a message into the inbox, or lose it if the inbox stays full for `WAIT_SECONDS`."""
+        """Put a message into the inbox; drop it if the inbox stays full for `WAIT_SECONDS`."""
         with suppress(queue.Full):
             self._inbox.put((self.rank, message), timeout=WAIT_SECONDS)
 
@@ -319,7 +319,8 @@ class ChildGroup:
     def _stop_waiting(self, expected: type[Reply], replies: Mapping[int, Reply]) -> NoReturn:
         """Raise StoppedError, because the session is stopping.
 
-        While the user's code may be running, the error has the stack of a rank that hasn't replied.
+        If the ranks may be running the user's code, the error has the stack of one that hasn't
+        replied.
         """
         late = [child for child in self.children if child.rank not in replies]
         # the user's code runs while children start, build or prepare

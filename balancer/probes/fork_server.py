@@ -226,7 +226,8 @@ def die_with_parent() -> None:
 def adopt_orphans() -> None:
     """Make this process adopt its descendants when their parents exit.
 
-    The copy of a child then counts as a process of this search even after the child has exited.
+    A child may leave a copy of itself that forks further children. The copy then still belongs to
+    this search after the child has exited.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -125,8 +125,8 @@ class LocalHost:
     def _find_server(self, environment: ChildEnvironment) -> tuple[ChildServer, int | None]:
         """Return a server that can fork a child with this environment, and a descriptor.
 
-        The descriptor is of a channel: a copy of the new child should serve later requests on it.
-        It is None if the child should leave no copy.
+        The descriptor belongs to the channel on which a copy of the new child should serve later
+        requests. It is None if the child should leave no copy.
         """
         # a server has already imported the framework, so it suits only children with the same
         # values of all variables that affect the import
@@ -339,7 +339,7 @@ class RemoteHost:
     def _recover(self, generation: int) -> bool:
         """Start a new actor on the host; return False if that fails or the host was closed.
 
-        `generation` is the number of the actor that has exited. Its children count as killed.
+        `generation` identifies the actor that has exited. All its children are reported as killed.
         """
         if self._closed.is_set() or not self.service.restart(generation):
             return False

@@ -193,7 +193,7 @@ def reserve_free_ports(count: int, address: str = LOOPBACK) -> list[int]:
 
 
 def _split_memory(device: Device, processes: int) -> Device:
-    """Return the device with the part of its memory that each of `processes` trainings has."""
+    """Return the device with its memory limited to one of `processes` equal parts."""
     size = device.usable_memory_bytes
     part = None if size is None else size // processes
     return msgspec.structs.replace(

@@ -88,7 +88,10 @@ class LinkMeasurement(msgspec.Struct, frozen=True, rename=STORED):
 
 
 class RankTask(NamedTuple):
-    """What a rank is asked to do, for messages: a verb and its past form, such as "started"."""
+    """A rank's task in words, for error messages.
+
+    It has a verb, such as "start", and its past form, such as "started".
+    """
 
     verb: str
     past: str
@@ -123,8 +126,8 @@ def measure_links(
     """Measure each pair of devices, and all devices together, over every transport.
 
     `program` is the command that starts a rank. `report` is called after each measurement. If an
-    all-reduce fails over the default transport, variables with which it works are searched for
-    after the report, and added to the returned measurement.
+    all-reduce fails over the default transport, environment variables with which it works are then
+    searched for. Only the returned measurement has them, not the reported one.
     """
     sets: list[tuple[int, ...]] = [*combinations(range(len(devices)), 2)]
     if len(devices) > 2:

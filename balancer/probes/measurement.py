@@ -176,9 +176,9 @@ class Measurement:
         """Prepare the layout, warm up, time the blocks, and return the result.
 
         - `started`: the time of the monotonic clock at which the probe started.
-        - `warm_up_share`: if it isn't 0, another step runs first, with half of each share but at
-          most this number of rows.
-        - `short_bytes`: the bytes of each device's memory that other processes held when it
+        - `warm_up_share`: if it isn't 0, a smaller step runs before the first one. It has half of
+          each share, but at most this number of rows per device.
+        - `short_bytes`: the bytes of each device's memory that other processes held when the probe
           started.
 
         Raises GroupError if a child fails, and StoppedError if `stop` is set.
@@ -310,7 +310,7 @@ class Measurement:
         return self._add_neighbours(timing)
 
     def _add_neighbours(self, timing: StepTiming) -> StepTiming:
-        """Return the timing with other programs' use of the ranks' devices added to its parts."""
+        """Add to each rank's parts how much other programs used its device; return the timing."""
         positions = self._ranks.unique_positions
         if len(timing.parts) != len(positions):
             return timing

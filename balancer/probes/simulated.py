@@ -291,9 +291,10 @@ class _SimulatedProbe:
     def _throttle(
         self, step: float, parts: tuple[float | None, ...], elapsed: float
     ) -> tuple[float, tuple[float | None, ...]]:
-        """Return the seconds of a step and of each device's part while devices are throttled.
+        """Return the seconds of a throttled step, and each device's compute time in it.
 
-        `elapsed` is in seconds since the start of the probe.
+        `step` and `parts` are the same times at full speed. `elapsed` is in seconds since the start
+        of the probe.
         """
         at = self._start + elapsed
         speeds = [1 - self._machine.slowed(i, at) for i in range(len(parts))]
