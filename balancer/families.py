@@ -58,14 +58,16 @@ class SearchView(Protocol):
     def common_batch(self) -> int | None:
         """The global batch for layouts whose own best batch wasn't measured, such as placements.
 
-        None until exploration has found such a batch, or if rows are assigned by cost.
+        It is the user's batch or, without one, a batch that exploration has tried on one device.
+        None until it is known, or if rows are assigned by cost.
         """
 
     @property
     def singles(self) -> Sequence[Layout]:
         """The best solo layout; empty if there is none.
 
-        If it has several passes and its batch surely fits in one, the layout with one pass follows.
+        If it has several passes although its whole batch is known to fit in memory, the same layout
+        with one pass comes second.
         """
 
     @property
@@ -87,7 +89,7 @@ class SearchView(Protocol):
     def packs(self) -> Sequence[Layout]:
         """The best measured pack for each way to share a device, such as plain processes or MPS.
 
-        Where no pack has been measured yet, it is the pack to measure first.
+        If none has been measured yet for one of these ways, the list has the pack to measure first.
         """
 
 
@@ -176,7 +178,8 @@ class SoloFamily(Family):
     def layouts(self, view: SearchView) -> Sequence[Layout]:
         """Return the best solo layout; empty if there is none.
 
-        If it has several passes and its batch surely fits in one, the layout with one pass follows.
+        If it has several passes although its whole batch is known to fit in memory, the same layout
+        with one pass comes second.
         """
         return view.singles
 
@@ -331,8 +334,8 @@ def pack_on(
 ) -> Layout:
     """Return a pack of `processes` trainings on the device of the solo layout `single`.
 
-    `mode` is how the trainings share the device. Each has the global batch of `single`, unless
-    `batch` is given.
+    `mode` is how the trainings share the device. Each training has the global batch `batch`, by
+    default that of `single`.
     """
     size = single.global_batch if batch is None else batch
     return Layout("pack", tuple(size if share else 0 for share in single.shares), processes, mode)
@@ -350,7 +353,7 @@ class PackFamily(Family):
     def layouts(self, view: SearchView) -> Sequence[Layout]:
         """Return the best measured pack for each way to share a device, such as MPS.
 
-        Where no pack has been measured yet, it is the pack to measure first.
+        If none has been measured yet for one of these ways, the list has the pack to measure first.
         """
         return view.packs
 

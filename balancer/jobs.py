@@ -320,8 +320,8 @@ def make_comparison_job(
     """Make a job that compares layouts on these devices.
 
     The request is checked as in `make_job`. `layouts` are the names of the layout families to
-    compare; None for all. `knobs` are the names of options to try. `request.compare.left_out` of
-    the job has a message for each of these that was named but is impossible here. Raises
+    compare; None for all. `knobs` are the names of options to try. If a family or an option was
+    named but is impossible here, a message in the job's `request.compare.left_out` says why. Raises
     RequestError for an unknown name, or if no layout is possible.
     """
     families = find_families(_choose("--layouts", layouts or tuple(FAMILIES), tuple(FAMILIES)))

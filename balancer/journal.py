@@ -87,7 +87,7 @@ class AskedEntry(msgspec.Struct, frozen=True, tag="asked", tag_field="entry"):
 
 
 class ObservationEntry(msgspec.Struct, frozen=True, tag="seen", tag_field="entry"):
-    """The result of one probe, and when it arrived on the session's clock."""
+    """The result of one probe, and the time on the session's clock at which it arrived."""
 
     seen: Observation
     at_seconds: float
@@ -156,10 +156,10 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def clock_seconds(self) -> float:
-        """The time of the session's clock, in seconds, at which a resumed run continues.
+        """The time on the session's clock, in seconds, from which a resumed run continues.
 
-        It is the time of the pending request for probes. Without one, it is the time of the last
-        observation.
+        It is the time at which the pending probes were requested. If none are pending, it is the
+        time of the last observation.
         """
         pending = self.pending
         if pending is not None:
@@ -168,9 +168,9 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def last_end(self) -> Finished | FailedEntry | None:
-        """The last end of the run, with or without a plan.
+        """The entry with which the run ended most recently, with or without a plan.
 
-        None if the run hasn't ended, or if something was measured later.
+        None if the run hasn't ended, or if something was measured after that.
         """
         last = next(
             (
@@ -184,7 +184,7 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def ended(self) -> Finished | None:
-        """The last end of the run, if it was an end with a plan; otherwise, None."""
+        """The entry with which the run ended most recently, if it has a plan; otherwise, None."""
         last = self.last_end
         return last if isinstance(last, Finished) else None
 
@@ -403,9 +403,9 @@ def _timed_sound(seen: Timed, devices: int) -> bool:
 
 
 def read_trusted(path: Path, *, foreign: bool = False) -> bytes:
-    """Return the content of a plain file, if it isn't larger than a maximum size.
+    """Return the content of a regular file of at most `LARGEST_FILE_BYTES`.
 
-    Raises RequestError unless the file belongs to this user and nobody else may write to it. A
+    Raises RequestError for any other file, or if another user owns the file or may write to it. A
     `foreign` file may belong to anybody.
     """
     follow = 0 if foreign else os.O_NOFOLLOW

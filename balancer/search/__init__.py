@@ -22,20 +22,20 @@ Stages:
 
 1. `solo_stage`: every device runs alone, all at the same time, with two small batches. This gives
    each t_i and each line of memory use. Then an optimistic layout, the fastest if each t_i were as
-   fast as its points allow (`model/optimistic`), tells which batches to measure next, as long as
-   half of the gain that they promise is worth their time. A device that would keep the others
-   waiting for little gain is left out of a round. Devices whose times differ by no more than noise
-   share one curve, and so get equal shares. If times rise repeatedly by the same jump, the curve is
-   a step function ("stairs", `model/step_time`), and the best batches are the largest of its
-   levels.
+   low as its points allow (`model/optimistic`), tells which batches to measure next. This is
+   repeated as long as half of the gain that these batches promise is worth their time. A device
+   that would keep the others waiting for little gain is left out of a round. Devices whose times
+   differ by no more than noise share one curve, and so get equal shares. If times rise repeatedly
+   by the same jump, the curve is a step function ("stairs", `model/step_time`), and the best
+   batches are the largest of its levels.
 2. `split_stage`: the predicted layout is measured as a real synchronous step. It gives c_k, and one
    more point of each device's curve under contention. Prediction and measurement are repeated until
    nothing new is predicted. For a number of devices that was never measured, c_k is assumed low, so
    that using fewer devices gets tried; for more devices than any split had, c_k is at least what a
-   known link takes (`model/link_time`). If the batch is free, the smallest split predicted to be
-   within the tolerance of the fastest (`within`) is raced. A device that may beat every split alone
-   is measured while the others are idle (stage `rest`); for a fixed batch, this may happen before
-   the first split.
+   known link takes (`model/link_time`). If the user set no batch, the smallest split predicted
+   to be within the tolerance of the fastest (`within`) is raced. A device that may beat every split
+   alone is measured while the others are idle (stage `rest`); for a fixed batch, this may happen
+   before the first split.
 3. `race`: every requested family (`balancer/families`) names its candidates, and all are measured
    in turns. They are compared within each turn, so that drift of the machine's speed between turns
    cancels (`ranking`). The best single device always takes part. Packs of several trainings grow
@@ -58,9 +58,9 @@ least squares. Rows are assigned to devices by these costs, as in training
 and `texts` chooses what to race on it.
 
 The choice: `balance` requests solo, even and split layouts, and `compare` requests all families;
-they don't differ otherwise. If the batch is free, the smallest batch within the tolerance of the
-fastest is chosen. For an objective that trades speed, it is the layout with the best value of that
-objective of those at most `max_slowdown` slower than the fastest. Otherwise, it is the fastest
+they don't differ otherwise. If the user set no batch, the smallest batch within the tolerance of
+the fastest is chosen. For an objective that trades speed, it is the layout with the best value of
+that objective of those at most `max_slowdown` slower than the fastest. Otherwise, it is the fastest
 layout, in whichever stage it was measured, or a simpler one that differs by less than 1 %, or by
 less than the tolerance if that is smaller. If packs, placements or knobs ran, only layouts of the
 race may be chosen.

@@ -98,9 +98,10 @@ class Budget:
 
         `reserved` seconds are kept for later probes. In exploration, a probe may take at most 1 /
         `SURPRISE` of the time left, and in other stages 1 / `probes_left` of it. At least two steps
-        are timed, even beyond these limits. A step takes `step_seconds`, by default an estimate. If
-        steps are so slow that the probe should time a single step, the result is half of a step's
-        time.
+        are timed, even beyond these limits. A step takes `step_seconds`, by default an estimate.
+
+        If steps are so slow that a probe should time only one, the result is half of a step's time:
+        a probe with less time than a step takes times a single step.
         """
         step = self._step_seconds(layout) if step_seconds is None else step_seconds
         wanted = min(LONGEST_PROBE_SECONDS, max(BASE_SECONDS[stage], STEPS_A_PROBE * step))

@@ -39,7 +39,8 @@ class FamilyView:
     def singles(self) -> Sequence[Layout]:
         """The best solo layout; empty if there is none.
 
-        If it has several passes and its batch surely fits in one, the layout with one pass follows.
+        If it has several passes although its whole batch is known to fit in memory, the same layout
+        with one pass comes second.
         """
         return self._policy.singles()
 
