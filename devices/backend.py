@@ -170,8 +170,8 @@ class VitalsReader(Protocol):
 class VitalsWatch:
     """Reads one device's vitals in the background, so that a driver that hangs blocks no caller.
 
-    Each reading has its own thread. Until the driver has answered once, the vitals are empty. Only
-    after that are failures reported in the field `trouble`.
+    Each reading has its own thread. Until the driver has answered once, the vitals are empty, and
+    failures aren't reported. After that, the field `trouble` reports them.
     """
 
     def __init__(self, reader: VitalsReader) -> None:
@@ -255,7 +255,7 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR"}
 class ChildEnvironment(msgspec.Struct, frozen=True):
     """The settings that restrict a child process to its own devices.
 
-    The child itself applies `address_space_bytes`, by calling `cap_address_space`.
+    The limit `address_space_bytes` is set by the child itself, which calls `cap_address_space`.
     """
 
     variables: dict[str, str]  # to set; the rest of the environment is inherited

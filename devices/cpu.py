@@ -193,7 +193,8 @@ STEADY_MALLOC = {
 class CpuSlices(Backend):
     """The backend for CPU slices.
 
-    A limit in percent is enforced by the child process itself, which busy-waits before each step.
+    A limit on compute, in percent, is enforced by the child process itself: it busy-waits before
+    each step.
     """
 
     kind = "cpu"

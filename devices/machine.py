@@ -7,9 +7,10 @@ step_seconds      = max over devices with samples of device_seconds + (base_ms +
 pack_seconds(b,N) = N * device_seconds(b) / pack_gain(N), for N training runs side by side on one device
 placement         = the step time of a model whose parts lie on several devices, given by its own curve
 memory_bytes(b)   = memory_base_mib + memory_per_sample_mib * b, or the piecewise linear memory_curve
-if sharded        : memory_bytes(b) - (1 - part) * state_mib + gathered_mib; each pass takes gather_ms longer
-                    if the step has one pass, part * gradients_mib less, as no gradients are accumulated, but at
-                    most memory_bytes(b) - memory_bytes(1) less
+if sharded        : memory_bytes(b) - (1 - part) * state_mib + gathered_mib, for a device that holds the fraction
+                    `part` of the model's state; each pass takes gather_ms longer.
+                    A step of one pass accumulates no gradients, so it uses part * gradients_mib less, but at most
+                    memory_bytes(b) - memory_bytes(1) less.
 """  # noqa: E501
 
 from __future__ import annotations

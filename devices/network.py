@@ -28,7 +28,7 @@ Endpoint = tuple[str, int]  # a host's address, and a port
 
 
 def loopback_interface() -> dict[str, str]:
-    """Return the environment variables that restrict gloo and NCCL to this machine.
+    """Return the environment variables that make gloo and NCCL use only the loopback interface.
 
     They take precedence over inherited variables, which may be meant for other training runs.
     """

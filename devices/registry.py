@@ -34,8 +34,8 @@ BACKENDS = {
 def find_backend(kind: str) -> Backend:
     """Return the backend, the object that implements this kind of devices.
 
-    `kind` is a key of BACKENDS. Raises RequestError for any other kind, which may occur in a
-    journal that a newer version of evener has written.
+    `kind` is a key of BACKENDS. Raises RequestError for any other kind, such as one in the
+    journal of a newer evener.
     """
     if kind not in BACKENDS:
         raise RequestError(

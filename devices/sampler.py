@@ -175,7 +175,8 @@ class Sampler:
 class History:
     """The values of the last ticks, stored as one column for each metric of a device.
 
-    It keeps at least the last `ticks` ticks. It isn't thread-safe.
+    The last `ticks` ticks are always kept; older ones are dropped from time to time. The class
+    isn't thread-safe.
     """
 
     def __init__(self, ticks: int) -> None:

@@ -99,7 +99,7 @@ def parse_machine(text: bytes, source: str = "machine.toml") -> Machine:
 def _check_positions(file: MachineFile, source: str) -> None:
     """Raise RequestError if a placement or event refers to a device that doesn't exist.
 
-    Raises RequestError also if two placements have the same name.
+    Two placements with the same name are refused, too.
     """
     devices = len(file.device)
     for i, placement in enumerate(file.placement):

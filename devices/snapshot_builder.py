@@ -210,10 +210,10 @@ class TrainingRates:
         self._ended = [each for each in left if each.training in going]
 
     def tokens(self, pid: int) -> tuple[Reading, Reading]:
-        """Return the tokens/s of a process, and its padding in percent.
+        """Return the tokens/s of a process, and the percentage of its tokens that are padding.
 
-        They are from the last call of `by_process`. Both are unsupported readings if the process
-        reports no tokens.
+        Both are from the reports that the last call of `by_process` used. They are unsupported
+        readings if the process reports no tokens.
         """
         found = [each for each in self._trainings if each.pid == pid and each.tokens_per_second]
         if not found:
@@ -276,10 +276,11 @@ def _with_local_ids(
 def _number_devices(
     bare: Sequence[int], seen: Sequence[Device], devices: Sequence[Device]
 ) -> dict[int, Device]:
-    """Return devices by the indices that a training framework gives them; `bare` are these indices.
+    """Return devices by the indices that a process's training framework gives them.
 
-    If the driver reports the process on as many devices (`seen`), indices and devices are paired in
-    order. Otherwise an index is taken to be the driver's.
+    `bare` are these indices, and `seen` the devices on which the driver reports the process. If
+    there are as many devices as indices, they are paired in order. Otherwise, each index is taken
+    to be the driver's.
     """
     if len(bare) == len(seen):
         in_order = sorted(seen, key=lambda device: device.index)

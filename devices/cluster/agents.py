@@ -125,7 +125,7 @@ class Agent:
         self._group: Any = None  # the placement group that holds the reserved CPUs
 
     def begin(self, method: str, *arguments: Any) -> Any:
-        """Start a call of the actor's method; return a handle by which `finish` awaits it."""
+        """Start a call of the actor's method; return a handle to pass to `finish`."""
         return getattr(self._actor, method).remote(*arguments)
 
     def finish(
@@ -262,7 +262,7 @@ class RemoteObject:
         return self._agent.restart(generation)
 
     def begin(self, method: str, *arguments: Any) -> Any:
-        """Start a call of the object's method; return a handle by which `finish` awaits it."""
+        """Start a call of the object's method; return a handle to pass to `finish`."""
         return self._agent.begin("ask", self._name, method, *arguments)
 
     def finish(self, call: Any, seconds: float) -> Any:
@@ -335,7 +335,10 @@ def ask_each(
 
 
 def _finish(agent: Agent, call: Any) -> Any:
-    """Return the result of a call; a RequestError gets the host's name before its message."""
+    """Return the result of a call.
+
+    If the call raises RequestError, raise it here with the host's name before its message.
+    """
     try:
         return agent.finish(call)
     except RequestError as fault:

@@ -149,10 +149,11 @@ def name_gpus(gpu_ids: Sequence[str]) -> tuple[str, ...]:
 def _list_accelerators(
     kind: str, held: Sequence[str] | None
 ) -> tuple[Devices, Devices, dict[str, str]]:
-    """Return a kind's devices on this host, the usable ones, and variables that hide the rest.
+    """Return this host's devices of a kind: all of them, and those that may be used.
 
-    `held` has Ray's names of the usable devices; None if all are usable. The results are empty if
-    this host has no devices of the kind.
+    The third result has the environment variables that hide the others. `held` has Ray's names of
+    the devices that may be used; None if all may be used. All results are empty if this host has no
+    devices of the kind.
     """
     # "auto" stands for the first kind of accelerator found on this host
     for backend in all_backends():
@@ -218,8 +219,8 @@ def _choose_kind(answers: Iterable[HostDevices]) -> str:
 def _check_named(agent: Agent, terms: Sequence[Term], own: int, answer: HostDevices) -> None:
     """Raise DeviceError if the request names this host, but too few of its devices can be used.
 
-    `own` is the number that can be used. At least one is needed, or as many as the request names by
-    index or id.
+    `own` is the number of its devices that can be used. At least one is needed. If the request
+    names more of them by index or id, that many are needed.
     """
     named = [term for term in terms if term.host in (agent.node.host, agent.node.name)]
     if not named:

@@ -1,7 +1,8 @@
 """Reads everything that NVML reports about one GPU; expensive calls are made less often.
 
 Costs on an H200: GetPcieThroughput blocks for 21 ms and is never called. Static values take 2 to 3
-ms, temperature and clock 0.4 ms each. One batch of fields and a pair of GPM samples cover the rest.
+ms, temperature and clock 0.4 ms each. Most other metrics come from field values, many of which are
+read by one call, and from pairs of GPM samples.
 """
 
 from __future__ import annotations
@@ -252,8 +253,9 @@ class GpuReader:
     ) -> tuple[float | None, float | None]:
         """Return the seconds throttled by heat or a power brake, and the seconds at the power cap.
 
-        Both are cumulative; None if unknown. `found` has the driver's counters by field, in
-        nanoseconds. For a chip without counters, the seconds are estimated.
+        Both are totals since some fixed time; None if unknown. `found` has the readings of the
+        driver's counters, in nanoseconds, by field. For a chip without counters, the seconds are
+        estimated.
         """
         counts = {
             field: reading.current / 1e9
@@ -270,8 +272,8 @@ class GpuReader:
     def _estimate_slowed(self, now: float) -> tuple[float | None, float | None]:
         """Estimate the seconds throttled and the seconds at the power cap; None if unknown.
 
-        They are cumulative since the reader was created. The estimates follow from the reasons for
-        throttling that the driver gives at each call.
+        Both are totals since the reader was created, estimated from the reasons for throttling that
+        the driver gives at each call.
         """
         reasons = self._metrics["reasons"].read_one(now).current
         if reasons is None:
@@ -402,9 +404,10 @@ class GpuReader:
     ) -> tuple[Reading, tuple[str, ...]]:
         """Return an estimate of the percentage of throttled time, and the current reasons.
 
-        The estimate follows from the `reasons` at this call and at the previous one. If the reasons
-        are unknown, or if `rate`, the reading of the driver's counters, isn't UNSUPPORTED, return
-        `rate` instead of an estimate.
+        The GPU counts as throttled for half of the time if there were reasons either at this call
+        (`reasons`) or at the previous one, and for all of it if there were reasons at both. `rate`
+        is the reading of the driver's counters. It is returned instead of an estimate if the
+        reasons are unknown, or if the GPU has these counters (`rate` isn't UNSUPPORTED).
         """
         # a chip with counters isn't estimated, even if they have no value yet
         if rate.state is not State.UNSUPPORTED or reasons is None:
@@ -510,8 +513,8 @@ class GpuProcesses:
     def _ask_use(self) -> tuple[dict[int, float], Reading]:
         """Return each busy process's percentage of the multiprocessors' time, by pid.
 
-        The second result is the reading for processes that aren't listed: 0 %, or why it is
-        unknown.
+        The second result is the reading for every other process: 0 %, or a reading without a value
+        that says why.
         """
         try:
             samples: Sequence[Any] = self._nvml.nvmlDeviceGetProcessUtilization(

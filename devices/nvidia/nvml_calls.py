@@ -143,7 +143,10 @@ class Batch:
         return dict.fromkeys(due, (code, 0.0))
 
     def _ask(self, due: Sequence[int], now: float) -> Mapping[int, Outcome]:
-        """Call NVML for the ids in `due`, and return the outcomes that are available, by id."""
+        """Call NVML for the metrics whose ids are in `due`, and return the outcomes by id.
+
+        A metric that has no new value yet is left out.
+        """
         raise NotImplementedError
 
 

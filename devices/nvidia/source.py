@@ -136,9 +136,9 @@ class NvmlSource:
                 self._attach(gpu)
 
     def _watch_events(self) -> None:
-        """At the third sample, start the thread that watches for events.
+        """Start the thread that watches for events, if this is at least the third sample.
 
-        A program that takes only one sample doesn't have to wait for that thread at its end.
+        So a program that takes only one sample doesn't have to wait for the thread when it ends.
         """
         self._looks += 1
         if self._is_open and self._events is None and self._looks > 2:
