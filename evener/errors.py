@@ -1,7 +1,7 @@
 """Errors that users can act on: each says what is wrong and what to do.
 
-An error's class shows what is at fault: the request, the plan or a device. If memory runs out or a
-child process is lost, that is no error but a result, and is recorded as one.
+An error's class shows what is at fault: the request, the plan or a device. It isn't an error if
+memory runs out or a child process is lost during a measurement: that is recorded as its result.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class PlanError(RequestError):
 
 
 class DeviceError(EvenerError):
-    """A device or its driver is missing or failed."""
+    """A device or its driver is missing or has failed."""
 
     kind = "device"
     exit_code = 3

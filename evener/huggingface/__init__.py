@@ -5,7 +5,7 @@ The shares don't change what is learned.
     trainer = with_plan(Trainer, "plan.toml")(model=model, args=args, train_dataset=data)
 
 Start the script with torchrun or accelerate launch, one process per active device of the plan.
-docs/training_huggingface.md describes what is exact.
+docs/training_huggingface.md lists the losses and features for which the result stays the same.
 """
 
 from ..errors import RequestError

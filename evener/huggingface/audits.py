@@ -76,7 +76,7 @@ class TrainerAudit:
 
 
 class TrainerComputations:
-    """Builds the computations that an audit compares, from a trainer's own loss of a few rows."""
+    """Builds the computations that an audit compares: of a few rows' loss and gradient."""
 
     def __init__(self, trainer: Any, gathering: Gathering) -> None:
         self._trainer = trainer
@@ -191,7 +191,10 @@ class TrainerComputations:
             return private.count_items(trainer, batches, trainer.args.device)
 
     def _loss(self, batch: Any, items: Any, world: int) -> Any:
-        """Return a function that computes the trainer's own loss as one of `world` processes."""
+        """Return a function that computes the trainer's loss of `batch`.
+
+        The trainer sees `world` processes.
+        """
         # `items` is the number that is passed to the loss; None if the trainer counts none
         return refuse_collectives(partial(self._compute, batch, items, world))
 
@@ -204,7 +207,7 @@ class TrainerComputations:
 
 
 def _weigh_parts(parts: Sequence[tuple[Any, int]], loss: TrainerLoss) -> list[float]:
-    """Return the weight of each part's loss in the sum that equals the loss of all parts.
+    """Return the weights with which the losses of the parts add up to the loss of all their rows.
 
     A part is a batch with its number of rows.
     """

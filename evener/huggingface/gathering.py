@@ -37,10 +37,12 @@ def pretend_processes(accelerator: Any, number: int) -> Iterator[None]:
 class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
     """A metric's gathered values, one for each rank and pass.
 
-    Each value is a mean over the rows of its pass. `rows` has the numbers of these rows, by which
-    `mean` weights the values. `sums` differs from the values only for a pass that is computed in
-    pieces because memory ran out: it has the sum of the pieces' values. `sum` adds up `sums`. So a
-    program that averages or sums gathered values gets the same result as with equal shares.
+    Each value is a mean over the rows of its pass, and `rows` has the numbers of these rows. If a
+    pass was computed in pieces because memory ran out, `sums` has the sum of the pieces' values;
+    for any other pass, it has the value itself.
+
+    `mean` weights the values by `rows`, and `sum` adds up `sums`. So a program that averages or
+    sums gathered values gets the same result as with equal shares.
     """
 
     rows: torch.Tensor
@@ -180,9 +182,10 @@ class Gathering:
         return self._join_earlier_passes(call, gathered, is_scalar=tensor.ndim == 0)
 
     def _gather_call(self, call: int, tensor: torch.Tensor, rows: int) -> Any:
-        """Return the values of one gather call in a pass, from all its pieces so far.
+        """Return the result of a gather call in a pass, or in a piece of it.
 
-        `call` is the number of earlier gather calls in the pass.
+        `call` is the number of earlier gather calls in the pass or piece. In the pass's last piece,
+        the result has the values of all ranks and pieces.
         """
         if call < len(self._gathered_calls):
             # the pass is repeated, and the other ranks' values were already gathered

@@ -39,7 +39,7 @@ class TrainerLoss(msgspec.Struct, frozen=True):
         return 1 if self.mean_over == ITEMS else self.multiplied
 
     def count(self, batch: Any) -> float:
-        """Return the number of labels in `batch` that the loss is a mean over.
+        """Return the number of labels in `batch` over which the loss is averaged.
 
         Return 0 if the loss isn't a mean over labels.
         """
@@ -74,10 +74,11 @@ def assume_loss(trainer: Any, world: int) -> TrainerLoss:
 
 
 def is_scaled(trainer: Any, items: Any = 0) -> bool:
-    """True if the trainer expects a pass's loss to be divided by all of a step's items.
+    """True if the trainer expects a pass's loss to be a sum divided by num_items_in_batch.
 
     The trainer then doesn't divide the loss by the number of passes in the optimizer step. `items`
-    is num_items_in_batch; None if the trainer couldn't count items.
+    is num_items_in_batch, the number of items in that step; None if the trainer couldn't count
+    them.
     """
     own = getattr(trainer, "loss_is_scaled_for_ga", None)
     takes = (

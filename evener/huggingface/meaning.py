@@ -154,9 +154,9 @@ class LossFinder:
     def find(self) -> TrainerLoss | None:
         """Return what the loss is a mean over; None if these rows don't show it.
 
-        If ranks communicate in the loss, return None, too. But raise RequestError if in that case
-        ranks have different numbers of passes, or if the loss has to stay as the program's own
-        launcher computes it.
+        None is also returned if ranks communicate in the loss. However, such a loss raises
+        RequestError if ranks have different numbers of passes, or if it has to stay as the
+        program's own launcher computes it.
         """
         try:
             return self._find_by_losses_if_needed()

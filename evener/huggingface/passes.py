@@ -78,7 +78,7 @@ def _weigh_by_labels(counts: list[list[float]], totals: list[float]) -> list[flo
 def _count_labels(
     loss: TrainerLoss, passes: list[Any], sizes: list[tuple[int, ...]]
 ) -> list[list[float]]:
-    """Return how many labels the loss of each pass is a mean over, by global batch."""
+    """Return the number of labels over which the loss of each pass is averaged, by global batch."""
     counts = []
     first = 0
     for step in sizes:

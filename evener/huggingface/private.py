@@ -16,7 +16,7 @@ def prepare_inputs(trainer: Any, batch: Any) -> Any:
 
 
 def count_items(trainer: Any, batches: Sequence[Any], device: Any) -> Any:
-    """Return how many items a loss of these batches is a mean over; None if unknown."""
+    """Return num_items_in_batch for these batches together; None if the trainer counts no items."""
     return trainer._get_num_items_in_batch(list(batches), device)
 
 

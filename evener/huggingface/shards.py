@@ -123,7 +123,7 @@ def keep_no_casts(accelerator: Any) -> None:
 
 
 def _note_device(model: Any, device: torch.device) -> None:
-    """If a loaded model has a `device_map`, set its device there, because accelerate reads it."""
+    """Set a loaded model's `hf_device_map`, if it has one, to `device`; accelerate reads it."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(base, "hf_device_map", None):
         base.hf_device_map = {"": device}

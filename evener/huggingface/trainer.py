@@ -236,7 +236,10 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return passes, items
 
     def _get_num_items_in_batch(self, batches: list[Any], device: torch.device) -> Any:
-        """Return the number of items that the losses of these batches are means over."""
+        """Return num_items_in_batch for these batches together, as counted by this rank.
+
+        Return None if the trainer doesn't count items.
+        """
         calls = self._gathering.calls  # transformers 4 gathers here even if one process counts
         # a copy to a GPU would make the host wait for the optimizer's step; `weigh_passes` moves it
         items = super()._get_num_items_in_batch(batches, torch.device("cpu"))
@@ -364,10 +367,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     @property
     def excess(self) -> int:
-        """The factor by which the loss is kept too large, as under the program's own launcher.
+        """The factor by which the loss is left too large, as under the program's own launcher.
 
-        It is 1 if `keeps_launcher` is False, because the weights of the passes then correct the
-        loss.
+        Unless `keeps_launcher` is True, it is 1: the weights of the passes correct the loss.
         """
         return self._loss.excess if self.keeps_launcher and self._loss is not None else 1
 

@@ -107,9 +107,10 @@ class Finding(msgspec.Struct):
 class StepAudit:
     """Audits the steps of a model that an engine trains.
 
-    `plain` are Keras' own steps, to which the engine's steps are compared. With `strict`, a
-    confirmed difference raises RequestError in any step. `pass_rows` is the number of rows in the
-    engine's largest pass; None without passes.
+    `plain` are Keras' own steps, to which the engine's steps are compared. A difference in one of
+    the first `EARLY` steps raises RequestError. In later steps, a difference has to be confirmed by
+    the next audit. It then raises RequestError if `strict`; otherwise, it is only a warning.
+    `pass_rows` is the number of rows in the engine's largest pass; None without passes.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class StepAudit:
         self._specs.clear()
 
     def before_steps(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a function that audits steps that are due, and then calls `run`.
+        """Return a function that audits the next batch if an audit is due, and then calls `run`.
 
         `run` is Keras' train function.
         """
@@ -235,7 +236,7 @@ class StepAudit:
         warn(f"{finding.message} The training goes on; strict=True would end it. {remedy}")
 
     def before_tests(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a function that audits its first batch, and then calls `run`.
+        """Return a function that calls `run`; its first call audits a batch beforehand.
 
         `run` is Keras' test function.
         """
@@ -411,7 +412,7 @@ class StepAudit:
         return overrides(self._model, "test_step" if signature == "test" else "train_step")
 
     def _compare_outputs(self, plain: TracedStep, rows: Tensors) -> Finding | None:
-        """Return a finding if rows have other outputs when they are computed in parts."""
+        """Return a finding if rows have different outputs when they are computed in parts."""
         few = min(int(count_rows(rows)), FEW)
         first = max(1, 3 * few // 8)
         together = self._run_own_step_on_part(plain, cut_rows(rows, 0, few))
@@ -479,7 +480,11 @@ class StepAudit:
             return error
 
     def _run_own_step_on_part(self, plain: TracedStep, rows: Tensors) -> StepResult | Exception:
-        """Return the result of Keras' own step on a part of the audited rows, or its exception."""
+        """Return the result of Keras' own step on a part of the audited rows, or its exception.
+
+        If the engine computes losses only for whole batches, and the step fails on the part, return
+        the result of the model's call alone.
+        """
         result = self._try(plain, rows)
         if not isinstance(result, Exception) or self._engine.judges_parts(self._trains):
             return result
@@ -710,9 +715,10 @@ class StepAudit:
         return compare(one, other) is not None
 
     def _compare_decisions(self, steps: StepPair, rows: Tensors) -> Finding | None:
-        """Return a finding if a decision in user code may give parts of the rows another gradient.
+        """Return a finding if the gradient may depend on whether rows are computed in parts.
 
-        A decision is a comparison that isn't made for each row (see `decisions.py`).
+        This is the case if it depends on a decision in user code, a comparison that isn't made for
+        each row (see `decisions.py`), and if the compared values differ for parts.
         """
         plain, shared = steps
         whole = plain.run(rows).margins

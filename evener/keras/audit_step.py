@@ -80,9 +80,9 @@ class StepVariable(NamedTuple):
 class TracedStep:
     """The graph of a step for batches (x, y, weight) of type `spec` with any number of rows.
 
-    With `shifted`, the result of a comparison in user code (a decision) can be forced. A `plain`
-    step is Keras' own: it computes the loss of all rows at once. Its result has the outputs of the
-    model's call (`StepCall`) from which that loss is computed.
+    With `shifted`, the results of comparisons in user code (decisions) can be forced by
+    `run_shifted`. A `plain` step is Keras' own: it computes the loss of all rows at once. Its
+    result includes the `StepCall` from which that loss is computed.
 
     After tracing, these attributes describe the step:
 
@@ -90,9 +90,10 @@ class TracedStep:
     - `assigned`: the keys of the variables that it may assign.
     - `attributes`: the plain values that the step assigned to attributes while it was traced.
     - `draws`: True if a row's random numbers depend on the device or pass that computes the row.
-    - `merged`: the indices of the trainable weights whose sparse gradient has one slice per table
-      row.
-    - `joined`: the paths of the weights that several look-ups read (see `joins_look_ups`).
+    - `merged`: the indices of the trainable weights whose sparse gradient has at most one slice for
+      each row of the weight (see `has_each_row_once`).
+    - `joined`: the paths of the weights whose sparse gradient joins the slices of several look-ups
+      (see `joins_look_ups`).
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class TracedStep:
         self._left.put(call.attributes)
 
     def _run_step(self, data: Tensors, seed: Any) -> tuple[Any, Any, Any, Any, Any]:
-        """Run the step, as the function that is traced, and return five results:
+        """Run the step and return five results; TensorFlow traces this function.
 
         - random sums of the gradients: one row for each weight, in the order of `_kinds`
         - the logs
@@ -263,7 +264,8 @@ class PlainSteps:
     def trace(self, spec: Tensors, training: bool) -> TracedStep:
         """Return the graph of a step for batches (x, y, weight) of the type `spec`.
 
-        An error of the user's program while it is traced is raised by every call for that type.
+        If the user's program raises an error while it is traced, every call for that type raises
+        this error.
         """
         kind = type(self._model)
         own = functools.partial(kind.train_step if training else kind.test_step, self._model)

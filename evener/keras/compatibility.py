@@ -73,9 +73,9 @@ def check_compiled(model: Any) -> None:
 
 
 def check_step(model: Any) -> None:
-    """Raise RequestError if no engine can split the model.
+    """Raise RequestError if the model isn't compiled, or if no engine can split it.
 
-    That is so if the model isn't compiled, or if a layer keeps a state per row (`stateful=True`).
+    No engine can split a model with a layer that keeps a state for each row (`stateful=True`).
     """
     check_compiled(model)
     for layer in all_layers(model):

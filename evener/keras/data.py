@@ -177,9 +177,10 @@ def check_padding(model: Any, batch: AssignedArrays) -> None:
 
 
 def _check_output(whole: Any, short: Any, steps: int, weights: list[Any]) -> None:
-    """Raise RequestError unless a padded row's output equals its output without padding.
+    """Raise RequestError if a row's padding changes the row's output, or counts in the loss.
 
-    Raises RequestError also if neither a mask nor `weights` exclude the padding.
+    `whole` is the output of the padded row, and `short` that of the row without padding, which has
+    `steps` steps. The loss ignores padding that a mask or one of the `weights` excludes.
     """
     if whole.shape != short.shape:
         counted = [
@@ -436,7 +437,7 @@ def _are_samples(x: Sequence[Any], inputs: Sequence[Any]) -> bool:
 
 
 def _lead_batches(shapes: Sequence[Any]) -> bool | None:
-    """Return whether shapes are of batches (True) or single samples (False); None if unclear."""
+    """True if these are shapes of batches, False if of single samples; None if it is unclear."""
     leading = {shape[0] for shape in shapes}
     # in batches, the first axis of every shape has an unknown length
     if leading == {None}:
@@ -462,9 +463,9 @@ def batch_rows(dataset: Any) -> int | None:
 
 
 def is_plain(chosen: dict[str, Any], model: Any) -> bool:
-    """True if a `fit` on these arguments needs no batching by Keras.
+    """True if Keras isn't needed to batch the data of a `fit` with these arguments.
 
-    The data must be dense arrays that are trained on in whole epochs, with one step per execution.
+    The data must be dense arrays. Each epoch must train on all rows, one step per execution.
     """
     return (
         _are_dense_arrays(chosen)

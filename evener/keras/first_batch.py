@@ -58,9 +58,9 @@ def _dataset_of(seen: list[Tensors], spec: Any) -> Any:
 
 
 def _other_size(spec: Any, tensor: Any) -> Any:
-    """Return zeros in the shape of `spec`; its axes of unknown length aren't as long as `tensor`'s.
+    """Return zeros for `spec`, whose axes of unknown length aren't as long as in `tensor`.
 
-    A dataset with both tensors has the element spec `spec`.
+    These axes therefore stay unknown in the element spec of a dataset with both tensors.
     """
     sizes = zip(spec.shape, tensor.shape, strict=True)
     return tf.zeros([int(have == 0) if size is None else size for size, have in sizes], spec.dtype)
