@@ -362,7 +362,7 @@ class Backend(Protocol):
         return {self.visible_variable: ",".join(ids)} if self.visible_variable else {}
 
     def show_by_number(self, devices: Sequence[Device]) -> dict[str, str]:
-        """Return the variables of `show`, with the devices' numbers instead of ids where possible.
+        """Like `show`, return environment variables, with numbers in place of ids where possible.
 
         This is for libraries, such as DeepSpeed, that can't read ids.
         """

@@ -343,7 +343,10 @@ class RowPolicy:
         return split_evenly(self.problem.devices, positions, safe * count, quantum)
 
     def _even_batch(self, positions: tuple[int, ...], splits: Sequence[Layout]) -> int:
-        """Choose the global batch of an even split over these devices; 0 if nothing ran."""
+        """Return the global batch for an even split over these devices; 0 if none of them ran.
+
+        `splits` are the measured splits, of which the first one counts.
+        """
         count = len(positions)
         if splits:
             # as many rows per device as the first split has

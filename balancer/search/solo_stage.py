@@ -274,7 +274,10 @@ class SoloStage:
         }
 
     def _micro_batch(self, position: int, share: int) -> int:
-        """Return the rows of one pass for this share in the optimistic layout."""
+        """Return the rows of one pass for this share; the share itself if one pass is faster.
+
+        The optimistic curves decide it.
+        """
         curve = self._optimistic_curves[position].curve
         return curve.rows if isinstance(curve, PassCurve) and share > curve.pass_limit else share
 

@@ -144,9 +144,10 @@ _DRAW = 48271, (1 << 31) - 1  # MINSTD: powers of this factor modulo this prime 
 
 
 class TextModel(MachineModel):
-    """A model of the machine if rows have unequal lengths, based on one set of observations.
+    """A model of the machine for rows of unequal lengths, fitted to one set of observations.
 
-    Instead of curves, it has each live device's costs of a step, of a pass and of padded tokens.
+    Instead of a speed curve, each device that still works has a cost per step, per pass and per
+    padded token.
     """
 
     by_rows = False

@@ -381,11 +381,11 @@ class _Finding(msgspec.Struct):
 def _find_on_first_rank(
     find: Callable[[], TrainerLoss | None], keeps_launcher: bool, in_shards: bool
 ) -> TrainerLoss | None:
-    """Return the first rank's result of `find` that isn't None; None if all are None.
+    """Call `find` on every rank; return the result of the lowest rank that found a loss, or None.
 
-    A RequestError on any rank is raised on every rank. Other errors are only warnings, with two
-    exceptions. If `keeps_launcher`, they are raised too, unless memory ran out. If the model is
-    sharded (`in_shards`), a rank that runs out of memory raises DeviceError.
+    A RequestError on any rank is raised on every rank. Another error is only a warning, unless
+    `keeps_launcher` is True: then it is raised as a RequestError. Running out of memory is a
+    warning too; in a sharded model (`in_shards`), it raises DeviceError on this rank.
     """
     # another error means that memory ran out, or that the program has an error, which its first
     # step will raise again: it is a warning, unless `keeps_launcher`

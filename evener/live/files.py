@@ -72,7 +72,7 @@ class ShareChange(msgspec.Struct, frozen=True):
 
 
 class LastStep(msgspec.Struct, frozen=True, array_like=True):
-    """The duration of one of a rank's last steps: loading data, computing, waiting and the rest."""
+    """How long a recent step of a rank took: loading data, computing, waiting and the rest."""
 
     number: Count  # the number of the batch
     input_s: Seconds

@@ -343,8 +343,8 @@ class Audits:
     def decide_by(self, differs: bool) -> Action:
         """Return what to do after this step's audit.
 
-        `differs` is True if any rank found a difference. After step 64, the next step's audit has
-        to confirm it.
+        `differs` is True if any rank found a difference. From step 65 on, a difference counts only
+        if the audit of the following step finds one too.
         """
         confirmed, self._confirms = self._confirms, False
         if not differs:

@@ -169,7 +169,8 @@ class PassLimit:
         """Halve the limit after a pass of `rows` rows ran out of memory; return the new limit.
 
         The limit is never below `least`. `others_bytes` are the bytes of device memory that other
-        processes hold now. From 1 GiB on, `begin_batch` later checks whether they have freed it.
+        processes hold now. If that is 1 GiB or more, `begin_batch` later checks whether they have
+        freed memory.
         """
         self.most = max(least, rows // 2)
         self._clean_steps = 0

@@ -219,9 +219,10 @@ class BalanceView(UsesApp, Widget):
         self.query_one("#log").styles.height = max(0, left - charts - facts)
 
     def _top_rows(self, width: int, frame: int, most: int) -> int:
-        """Return the height of the result, or of the search's description with its notes.
+        """Return the height of the top panel, in lines; at most `most`.
 
-        It is at most `most`; `frame` is the lines that a frame takes.
+        The panel shows the result. Before there is one, it shows the search's description and
+        notes. `frame` is the number of lines of its border.
         """
         if self.shows_result:
             with_charts = most - LEAST_CHART - frame - 2

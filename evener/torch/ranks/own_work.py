@@ -885,7 +885,10 @@ class StepTimer:
 
 
 def _list_marks(marked: _MarkedStep) -> list[Any]:
-    """Return the marks of a step that aren't needed any more, each only once."""
+    """Return the marks of a timed step for reuse, without duplicates.
+
+    A mark that the next step shares with this one isn't returned.
+    """
     # two phases may begin at the same mark; the next step may use the last one
     marks = [] if marked.asked is None else [marked.asked]
     for _, mark in (*marked.apart, *marked.marks):

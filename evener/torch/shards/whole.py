@@ -82,7 +82,7 @@ class UnitBytes(NamedTuple):
 
     @property
     def reduced(self) -> int:
-        """The bytes of the gradients of two units, of which one is still being reduced."""
+        """The memory for one unit's gradients and for the previous unit's, which are reduced."""
         return self.gradients + self.buffer
 
 

@@ -388,7 +388,7 @@ class BatchWeights(BatchTracker):
             self._auditing = False
 
     def forward(self, model: Any, inputs: Any) -> TakenBatch | RequestError | None:
-        """Return the batch that a wrapped model computes now, which determines gradient weights.
+        """Return the batch of a wrapped model's forward pass, by which its gradients are weighted.
 
         `inputs` are the model's nested arguments. Return None if no weight is needed. If the batch
         is unknown, raise RequestError in training mode, and return the error otherwise.
