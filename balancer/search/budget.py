@@ -247,7 +247,10 @@ class Budget:
     # ------------------------------------------------------------------ what probes cost
 
     def _warm_up_seconds(self, layout: Layout, step_seconds: float) -> float:
-        """Return the seconds of the layout's shortest warm-up; of a typical one if it never ran."""
+        """Return the seconds of the shortest warm-up that was measured for the layout.
+
+        If the layout never ran, return those of a typical warm-up.
+        """
         own = [untimed_seconds(timed) for timed in self._seen.timed_in(layout)]
         return min(own, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds)
 

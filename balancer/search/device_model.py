@@ -260,7 +260,7 @@ class DeviceModel:
 
     @cached_property
     def extra_seconds(self) -> float:
-        """The seconds that each further pass adds to the time of its rows.
+        """The seconds that each pass after the first takes beyond the time for its rows.
 
         They are measured in splits or, if no split had several passes, on the device alone. They
         are 0 before any step in several passes ran.
@@ -311,8 +311,8 @@ class DeviceModel:
         """Return the maximum rows per pass that the device uses for a share.
 
         The share is computed in one pass if that should fit and isn't slower than several passes,
-        or if the device can't use passes. Otherwise, passes have about equal sizes. If `surely`,
-        memory certainly suffices for them.
+        or if the device can't use passes. Otherwise, passes have about equal sizes. With `surely`,
+        passes have at most as many rows as certainly fit in memory.
         """
         if surely:
             at_once = self.certain_rows

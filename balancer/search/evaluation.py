@@ -162,7 +162,7 @@ class Evaluation:
         return self._why_finished(tied)
 
     def _why_finished(self, tied: bool) -> End:
-        """Return why a search has ended that would have ended with a larger budget, too."""
+        """Return why the search is over, if a larger budget wouldn't have continued it."""
         # `tied`: more measurements couldn't tell which of the two fastest layouts is faster
         best_is_known = self.best is None or is_known(self.best.throughput)
         if tied:
@@ -173,7 +173,7 @@ class Evaluation:
         return self._end_when_settled() if best_is_known else End(Stop.BUDGET)
 
     def _end_when_settled(self) -> End:
-        """Return why a search has ended that has nothing left to measure.
+        """Return why the search is over, if there is nothing left to measure.
 
         The reason is `Stop.UNSURE` if the plan can be doubted; otherwise, `Stop.SETTLED`.
         """
@@ -201,8 +201,9 @@ class Evaluation:
 
     @cached_property
     def policy(self) -> RowPolicy | TextPolicy:
-        """The policy that chooses layouts: a `TextPolicy` if rows have unequal lengths, else
-        `by_rows`.
+        """The policy that chooses layouts.
+
+        It is a `TextPolicy` if rows have unequal lengths; otherwise, `by_rows`.
         """
         if not self.problem.lengths:
             return self.by_rows
@@ -441,9 +442,10 @@ class Evaluation:
 
     @property
     def _growing_packs(self) -> tuple[Candidate, ...]:
-        """The next larger packs for which there was no time, although larger packs still gained.
+        """The next larger packs that should be measured but for which there was no time.
 
-        There is at most one for each way in which trainings share a device.
+        For each way in which trainings share a device, there is at most one: the next pack, if the
+        largest that ran was also the fastest.
         """
         packings = [packing for _, packing in self.offers.view.packings if packing.still_gains]
         found = [packing.next_layout() for packing in packings]

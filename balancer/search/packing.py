@@ -73,7 +73,7 @@ class Packing:
 
     @property
     def still_gains(self) -> bool:
-        """True if the largest pack that was tried is the best, so more may be better."""
+        """True if the largest number of trainings so far is the best, so more may be better."""
         return len(self._rates) > 1 and best_size(self._rates) == max(self._rates)
 
     @cached_property

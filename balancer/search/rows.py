@@ -48,8 +48,8 @@ class RowPolicy:
     def is_sensible(self, layout: Layout) -> bool:
         """True if the layout is a sensible way to train.
 
-        Every split is sensible. A single device isn't if every layout must use all devices, or if
-        it computes a free batch in several passes.
+        Every split is sensible. A single device is sensible unless every layout must use all
+        devices, or it would compute a free batch in several passes.
         """
         if layout.traits.together:
             return True
@@ -160,7 +160,7 @@ class RowPolicy:
         return [layout for layout in layouts if self.machine.fits(layout)]
 
     def _most_efficient(self) -> list[Allocation]:
-        """Return the splits with the most predicted samples/s per cost, such as watts.
+        """Return the splits with the most predicted samples/s per unit of cost, such as per watt.
 
         The best comes first. Return an empty list before any cost is known.
         """
@@ -188,7 +188,7 @@ class RowPolicy:
         return sorted(enough, key=value, reverse=True)[:LIKELY_SETS]
 
     def _list_device_sets(self, costs: list[tuple[float, float]]) -> Iterator[tuple[int, ...]]:
-        """Yield sets of at least two devices, but not all, to compare for efficiency."""
+        """Yield sets of two or more devices, except the set of all, to compare for efficiency."""
         # `costs` are the (active, idle) costs of each device
         counts = range(2, len(self.machine.live))
         if len(self.machine.live) <= MOST_TO_COMBINE:

@@ -81,7 +81,7 @@ class RowDemand(msgspec.Struct, frozen=True):
     row_seconds: float
 
     def rows_in(self, seconds: float) -> float:
-        """Return how many rows a step has that takes `seconds`."""
+        """Return the number of rows of a step that takes `seconds`."""
         return max(0.0, seconds - self.fixed_seconds) / self.row_seconds
 
     def seconds(self, rows: float) -> float:
@@ -153,10 +153,10 @@ class Sharding:
         return () if whole and not self.parts else tuple(map(self._with_shards, probes))
 
     def _urgent_whole_step(self, budget: Budget) -> Probe | None:
-        """Return a probe of the first whole step if little more time is left than its start takes.
+        """Return a probe of the first whole step if the time left is hardly longer than its start.
 
-        Without a whole step there is no plan. Return None if one has run, or if more measurements
-        of single devices leave enough time for it.
+        Without a whole step there is no plan. Return None if one has run, or if there is time for
+        more measurements of single devices before it.
         """
         policy = self.policy
         if not self.parts or policy.machine.splits:
@@ -494,8 +494,9 @@ def propose(
 ) -> Proposal | None:
     """Return the sharded layout for a division of the state; None if no rows fit.
 
-    Its rows are the most that fit in one pass. A fixed batch is divided in proportion to them, in
-    as few passes as possible. `needs` predicts the duration of the layout's step.
+    Each device gets the rows for which the division leaves room, in one pass. A fixed batch is
+    divided in proportion to these rows instead, in as few passes as possible. `needs` predicts the
+    duration of the layout's step.
     """
     quantum, batch = problem.multiple_of, problem.global_batch
     shares = [int(rows) // quantum * quantum for rows in division.rows]
@@ -606,7 +607,7 @@ class StateRoom:
         return found
 
     def _most_rows(self, position: int) -> float:
-        """Return the most rows that leave a device room for the least part of the state."""
+        """Return the most rows that fit beside a tiny part of the state (`LEAST_PART`)."""
         need = self._row_demands[position]
         left = self._limits[position] - need.base_bytes - LEAST_PART * self._held
         return left / need.row_bytes if need.row_bytes else float(UNBOUNDED)

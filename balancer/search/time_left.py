@@ -103,7 +103,7 @@ class TimeLeft:
 
     @property
     def _lone_steps_save_time(self) -> bool:
-        """True unless a probe's first step at a new size takes longer than all other steps."""
+        """True unless a first step at a new size takes longer than all later steps together."""
         return self.tuning_steps <= CERTAIN_STEPS
 
     @cached_property

@@ -61,7 +61,7 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
     def best_rate(self) -> float:
         """The highest samples/s of the device in its own process; 0 if it never ran in one.
 
-        Only measurements during which the other devices computed too count.
+        Measurements while the other devices were idle don't count.
         """
         return max((point.batch / point.seconds for point in self.alone), default=0.0)
 
@@ -163,7 +163,10 @@ def _read_memory_use(store: Observations, position: int, by_rows: list[Observati
 
 
 def _fits_no_rows(store: Observations, position: int, by_rows: Sequence[Observation]) -> bool:
-    """True if the device ran out of memory alone for the model or its optimizer, and never ran."""
+    """True if the model or its optimizer alone needed more memory than the device has.
+
+    False if the device has ever computed rows.
+    """
     if any(isinstance(seen, Timed) for seen in by_rows):
         return False
     full = [seen for seen in by_rows if _out_of_memory(store, position, seen)]
@@ -190,7 +193,7 @@ def _out_of_memory(store: Observations, position: int, seen: Observation) -> boo
 
 
 def _too_large(store: Observations, position: int, seen: Failed) -> bool:
-    """True if the device failed alone at a larger batch than it ran before."""
+    """True if a device that ran alone failed at a batch larger than any that it had computed."""
     layout = seen.probe.layout
     if layout.active != (position,) or layout.in_passes or seen.cause == "device":
         return False
@@ -329,8 +332,8 @@ def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
 def _list_drifts(devices: Sequence[DeviceEvidence]) -> Iterator[float]:
     """Yield the drift between each two measurements of one device at similar batches.
 
-    It is how much their times differ, relatively, beyond what the batches explain; 0 if the
-    measurements' errors explain the rest.
+    The drift is the relative difference of the two times, minus what the difference of the batches
+    explains. It is 0 if the measurements' errors explain the rest.
     """
     for device in devices:
         for a, b in combinations((*device.alone, *device.in_splits), 2):

@@ -100,9 +100,10 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return max(0, most - int(MARGIN * most))
 
     def _slope_increase(self) -> float:
-        """Return how much the last slope exceeds the one before, in bytes per sample.
+        """Return how much more memory each further sample takes at the largest batches than before.
 
-        Return 0 if it isn't clearly larger, or with fewer than three points.
+        It is the slope of the last gap between distinct points minus that of the gap before, in
+        bytes per sample. Return 0 if it isn't clearly larger, or with fewer than three points.
         """
         if len(self.distinct_points) < 3:
             return 0.0
@@ -152,9 +153,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def largest_in_split(self, cap: int, quantum: int = 1, bold: bool = False) -> int:
         """Return the largest batch worth trying in a split, a multiple of `quantum` up to `cap`.
 
-        It is usually the batch of `largest_to_try`, which may not fit. It is the largest batch that
-        ran instead if two failures have refuted the memory line. The same applies, unless `bold`,
-        if the line or the limit is unknown.
+        It is usually the batch of `largest_to_try`, which may not fit. After two failures that
+        refute the memory line, it is only the largest batch that ran. The same applies if the line
+        or the limit is unknown, unless `bold`.
         """
         unknown = self.limit_bytes is None or self.line is None
         if (unknown and not bold) or self._line_is_refuted:

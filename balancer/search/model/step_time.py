@@ -104,7 +104,10 @@ def _fit_points(points: tuple[Point, ...], among: int) -> Curve | None:
 
 
 def _level_curve(point: Point) -> Curve:
-    """Return a curve through a single point, as an upper bound for the time of other batches."""
+    """Return a curve through a single point, as an upper bound for the time of other batches.
+
+    Smaller batches are assumed to take as long, and larger ones proportionally longer.
+    """
     # fewer rows are assumed to take as long, and more rows proportionally longer
     batches = (0.0, float(point.batch))
     times = (point.seconds, point.seconds)
