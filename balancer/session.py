@@ -178,7 +178,10 @@ class Session(EventThread):
                 alarm.cancel()
 
     def _report(self, progress: ProbeProgress) -> None:
-        """Report the progress of a probe, on the session's clock. Called from any thread."""
+        """Report the progress of a probe, with the time on the session's clock.
+
+        Called from any thread.
+        """
         at_seconds = progress.at_seconds - self._paused_seconds
         progress = msgspec.structs.replace(progress, at_seconds=at_seconds)
         self._running[progress.probe] = progress

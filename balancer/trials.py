@@ -94,7 +94,7 @@ def choose_layout(
 ) -> Layout:
     """Return the layout that gives `batches` to the devices at `positions`, in that order.
 
-    - `devices`: the number of devices.
+    - `devices`: the number of devices of the request.
     - `positions`: if it is None, the first devices are used.
     - `micro`: the maximum rows per pass for each batch; if it is empty, each batch is one pass.
 
@@ -256,7 +256,7 @@ class DryRunDevice(msgspec.Struct, frozen=True):
 
 
 class LargestSizes(msgspec.Struct, frozen=True):
-    """The largest model that fits in the devices' memory, as a number of parameters."""
+    """The numbers of parameters of the largest models that fit in the devices' memory."""
 
     whole: int  # if each device holds the model
     sharded: int  # if the devices hold parts of it
@@ -391,7 +391,7 @@ def _measure_first_batches(
 def _stopped_after(seconds: float | None, stop: threading.Event) -> Iterator[threading.Event]:
     """Set `stop` after `seconds`, unless the `with` block ends earlier or `seconds` is None.
 
-    Yield an event that is set only by the timeout, and not by a stop of the user.
+    Yield an event that is set only when the time is up, not when the user stops the run.
     """
     over = threading.Event()
 

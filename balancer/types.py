@@ -391,7 +391,7 @@ KNOBS_BEGAN_AT = 1000  # journals up to 0.1: race turns from this number on comp
 
 
 def upgrade_probe(probe: Probe) -> Probe:
-    """Return a probe from a journal up to version 0.1 with today's stage.
+    """Return a probe that was read from a journal of version 0.1 or older, with today's stage.
 
     The stage "rest" was then a part of "split", and "knobs" a part of "race".
     """
@@ -403,7 +403,10 @@ def upgrade_probe(probe: Probe) -> Probe:
 
 
 def upgrade_observation(seen: Observation) -> Observation:
-    """Return an observation from a journal up to version 0.1 with today's stage."""
+    """Return an observation that was read from a journal of version 0.1 or older.
+
+    Its probe has today's stage, as in `upgrade_probe`.
+    """
     probe = upgrade_probe(seen.probe)
     return seen if probe is seen.probe else msgspec.structs.replace(seen, probe=probe)
 
@@ -471,7 +474,8 @@ class ModelState(msgspec.Struct, frozen=True):
 class KnownLink(msgspec.Struct, frozen=True):
     """The speed of an all-reduce over `ranks` devices.
 
-    It was measured before any split, so that the search can predict how long splits synchronize.
+    It was measured before any split, so that the search can predict how long the devices of a split
+    take to synchronize.
     """
 
     ranks: int

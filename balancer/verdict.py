@@ -264,7 +264,7 @@ class Unfinished(msgspec.Struct, frozen=True):
 class TakenMemory(msgspec.Struct, frozen=True):
     """Memory of a device that other processes held during the search.
 
-    The plan's batches fit without it.
+    The plan's batches fit in the memory that was left.
     """
 
     device: str

@@ -217,7 +217,7 @@ def load_noise(name: str) -> NoiseEntry:
 
 
 def _read_training(run: str, path: Path) -> RecordedTraining:
-    """Read a training's journal, without an incomplete last line.
+    """Read a training's journal, ignoring an incomplete last line.
 
     Raises RequestError, which names the line that can't be read.
     """
@@ -361,7 +361,11 @@ Trainings = defaultdict[str, list[RecordedTraining]]  # by the time at which the
 
 
 def _summarize_run(run: str, trainings: Trainings) -> RunSummary:
-    """Return the summary of a run, and add a training with a plan to `trainings`."""
+    """Return the summary of a run.
+
+    If the run is a training with a plan, it is also added to `trainings`, for the summary of the
+    search that made the plan.
+    """
     if not _has_begun(run):
         state: State = "running" if is_running(run) else "stopped"
         trouble = "" if state == "running" else f"It was {NEVER_BEGAN}."
@@ -503,7 +507,7 @@ def recorded_events(record: JournalContents) -> Iterator[Event]:
 class EventReplay(EventThread):
     """Replays recorded events like a session, `speed` times as fast as they happened.
 
-    Longer gaps between events are shortened to `longest_gap_seconds`.
+    Between two events, it waits for at most `longest_gap_seconds`.
     """
 
     def __init__(
