@@ -77,7 +77,7 @@ class Loop:
     """An iteration over a DataLoader, in which the program may train by shares.
 
     `begin` starts the iteration. `outer` is the loader of accelerate or timm that wraps the
-    DataLoader, if any. It fetches each batch before it returns the previous one.
+    DataLoader, if any. Such a loader fetches each batch before it returns the previous one.
     """
 
     def __init__(self, loader: Any, begin: Any, outer: Any = None) -> None:
@@ -176,9 +176,10 @@ class Loop:
         return 0 if self.sampler is None else len(self.sampler.rows_at(self._step))
 
     def few_rows(self) -> FewRows | None:
-        """Return a few rows of the current batch, collated as they would be with shares.
+        """Return a few rows of the current batch, collated again as one batch and as two parts.
 
-        Return None if the collate function only stacks rows, or if it doesn't reproduce the batch.
+        Return None if the collate function only stacks rows, or if collating all rows of the batch
+        again doesn't reproduce it.
         """
         collate = self._loader.collate_fn
         if self.sampler is None or collate in (None, default_collate):
@@ -342,8 +343,8 @@ def _draw_own_batches_too(
 ) -> Iterator[Any]:
     """Yield `batches`, and draw a batch from the program's own sampler for each of them.
 
-    So the sampler advances as in the unchanged program. `drawn` yields its batches. Raises
-    RequestError if they aren't the batches in `expected`.
+    So that sampler advances as in the unchanged program. `drawn` is an iterator over the sampler's
+    batches. Raises RequestError if these differ from `expected`.
     """
     # rows would then be left out or trained twice
     for batch, own in zip(batches, expected, strict=True):

@@ -76,15 +76,15 @@ class Origins:
         return ""
 
     def find_made(self, tensor: torch.Tensor) -> str:
-        """Return the place of the exchange from whose values a function computed this tensor.
+        """Return the place of the exchange that a tensor was computed from; "" if there is none.
 
-        Return "" if there is none. Exchanged values that were written into the tensor itself, as by
-        an all-reduce, don't count.
+        A tensor into which an exchange itself wrote values, as an all-reduce does, doesn't count as
+        computed from it.
         """
         return self._marks.find_own(tensor)
 
     def follow(self, function: Any, arguments: Any, keywords: Any, result: Any, rows: Rows) -> None:
-        """If a function's arguments come from exchanged values, record that its results do, too.
+        """Record that a function's results depend on exchanged values if its arguments do.
 
         `rows` tells which tensors are computed from the batch.
         """

@@ -176,7 +176,10 @@ class Program:
         return result
 
     def _count_passes(self) -> None:
-        """Count a backward pass; report why shares stay even if no optimizer steps after many."""
+        """Count a backward pass.
+
+        After several of them without an optimizer's step, report why shares stay even.
+        """
         # the hooks don't see the steps of optimizers other than PyTorch's, such as fastai's
         has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if self._stepped or not self.models or not has_group or self.notebook.pending_reason:
@@ -296,7 +299,10 @@ class Program:
 
     @property
     def is_single_rank(self) -> bool:
-        """True while evener's other ranks wait for this first rank to create a process group."""
+        """True while the other ranks of `evener run` wait for this one to create a process group.
+
+        Until then, this process trains alone.
+        """
         has_group = dist.is_available() and dist.is_initialized()
         return not has_group and is_eveners_rank() and not is_released()
 
@@ -512,10 +518,10 @@ class Program:
             self._guard = None
 
     def _handle_several_loops(self, loop: Any) -> None:
-        """Handle a loop whose step also uses a batch from another loop.
+        """Record that a step uses batches of two loops, as the reason why shares stay even.
 
-        Raises RequestError if the program trains by shares, and the two loops divide their rows in
-        different ratios.
+        `loop` is the second one. Raises RequestError if the program already trains by shares, and
+        the two loops divide their rows in different ratios.
         """
         self.notebook.pending_reason = views.SEVERAL
         ratios = [[size / sum(each.sizes) for size in each.sizes] for each in (loop, self._loop)]
@@ -547,7 +553,10 @@ class Program:
             self._compare_records(loop)
 
     def _exchange_change(self) -> None:
-        """Tell other ranks what the guard has found after a change of the loss or a setting."""
+        """Tell other ranks what the check of a step's loss has found, without waiting for them.
+
+        Such a check is made after a change of the loss or of a setting that affects it.
+        """
         # without waiting for them, because they may not have seen the change
         assert self.training is not None
         self._rechecks = False
@@ -613,7 +622,7 @@ class Program:
         )
 
     def audit(self, training: PlannedTraining) -> None:
-        """Make audits compare a training run with one by the program's own launcher.
+        """Make audits compare a training run with training under the program's own launcher.
 
         The launcher gives all ranks equal shares. If the audits find a difference, the run gets
         equal shares for good.
@@ -708,10 +717,10 @@ class Program:
         return training
 
     def choose_plan(self, models: Sequence[Any], global_batch: int) -> Plan | None:
-        """Return the plan to start training these models with; None for the plan of `evener run`.
+        """Return the plan to start training these models with, or None for that of `evener run`.
 
-        If the shares of that plan come from a run of another model or batch size, return the plan
-        with even shares instead. `global_batch` is the number of rows per step.
+        If the plan of `evener run` has shares from training another model or batch size, return a
+        copy of it with even shares. `global_batch` is the number of rows per step.
         """
         self.notebook.model = "+".join(sorted(map(model_digest, models)))
         origin = self.notebook.settings.origin
@@ -810,10 +819,10 @@ class Program:
         return next(filter(None, faults), "")
 
     def _compare_numbers(self, numbers: tuple[float, ...] | None) -> None:
-        """Record a fault if exchanged values may have changed a number that the loss uses.
+        """Record a fault if a number in the loss has changed, perhaps due to exchanged values.
 
-        `numbers` are such numbers of the latest step, for example factors; None if they aren't
-        known.
+        `numbers` are the numbers that the latest step's loss was computed with, for example
+        factors; None if they aren't known. They are compared with those of the last call.
         """
         before, self._numbers = self._numbers, numbers
         if None not in (before, numbers) and before != numbers:

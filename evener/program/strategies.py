@@ -59,7 +59,7 @@ def begin_epoch(wrapped: Any, loop: Any, arguments: Any, keywords: Any) -> Any:
     """Make a Trainer train by shares at the start of an epoch, if possible.
 
     This wraps `_FitLoop.on_advance_start`. If the Trainer already trains by shares, and has created
-    a new loader for the epoch, one that divides rows by shares replaces it.
+    a new loader for the epoch, that loader is replaced by one that divides rows by shares.
     """
     loop.setup_data()  # called again in case the trainer reloads its loaders each epoch
     if dist.is_initialized() and dist.get_world_size() > 1 and not loop.restarted_mid_epoch:
@@ -159,7 +159,7 @@ def _make_sharing_loader(strategy: ProgramStrategy, loader: Any) -> Any:
     """Return a loader that divides global batches by shares.
 
     A global batch has the rows that the DistributedSampler of `loader` gives to all ranks in one
-    step. Raises RequestError if their number has changed.
+    step. Raises RequestError if it has more or fewer rows than at the start of training by shares.
     """
     if _count_rows(loader) != strategy.planned.ranks.global_batch:
         raise RequestError(
@@ -182,6 +182,6 @@ def _make_sharing_loader(strategy: ProgramStrategy, loader: Any) -> Any:
 
 
 def _give(loop: Any, loader: Any) -> None:
-    """Make `loader` the training loader of a Trainer's fit loop; random states are kept."""
+    """Make `loader` the training loader of a Trainer's fit loop, and keep all random states."""
     with kept_state():
         private.replace_loader(loop, loader)

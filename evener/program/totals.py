@@ -19,7 +19,7 @@ _VIEWS = {torch.Tensor.view, torch.Tensor.reshape, torch.Tensor.flatten, torch.T
 
 
 class Rows(Protocol):
-    """What is known about this rank's rows in the current batch; a Guard is an implementation."""
+    """What is known about this rank's rows in the current batch; implemented by Guard."""
 
     rows: int
     has_asked_length: bool
@@ -89,10 +89,10 @@ class Totals:
     def _follow_whole(
         self, function: Any, tensors: list[torch.Tensor], result: Any, rows: Rows, place: str
     ) -> str:
-        """Mark what a function computes from sums over the rows of all ranks.
+        """Mark the result of `function` as computed from sums over the rows of all ranks.
 
-        Return `place`, where the sums were computed, if the result may depend on the shares; else
-        "".
+        It isn't marked if the function also uses this rank's own rows. If the result may then
+        depend on the shares, return `place`, where the sums were computed. Otherwise return "".
         """
         # own rows with gradients are a part of the loss, which is computed again in parts
         others = [tensor for tensor in tensors if not self._whole.find(tensor)]

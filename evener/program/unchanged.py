@@ -324,7 +324,8 @@ class UnchangedTraining:
         """Return who times and reports the program's steps.
 
         - "nobody": no one else does, so this object may.
-        - "other": something else does, such as a training by shares, or may do so.
+        - "other": something else does, such as a training by shares, or it isn't known how many
+          processes train together.
         - "undecided": the program's processes may still begin to train by shares.
         """
         own = None if self._reporter is None else self._reporter.reporter
