@@ -1,12 +1,14 @@
 """Models of step time as a function of the number of rows or of their lengths.
 
-As a function of rows, step time is a rising piecewise linear curve. As a function of length, the
-duration of a pass depends on its number of rows and its longest row.
+If all rows have the same length, step time is a rising piecewise linear curve of the number of
+rows. If lengths differ, the duration of a pass is computed from its number of rows and the length
+of its longest row.
 
 A share of b rows in k passes takes k * t(b / k) + (k - 1) * extra seconds. Here t(rows) is the
-duration of a whole step in one pass. A further pass takes `extra` seconds more than such a step, or
-less if `extra` is negative, because a part such as the optimizer isn't repeated. A share that fits
-in memory takes one pass. A larger share takes passes of up to `rows` rows.
+duration of a whole step in one pass. Each pass after the first takes `extra` seconds more than such
+a step. `extra` is negative if such a pass is faster, because a part such as the optimizer isn't
+repeated. A share that fits in memory takes one pass. A larger share takes passes of up to `rows`
+rows, the number with the highest samples/s.
 
 This module has no side effects.
 """

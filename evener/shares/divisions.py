@@ -86,10 +86,11 @@ def divide_sums(tensors: Sequence[tuple[int, Hashable]], apart: int = 0) -> list
     """Group the gradient tensors that are summed together; return the indices in each group.
 
     `tensors` are pairs (bytes, type) in the order in which gradients become ready. Tensors of
-    different types are never in the same group. Below 8 MiB in total, each type has one group.
-    Above, each type has an early group, summed during the backward pass, and a late one. The late
-    groups have at most LATE_PART of all bytes, or one tensor if that is larger. The last `apart`
-    tensors are a third group, summed at the end.
+    different types are never in the same group. If all tensors have less than 8 MiB in total, each
+    type has one group. Otherwise, each type has an early group, summed during the backward pass,
+    and a late one. The late groups have at most LATE_PART of all bytes, unless they consist of a
+    single larger tensor. The last `apart` tensors are then summed in groups of their own, at the
+    end.
     """
     sizes = [size for size, _ in tensors]
     left = sum(sizes)

@@ -9,9 +9,10 @@ the number of devices.
 
 For a fixed batch B and k devices, the result is the least tau whose k largest b_i(tau) sum to B or
 more. It is found by bisection, which is exact for any rising t_i. For a free batch, the throughput
-S_k(tau) = sum b_i(tau) / (tau + c_k) is a ratio of two affine functions of tau between the finish
-times of knots and of full memories. It is therefore monotone there, and the optimum is at one of
-those times. If shares are only a few quanta, nearby times are tried, too.
+is S_k(tau) = sum b_i(tau) / (tau + c_k). It changes its form only at the times at which a device
+reaches a knot of its curve or its limit M_i. Between two such times, it is a ratio of two affine
+functions of tau, so it only rises or only falls. Therefore the optimum is at one of these times. If
+shares are only a few quanta, nearby times are tried, too.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class DeviceCurve(msgspec.Struct, frozen=True):
 
 
 class Allocation(msgspec.Struct, frozen=True):
-    """A predicted layout of the devices that take part.
+    """The devices that take part in a layout, with their shares and the predicted step time.
 
     - `shares`: pairs of a device's position and its samples per step.
     - `seconds`: predicted step time, including the gradient exchange.

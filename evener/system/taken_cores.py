@@ -134,8 +134,8 @@ def _find_stolen(before: CoreTimes, last: CoreTimes) -> float:
 def _find_taken(before: CoreTimes, last: CoreTimes) -> float:
     """Return the CPU seconds that a process couldn't use on its cores between two readings.
 
-    Other programs or the hypervisor used it, or the container's quota withheld it. The result is
-    infinite if the kernel doesn't report how busy the cores were.
+    Other programs or the hypervisor used them, or the container's quota withheld them. The result
+    is infinite if the kernel doesn't report how busy the cores were.
     """
     if not last.busy_s:
         return math.inf

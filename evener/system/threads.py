@@ -38,7 +38,7 @@ def wait_until_asleep(name: str, seconds: float = 5.0) -> bool:
 def _read_threads(name: str) -> dict[str, tuple[str, str]]:
     """Return the state and the context switches of each thread named `name`, by thread id.
 
-    Only voluntary context switches are counted. Both values are the kernel's text.
+    Only voluntary context switches are counted. Both values are strings, as the kernel writes them.
     """
     found = {}
     for task in _TASKS.iterdir():
