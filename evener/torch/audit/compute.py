@@ -141,8 +141,8 @@ class GradientSketcher:
         """Run the pieces of a computation, and return a sketch of the sum of their gradients.
 
         `seed` determines the random numbers of each piece. If `disturbance` isn't 0, it is the seed
-        of random errors that change the gradient about as much as rounding may. Errors in the
-        program's own code propagate.
+        of random errors that change the gradient about as much as rounding may. Exceptions that the
+        program's own code raises aren't caught.
         """
         sums = GradientSums(self._tensors, SIGNS, self._at_once)
         computed: set[torch.dtype] = set()
@@ -188,7 +188,7 @@ class GradientSketcher:
         return sums
 
     def sketch_fast(self, computation: Sequence[Piece]) -> Sketch:
-        """Return the same sketch as `sketch`, with quick passes if possible."""
+        """Return the same sketch as `sketch`, but try the faster `sum_quickly` first."""
         # quick passes take about half the time, but mustn't draw random numbers
         sums = None if self._known.draws else self.sum_quickly(computation)
         return self.sketch(computation) if sums is None else self.read(sums)

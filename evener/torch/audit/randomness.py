@@ -315,7 +315,10 @@ def _needs_generator(function: Any) -> bool:
 
 
 def _one_row(draw: _Draw) -> Any:
-    """Return the random values of one row, along the last axis."""
+    """Draw the random values that all rows of an operation's first argument get.
+
+    A row is the last axis. With fewer than two axes, each row is a single value.
+    """
     # rows of different lengths start with the same values
     like, *others = draw.arguments
     return _shorten(draw.function(_one_line(like), *others, **draw.keywords), like)
@@ -324,8 +327,8 @@ def _one_row(draw: _Draw) -> Any:
 def _one_line(like: Any) -> Any:
     """Return an uninitialized tensor for the random values that all rows of `like` share.
 
-    It has the `_stable_length` of the last axis of `like`, or a single value if `like` has fewer
-    than two axes.
+    The last axis of `like` is a row, and `_stable_length` returns how many values are needed for
+    it. If `like` has fewer than two axes, the result has a single value.
     """
     if like.ndim < 2:
         return torch.empty_like(like[:1] if like.ndim else like)

@@ -440,7 +440,8 @@ class LossRecord:
 
     - `numbers`: numbers with which the loss is computed, such as factors, if they come neither from
       the batch nor from the models.
-    - `reads`: True if some of them may derive from values that the program has read.
+    - `reads`: True if a number in the calls may derive from one that the program has read from a
+      model's result, for example with `item()`.
     """
 
     def __init__(
@@ -472,8 +473,8 @@ class LossRecord:
         - ROW_COUNTS: also numbers equal to the recorded number of rows, or to its inverse.
         - MULTIPLES: also multiples of these.
 
-        Raises ValueError if the batch has another number of tensors than the recorded batch, or
-        lacks a library's object that a call needs.
+        Raises ValueError if the batch has more or fewer tensors than the recorded batch, or lacks a
+        library's object that a call needs.
         """
         return self._compute(batch, rows, counts, find_objects(batch))
 

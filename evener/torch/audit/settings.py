@@ -48,7 +48,7 @@ class LossSettings:
 
         - `models`: the modules to read.
         - `function`: computes the loss.
-        - `code`: code of the program, and the variables of its module; the ones it uses are
+        - `code`: code of the program, and the variables of its module; those that the code uses are
           settings.
         - `holders`: other objects whose attributes are settings.
         """
@@ -86,10 +86,9 @@ class _Known:
         self._values: dict[Key, tuple[Any, int]] = {}
 
     def note(self, settings: Mapping[Key, Any], check: int) -> bool:
-        """Save the current settings; return True if one has changed after a time without change.
+        """Save the settings; return True if one has changed after being the same for STILL checks.
 
-        That time is STILL checks. `settings` has the current values, and `check` is the number of
-        this check.
+        `settings` has the current values, and `check` is the number of this check.
         """
         changed = False
         before, self._values = self._values, {}
@@ -177,9 +176,10 @@ def _collect_settings(
 
 
 def _collect_object(value: Any, depth: int, settings: dict[Key, Any]) -> None:
-    """Add the settings of an object and of its classes to `settings`, without libraries' classes.
+    """Add the attributes of an object and of its classes to `settings`.
 
-    Objects inside `value` are read up to `depth` levels deep.
+    Classes that a library defines are left out. Objects inside `value` are read up to `depth`
+    levels deep.
     """
     for kind in type(value).__mro__:
         if kind is not object and not is_foreign(kind.__module__):

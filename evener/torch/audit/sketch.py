@@ -37,10 +37,11 @@ BLOCK = 1 << 24  # number of values that are converted at once
 
 
 class Signs:
-    """Random signs: the sign of a value is the product of its line's sign and its column's sign.
+    """Random signs for the values of a gradient that is arranged as lines and columns.
 
-    The standard deviation of a sum with such signs is the gradient's norm, as with independent
-    signs. But these signs need only a matrix product with a few columns.
+    The sign of a value is the product of its line's sign and its column's sign. The standard
+    deviation of the gradient's sum with such signs is the gradient's norm, just as if each value
+    had an independent sign. But computing the sum takes only a matrix product with few columns.
     """
 
     def __init__(self) -> None:
@@ -155,7 +156,10 @@ def sum_lines(gradients: Sequence[torch.Tensor], signs: Signs) -> LineSums:
 
 
 def add_lines(sums: Sequence[LineSums]) -> list[list[float]]:
-    """Copy these sums from one device to the host, and return the sums of each gradient."""
+    """Add up the sums of each gradient's lines, and return the totals by gradient.
+
+    The sums are on one device, and are copied to the host together.
+    """
     lines = torch.cat([each.lines for each in sums]).cpu().numpy()
     counts = [count for each in sums for count in each.counts]
     starts = numpy.cumsum([0, *counts[:-1]])

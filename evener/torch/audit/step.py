@@ -1,7 +1,7 @@
 """The audit of one step: compute the gradient of a few rows twice, and explain a difference.
 
 The reference gradient is computed from all rows at once, as on a single device. The other one is
-computed as the training run computes it, from its parts of the rows.
+computed in parts, as in the training run.
 """
 
 from __future__ import annotations
