@@ -1,9 +1,9 @@
 """Detect batches that only some ranks leave out, for example because their rows have a NaN.
 
 On one device, the program would leave out the whole batch or none of it. It leaves out a batch by
-computing another loss, which is 0 (such as `loss * 0`). Audits don't notice this, because the loss
-of most steps is computed as usual. Each rank records the steps with such a loss, and the ranks
-compare their records through the store of their process group.
+training with a loss of 0 instead, such as `loss * 0`. Audits don't notice this, because the loss of
+most steps is computed as usual. Each rank records the steps whose loss is 0 in this way, and the
+ranks compare their records through the store of their process group.
 """
 
 from __future__ import annotations

@@ -62,7 +62,8 @@ leave_uncompiled: Callable[[Callable[..., Any]], Callable[..., Any]] = torch._di
 def take_apart(outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Return a flat list of the items in nested outputs, and a function that reverses this.
 
-    The function nests such a list like `outputs`. Objects that PyTorch can't flatten are items.
+    The function takes a flat list, and returns its items nested as in `outputs`. Objects that
+    PyTorch can't flatten are single items.
     """
     leaves, spec = pytree.tree_flatten(outputs)
     return leaves, lambda items: pytree.tree_unflatten(items, spec)
@@ -207,10 +208,10 @@ LEAVING = {
 
 
 def count_collectives() -> dict[str, int]:
-    """Return the number of collectives that this process has started with other ranks.
+    """Return how many collectives this process has started, by process group and device type.
 
-    There is one number for each process group and device type, which are named in its key. A group
-    whose backend keeps no count is left out.
+    A key is the group's name and the device type, separated by a space. Groups of a single rank,
+    and groups whose backend keeps no count, are left out.
     """
     groups = [group for group in list(dist.distributed_c10d._world.pg_map) if group.size() > 1]
     every = {

@@ -175,7 +175,8 @@ class _CpuTimes:
 
     - `clock`: the timer's clock.
     - `idle_s`: this thread's idle time (see `_idle_seconds`) when it requested the batch.
-    - `stands_for`: number of timed batches that this batch represents.
+    - `stands_for`: number of timed batches that this batch represents, because CPU times are
+      measured in only some timed batches.
     """
 
     def __init__(self, clock: Any, idle_s: float, stands_for: int) -> None:
@@ -218,9 +219,9 @@ class _MarkedStep(NamedTuple):
 
 
 class _Untimed(msgspec.Struct):
-    """The batches since the last timed batch, whose phases weren't timed.
+    """Numbers and times of the batches since the last timed batch.
 
-    The host measures only their time for files and validation.
+    Of these batches, only the time for files and validation is measured, by the host.
     """
 
     batches: int = 0
@@ -246,8 +247,8 @@ class StepTimer:
     the total times of all steps after the first few.
 
     A batch without gradients, such as the first of two accumulated ones, isn't counted as a step,
-    but `sums` includes its time. If steps are short, only some batches are timed; in `sums`, each
-    of them also represents the batches before it that weren't. Time for files and validation is
+    but `sums` includes its time. If steps are short, only some batches are timed. In `sums`, a
+    timed batch then also represents the untimed batches before it. Time for files and validation is
     measured in all batches, by the host.
     """
 
@@ -363,10 +364,10 @@ class StepTimer:
                 self._begin_between()
 
     def _note_files(self, marks: list[tuple[Phase, Any]]) -> None:
-        """If files were written in the phase between two steps, count this phase as file time.
+        """Count the phase between two steps as file time if files were written in it.
 
-        `marks` are the beginnings of the latest phases. The last one is changed if it is such a
-        phase.
+        `marks` are the beginnings of the latest phases. If the last one is the phase between two
+        steps, it is changed in place.
         """
         # Bytes are counted only if the phase is long enough to matter, because counting takes
         # microseconds. So the count may include bytes of earlier steps.
@@ -457,8 +458,8 @@ class StepTimer:
     def note_pass_alone(self) -> None:
         """Record the end of a backward pass in a training run of one process.
 
-        Then the timer detects whether the GPU is behind its host, and doesn't count the time from
-        the pass to the update as own work. That time is spent, for example, on clipping.
+        This ends own work (compute time). So the time until the update, for example for clipping,
+        isn't part of it. The timer also records whether the GPU is behind its host.
         """
         computed = self._computed
         self.note_gradients()
@@ -470,7 +471,8 @@ class StepTimer:
     def writing(self) -> Iterator[None]:
         """Return a context in which the program writes a file during own work (compute time).
 
-        The duration counts as file time. In other phases, file time is found by the bytes written.
+        The duration counts as file time. In other phases, the timer itself notices files, from the
+        number of bytes written.
         """
         if self._doing == OWN:
             began_s = time.perf_counter()
@@ -1146,8 +1148,9 @@ def _note_updated(*_: Any) -> None:
 def _notify_timers_of_update(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Notify all timers that an optimizer begins to update the weights.
 
-    PyTorch calls this hook before each step of an optimizer, the first of `arguments`. Return new
-    arguments if the step has a closure that computes the gradients, otherwise None.
+    PyTorch calls this hook before each step; the first of `arguments` is the optimizer. If the step
+    has a closure that computes the gradients, return new arguments with a closure that notifies the
+    timers after them. Otherwise return None.
     """
     # the new closure calls the original one and then notifies the timers
     closure = None

@@ -215,7 +215,8 @@ def exchange_values(
     - `prefix`: no key of the store may start with it yet.
     - `own`: the value of `rank`.
     - `world`: number of ranks.
-    - `seconds`: timeout; if a rank is later, the result is empty on all ranks. 0 means no timeout.
+    - `seconds`: timeout; if a rank's value comes later, the result is empty on all ranks. 0 means
+      no timeout.
     """
     keys = [f"{prefix}/{each}" for each in range(world)]
     store.set(keys[rank], own)
