@@ -276,7 +276,7 @@ class DeviceModel:
         """Return the device with a curve that includes steps in several passes.
 
         Any share fits in passes, so the new limit is the whole fixed batch. Return `device`
-        unchanged if passes can't be used or its curve already includes them.
+        unchanged if passes can't be used, or if its curve already includes such steps.
         """
         rows = min(self.pass_rows, device.limit)
         if not rows or not isinstance(device.curve, Curve):

@@ -105,9 +105,9 @@ class FamilyView:
         return [layout for layout in best.values() if layout is not None]
 
     def _logical_pack(self, plain: Layout) -> Layout:
-        """Return the pack on logical devices with as many trainings as the pack `plain`.
+        """Return the pack with as many trainings as `plain`, each on a logical device of its own.
 
-        If there is no time left for it, return the largest pack on logical devices that ran.
+        If there is no time left for it, return the largest pack of this kind that ran.
         """
         wanted = pack_on(plain, plain.processes, "logical")
         layouts = (timed.probe.layout for timed in self._seen.timed())

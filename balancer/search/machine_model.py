@@ -57,9 +57,10 @@ def fit_exchange_costs(
 
 
 def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...]:
-    """Return the cost in seconds for 0 to `most` devices or hosts; the index is their number.
+    """Return what synchronizing 0 to `most` devices or hosts costs, in seconds.
 
-    Costs are a linear function of the number, and never decrease. Without samples, all costs are 0.
+    The index is the number of devices or hosts. Costs are a linear function of this number, and
+    never decrease. Without samples, all costs are 0.
     """
     # if all samples have the same number, smaller numbers cost less in proportion, and larger ones
     # the same

@@ -167,8 +167,8 @@ class Packing:
 def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
     """Return the number of trainings to try next, at most `most`.
 
-    `tried` has the combined samples/s of each number tried, 0 if it failed. Return None if the best
-    number of trainings is known well enough, or if all numbers failed.
+    `tried` has the combined samples/s of each number of trainings that was tried; 0 if they failed.
+    Return None if the best number is known well enough, or if all attempts failed.
     """
     best = best_size(tried)
     sizes = sorted(tried)
@@ -188,7 +188,7 @@ def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
 def best_size(tried: Rates, tolerance: float = TIE) -> int | None:
     """Return the smallest number of trainings within the relative tolerance of the highest rate.
 
-    Return None if no number ran.
+    Return None if all attempts failed.
     """
     least = max(tried.values(), default=0.0) * (1 - tolerance)
     return min((size for size, rate in tried.items() if rate and rate >= least), default=None)

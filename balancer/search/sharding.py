@@ -343,7 +343,7 @@ class Sharding:
         return expected < FAR_SLOWER * max(rates)
 
     def _beyond_rows(self, timed: Timed) -> float:
-        """Return the seconds that a step took beyond its predicted duration without gathering."""
+        """Return how many seconds longer a step took than predicted without gathering."""
         layout = timed.probe.layout
         return max(0.0, timed.step_seconds - expect_seconds(layout, self._row_demands))
 
