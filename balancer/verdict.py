@@ -166,8 +166,8 @@ class SplitLoss(msgspec.Struct, frozen=True):
 class SumLoss(msgspec.Struct, frozen=True):
     """Why the plan reaches much less than the sum of the samples/s of all devices alone.
 
-    Times are in seconds per step. `lost_seconds` is the time that a step takes beyond a step at the
-    summed speed.
+    Times are in seconds per step. `lost_seconds` is how much longer a step takes than it would at
+    the summed speed.
     """
 
     # both: the two causes together explain it, and neither does alone
@@ -308,7 +308,7 @@ class ShortBudget(msgspec.Struct, frozen=True):
 class PassStatistics(msgspec.Struct, frozen=True):
     """A layer whose statistics are computed over the rows of one pass.
 
-    An example is batch normalization. If a share is computed in several passes, its statistics
+    An example is batch normalization. If a share is computed in several passes, the statistics
     don't cover the whole share. `rows` is the number of rows per pass.
     """
 

@@ -90,7 +90,7 @@ class BuildWatch:
         return ask
 
     def note(self, what: str) -> None:
-        """Record that `what` was asked for, if the user's code is on the stack."""
+        """Make the note `what`, if the user's code is on the stack. Only the first note is kept."""
         frame = sys._getframe(1)
         for _ in range(FRAMES):
             if frame.f_back is None:

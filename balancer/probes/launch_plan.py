@@ -155,7 +155,8 @@ def build_commands(
 def _make_stand_in(devices: int) -> tuple[float, ...]:
     """Return how a model's state is divided while one device of a sharded training runs alone.
 
-    The first fraction is the part of the state on that device. The other `devices` - 1 are equal.
+    The first fraction is the part of the state on that device. The rest is divided evenly among the
+    other `devices` - 1, which don't run.
     """
     others = devices - 1
     return (MEASURED_PART, *((1 - MEASURED_PART) / others for _ in range(others)))

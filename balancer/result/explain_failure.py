@@ -248,7 +248,7 @@ def find_unfinished(
 
 
 def _name_phase(phase: str, workload: str) -> tuple[str, str]:
-    """Return a phase in the user's terms, and what is imported or built in it."""
+    """Return a phase in the user's terms, and the name of what is imported or built in it."""
     home, _, attribute = workload.rpartition(":")
     name = Path(home).name or workload
     if phase != "building":

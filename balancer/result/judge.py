@@ -184,7 +184,7 @@ def find_kind(family: Family, layout: Layout) -> LayoutKind:
 
 
 def _describe_rate(report: SearchReport, layout: Layout, interval: Interval) -> MeasuredRate:
-    """Return the verdict's entry for the samples/s (`interval`) of a layout."""
+    """Return the verdict's entry for a layout's samples/s, which are `interval`."""
     plain = MeasuredRate(interval.value, interval.low, interval.high, is_known(interval))
     if not report.mean_length:
         return plain

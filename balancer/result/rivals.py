@@ -189,7 +189,7 @@ def _compare_rates(own: Interval, other: Interval) -> RateGap:
 
 
 def _reverse_gap(against: Interval) -> RateGap:
-    """Return the chosen layout's gain over a rival, given the rival's gain in turns."""
+    """Return the chosen layout's gain over a rival, given the rival's gain over the chosen one."""
     low, value, high = (
         1 / (1 + max(-0.99, each)) - 1 for each in (against.high, against.value, against.low)
     )

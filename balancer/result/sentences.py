@@ -442,7 +442,7 @@ def _name_better_known_layouts(verdict: Verdict) -> Iterator[str]:
 
 
 def _suggest_one_device(verdict: Verdict) -> Iterator[str]:
-    """Yield that one device is simpler than several, if it is as fast."""
+    """Yield a remark that one device is simpler than several, if it is as fast."""
     if verdict.chosen.kind == "one_device":
         split = find_best_split(verdict)
         if split is not None and split.tie:

@@ -118,7 +118,10 @@ def find_known_link(devices: Sequence[Device], driver: str) -> KnownLink | None:
 
 
 def _find_newest(devices: Sequence[Device], driver: str) -> dict[frozenset[str], LinkMeasurement]:
-    """Return the newest successful measurement with this environment's transport, by device ids."""
+    """Return the newest measurement of each link between these devices, by the ids of its devices.
+
+    Only successful measurements with this environment's transport count.
+    """
     known = {device.id for device in devices}
     transport = find_transport(devices)
     variables = write_variables(switches_of(transport)) if transport == SET_HERE else ""
