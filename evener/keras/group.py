@@ -288,7 +288,7 @@ def check_same_arrays(group: Any, data: Any, size: int, settings: Sequence[Any])
 def refuse_other(rank: int) -> None:
     """Raise RequestError if `rank` isn't 0.
 
-    `rank` is a rank whose data differ from rank 0's. It is 0 if the data of all ranks agree.
+    `rank` is a rank whose data differ from rank 0's, or 0 if the data of all ranks agree.
     """
     if rank:
         raise RequestError(

@@ -103,9 +103,9 @@ def take_rows(data: Tensors, rows: Any) -> Tensors:
 
 
 def pad_rows(tensor: Any, start: Any, rows: Any) -> Any:
-    """Return a part of a batch with zeros around it, so that it has `rows` rows like the batch.
+    """Pad a part of a batch with zeros, before and after it, to the batch's number of rows.
 
-    `start` is the index of the part's first row in the batch.
+    `start` is the index of the part's first row in the batch, which has `rows` rows.
     """
     after = rows - start - tf.shape(tensor, tf.int64)[0]
     return tf.pad(tensor, [[start, after], *[[0, 0]] * (tensor.shape.rank - 1)])
@@ -149,7 +149,7 @@ def _map(function: Callable[[Any], Any], data: Tensors) -> Tensors:
 def _with_marks(result: Any, sources: Sequence[Any], combine: Callable[[list[Any]], Any]) -> Any:
     """Attach the combined masks and logits of `sources` to `result`, and return `result`.
 
-    Masks or logits that some source lacks are left out.
+    Masks are attached only if all sources have one. The same is true for logits.
     """
     masks = [getattr(source, "_keras_mask", None) for source in sources]
     if all(mask is not None for mask in masks):

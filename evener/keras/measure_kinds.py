@@ -135,9 +135,10 @@ def measure_batch(
 
 
 def _warn_of_joined(names: Sequence[str]) -> None:
-    """Warn of the first of these tables, if any.
+    """Warn of tables from which an optimizer like Adam learns something else than on one device.
 
-    `names` are tables that several look-ups read, although each look-up reads a row only once.
+    `names` are tables that several calls of `tf.nn.embedding_lookup_sparse` read. The warning names
+    the first one. Without any, no warning is issued.
     """
     if names:
         warn(
@@ -232,16 +233,16 @@ class Measured(NamedTuple):
         return list(zip(*values, strict=True))
 
     def _raise_zeros(self) -> tuple[Values, list[Tensors]]:
-        """Return nonzero values for variables that are 0, by variable, and the rows to compute.
+        """Return nonzero values for variables that are 0, by key, and the rows of each run.
 
-        The rows are the given ones, without changes.
+        The rows aren't changed.
         """
         return raise_zeros(self.model, self.step)[0], self.every
 
     def _change_weights(self) -> tuple[Values, list[Tensors]]:
-        """Return the values of `_raise_zeros` with noise on the weights, and the rows to compute.
+        """Return the values of `_raise_zeros` with noise on the weights, and the rows of each run.
 
-        The rows have negated inputs.
+        The rows' inputs are negated.
         """
         values, _ = self._raise_zeros()
         for number, variable in enumerate(self.model.trainable_variables):
@@ -449,7 +450,7 @@ def _ramp(values: Any) -> Any:
 
 
 def _pad_labels(padding: int, y: Any) -> Any:
-    """Return a copy of the labels; in each row, `padding` replaces another number of labels."""
+    """Return a copy of the labels; in each row, `padding` replaces a different number of them."""
     # if rows have a single label, every third one is padding
     if y.ndim < 2 or y.shape[-1] < 2:
         return np.where(np.arange(len(y)).reshape(-1, *[1] * (y.ndim - 1)) % 3 == 0, padding, y)

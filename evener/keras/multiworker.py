@@ -206,7 +206,8 @@ class Workers:
     def device_times(self) -> Sequence[DeviceTimes]:
         """Return each process's compute time (own work) and its time waiting for the others.
 
-        They are per step, over the last steps. The result is empty before the first step.
+        The times per step are summarized over the last steps by `sum_up`. The result is empty
+        before the first step.
         """
         steps, rank = self.times.read(), self.group.rank
         found = []
@@ -397,9 +398,10 @@ class Workers:
         return [(state, kind) for state, kind in every if adds_up(kind)]
 
     def _part_of_loss(self, batch: tuple[Any, ...], training: bool, own: OwnRows) -> Any:
-        """Return this process's contribution to the loss, which is the sum of all contributions.
+        """Return what this process's rows contribute to the loss of the whole batch.
 
-        `batch` is (x, y, outputs, weight) of this process's rows.
+        The contributions of all processes add up to that loss. `batch` is (x, y, outputs, weight)
+        of this process's rows.
         """
         found, part = self.kinds[training], _part(own)
         main = main_part(found.loss, part)
@@ -553,8 +555,8 @@ class StepMetrics:
 
     - `start`, `size`: index of this process's first row, and its number of rows.
     - `rows`: number of rows of the whole batch.
-    - `before`: the values from before the step, by the states' ids, of states that have already
-      changed.
+    - `before`: for states that have already changed in the step, their values from before it, by
+      the states' ids.
     """
 
     def __init__(

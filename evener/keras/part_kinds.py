@@ -28,7 +28,8 @@ class PartKinds(msgspec.Struct, frozen=True):
     - `added`: kinds of the losses that layers add.
     - `states`: kind of each state's change, by index in `model.non_trainable_variables`.
     - `attributes`: kind of each tensor that a call stores in an attribute, by name.
-    - `merged`: indices of the trainable weights whose sparse gradient has one slice per table row.
+    - `merged`: indices of the trainable weights whose sparse gradient on one device has at most one
+      slice for each row of the weight.
 
     Values of the kind OTHER are combined like ROWS; audits check whether that is exact.
     """

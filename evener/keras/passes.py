@@ -94,7 +94,7 @@ class StepStates:
         return StateUpdate(state, value, self._kinds[id(state)])
 
     def _counts(self, state: Any) -> bool:
-        """True if the state belongs to a metric, other than the loss of one of several outputs."""
+        """True for the state of a metric, but not of one that tracks a single output's loss."""
         return id(state) in self._metrics and id(state) not in self._losses
 
     def after_pass(

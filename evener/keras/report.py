@@ -111,7 +111,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return measured, hooks.engine.device_times() if self._devices() else ()
 
     def _whole(self) -> StepSums:
-        """Return the total duration of each part of the steps, such as input.
+        """Return the durations of the steps' parts, such as input, summed over all steps.
 
         The result is empty if the model has no hooks of a split yet.
         """

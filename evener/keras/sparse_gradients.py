@@ -178,9 +178,10 @@ class PassGradient:
 class SharedSlices:
     """The slices of a group's sparse gradients, prepared for an all-reduce.
 
-    The slices of all processes have to be concatenated, but an all-reduce can only add. So each
-    process makes tensors with room for everybody's slices, which are 0 except for its own (`own`).
-    Every process must create this object at the same point of the step (a collective).
+    The slices of all processes have to be concatenated, but an all-reduce can only add. Therefore
+    each process makes tensors with room for the slices of all processes (`own`). They contain the
+    process's own slices, and are 0 elsewhere. Every process must create this object at the same
+    point of the step (a collective).
     """
 
     def __init__(self, group: Any, gradients: Sequence[tf.IndexedSlices]) -> None:

@@ -1,10 +1,10 @@
 """The engine `towers`: one process and one graph, in which each device computes its rows.
 
 Each device runs the model on its own copy of the weights (a tower), and sends its outputs to the
-first device. That device computes the loss and the metrics of the whole batch. The loss's gradient
-goes back to each device for its rows, and the weights' gradients are summed. Therefore losses,
-masks, sample weights, clipping and gradient accumulation are the same as on one device. Only layers
-that combine the rows of a batch (BatchNormalization) see just their device's rows.
+first device. That device computes the loss and the metrics of the whole batch. Each device gets the
+loss's gradient for its outputs, and computes gradients of the weights, which are summed. Therefore
+losses, masks, sample weights, clipping and gradient accumulation are the same as on one device.
+Only layers that combine the rows of a batch (BatchNormalization) see just their device's rows.
 """
 
 from __future__ import annotations
