@@ -408,7 +408,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._planned.weights.in_pass = False
 
     def _share_loss(self, result: Any) -> Any:
-        """Return training_step's result, with the value of the global batch's loss as its loss.
+        """Return training_step's result with its loss replaced by the global batch's loss.
 
         Gradients are still computed from this rank's loss.
         """

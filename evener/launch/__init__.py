@@ -1,4 +1,4 @@
 """Start a training run with a plan, one process per share.
 
-The processes are children of this process, or run by PyTorch's elastic agent.
+The processes are started by this process itself, or by PyTorch's elastic agent.
 """

@@ -1,6 +1,6 @@
 """Start this host's training processes, copy their output and wait until they exit.
 
-The processes are children of this process, or run by PyTorch's elastic agent.
+The processes are started by this process itself, or by PyTorch's elastic agent.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ def _find_plan_rate(records: Sequence[LiveRecord]) -> float:
 
 
 def _find_changes(records: Sequence[LiveRecord]) -> tuple[ShareChange, ...]:
-    """Return the longest list of share changes in the records."""
+    """Return the changes of shares in the record that has the most of them."""
     return max((record.changes for record in records), key=len)
 
 
@@ -323,7 +323,7 @@ def _describe_share(rank: RankSummary) -> str:
 
 
 def _describe_device(rank: RankSummary) -> str:
-    """Return the line on a device whose rows are unknown."""
+    """Return the summary's line about a device whose number of rows is unknown."""
     return f"device: {rank.device}{_describe_own_work(rank)}"
 
 

@@ -291,7 +291,7 @@ class Reporter:
     def discard(self) -> None:
         """Stop reporting, and remove what was reported to the monitor and to the launcher.
 
-        This is for a training run that something else reports, too. Its journal stays.
+        Call this for a training run that another reporter reports, too. The run's journal stays.
         """
         with self._lock:
             self._last_call = None
@@ -502,7 +502,7 @@ def newest_reporter() -> Reporter | None:
 
 
 def is_reported_elsewhere(own: Reporter | None) -> bool:
-    """True if another reporter of this process than `own` has reported a step."""
+    """True if a reporter of this process other than `own` has reported a step."""
     return any(
         reporter is not own and reporter._last_call is not None for reporter in list(_reporters)
     )
@@ -576,7 +576,10 @@ def _describe_devices(
 
 
 def _identify_device(device: str | int | Share) -> LiveDevice:
-    """Return a device's identity; from a plan's share, also its samples per step and per pass."""
+    """Return a LiveDevice that identifies `device`, without its samples/s and times.
+
+    For a plan's share, it also has the samples per step and per pass, the curve and the limit.
+    """
     if isinstance(device, Share):
         index = max(-1, device.index)
         host = clean(device.host)

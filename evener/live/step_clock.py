@@ -18,8 +18,8 @@ class ClockedReports:
 
     A trainer calls `begin` once it has its batch, and `end` when the step is done. The time from
     `end` to the next `begin` counts as input: the process waits for the loader or runs callbacks.
-    Times are measured on the host. A host that runs ahead eventually has to wait for its GPU. From
-    then on, the step times are the GPU's.
+    Times are measured on the host, which runs ahead of its GPU at first. Once it has to wait for
+    the GPU in each step, the measured step times are the GPU's.
     """
 
     def __init__(self, framework: str, workload: str = "", rank: int = -1, world: int = 0) -> None:

@@ -301,7 +301,10 @@ def _ordered(plan: Plan) -> dict[str, Any]:
 
 
 def with_current_schema(plan: Plan) -> Plan:
-    """Return the plan converted to the oldest current schema that can represent it."""
+    """Return the plan converted to the schema in which it is written today.
+
+    Plans with sharded layouts need the newest schema, `SCHEMA`. All others get the one before it.
+    """
     # old journals contain plans of schema 1
     sharded = any(
         layout.traits.sharded

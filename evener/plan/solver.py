@@ -62,8 +62,8 @@ def solve_shares(
 
     - `curves`: each device's compute time by rows.
     - `pass_limits`: the most rows per pass that fit in each device's memory; 0 for no limit.
-    - `passes`: each device's maximum rows per pass, if its share may take several. With 0, the
-      share is a single pass. True stands for the pass limits, and False for 0 on all devices.
+    - `passes`: each device's maximum rows per pass if its share may be cut into several passes; 0
+      if it may not. True stands for `pass_limits`, and False for 0 on every device.
     - `extras`: seconds that each pass after the first adds to a device's step.
     """
     count = len(curves)

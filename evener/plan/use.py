@@ -1,4 +1,4 @@
-"""Detect whether any process of a script that `evener launch` started reads its plan."""
+"""Detect scripts that `evener launch` has started with a plan, but that never read the plan."""
 
 from __future__ import annotations
 
