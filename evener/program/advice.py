@@ -81,7 +81,7 @@ def _describe_changes(frame: FrameType | None, loader: str, models: Set[str]) ->
 
 
 def _wrap_model(names: Sequence[str]) -> str:
-    """Return the line that wraps a model and gives all of its names to the result."""
+    """Return the line that wraps a model and assigns the result to all of the model's names."""
     return f"{' = '.join(names)} = torch.nn.parallel.DistributedDataParallel({names[0]})"
 
 
@@ -315,8 +315,8 @@ def _is_in_wrapper(name: str) -> bool:
 def _find_iterator(body: ast.AST, loader: str, first: int, last: int) -> int:
     """Return the first line that creates an iterator over the loader; 0 if there is none.
 
-    Lines from `first` to before `last` are searched. `body` is the parsed file, and `loader` the
-    loader's name.
+    The search begins at line `first` and ends before line `last`. `body` is the parsed file, and
+    `loader` the loader's name.
     """
     found = []
     for node in ast.walk(body):

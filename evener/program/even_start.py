@@ -3,8 +3,8 @@
 In a plain loop, evener can compute a loss again to test whether uneven shares change it. In a
 library's trainer, it can't. Therefore the first steps have even shares, and two checks are made.
 Audits check whether the plan's shares give the same gradient. The program's collectives are
-observed, because their results may affect a later loss. If both find no reason against uneven
-shares, the plan's shares take effect.
+observed, because their results may affect a later loss. If neither check finds a reason to keep
+shares even, the plan's shares take effect.
 """
 
 from __future__ import annotations
@@ -150,6 +150,6 @@ def find_callback() -> str:
 def comes_from_rows(name: str) -> bool:
     """True if a collective's result may be computed from several ranks' rows.
 
-    `name` is the name of the collective's function. Only broadcasts give False.
+    `name` is the name of the collective's function. The result is False only for broadcasts.
     """
     return name not in FROM_ONE

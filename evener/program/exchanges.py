@@ -135,8 +135,8 @@ class Exchanges:
         """Call the collective `wrapped`, and return its result.
 
         With `guard` and `checks`, set `fault` if the exchanged values prevent uneven shares. With
-        `is_uneven`, a gather accepts different numbers of rows, and returns each rank's tensor with
-        its own number. A known library's collectives aren't inspected.
+        `is_uneven`, a gather accepts a different number of rows from each rank, and returns each
+        rank's tensor with that number of rows. A known library's collectives aren't inspected.
         """
         place = "" if self._nested else find_caller(sys._getframe(1))
         if not place or (guard is not None and guard.is_replaying):

@@ -138,7 +138,7 @@ def _refuse_missing_ranks(place: GroupRank, given: dict[str, Any]) -> None:
 
 
 def _is_local(given: dict[str, Any]) -> bool:
-    """True if the processes that call `init_process_group(**given)` surely meet on this machine."""
+    """True if processes that call `init_process_group(**given)` can meet only on this machine."""
     method = given.get("init_method")
     if given.get("store") is not None or urlsplit(method or "env:").scheme not in ("env", "tcp"):
         return False
@@ -210,7 +210,10 @@ def _set_own_device(place: GroupRank) -> None:
 
 
 def _free_interfaces(place: GroupRank) -> None:
-    """If the group spans several machines, let Gloo and NCCL use more than loopback again."""
+    """Let Gloo and NCCL use all network interfaces again if the group spans several machines.
+
+    Until then, they are restricted to loopback.
+    """
     here = os.environ.get("LOCAL_WORLD_SIZE", str(place.world))
     if is_in_other_run() and here != str(place.world):
         for name in _INTERFACES:
@@ -238,7 +241,8 @@ def begin_processes(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 def _without_rank() -> Iterator[None]:
     """Return a context in which the environment lacks a rank's variables, such as RANK.
 
-    This applies only to a rank of evener's while no other rank runs.
+    The environment stays as it is if evener didn't start this process, or if other ranks run the
+    program by now.
     """
     # with them, child processes would act as ranks that evener started
     alone = is_eveners_rank() and (os.environ.get("WORLD_SIZE") == "1" or not is_released())

@@ -315,8 +315,8 @@ class Guard(Recorder):
     def take_inner(self, model: Any) -> Any:
         """Return the module that a replay calls for `model`.
 
-        It is the one inside a DistributedDataParallel, which would communicate, unless all ranks
-        replay the calls together.
+        For a DistributedDataParallel, it is the module inside, which doesn't communicate. If all
+        ranks replay the calls together, it is `model` itself.
         """
         return model if self._agree is not None else super().take_inner(model)
 
@@ -459,8 +459,8 @@ class Guard(Recorder):
     def _collate_few(self) -> FewRows | None:
         """Return a few rows that the loader's collate function has collated again.
 
-        Return None if that may give a different batch, or another number of tensors. The rows are
-        fetched on the first call only.
+        Return None if that function only stacks rows or doesn't reproduce the batch, or if it makes
+        another number of tensors than the batch has. The rows are fetched on the first call only.
         """
         if not self._collated and self._few is not None:
             few = self._few()
