@@ -76,7 +76,7 @@ class TrainerAudit:
 
 
 class TrainerComputations:
-    """Builds the computations that an audit compares: of a few rows' loss and gradient."""
+    """Builds the computations that an audit compares, for the loss of a few rows."""
 
     def __init__(self, trainer: Any, gathering: Gathering) -> None:
         self._trainer = trainer

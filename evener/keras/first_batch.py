@@ -58,7 +58,7 @@ def _dataset_of(seen: list[Tensors], spec: Any) -> Any:
 
 
 def _other_size(spec: Any, tensor: Any) -> Any:
-    """Return zeros for `spec`, whose axes of unknown length aren't as long as in `tensor`.
+    """Return zeros that fit `spec`, but differ from `tensor` in each axis of unknown length.
 
     These axes therefore stay unknown in the element spec of a dataset with both tensors.
     """
