@@ -2,8 +2,8 @@
 
 Moving rows between ranks helps only if the slowest rank then computes fewer rows in less time. It
 doesn't help if a GPU waits for its host to start kernels, or if a rank waits for rows that other
-processes fetch. The speed of a CPU that is shared with other programs changes within seconds, so
-more evidence is needed.
+processes fetch. If a CPU is shared with other programs, its speed changes within seconds, so shares
+change only after longer measurements.
 
 This module has no side effects.
 """
@@ -38,8 +38,8 @@ class RankTimes(NamedTuple):
 def find_bottleneck(ranks: Sequence[RankTimes]) -> Bottleneck:
     """Return what limits the steps, from the medians of each rank in `ranks`.
 
-    "shared core" means that other programs use the slowest rank's cores. Only waiting for other
-    threads or processes counts as "input".
+    "shared core" means that other programs use the slowest rank's cores. "input" means that a rank
+    waits for rows from other threads or processes; rows that the loop itself prepares are own work.
     """
     # rows that the training loop prepares itself are a part of its compute time
     last = max(ranks, key=lambda rank: _zero_for_nan(rank.own_work_s + rank.input_s))

@@ -1,9 +1,9 @@
 """Start the first rank of a program by itself; other ranks wait until it creates a process group.
 
-So a script for one GPU runs only once, and a launcher in the program can use all devices. The
-environment variables show whether evener started a rank: a launcher in the program would set
-another rank, another number of ranks, or another id of an elastic run (a run of PyTorch's elastic
-agent).
+So a script for one GPU runs only once, and a launcher in the program can use all devices. Whether
+evener or such a launcher started a process is found from its environment variables. The launcher
+sets other values for the rank, the number of ranks or the id of an elastic run (a run of PyTorch's
+elastic agent) than evener.
 """
 
 from __future__ import annotations
