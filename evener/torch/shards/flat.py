@@ -131,7 +131,7 @@ class Flat:
             )
 
     def _open(self) -> torch.Tensor:
-        """Return the buffer that holds the gradients of the whole flat, for this rank's rows.
+        """Return the buffer for the gradients of the whole flat, computed from this rank's rows.
 
         It is created if there is none, after waiting for an earlier reduction of the flat.
         """
@@ -177,7 +177,7 @@ class Flat:
         return buffer
 
     def count_gradients(self) -> None:
-        """Count the bytes of whole parameters' gradients in the Ledger, until they are taken."""
+        """Count the bytes of the whole parameters' gradients in the Ledger until they are freed."""
         gradients = [slot.whole.grad for slot in self.slots]
         size = sum([gradient.nbytes for gradient in gradients if gradient is not None])
         self.held.add("gathered", size - self._computed_bytes)

@@ -136,7 +136,8 @@ def cut_model(
 ) -> Sharded:
     """Shard a model over the ranks of `place`: replace its parameters with this rank's pieces.
 
-    `units` are the units by name. `dtype`, `keeps` and `casts` are passed to Sharded.
+    `units` has the modules that are gathered one at a time, by name. `dtype`, `keeps` and `casts`
+    are passed to Sharded.
     """
     if place.device.type == "cpu":
         return_memory()
@@ -243,7 +244,8 @@ def _refuse(*_: Any) -> None:
 def include_all_ranks(sharded: Sharded, replaced: Iterable[Any]) -> None:
     """Make clipping, unscaling and optimizer checks include all ranks while this model exists.
 
-    `replaced` are the parameters replaced with pieces, which an optimizer must not train.
+    `replaced` are the whole parameters from before sharding, which an optimizer must not train any
+    more.
     """
     _all.add(sharded)
     _replaced.update((each, True) for each in replaced)

@@ -131,10 +131,10 @@ class GradientSender:
         return dict(zip(order, parts, strict=True))
 
     def take(self, weight: float, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Copy the gradients of the whole parameters, which may be freed afterwards.
+        """Copy the gradients of the whole parameters to the tensor that will be sent.
 
-        `weight` is the weight of this rank's gradients. `gradients` are in the order of the slots;
-        None counts as 0.
+        The caller may then free them. `weight` is the weight of this rank's gradients. `gradients`
+        are in the order of the slots; None counts as 0.
         """
         if weight != self._weight:
             self._weight = weight
@@ -162,9 +162,9 @@ class GradientSender:
         copies: Sequence[GradientCopy],
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
-        """Make these copies of gradients, all of which have the dtype `dtype`.
+        """Copy the gradients of one dtype, `dtype`, to the places that `copies` lists.
 
-        For the dtype of the shards, this rank's weight is copied to the header of each part, too.
+        If it is the dtype of the shards, also copy this rank's weight to the header of each part.
         """
         targets, sources = [], []
         for position, elements, target in copies:
@@ -204,7 +204,8 @@ class GradientSender:
 def bound_received(ranks: int) -> float:
     """Return an upper bound for the size of the gradients that a rank receives from the others.
 
-    The bound is a multiple of the size of all gradients of a flat. `ranks` is the number of ranks.
+    It is relative to the size of a flat's gradients: with 2.0, a rank receives at most twice as
+    much. `ranks` is the number of ranks.
     """
     return min(MOST_RECEIVED, ranks - 1.0)
 

@@ -26,8 +26,8 @@ def choose_units(model: Any, wanted: Sequence[Any] | type | None) -> dict[str, A
 
     `wanted` are the units' classes or modules. For None, units are the blocks of the model's
     outermost ModuleLists. Other layers, such as embeddings, are also units if they have at least
-    0.3 of the smallest block's parameters. Without such blocks, units are modules with up to an
-    eighth of the model's parameters. Raises RequestError if `wanted` matches no module.
+    0.3 times as many parameters as the smallest block. Without such blocks, units are modules with
+    up to an eighth of the model's parameters. Raises RequestError if `wanted` matches no module.
     """
     if wanted is None:
         return _choose_blocks(model)

@@ -32,7 +32,7 @@ def count_gathered(
     casts: Any = None,
     received: float | None = None,
 ) -> int:
-    """Return the maximum bytes that a rank holds besides its part of the state and activations.
+    """Return the maximum bytes that a rank holds in addition to its shards and activations.
 
     They are the sum of
 
@@ -42,10 +42,11 @@ def count_gathered(
     - the parameters that are never sharded, with their gradients and optimizer state;
     - the statistics of 4-bit weights, which every rank holds.
 
-    `units` are the units by name. `dtype` and `casts` are the arguments of `choose_dtype`.
+    `units` has the units' modules by name. `dtype` and `casts` are the arguments of `choose_dtype`.
 
-    If half-precision gradients are sent as they were computed, `received` is the most that a rank
-    receives from the others, relative to a unit's gradients. Otherwise it is None.
+    If half-precision gradients are sent as they were computed, `received` is the result of
+    `bound_received`: how many times the size of a unit's gradients a rank receives at most.
+    Otherwise it is None.
     """
     # an embedding is freed before its gradients are reduced, so its parameters don't count then
     parameters = find_parameters(model, units)
@@ -73,7 +74,7 @@ class UnitBytes(NamedTuple):
 
     - `gathered`: bytes of its whole parameters.
     - `gradients`: bytes of their gradients.
-    - `buffer`: bytes allocated to reduce these gradients, while other ones are computed.
+    - `buffer`: bytes allocated to reduce these gradients, while the next unit's are computed.
     """
 
     gathered: int
@@ -82,7 +83,7 @@ class UnitBytes(NamedTuple):
 
     @property
     def reduced(self) -> int:
-        """The memory for one unit's gradients and for the previous unit's, which are reduced."""
+        """The bytes for a unit's gradients while those of a like unit before it are reduced."""
         return self.gradients + self.buffer
 
 

@@ -1,4 +1,4 @@
-"""A model that each rank holds whole, with the attributes by which checkpoints read a model."""
+"""A model that each rank holds whole, in a form that checkpoints can read like a sharded model."""
 
 from __future__ import annotations
 
