@@ -132,9 +132,10 @@ class Rebalancing:
             self._change(tuple(state["shares"]), tuple(state["micros"]), 0)
 
     def _medians_of_window(self) -> RankTimes:
-        """Return the medians of this rank's step times in the window, without disturbed steps.
+        """Return the medians of this rank's step times in the window.
 
-        The compute time (own work) is 0 if unknown.
+        Steps in which evener checked a loss, or memory ran out, are left out. The compute time (own
+        work) is 0 if unknown.
         """
         # Unknown in a window in which the rows per pass changed, and in SETTLING_WINDOWS windows
         # after memory ran out: the allocator's cache is then empty, and steps take far longer.

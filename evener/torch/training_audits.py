@@ -204,9 +204,10 @@ class TrainingAudits:
         return self._due
 
     def note_loss(self, loss: Any, made_of: tuple[Any, ...], caller: FrameType) -> None:
-        """Make the next audit due if this loss comes from new operations or changed settings.
+        """Make the next audit due if this loss is computed in another way than earlier losses.
 
-        `made_of` identifies the loss's operations. `caller` is the frame that calls backward.
+        That is the case if it comes from other operations, or if a setting that it uses has
+        changed. `made_of` identifies the operations. `caller` is the frame that calls backward.
         """
         if self.judge.over:
             return

@@ -63,7 +63,7 @@ class Epoch:
         return self.open or self.unfinished or self.batches[-1].is_alive()
 
     def leaves_one(self) -> bool:
-        """True if the training loop may not have computed the epoch's last batch yet."""
+        """True if the training loop possibly still has to compute the epoch's last batch."""
         # a loop may fetch the next epoch's first batch before it computes the last batch of this
         # one
         last = self.batches[-1]

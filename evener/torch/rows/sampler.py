@@ -222,9 +222,10 @@ class UnevenBatchSampler:
         return self._schedules[-1]
 
     def sample_rows(self, first: int, more: int) -> list[int]:
-        """Return the next `first` row indices of the epoch, and up to `more` evenly spaced indices.
+        """Return the next `first` row indices, and up to `more` from evenly spaced places.
 
-        Audits compute these rows. The result has no duplicates, and is the same on every rank.
+        The places are spread over the epoch's order of rows. Audits compute these rows. The result
+        has no duplicates, and is the same on every rank.
         """
         order, most = self._draw(self.epoch), min(more, self.length)
         spread = [self.length * place // most for place in range(most)]

@@ -49,7 +49,7 @@ class OptimizerCheck:
         self.hooks = ProcessHooks(lambda: [register_optimizer_step_pre_hook(self._before_step)])
 
     def forget(self) -> None:
-        """Check every optimizer again before its next step, because another run trains them."""
+        """Check every optimizer again before its next step, because another training run begins."""
         self._known.clear()
 
     def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> Any:
@@ -160,7 +160,8 @@ def check_memory(optimizer: Any, trained: list[Any]) -> None:
 def update_one_by_one(optimizer: Any, tensors: int = 0) -> None:
     """Make a step update its parameters one by one if there isn't enough memory for all at once.
 
-    `tensors` is the number of state tensors of each parameter's size that the step also allocates.
+    `tensors` is the number of state tensors that the step also allocates for each parameter, each
+    of the parameter's size.
     """
     # a step that ran out of memory halfway would leave only some of the parameters updated
     for group in optimizer.param_groups:

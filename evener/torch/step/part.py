@@ -87,8 +87,8 @@ class Part:
     def at(self, turn: Pass) -> Part:
         """Return a part with the rows of the pass `turn`, weighted in proportion.
 
-        `turn` is a planned pass or, after that ran out of memory, some of its rows. If `turn` has
-        all rows of this part, the part itself is returned.
+        `turn` is a planned pass or, if the planned pass has run out of memory, some of its rows. If
+        `turn` has all rows of this part, the part itself is returned.
         """
         # in proportion to rows or, if the loss is a mean over what `count` counts, to that count
         if turn.rows == self.rows:

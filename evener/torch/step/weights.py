@@ -1,4 +1,7 @@
-"""The weight of a rank's gradients in each batch, from the loader to the backward pass."""
+"""Weight a rank's gradients in each batch by the rank's fraction of the batch's rows.
+
+The loader reports the rows of each rank, and the weight is set when a backward pass begins.
+"""
 
 from __future__ import annotations
 

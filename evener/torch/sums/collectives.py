@@ -96,10 +96,9 @@ def refuse_collectives(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count_exchanges() -> dict[str, int]:
-    """Return the number of collectives that this process has started with other ranks.
+    """Return how many collectives this process has started, by process group and device type.
 
-    There is one number for each process group and device type, which are named in its key. The
-    result is empty without a process group.
+    See `count_collectives`. The result is empty without a process group.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return {}
@@ -113,7 +112,7 @@ def gather_rows(
 
     - `sizes`: the n_i; a rank with 0 rows may pass any row.
     - `by_loss`: True if losses are weighted, False if the model's gradients are weighted later.
-    - `timer`: doesn't count the collectives as compute time (own work).
+    - `timer`: the StepTimer, which then doesn't count the collectives as compute time (own work).
 
     A row's gradient is the sum of its gradients from all ranks' losses, each weighted by the number
     of rows on its rank. That is exact if every rank computes the whole batch's loss, or the mean
