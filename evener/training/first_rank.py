@@ -2,8 +2,8 @@
 
 So a script for one GPU runs only once, and a launcher in the program can use all devices. Whether
 evener or such a launcher started a process is found from its environment variables. The launcher
-sets other values for the rank, the number of ranks or the id of an elastic run (a run of PyTorch's
-elastic agent) than evener.
+sets values other than evener's for the rank, the number of ranks or the id of an elastic run (a run
+of PyTorch's elastic agent).
 """
 
 from __future__ import annotations

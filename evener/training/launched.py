@@ -81,7 +81,9 @@ def launched_run() -> str:
 
 
 def launched_records() -> Path | None:
-    """Return the folder to which this process copies its last record for evener launch.
+    """Return the folder in which this process keeps a copy of its newest record of steps.
+
+    evener launch reads the copy.
 
     Return None if evener launch hasn't set one.
     """

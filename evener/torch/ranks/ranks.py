@@ -384,8 +384,8 @@ def find_shares(
 def describe_own_rows(device: Any, rows: int, world: int) -> RankShares:
     """Return the shares of an unchanged program, whose processes each train `rows` rows per step.
 
-    All `world` processes get the share of this process's `device`. If that is the CPU, its id is
-    that of the CPU slice on which evener started this process.
+    The shares of all `world` processes have the id of this process's `device`. For the CPU, that is
+    the id of the CPU slice on which evener started this process.
     """
     name = _name_gpu(device, visible_gpus()) if device.type == "cuda" else launched_device()
     share = Share(name or str(device), device.index or 0, str(device), 0, 0.0)

@@ -136,8 +136,8 @@ def cut_model(
 ) -> Sharded:
     """Shard a model over the ranks of `place`: replace its parameters with this rank's pieces.
 
-    `units` has the modules that are gathered one at a time, by name. `dtype`, `keeps` and `casts`
-    are passed to Sharded.
+    `units` has the modules to gather and free one after another, by name. `dtype`, `keeps` and
+    `casts` are passed to Sharded.
     """
     if place.device.type == "cpu":
         return_memory()

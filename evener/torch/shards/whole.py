@@ -83,7 +83,7 @@ class UnitBytes(NamedTuple):
 
     @property
     def reduced(self) -> int:
-        """The bytes for a unit's gradients while those of a like unit before it are reduced."""
+        """The bytes for a unit's gradients, and for an equal unit's that are being reduced."""
         return self.gradients + self.buffer
 
 
