@@ -279,7 +279,7 @@ class Session(EventThread):
         return alarms
 
     def _stop_late_probes(self, spared: tuple[str, ...] = ()) -> None:
-        """Stop all probes because the budget is used up, unless one is in a `spared` phase."""
+        """Stop all probes as too late for the budget; if one is in a `spared` phase, stop none."""
         # wait until the workload is built, so that errors in the user's code are reported
         while not self._seen and any(map(_is_being_built, tuple(self._running.values()))):
             if self._halt.wait(POLL_SECONDS):

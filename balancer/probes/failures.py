@@ -234,8 +234,8 @@ def describe_exit(code: int) -> tuple[Cause, str]:
 def find_gpu_number(text: str) -> int | None:
     """Return the number of the GPU that an error's text names.
 
-    Return None if the text names no GPU, or several. A framework counts only the GPUs that its
-    process can see.
+    It counts only the GPUs that the process can see, as frameworks do. Return None if the text
+    names no GPU, or several.
     """
     found = {int(number) for number in _GPU.findall(text)}
     return found.pop() if len(found) == 1 else None

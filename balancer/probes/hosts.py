@@ -125,8 +125,8 @@ class LocalHost:
     def _find_server(self, environment: ChildEnvironment) -> tuple[ChildServer, int | None]:
         """Return a server that can fork a child with this environment, and a descriptor.
 
-        The descriptor belongs to the channel on which a copy of the new child should serve later
-        requests. It is None if the child should leave no copy.
+        The new child should leave a copy of itself, which forks later children. The descriptor is
+        that copy's end of a channel for requests; None if no copy is wanted.
         """
         # a server has already imported the framework, so it suits only children with the same
         # values of all variables that affect the import

@@ -145,7 +145,7 @@ def _label(layout: Layout, devices: Sequence[Device]) -> str:
 
 
 def _find_kind(compared: ComparedLayout, devices: int) -> EvidenceKind:
-    """Return what a plan's evidence calls a rival, such as "best_device"."""
+    """Return the name of a rival in a plan's evidence, such as "best_device"."""
     traits = compared.layout.traits
     if compared.family is None or traits.sharded or not traits.by_shares:
         return "other"

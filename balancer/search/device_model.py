@@ -86,9 +86,10 @@ class DeviceModel:
 
     @cached_property
     def solo_curve(self) -> Curve | None:
-        """The curve of the device alone in its process, while the other devices compute too.
+        """The device's curve when each device computes its own steps, all at the same time.
 
-        It is fitted to the points of the whole group; None if there are none.
+        It is fitted to the points of all devices in this one's group, which are alike. It is None
+        if there are none.
         """
         return fit_curve(self.group_points, self._among)
 
@@ -166,9 +167,9 @@ class DeviceModel:
 
     @cached_property
     def guessed_alone_rows(self) -> int:
-        """The largest batch for a round of devices alone, according to memory and time.
+        """The estimated largest batch that this device can compute alone in memory and in the time.
 
-        Several rounds may be needed to reach it. It is 0 before the device ran.
+        Several rounds of probes may be needed to reach it. It is 0 until the device has run.
         """
         if self.solo_curve is None or self.optimistic is None or not self.memory.largest_ran:
             return 0

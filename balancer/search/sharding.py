@@ -90,12 +90,13 @@ class RowDemand(msgspec.Struct, frozen=True):
 
 
 class StateDivision(msgspec.Struct, frozen=True):
-    """The fraction of the state that each device holds.
+    """How the state is divided among the devices, and for which passes.
 
+    - `parts`: the fraction of the state that each device holds.
     - `in_passes`: True if rows are computed in several passes; the gradients of earlier passes then
       exist when activations are at their peak.
     - `limits`: the memory of each device without its headroom, in bytes; None if unknown.
-    - `rows`: the rows of one pass on each device, for which the division leaves room.
+    - `rows`: the rows of one pass on each device; the division leaves memory for them.
     """
 
     parts: tuple[float, ...]
@@ -153,7 +154,7 @@ class Sharding:
         return () if whole and not self.parts else tuple(map(self._with_shards, probes))
 
     def _urgent_whole_step(self, budget: Budget) -> Probe | None:
-        """Return a probe of the first whole step if the time left is hardly longer than its start.
+        """Return a probe of the first whole step if there is barely time left to start it.
 
         Without a whole step there is no plan. Return None if one has run, or if there is time for
         more measurements of single devices before it.
