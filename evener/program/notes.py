@@ -24,7 +24,7 @@ READ_STEPS = 10  # number of steps between readings of the timer, which stores t
 
 
 class SharesOrigin(msgspec.Struct, frozen=True):
-    """The model and batch of the earlier training run that determined a plan's shares."""
+    """The model and batch size of the earlier training run that determined a plan's shares."""
 
     # for another model or batch, these shares may be wrong
 

@@ -73,7 +73,7 @@ def _trains_as_loop(trainer: Any) -> bool:
 
 
 def _plan(trainer: Any) -> None:
-    """Store in `_planned` a Trainer that trains by shares in place of `trainer`.
+    """Create a Trainer that trains by shares in place of `trainer`, and store it in `_planned`.
 
     If that is impossible, report why.
     """
