@@ -182,7 +182,7 @@ class Rebalancing:
     def _rows_of_several_passes(self) -> int:
         """Return the maximum rows per pass if this rank computes its share in several passes.
 
-        Return 0 if that is unknown, or if the share can't be divided into more passes.
+        Return 0 if the maximum is unknown, or if the share can't be divided into more passes.
         """
         # memory must then also hold the gradients of earlier passes
         if not self._divides or self._training.passes.recovery.uses_collectives:

@@ -179,7 +179,7 @@ class TrainingAudits:
         return not self.judge.over and self.judge.step <= self._measures_until
 
     def report(self, fault: str) -> None:
-        """Send the other ranks the result of a check that isn't one of these audits.
+        """Send the other ranks the result of a check of the loss that isn't one of these audits.
 
         `fault` is the reason why shares have to become equal, or "".
         """
@@ -697,7 +697,9 @@ class TrainingAudits:
     def _share_result(
         self, replayed: Replayed, numbers: list[Number] | None = None, survives: bool = False
     ) -> None:
-        """Send this rank's result to the other ranks without waiting, and act on it.
+        """Send this rank's result to the other ranks without waiting for theirs.
+
+        If it is a difference, print a warning, raise RequestError or request equal shares.
 
         - `numbers`: the numbers used in the loss, if known.
         - `survives`: True if the audited passes may be retried in smaller ones after memory runs

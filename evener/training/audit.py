@@ -311,7 +311,7 @@ class Audits:
         return changed or again or self._confirms or is_audited(self.step)
 
     def sees(self, signature: Hashable) -> bool:
-        """Record a signature; return True if it is new, and the step must be audited for it.
+        """Record a signature; return True if it is new, so that the step must be audited.
 
         Only the first 32 signatures are recorded.
         """

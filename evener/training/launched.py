@@ -66,7 +66,7 @@ def launched_device() -> str:
 def rendezvous_file(address: str) -> str | None:
     """Return the rendezvous file that replaces `address` (HOST:PORT) for this host's processes.
 
-    Return None if they meet at the port, or if another launcher started this process.
+    Return None if the processes meet at that port, or if another launcher started this process.
     """
     # another launcher's rendezvous may have the same address
     named, _, path = os.environ.get(RENDEZVOUS, "").partition(" ")

@@ -29,8 +29,8 @@ class Replayed(msgspec.Struct, frozen=True):
 
     - `audited`: the audit; None if it isn't possible.
     - `fault`: why it isn't possible, as a part of a message.
-    - `cut`: True if the loss couldn't be computed for the preferred rows, but only for rows with
-      other padding.
+    - `cut`: True if the loss could only be computed for rows that are padded to other lengths than
+      the preferred rows.
     - `certain`: False if a number in the record may be an unrecognized count of its rows.
     - `closed`: True if the record uses no rows but those of its batch.
     """
@@ -54,7 +54,7 @@ def audit_record(
 
     - `rows`: alternatives, such as rows with and without padding.
     - `sketcher`: creates a GradientSketcher for each audit.
-    - `computations`: returns the reference and the training run's computation.
+    - `computations`: returns the computations to compare, the reference and the training run's.
     - `counts`: ways to read numbers as counts of rows (see `LossRecord.compute`), tried in turn
       until an audit finds no difference.
     - `moves`: passed to `GradientSketcher.open`.

@@ -67,7 +67,10 @@ class StopSignal:
         return self._agreed
 
     def _check_all(self) -> None:
-        """Run the all-reduce, which also decides the number of steps until the next one."""
+        """Check with an all-reduce whether any rank has received SIGTERM.
+
+        The ranks also agree on the number of steps until their next check.
+        """
         now = time.monotonic()
         step_seconds = max(now - self._checked_at, 1e-9) / self._steps_between
         steps = max(1, min(MOST_STEPS, 2 * self._steps_between, int(CHECK_SECONDS / step_seconds)))

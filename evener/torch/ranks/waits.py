@@ -20,8 +20,8 @@ _timers: weakref.WeakSet[Any] = weakref.WeakSet()
 def time_waits(timer: Any) -> None:
     """From now on, exclude waiting for collectives within passes from a timer's compute time.
 
-    `timer` is a StepTimer. On a GPU, the excluded time is the time in which a stream waits for a
-    communicating stream.
+    `timer` is a StepTimer. On a GPU, the excluded time is that in which the computing stream waits
+    for another stream, which runs the collectives.
     """
     # on a GPU, the host doesn't wait for collectives
     _timers.add(timer)

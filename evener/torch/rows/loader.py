@@ -40,9 +40,9 @@ class Epoch:
     """One iteration over a loader.
 
     - `training`: False for validation.
-    - `tail`: in which batches the ranks' weights differ from those in a full batch. None: in no
-      batch. A number: in the last batch, which has that many rows. Any other object: possibly in
-      every batch.
+    - `tail`: the batches in which the ranks' weights differ from those in a full batch. It is None
+      if there are none, the last batch's number of rows if only the weights in that batch differ,
+      or any other object if the weights may differ in every batch.
     - `by_length`: True if rows are assigned by length; a batch must then not be cut into passes.
     - `loader()`: returns the loader, or None if it no longer exists.
     """

@@ -120,7 +120,8 @@ class Flat:
     def send_as_computed(self) -> None:
         """From now on, send gradients in the dtypes they were computed in, if that saves bytes.
 
-        Such gradients don't accumulate, so each backward pass must then end in a reduction.
+        Such gradients can't be accumulated over several backward passes, so each backward pass must
+        then end in a reduction.
         """
         as_stored = self.cuts[-1][1] * self.shard.element_size()
         is_shorter = self.gathered.size < as_stored
@@ -260,10 +261,9 @@ class Flat:
             slot.view = None
 
     def _make_views(self, made: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the gradient of this rank's shard, and create it if there is none.
+        """Return the gradient of this rank's shard; create it if there is none.
 
-        In this case, it becomes `made`, or zeros without `made`, and each slot gets a view of its
-        range.
+        A created gradient is `made`, or zeros if that is None. Each slot gets a view of its range.
         """
         if self._grad_shard is None:
             self._grad_shard = torch.zeros_like(self.shard) if made is None else made

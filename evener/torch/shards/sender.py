@@ -211,7 +211,7 @@ def bound_received(ranks: int) -> float:
 
 
 def saves_memory(ranges: Sequence[tuple[int, int]]) -> bool:
-    """True if no rank needs more memory for received gradients than for a sum in float32.
+    """True if no rank needs more memory for received gradients than a sum in float32 would take.
 
     `ranges` are the ranks' ranges of a flat's elements.
     """

@@ -31,9 +31,9 @@ def match_addresses(inputs: Any, batches: Sequence[TakenBatch]) -> list[TakenBat
 
 
 def _count_among(inputs: Sequence[torch.Tensor], batch: TakenBatch) -> tuple[int, int]:
-    """Count the inputs that share storage with a batch, and those that begin at its tensors.
+    """Return how many inputs share storage with a batch, and how many begin at the same address.
 
-    The second count has only inputs whose address is that of one of the batch's tensors.
+    The second number counts the inputs whose address is that of one of the batch's tensors.
     """
     # Batches can be views of one tensor, such as a data set in memory. They share its storage, but
     # only the batch that the model computes begins at the inputs' addresses.

@@ -166,7 +166,10 @@ class TensorGroup:
         self._came[place] = self._came[place] + own if place in self._came else own
 
     def _call_at_the_end(self, task: int) -> None:
-        """Schedule the all-reduce in the backward pass `task`, after all wrapped models' sums."""
+        """Schedule the all-reduce after all wrapped models' sums in the current backward pass.
+
+        `task` is the number of the backward pass.
+        """
         # so the order of collectives is the same on every rank
         own = weakref.ref(self)
 

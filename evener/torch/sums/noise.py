@@ -145,7 +145,7 @@ class RankNoise:
         return [batch.sizes for batch in self._noted] or self._begun
 
     def _rows(self) -> tuple[int, ...]:
-        """Return each rank's number of rows in the next sum, added up over the sum's batches."""
+        """Return each rank's number of rows in all batches whose gradients are summed next."""
         batches = self._batches()
         return tuple(size * len(batches) * self.accumulated for size in batches[0])
 
