@@ -152,7 +152,8 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True):
 
     - `seconds`: the part's duration in a step, of which the remedy saves the fraction `spared`.
     - `without_s`: the duration of a step without the part, if that was measured.
-    - `remaining_s`: the seconds of a step that the usual remedy may leave or add.
+    - `remaining_s`: the seconds of a step that may remain after the usual remedy, or that the
+      remedy may add.
 
     The part is reported only if the lower bound of its gain reaches the `least_gain` of its kind.
     """
@@ -173,8 +174,8 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True):
 def bound_error(seconds: float, step_s: float, relative: float, left: float = LEFT_ERROR) -> float:
     """Return the margin of error of a part's measured time: half of its 95 % interval.
 
-    The part takes `seconds` of a step of `step_s` seconds. The margin is the smaller of two bounds:
-    the fraction `relative` of the part, and the fraction `left` of the rest of the step.
+    The part takes `seconds` of a step of `step_s` seconds. The margin is `relative` times the
+    part's time or, if that is smaller, `left` times the rest of the step.
     """
     # the rest was measured, too, so its error limits the part's
     return min(relative * seconds, left * max(0.0, step_s - seconds))
@@ -202,10 +203,11 @@ SLOWED = frozenset({LimitKind.POWER, LimitKind.HEAT, LimitKind.NEIGHBOUR})
 def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
     """Return the parts without their overlaps; they then add up to at most the step.
 
-    - A lack of cores slows all other parts except those of `APART` kinds. The time without a core
-      is subtracted from them, in proportion to their durations.
+    - A lack of cores slows all other parts except those of `APART` kinds. The time spent waiting
+      for a core is subtracted from them, in proportion to their durations.
     - Unequal work includes the time that the slowest device loses to heat, power or a neighbour
-      (another process on the device). A loss that is a part of its own is subtracted from it.
+      (another process on the device). If such a loss is also one of the parts, its time is
+      subtracted from the unequal work.
     - Parts that still add up to more than the step are shortened. A lack of cores and `APART` kinds
       have priority, then the longest parts.
     """
@@ -221,9 +223,11 @@ def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
 
 
 def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
-    """Return the parts, after subtracting the time without a core from those that include it."""
-    # a lack of cores slows all parts by the same fraction, except `HOST_STARVED` and the kinds in
-    # `APART`
+    """Return the parts, each without the time that it spent waiting for a core.
+
+    The lack of cores itself (`HOST_STARVED`) and parts of `APART` kinds are returned unchanged.
+    """
+    # a lack of cores slows all other parts by the same fraction
     apart_s = sum(part.seconds for part in parts if part.kind in APART)
     starved_s = sum(part.seconds for part in parts if part.kind is LimitKind.HOST_STARVED)
     room_s = step_s - apart_s
@@ -235,10 +239,10 @@ def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]
 
 
 def _without_slowed(part: StepPart, parts: Sequence[StepPart]) -> StepPart:
-    """Subtract from unequal work the losses that are parts of their own.
+    """Return unequal work without the losses that `parts` lists separately.
 
-    They are the time that the same device loses to heat, power or a neighbour (another process on
-    it). Parts of other kinds are returned unchanged.
+    The losses are the time that the same device loses to heat, power or a neighbour (another
+    process on the device). A part of any other kind is returned unchanged.
     """
     # only unequal work includes such losses, because the other devices wait for a slowed device
     if part.kind is not LimitKind.UNEQUAL:

@@ -5,8 +5,8 @@ on the rows, and activations do. If the peak of only one pass size is known, all
 to grow with the rows, which overestimates the memory of larger passes. Otherwise per_row is the
 steepest slope from a smaller size's peak to the largest size's peak. That slope is too flat if a
 smaller size's peak was too high, for example because evener checked the loss in that step. So
-per_row is at least the largest size's peak without the memory that is held between steps, divided
-by the rows of that size.
+per_row has a lower limit: the largest size's peak, minus the memory that is held between steps,
+divided by the rows of that size.
 
 This module has no side effects.
 """

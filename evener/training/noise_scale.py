@@ -74,18 +74,18 @@ def separate_noise(sizes: Sequence[int], weighted: float, whole: float) -> Sampl
 
 
 def efficiency(batch: int, noise_scale: float) -> float:
-    """Return how much a row contributes to learning, as a fraction of a row in a tiny batch.
+    """Return how much a row of a batch contributes to learning, relative to one of a tiny batch.
 
-    The fraction is 0.5 if `batch` is equal to the noise scale.
+    The result is 0.5 if `batch` is equal to the noise scale.
     """
     return noise_scale / (noise_scale + batch)
 
 
 def extra_rows(batch: int, other: int, noise_scale: float) -> float:
-    """Return what a change of the batch size from `batch` to `other` rows costs in learning.
+    """Return the factor by which training needs more rows if the batch size becomes `other`.
 
-    A result of 1.2 means that 20 % more rows are needed to reach the same loss. The result is below
-    1 if `other` is smaller than `batch`.
+    A result of 1.2 means that 20 % more rows than with `batch` are needed to reach the same loss.
+    The result is below 1 if `other` is smaller than `batch`.
     """
     return (noise_scale + other) / (noise_scale + batch)
 
@@ -93,7 +93,7 @@ def extra_rows(batch: int, other: int, noise_scale: float) -> float:
 def rate_gain(batch: int, other: int, noise_scale: float) -> float:
     """Return the factor for SGD's learning rate if the batch grows from `batch` to `other` rows.
 
-    It is the gain of AdaScale (arXiv 2007.05105).
+    It is the gain ratio of AdaScale (arXiv 2007.05105).
     """
     return other / batch / extra_rows(batch, other, noise_scale)
 

@@ -1,7 +1,7 @@
-"""Find out how the value of a whole batch follows from the values of its parts.
+"""Find out how the value of a whole batch is computed from the values of its parts.
 
-The value, such as a loss, can be the mean of the parts' values, weighted by their counts of a unit
-such as rows, or the sum of the parts' values. Each of these ways is called a kind.
+The value, such as a loss, can be the sum of the parts' values, or their mean, weighted by the
+number of rows (or of another unit) in each part. Each of these ways is called a kind.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ def find_fitting(
 ) -> list[str]:
     """Return the kinds by which the parts' values combine to the value of the whole.
 
-    `counts` maps the name of a unit to its count in each part, such as {"rows": (3, 5), "labels":
-    (20, 61)}. The result has a unit if the parts' mean, weighted by its counts, equals `whole`, and
-    it has SUM if the parts add up to `whole`. Values count as equal if they differ by at most
-    `rounding`, relative to the largest value.
+    `counts` maps the name of a unit to the number of units in each part, such as
+    `{"rows": (3, 5), "labels": (20, 61)}`. The result contains the name of a unit if the mean of
+    `parts`, weighted by these numbers, equals `whole`. It contains SUM if the sum of `parts` equals
+    `whole`. Values count as equal if they differ by at most `rounding`, relative to the largest
+    value.
     """
     values = [abs(value) for value in (whole, *parts) if math.isfinite(value)]
     near = rounding * max(values, default=0.0)

@@ -115,10 +115,10 @@ class Rebalancer:
     - `most` are the maximum rows per pass that fit in each rank's memory (0: unknown).
     - Without `passes`, each share must fit in one pass.
 
-    If `most` is unknown for a rank, a change adds at most half of its current rows. The new share
-    must also fit in memory in one pass, as predicted from measured memory (`fits`), or in several
-    passes, if a prediction for those is known (`passes_fit`). If memory isn't measured, the share
-    stays below 1.25 times its initial rows.
+    If `most` is unknown for a rank, a change adds at most half of its current rows. If fewer are
+    predicted to fit in memory at once (`fits` of `observe`), the new share must fit in one pass, or
+    in several passes of up to `passes_fit` rows. If memory isn't measured, the share stays within
+    1.25 times its initial rows.
     """
 
     def __init__(
@@ -369,8 +369,9 @@ class Rebalancer:
     def _list_extras(self) -> list[float]:
         """Return the seconds that a further pass adds on each rank.
 
-        They apply at the speed for which the rank's curve holds; its current speed may differ. A
-        rank without a learned value gets the mean of the learned values, or 0 if there are none.
+        They are for the speed that the rank's curve describes; for its current speed, multiply them
+        by its factor (measured / predicted compute time). A rank without a learned value gets the
+        mean of the learned values, or 0 if there are none.
         """
         known = [each for each in self._extras if each is not None]
         usual = math.fsum(known) / len(known) if known else 0.0
@@ -437,7 +438,8 @@ class Rebalancer:
     ) -> float:
         """Return the minimum gain for a change of shares after `span` windows.
 
-        `seconds` times `factors` are the ranks' compute times; `rest_s` is the rest of a step.
+        `seconds` times `factors` are the ranks' compute times; `rest_s` is the rest of a step's
+        time.
         """
         # The minimum gain rises with the variation from one window to the next (noise) and over
         # many windows (drift). The longer a rank computes in a step, the more its variation counts.
@@ -467,7 +469,7 @@ class Rebalancer:
         """Estimate the largest possible gain from the slopes of the curves at the current shares.
 
         `factors` are measured compute times divided by predicted ones; `rest_s` is the rest of a
-        step.
+        step's time.
         """
         # `_find_faster_shares` checks this first, because solving for the shares takes far longer.
         own: list[float] = list(map(mul, factors, self._planned))
@@ -484,7 +486,7 @@ class Rebalancer:
         return (max(own) + rest_s) / (max(levels) + rest_s) - 1
 
     def _is_stuck(self, rank: int, share: int, gives: bool) -> bool:
-        """True if a rank with this share can't give up rows (`gives`), or can't get more (else)."""
+        """True if a rank's `share` can't be reduced (if `gives`) or increased (otherwise)."""
         if gives:
             return share <= self._quantum
         room = self._limited[rank]
@@ -588,7 +590,7 @@ def advise(
 def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:
     """Return the devices' names as shown in the monitor.
 
-    The result is empty if several shares have the same device, so that names are ambiguous.
+    The result is empty if several shares have the same device, because names would be ambiguous.
     """
     if len({(share.host, share.device) for share in shares}) < len(shares):
         return ()
@@ -617,7 +619,7 @@ def _medians(windows: Sequence[Sequence[float]]) -> tuple[float, ...]:
 
 
 def _relative_to_others(factors: Sequence[float]) -> list[float]:
-    """Return each factor divided by the geometric mean of the others."""
+    """Return each rank's factor divided by the geometric mean of the other ranks' factors."""
     # A slowdown of all ranks alike is no reason to move rows, and cancels out.
     logs = list(map(math.log, factors))
     others = max(1, len(logs) - 1)
@@ -661,7 +663,7 @@ def _is_past_half(factor: float, usual: float, shift: float) -> bool:
 
 
 def _is_proportional(curve: Curve) -> bool:
-    """True if a curve wasn't measured, but assumes that time is proportional to rows."""
+    """True if a curve wasn't measured and only assumes that time is proportional to rows."""
     return curve.batches == (0.0,) and curve.times == (0.0,)
 
 

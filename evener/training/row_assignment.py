@@ -56,7 +56,7 @@ class AssignmentSearch:
 
         The bound is the larger of two times: that of all rows if they could be divided exactly by
         the ranks' speeds, and that of the longest row on the fastest rank. It is approximate,
-        because it assumes the passes that are cheapest on the fastest device.
+        because the rows are assumed to be cut into passes as is cheapest on the fastest device.
         """
         alone = self._seconds_alone(self._best_cut, len(self._lengths))
         longest = min(
@@ -109,10 +109,10 @@ class AssignmentSearch:
                 yield self._cut_cheapest(price)
 
     def _cut_cheapest(self, price: float) -> list[int]:
-        """Return the ends of the runs into which the sorted batch is cut at the least cost.
+        """Cut the sorted batch into runs (one pass each) at the least cost; return where they end.
 
-        The cost is that on the fastest device, where a run is computed in one pass. The fixed cost
-        of a pass is multiplied by `price`, so a higher price gives fewer runs.
+        The cost is the time that the fastest device would take for all runs, but with the fixed
+        time of a pass multiplied by `price`. So a higher price gives fewer runs.
         """
         # For a given start of the last run, the total cost is a linear function of the run's end: a
         # line. A later start gives a flatter line. Therefore the lowest line is only searched
@@ -287,7 +287,7 @@ class RowAssigner(msgspec.Struct, frozen=True):
     saves_padding: bool = True  # adds passes to save padding; if False, only limits add passes
 
     def assign(self, lengths: Sequence[int]) -> RowAssignment:
-        """Assign rows of these `lengths` to the ranks; all should finish at the same time.
+        """Assign rows of these `lengths` to the ranks, which should all finish at the same time.
 
         Each rank gets at least one row if there are enough rows. If all rows are equally long, they
         are assigned in their order, by the ratios of the shares. Otherwise they are sorted first,

@@ -49,8 +49,8 @@ class RunningSums:
         - `step`: a value for each field of StepSums, in the same order. The first, the number of
           steps, is 0 if the step hasn't ended.
         - `seconds`: the sum of the durations in `step`.
-        - `own_s`: the measured time alone, if `step` is multiplied to stand also for steps that
-          weren't timed.
+        - `own_s`: the measured seconds alone, if the values in `step` were scaled up to represent
+          steps that weren't timed, too.
         """
         self._now = list(map(add, self._now, step))
         self._bin_s += seconds

@@ -64,8 +64,8 @@ def order_shares(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[in
     """Return the index in `active` of each rank's share.
 
     `active` are the plan's shares of the devices that take part. Ranks are matched to shares by
-    device. If no device is found, they are matched by host and local rank, or by rank if the shares
-    name no hosts. Raises PlanError unless each rank has a share of its own.
+    device. If no rank's device is in the plan, they are matched by host and local rank, or by rank
+    if the shares name no hosts. Raises PlanError unless each rank has a share of its own.
     """
     by_device = [_find_by_device(active, info) for info in ranks]
     if any(place is not None for place in by_device):

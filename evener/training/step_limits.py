@@ -165,8 +165,8 @@ class _Finder:
     ) -> Iterator[StepPart]:
         """Yield the part that the StepSums field `name` measures, if it is at least 5 % of a step.
 
-        `spared` is the fraction of this time that a remedy saves. The part's kind is `kind`, or
-        `alone` (if given) if another rank needs less than half as long.
+        `spared` is the fraction of this time that a remedy saves. The part's kind is `kind`. If
+        another rank needs less than half as long, it is `alone` instead, unless that is None.
         """
         # A rank has it alone if another needs less than half as long. A remedy then saves at most
         # the time that the others wait for that rank.
@@ -205,7 +205,10 @@ class _Finder:
         )
 
     def _find_lead(self, place: int) -> float:
-        """Return for how long all other ranks wait for the rank at `place`, in seconds per step."""
+        """Return how long all other ranks wait for the rank at index `place`, in seconds per step.
+
+        The result is negative if another rank is busy longer.
+        """
         # Busy times show it better than measured waits. Waits are timed in only some of the steps,
         # so a long wait in a single step may be missed; files and validation are timed in all
         # steps.
@@ -215,11 +218,11 @@ class _Finder:
 
 
 def _find_rest_error(seconds: float, step_s: float) -> float:
-    """Return how much the rest of a step may change after a remedy: half of the 95 % interval.
+    """Return the margin of error of the rest of a step after a remedy: half of its 95 % interval.
 
-    The remedy removes `seconds` from a step of `step_s` seconds.
+    The remedy removes `seconds` from a step of `step_s` seconds. The rest of the step may then take
+    more or less time than before.
     """
-    # The rest of the step may then take more or less time than before.
     return bound_error(seconds, step_s, REST_ERROR, REST_ERROR)
 
 
@@ -393,6 +396,6 @@ def _read_curves(ranks: Sequence[MeasuredRank]) -> Sequence[Curve]:
 
 
 def _is_plausible(seconds: float) -> bool:
-    """True if a step's compute time is known, and neither impossibly short nor long."""
+    """True if a step can have this compute time: from a microsecond to about a day."""
     # Other processes report this time, and their reports may be wrong.
     return LEAST_WORK_S < seconds < MOST_WORK_S
