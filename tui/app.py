@@ -147,7 +147,7 @@ class EvenerApp(BaseApp):
         return made
 
     def refresh_css(self, animate: bool = True) -> None:
-        """Apply all styles again; do nothing while a screen is created, as it is styled anyway."""
+        """Apply all styles again, except while a screen is created: that styles it anyway."""
         if not self._makes_screen:
             super().refresh_css(animate)
 
@@ -217,8 +217,8 @@ class EvenerApp(BaseApp):
     def closing_lines(self, width: int | None) -> list[str]:
         """Return the lines to print on the terminal after the app is closed.
 
-        They are about the last search, and a training that was started in the app. They are wrapped
-        to `width`; None doesn't wrap them.
+        They are about the last search, and about a training that was started in the app. Lines
+        about the search are wrapped to `width` characters, or not at all if it is None.
         """
         from .text.closing import closing_lines
 

@@ -53,17 +53,17 @@ _SERIALS = itertools.count(1)
 class SessionReported(Message):
     """Posted when a live or replayed session reports an event.
 
-    `source` is the number of its SessionThread, so that late events of an earlier session can be
-    recognized.
+    `source` is the number of the session's SessionThread, by which late events of an earlier
+    session are recognized.
     """
 
     source: int
     event: Event
 
     def can_replace(self, message: Message) -> bool:
-        """True if the waiting `message` reports earlier progress of this message's probe.
+        """True if `message`, which is queued, reports earlier progress of the same probe.
 
-        Only such messages are dropped.
+        It is then dropped; no other event of a session is.
         """
         return (
             isinstance(message, SessionReported)
@@ -184,7 +184,7 @@ class Sampled(Message):
     snapshot: Snapshot
 
     def can_replace(self, message: Message) -> bool:
-        """True if the waiting message is a snapshot too, because only the newest is shown."""
+        """True if `message`, which is queued, is a snapshot too: only the newest one is shown."""
         return isinstance(message, Sampled)
 
 
@@ -407,7 +407,7 @@ class BaseApp(App[int]):
     def on_session_ended(self, message: SessionEnded) -> None:
         """Store that the session has ended, and why.
 
-        If the session couldn't start, the state before it is shown again.
+        If the session couldn't start, restore the state that was shown before it.
         """
         if self._session is None or message.source != self._session.source:
             return

@@ -45,7 +45,7 @@ class DemoApp(EvenerApp):
     async def on_mount(self) -> None:
         """Show the simulated cards briefly, then start the search.
 
-        Importing the modules that a search needs would delay the first frame.
+        The search starts later because importing its modules would delay the first frame.
         """
         self.set_timer(FIRST_SECONDS, self._search)
 

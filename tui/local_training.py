@@ -21,7 +21,7 @@ TAIL_BYTES = 64 << 10  # bytes at the end of the log that are read for its last 
 
 
 class LocalTraining:
-    """A training process, `evener` with these arguments, in a process session of its own.
+    """A training process, which runs `evener` with these arguments in its own process session.
 
     Its output is appended to `log`. Raises RequestError if the log can't be written.
     """

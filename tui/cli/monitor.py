@@ -180,11 +180,10 @@ def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapsho
 
 
 def _read_first(source: Source) -> Snapshot:
-    """Take a first snapshot, and wait until the next one can have rates; return the first.
+    """Take a snapshot and return it once the next one can contain rates, such as PCIe bytes/s.
 
-    Raises DeviceError if the devices can't be read.
+    A rate is computed from two readings. Raises DeviceError if the devices can't be read.
     """
-    # Rates need two readings.
     try:
         first = source.sample()
     except OSError as error:

@@ -313,9 +313,9 @@ _KEYS = {
 
 
 def help_lines(notes: Sequence[str], width: int) -> tuple[Line, ...]:
-    """Return the whole help page in lines of `width` cells.
+    """Return the help page, wrapped to lines of `width` cells.
 
-    `notes` are about this machine; they come last.
+    The page ends with `notes`, which are about this machine.
     """
     lines: list[Line] = []
     for title, keys in _KEYS.items():

@@ -41,7 +41,7 @@ class DryRunDialog(Dialog[bool]):
         self._stop = threading.Event()
 
     def content(self) -> Iterable[Widget]:
-        """Yield the text of the findings, and the buttons."""
+        """Yield the text, which shows the progress and then the result, and the buttons."""
         yield Text(id="findings")
         with Horizontal():
             yield Button("Close", id="close", compact=True)

@@ -214,7 +214,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         return super().check_action(action, parameters)
 
     def action_signal(self) -> None:
-        """Ask for a signal for the marked processes, or for the process under the cursor."""
+        """Ask which signal to send to the marked processes, or to the one under the cursor."""
         from .dialogs import choose_signal
 
         chosen = self.query_one(ProcessPanel).chosen_rows

@@ -68,7 +68,7 @@ class ContinueDialog(FieldDialog):
 def errors_file(run: str) -> Path | None:
     """Return the file with the errors that a run's child processes wrote; None if there is none.
 
-    If `run` is "", return the file of probes that belong to no run.
+    If `run` is "", return the file of the last measurement that belonged to no run.
     """
     with suppress(EvenerError):
         path = runs.errors_path(run) if run else error_file()
@@ -142,11 +142,11 @@ class RunActions(UsesApp):
 class SaveDialog(FieldDialog):
     """Asks for a path, and writes a file to it.
 
-    - `what`: the name of the document.
+    - `what`: the kind of document, such as "plan".
     - `name`: the proposed path.
     - `endings`: the allowed file name extensions.
     - `save`: writes the file, in a thread, because it may be slow.
-    - `next_step`: returns a sentence about what to do next with the written path, or "".
+    - `next_step`: called with the written path; returns what the user can do next as text, or "".
 
     An existing file is replaced only after the user confirms it.
     """

@@ -151,8 +151,7 @@ class RunsScreen(RunActions, SortedScreen):
         self.refresh_bindings()
 
     def _draw_plans(self) -> None:
-        """Draw the plan of the run under the cursor."""
-        # A marked run's plan is drawn to the left, for comparison.
+        """Draw the plan of the run under the cursor, and that of a marked run to its left."""
         panel = self.query_one(RunPanel)
         chosen = self.chosen_run
         others = [name for row in panel.chosen_rows if (name := panel.identity(row)) != chosen]

@@ -17,8 +17,8 @@ def closing_lines(run: str, path: str, width: int | None) -> list[str]:
     They are the run's verdict, or its number of measurements if it hasn't ended, and the commands
     that write its plan and resume it. If the run can't be read, return only the error.
 
-    `path` is the file to which the plan was written, or "". Lines are wrapped to `width`; None
-    doesn't wrap them.
+    `path` is the file to which the plan was written, or "". Lines are wrapped to `width`
+    characters, or not at all if it is None.
     """
     try:
         found = runs.load_run(run)

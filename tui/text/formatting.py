@@ -71,7 +71,8 @@ class Table(NamedTuple):
         """Return the title, the rows and the note as lines, followed by an empty line.
 
         A table that has only headings becomes the line "title: note"; it has no lines if the title
-        or the note is empty. The note is wrapped to `width`; None doesn't wrap it.
+        or the note is empty. The note of any other table is wrapped to `width` characters, or not
+        at all if `width` is None.
         """
         if len(self.rows) < 2:
             return [f"{self.title}: {self.note}", ""] if self.title and self.note else []

@@ -309,10 +309,10 @@ def _draw_table(
     kind: str = "",
     rare: range = range(0),
 ) -> str:
-    """Return an HTML table with the headings `head`; headings that are all empty are left out.
+    """Return an HTML table; it has no row of headings if all of `head` are empty.
 
-    `numbers` are the indices of columns with numbers, and `rare` of columns that are hidden on a
-    phone. `kind` is an additional CSS class.
+    `numbers` are the indices of columns with numbers, and `rare` those of columns that are hidden
+    on a phone. `kind` is an additional CSS class.
     """
 
     def classes(column: int) -> str:

@@ -45,8 +45,8 @@ def round_ticks(high: float, most: int = MOST_TICKS) -> list[float]:
 def round_log_ticks(low: float, high: float, most: int = MOST_TICKS) -> list[float]:
     """Return the ticks between `low` and `high` of a logarithmic axis: 1, 2 and 5 times 10^n.
 
-    If there are more than `most`, first those at 2 times 10^n are left out, then those at 5 times
-    10^n, and at last some powers of ten.
+    If there are more than `most`, the ticks at 2 times 10^n are left out. If there are still too
+    many, those at 5 times 10^n are left out too, and then some of the powers of ten.
     """
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for round_ in ((1, 2, 5), (1, 5), (1,)):
@@ -83,9 +83,9 @@ def draw_curves(curves: Sequence[MeasuredCurve], frontier: Sequence[Point] = ())
     """Return the chart of all devices' curves as SVG.
 
     Dotted lines mark batch sizes that ran out of memory. `frontier` has (batch size, samples/s,
-    worth) for each batch size that is faster than all smaller ones. The worth is the samples/s at
-    which very small batches would learn as fast. The samples/s are drawn as a dashed line, the
-    worth as a dash-dotted one.
+    worth) for each batch size that is faster than all smaller ones. The worth is how many samples/s
+    very small batches would need to learn as fast as this batch size. The samples/s are drawn as a
+    dashed line, the worth as a dash-dotted one.
     """
     axes = _find_axes(curves, frontier)
     parts = [*_draw_ticks(axes)]

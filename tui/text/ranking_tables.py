@@ -95,10 +95,10 @@ def _energy_cells(ranked: RankedLayout, power: Power | None) -> tuple[str, str, 
 
 
 def where(ranked: RankedLayout, labels: Sequence[str]) -> str:
-    """Return the devices of a layout with their samples, such as GPU:0[820] GPU:1[568].
+    """Return the devices of a layout with their samples, such as "GPU:0[820] GPU:1[568]".
 
-    Five trainings on one device are 5 x GPU:0[256]. For devices that hold different parts of the
-    model, the text ends in their common batch: GPU:0 GPU:1 [820].
+    Five trainings on one device are written "5 x GPU:0[256]". If the devices hold different parts
+    of the model, the text ends in their common batch, as in "GPU:0 GPU:1 [820]".
     """
     layout = ranked.candidate.layout
     if layout.traits.placed:

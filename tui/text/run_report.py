@@ -38,7 +38,10 @@ class MeasuredCurve(msgspec.Struct, frozen=True):
 
 
 class ReportData(msgspec.Struct, frozen=True):
-    """The data of a run's report, ready to be drawn; sequences by device are in the run's order."""
+    """The data of a run's report, ready to be drawn.
+
+    Sequences with an item for each device are in the order of the run's devices.
+    """
 
     header: Header
     labels: tuple[str, ...]
@@ -134,7 +137,7 @@ def _rank(plan: Plan) -> tuple[Evidence, ...]:
 
 
 def write_layout(layout: PlanLayout, header: Header) -> str:
-    """Return a layout's devices with their shares, such as GPU:0[820] + GPU:1[568]."""
+    """Return a layout's devices with their shares, such as "GPU:0[820] + GPU:1[568]"."""
     parts = zip(header.devices, layout.share, strict=True)
     where = " + ".join(
         f"{each.label}[{write_part(share)}]" for each, share in parts if share.takes_part
