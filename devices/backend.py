@@ -197,8 +197,8 @@ class VitalsWatch:
     def answer(self, until: float = 0.0) -> Vitals:
         """Return the driver's latest answer.
 
-        If a reading is pending, wait for it until the monotonic clock, in seconds, reaches `until`.
-        The default is not to wait.
+        If a reading is pending, first wait for it, at most until the monotonic clock reads `until`
+        (in seconds). The default is not to wait.
         """
         if self._thread is not None:
             self._thread.join(max(0.0, until - time.monotonic()))
@@ -206,14 +206,14 @@ class VitalsWatch:
 
     @property
     def pending(self) -> bool:
-        """True while a reading has been started and the driver hasn't answered."""
+        """True while the driver hasn't answered the last reading that was started."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def silent_seconds(self) -> float:
         """The seconds since the driver was asked for the pending reading; 0 if none is pending.
 
-        The time for which the reading's thread had to wait for a busy CPU doesn't count.
+        Time that the reading's thread spent waiting for a free CPU doesn't count.
         """
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
@@ -221,8 +221,8 @@ class VitalsWatch:
     def close(self) -> None:
         """Stop reading, without waiting for the driver.
 
-        A thread closes the reader when the driver has answered a pending call. May be called more
-        than once.
+        If a call is pending, a background thread closes the reader once the driver has answered.
+        May be called more than once.
         """
         if not self._closed:
             self._closed = True
@@ -319,9 +319,9 @@ class Backend(Protocol):
     def visible(
         self, devices: Sequence[Device], variables: Mapping[str, str]
     ) -> tuple[Device, ...]:
-        """Return the listed devices that a process with these environment variables sees.
+        """Return those of `devices` that a process with these environment variables sees.
 
-        The maker's variable, such as CUDA_VISIBLE_DEVICES, also determines their order.
+        The maker's variable, such as CUDA_VISIBLE_DEVICES, also determines the order of the result.
         """
         return visible_devices(devices, variables.get(self.visible_variable))
 
@@ -362,7 +362,7 @@ class Backend(Protocol):
         return {self.visible_variable: ",".join(ids)} if self.visible_variable else {}
 
     def show_by_number(self, devices: Sequence[Device]) -> dict[str, str]:
-        """Like `show`, return environment variables, with numbers in place of ids where possible.
+        """Return the variables of `show`, with the devices' numbers instead of ids where possible.
 
         This is for libraries, such as DeepSpeed, that can't read ids.
         """

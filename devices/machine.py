@@ -103,7 +103,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def fixed_ms(self) -> float:
-        """The milliseconds of a step without rows, estimated from the curve.
+        """The time of a step without rows, in milliseconds, estimated from the curve.
 
         The line through each pair of neighboring points gives an estimate at 0 rows. The lowest of
         these estimates is used.
@@ -152,7 +152,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return fastest
 
     def gain(self, processes: int) -> float:
-        """Return the combined throughput of `processes` training runs, relative to one run.
+        """Return the combined throughput of `processes` training runs, relative to that of one run.
 
         The runs are side by side on this device. Without a `pack_gain` curve, they share the
         device's time, so the gain is 1.
@@ -256,7 +256,7 @@ class Machine(msgspec.Struct, frozen=True):
         return self.limits[position] if self.limits else Limit()
 
     def described(self) -> tuple[Device, ...]:
-        """The devices as `Device` objects, the type that real devices have as well."""
+        """The simulated devices as `Device` objects, the class that describes real devices, too."""
         return tuple(
             Device(
                 id=f"sim-{position}-{device.slug}",
@@ -308,7 +308,7 @@ class Machine(msgspec.Struct, frozen=True):
         )
 
     def step_noise(self, shares: Sequence[int]) -> float:
-        """Return the relative standard deviation of the step time, which is the noisiest device's.
+        """Return the relative standard deviation of a step's time: that of the noisiest device.
 
         `shares` has the rows of each device. Devices without rows don't count.
         """
@@ -344,7 +344,10 @@ class Machine(msgspec.Struct, frozen=True):
         return own if capped is None else min(own, capped)
 
     def short_bytes(self, position: int, at_seconds: float) -> int:
-        """Return how many bytes of a device's memory other processes hold at this time."""
+        """Return how many of a device's usable bytes other processes hold at this time.
+
+        `usable_memory_bytes` defines which bytes are usable.
+        """
         taken = sum(
             event.memory_taken_mib
             for event in self.events

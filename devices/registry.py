@@ -50,7 +50,10 @@ def all_backends() -> tuple[Backend, ...]:
 
 
 def name_maker(devices: Iterable[Device]) -> str:
-    """Return the maker's name of the first device that has one, such as "NVIDIA"; else ""."""
+    """Return the maker, such as "NVIDIA", of the first device with a known maker.
+
+    Return "" if there is no such device.
+    """
     makers = (find_backend(device.kind).maker for device in devices if device.kind in BACKENDS)
     return next(filter(None, makers), "")
 

@@ -102,7 +102,7 @@ class Sampler:
     def latest(self) -> Snapshot | None:
         """Return the newest snapshot; None before the first one.
 
-        If the source is overdue, the snapshot is marked as stale.
+        If the next snapshot is overdue, the newest one is marked as stale.
         """
         with self._lock:
             last = self._last
@@ -156,7 +156,7 @@ class Sampler:
         self._notify(snapshot)
 
     def _watch(self) -> None:
-        """Send the subscriber a stale snapshot at each interval in which the source is overdue."""
+        """Send the subscriber a stale snapshot at each interval in which a new one is overdue."""
         while not self._stop.wait(self.interval_seconds):
             latest = self.latest()
             if latest is not None and latest is not self._last:
@@ -272,7 +272,7 @@ def _stale_readings(sample: Sample, age_seconds: float) -> Sample:
 
 
 def open_sampler(devices: str, ray_address: str = "") -> tuple[Sampler, tuple[Device, ...]]:
-    """Return a sampler of the requested devices, and those of them that a search may use.
+    """Return a sampler of the requested devices, and the requested devices that a search may use.
 
     `devices` is a value of `--devices`. `ray_address` and the exceptions are as in `discover`.
     """

@@ -123,8 +123,8 @@ def _check_positions(file: MachineFile, source: str) -> None:
 def catalogue(names: Sequence[str]) -> Machine:
     """Return a machine with these devices of the built-in catalogue.
 
-    Devices of different kinds synchronize at the cost of the most expensive kind. Raises
-    RequestError for an unknown name, or if no name is given.
+    If the devices have different synchronization costs, the highest cost applies to all of them.
+    Raises RequestError for an unknown name, or if no name is given.
     """
     entries, default = _entries()
     for name in names:
@@ -425,7 +425,8 @@ class SimulatedDevices(Backend):
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
         """Return the catalogue's devices that the terms name, or all devices of a machine file.
 
-        Raises RequestError for an unknown name, an invalid file, or a file among other terms.
+        Raises RequestError for an unknown name, an invalid file, or a file together with other
+        terms.
         """
         files = [
             term.pick for term in terms if term.pick.lower().endswith(".toml") or "/" in term.pick

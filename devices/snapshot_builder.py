@@ -114,7 +114,10 @@ class SnapshotBuilder:
 
 
 def _list_processes_on(device: Device, seen: Sequence[DeviceUse], rates: Rates) -> list[DeviceUse]:
-    """Return the processes that the driver lists on a device, then others that write reports."""
+    """Return the processes that the driver lists on a device, then others that train on it.
+
+    The others are known from the reports that training processes write.
+    """
     known = {each.pid for each in seen}
     reported = [pid for pid, identity in rates if identity == device.id]
     return [*seen, *(DeviceUse(pid) for pid in reported if pid not in known)]

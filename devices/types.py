@@ -221,7 +221,7 @@ class HostSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that the monitor shows at one tick, which is one sampling of all devices."""
+    """Everything that the monitor shows at one tick. A tick is one sampling of all devices."""
 
     at_seconds: float  # Unix time
     interval_seconds: float  # since the previous tick

@@ -1,4 +1,4 @@
-"""Starts one actor on each host, which reserves the host's GPUs and runs evener's code there.
+"""Starts an actor on each host. The actor reserves the host's GPUs and runs evener's code there.
 
 An agent is this process's handle to such an actor. A call to a host that has gone or doesn't answer
 raises HostLostError.

@@ -155,7 +155,7 @@ def _explain(address: str, error: Exception) -> DeviceError:
 def _check_listener(address: str) -> None:
     """Raise an error unless a gRPC server, such as Ray's, listens at the address.
 
-    It is a RequestError if `address` isn't HOST:PORT; otherwise, a DeviceError.
+    If `address` isn't HOST:PORT, the error is a RequestError; otherwise, a DeviceError.
     """
     host, colon, port = address.rpartition(":")
     if (

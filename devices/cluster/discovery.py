@@ -211,16 +211,19 @@ def _join_notes(found: Mapping[str, Discovery]) -> list[str]:
 
 
 def _choose_kind(answers: Iterable[HostDevices]) -> str:
-    """Return the kind of devices to use on all hosts: accelerators if any host has some."""
+    """Return the kind of devices to use on all hosts: accelerators if any host has them.
+
+    If no host has any, return "cpu".
+    """
     kinds = {device.kind for answer in answers for device in answer.found.devices}
     return next((kind for kind in BACKENDS if kind in kinds), "cpu")
 
 
 def _check_named(agent: Agent, terms: Sequence[Term], own: int, answer: HostDevices) -> None:
-    """Raise DeviceError if the request names this host, but too few of its devices can be used.
+    """Raise DeviceError if the request names this host, but it has too few usable devices.
 
-    `own` is the number of its devices that can be used. At least one is needed. If the request
-    names more of them by index or id, that many are needed.
+    `own` is the number of the host's usable devices. It has to be at least one, and at least the
+    number of devices that the request picks on this host by index or id.
     """
     named = [term for term in terms if term.host in (agent.node.host, agent.node.name)]
     if not named:
@@ -302,7 +305,7 @@ def find_plan_nodes(plan: Plan, address: str) -> dict[str, Node]:
 
 
 def hold_other_gpus(node: Node, wanted: Collection[str]) -> list[Agent]:
-    """Reserve the node's free GPUs except the wanted GPUs, and return the reserving agents.
+    """Reserve the node's free GPUs except the wanted GPUs, and return the agents that hold them.
 
     `wanted` are UUIDs. On this node, Ray can then assign only the wanted GPUs. The reservations end
     when the agents are garbage-collected. Raises DeviceError if a wanted GPU isn't free.
@@ -374,7 +377,7 @@ class ClusterSource:
         )
 
     def _ask_hosts(self) -> tuple[dict[str, Snapshot], dict[str, str]]:
-        """Return the snapshot of each host that answers, and the error of each other host."""
+        """Return the snapshots of the hosts that answer, and the errors of the others, by host."""
         calls = {host: kept.begin("sample") for host, kept in self._hosts.items()}
         found: dict[str, Snapshot] = {}
         lost: dict[str, str] = {}
@@ -435,9 +438,9 @@ def _place(live: LiveDevice, host: str) -> LiveDevice:
 
 
 def _add_hosts(hosts: Sequence[HostSample]) -> HostSample:
-    """Return one sample for all hosts, with their summed cores, load and memory.
+    """Return one sample for all hosts, with the sums of their cores, load averages and memory.
 
-    CPU use is the mean, weighted by the hosts' numbers of cores.
+    The CPU use in percent is the mean, weighted by the hosts' numbers of cores.
     """
     cores = sum(host.cores for host in hosts)
     return HostSample(

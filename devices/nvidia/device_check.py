@@ -1,4 +1,4 @@
-"""A program that checks that this process's GPU computes; it exits with 0 if the GPU does.
+"""A program that checks whether this process's GPU works; it exits with 0 if the GPU does.
 
 Run it as `python -m evener.devices.nvidia.device_check`. It uses only the CUDA driver, which takes
 about a second, whereas importing PyTorch may take ten.

@@ -378,8 +378,8 @@ class GpuReader:
     def _read_throttling(self, now: float) -> tuple[Reading, tuple[str, ...]]:
         """Return the percentage of time in which the GPU was throttled, and the reasons.
 
-        The time is that between the last two readings of the driver's counters. The percentage is
-        that of the longest-lasting reason, which comes first.
+        If there are several reasons, the percentage is that of the longest-lasting one, which comes
+        first. The time is counted from the previous reading of the driver's counters.
         """
         fields = self._throttle_fields.read(now)
         rates = {field: self._counters[field].rate(fields[field], now) for field in THROTTLING}
@@ -503,7 +503,7 @@ class GpuProcesses:
         return self._seen
 
     def _list(self, kind: str, call: Callable[[Handle], Sequence[Any]]) -> None:
-        """Read the processes of one kind ("compute" or "graphics")."""
+        """Read and store the memory of each process of one kind ("compute" or "graphics")."""
         try:
             self._memory[kind] = {int(each.pid): each.usedGpuMemory for each in call(self._handle)}
         except self._nvml.NVMLError as error:

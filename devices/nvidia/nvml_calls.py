@@ -2,7 +2,7 @@
 
 A call is repeated once the metric's period is over. Until then, the last value is returned with its
 age. Failures are classified and retried. The activity between two ticks comes from NVIDIA's GPU
-performance monitoring (GPM, Hopper and later). It needs two samples, so each tick's sample is kept
+performance monitoring (GPM, Hopper and later). GPM needs two samples, so each tick's sample is kept
 and paired with the next tick's, which avoids waiting.
 """
 

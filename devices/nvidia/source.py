@@ -138,7 +138,7 @@ class NvmlSource:
     def _watch_events(self) -> None:
         """Start the thread that watches for events, if this is at least the third sample.
 
-        So a program that takes only one sample doesn't have to wait for the thread when it ends.
+        A program that takes only one sample then doesn't have to wait for the thread when it ends.
         """
         self._looks += 1
         if self._is_open and self._events is None and self._looks > 2:
@@ -308,7 +308,7 @@ class EventWatch:
     def close(self) -> bool:
         """Stop the thread, and free NVML's event set.
 
-        Return False if the thread is still blocked in the driver, so that NVML can't be shut down.
+        Return False if the thread is still blocked in the driver; NVML can't be shut down then.
         """
         self._stop.set()
         if self._thread is not None:
