@@ -132,8 +132,8 @@ class TrainerComputations:
     ) -> Computation:
         """Return the computation of all rows in one pass.
 
-        The trainer sees `world` processes. The loss function gets the rows' num_items_in_batch,
-        multiplied by `times`. Its result is multiplied by `weight`.
+        During the computation, the trainer sees `world` processes. The loss function gets the rows'
+        num_items_in_batch, multiplied by `times`. The loss is multiplied by `weight`.
         """
         items = self.count_items([few.whole])
         return [
@@ -150,10 +150,10 @@ class TrainerComputations:
     ) -> Computation:
         """Return the computation of a few rows that are divided into shares.
 
-        `batches` has a batch for each share, and `sizes` the numbers of rows. Each batch is
-        computed in passes of up to `micro` rows, or in one pass if `micro` is 0. If the trainer
-        multiplies its loss by the number of processes, the loss is divided by that number again,
-        unless `excess` is True.
+        `batches` has a batch for each share, and `sizes` has the batches' numbers of rows. Each
+        batch is computed in passes of up to `micro` rows, or in one pass if `micro` is 0. If the
+        trainer multiplies its loss by the number of processes, the loss is divided by that number
+        again, unless `excess` is True.
         """
         parts: list[tuple[Any, int]] = []
         for batch, rows in zip(batches, sizes, strict=True):

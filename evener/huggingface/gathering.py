@@ -153,7 +153,10 @@ class Gathering:
         return put_back
 
     def add_up(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the tensor `values`, of shape (n,), summed over all ranks, on the same device."""
+        """Return the sum of `values` over all ranks.
+
+        `values` and the result are tensors of shape (n,) on the same device.
+        """
         sums: torch.Tensor = self._gather(values[None]).sum(0)
         return sums
 

@@ -1,9 +1,9 @@
 """Determine what a Trainer's loss is a mean over, before the first step.
 
 Many models of transformers accept `num_items_in_batch` but compute a mean of their own, so their
-signature says nothing about their loss. So a few rows are computed together and in parts. If the
-gradients of the parts, weighted by labels for example, add up to the gradient of all rows, the loss
-is a mean over labels. Gradients are compared as in an audit.
+signature says nothing about their loss. Therefore a few rows are computed together and in parts. If
+the gradients of the parts, weighted by labels for example, add up to the gradient of all rows, the
+loss is a mean over labels. Gradients are compared as in an audit.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class LossFinder:
     trainer can't gather the values of the whole batch.
 
     If the model is sharded, all ranks have to compute the same passes, and the first rank's
-    comparisons decide for all ranks. Losses are compared if no rank can get the gradient of a few
-    rows.
+    comparisons decide for all ranks. If no rank can get the gradient of a few rows, losses are
+    compared instead of gradients.
     """
 
     def __init__(
@@ -302,7 +302,10 @@ class LossFinder:
         return self._decide(relative <= allowed)
 
     def _measure_rounding(self) -> None:
-        """Compute the reference several times, with random errors as large as rounding errors."""
+        """Measure the effect of rounding: compute the reference again with random rounding errors.
+
+        The results are kept for later comparisons, so only the first call computes them.
+        """
         if not self._repeats:
             computation = self._computations.at_once(self._few)
             self._repeats = [
@@ -310,7 +313,7 @@ class LossFinder:
             ]
 
     def _refuse(self, loss: TrainerLoss) -> None:
-        """Raise RequestError if the gradients or losses of the rows change if computed by shares.
+        """Raise RequestError if the rows' gradients or losses change when computed by shares.
 
         A difference that comes from random numbers alone is accepted.
         """
@@ -342,7 +345,10 @@ class LossFinder:
 
 
 def _relate_losses(one: Sketch, other: Sketch) -> float:
-    """Return the difference of two losses relative to the larger loss; inf if any isn't finite."""
+    """Return the difference of two losses relative to the larger one.
+
+    Return inf unless both losses are finite.
+    """
     size = max(abs(one.loss), abs(other.loss))
     if not math.isfinite(size):
         return math.inf
@@ -422,9 +428,10 @@ def _find_or_return_error(
 
 
 def _mask_some_labels(few: FewRows) -> FewRows:
-    """Return the rows; if all have equally many labels, ignore most labels of the first rows.
+    """Return the rows; if all have about equally many labels, ignore most labels of some rows.
 
-    Without that, a mean over rows would nearly equal a mean over labels.
+    Otherwise, a mean over rows would nearly equal a mean over labels, and the comparison couldn't
+    tell which of them the loss is.
     """
     counts = [count_labels(part).get("shifted labels", 0.0) for part in few.parts]
     weight = few.sizes[0] / few.rows
