@@ -254,7 +254,10 @@ class StepAudit:
         return run_audited
 
     def _look_at_test(self, batch: Tensors) -> None:
-        """Audit the evaluation of a few rows of a batch, or raise RequestError if it differs."""
+        """Audit the evaluation of a few rows of a batch.
+
+        Raises RequestError if the engine's evaluation differs from Keras' own.
+        """
         self._moment = "In an evaluation"
         self._trains = False
         with _plain_float32():
@@ -285,9 +288,11 @@ class StepAudit:
             return self._gather_first_rows(triple, isinstance(batch, OwnRows), whole, rows)
 
     def _gather_first_rows(self, data: Tensors, is_own: bool, whole: int, rows: int) -> Tensors:
-        """Return the first rows of each process's share, `rows` in all, gathered in every process.
+        """Return the first rows of each process's share, `rows` in all; all processes get the same.
 
-        Return None if the data aren't numbers.
+        `data` has only this process's rows if `is_own`; otherwise, it is the whole batch of `whole`
+        rows. If a share has too few rows, the whole batch is returned. Return None if the data
+        aren't numbers.
         """
         # `data` has only this process's rows if `is_own`; otherwise, the whole batch of `whole`
         # rows
@@ -583,7 +588,10 @@ class StepAudit:
             ) from error
 
     def _cause(self, training: bool) -> LikelyCause:
-        """Return the likeliest cause of a difference."""
+        """Return the likeliest cause of a difference that an audit has found.
+
+        `training` is True for a training step, and False for an evaluation.
+        """
         return IN_PARTS if self._engine.judges_parts(training) else IN_MODEL
 
     def _compare_results(
@@ -614,7 +622,7 @@ class StepAudit:
         return GradientDifference(LOSS, relative, allowed, abs(one), abs(other), (one, other))
 
     def _list_seeds(self) -> dict[int, Any]:
-        """Return a new value for each state of a random generator of Keras, by variable."""
+        """Return new states for Keras' random generators, by the key of each state's variable."""
         seeds = [variable for variable in self._model.non_trainable_variables if is_seed(variable)]
         return {
             # the same in all processes, however often they have drawn, and different in each step
@@ -717,8 +725,9 @@ class StepAudit:
     def _compare_decisions(self, steps: StepPair, rows: Tensors) -> Finding | None:
         """Return a finding if the gradient may depend on whether rows are computed in parts.
 
-        This is the case if it depends on a decision in user code, a comparison that isn't made for
-        each row (see `decisions.py`), and if the compared values differ for parts.
+        It may if user code decides something by a comparison that isn't made for each row (see
+        `decisions.py`), the compared values are different for parts of the rows, and the gradient
+        depends on the decision.
         """
         plain, shared = steps
         whole = plain.run(rows).margins

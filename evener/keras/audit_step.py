@@ -329,8 +329,8 @@ def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
     """Return new values for variables whose current value may hide a term of the loss.
 
     - A weight or a coefficient of 0 hides a term. It gets a nonzero value.
-    - A counter at its start hides a term that begins only in a later step. It gets the value of a
-      late step.
+    - A step counter with a low value hides a term that begins only in a later step. It gets the
+      value of a late step.
 
     The second result has the names of these variables.
     """
@@ -356,9 +356,9 @@ def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
 
 
 def _with_masks(call: Any) -> StepCall | None:
-    """Return a `StepCall` with the values in `call`, after setting the masks of its outputs.
+    """Return a `StepCall` made of the values in `call`; None if `call` is None.
 
-    `call` has outputs, masks, losses and attributes. Return None if it is None.
+    `call` has outputs, their masks, losses and attributes. The masks are attached to the outputs.
     """
     if call is None:
         return None

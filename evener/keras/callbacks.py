@@ -1,6 +1,7 @@
-"""Callbacks that make the `fit` calls of a group's processes behave like one `fit`.
+"""Callbacks that make the `fit` calls of several processes behave like one `fit`.
 
-All processes start from the same state and stop together. Only the first one writes files.
+The processes train one model together as a group. All of them start from the same state and stop
+together. Only the first one writes files.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_tra
 
 
 class GroupSync(kinds.Callback):  # type: ignore[misc]
-    """Synchronizes the processes of a group during a `fit`; this is its last callback.
+    """Synchronizes the processes that train one model together; it has to be the last callback.
 
     Every process starts from the state of the first one, and all processes stop when one stops.
     `share_weights` sends the first process's weights to the others. `backup` is the first process's

@@ -101,7 +101,10 @@ def check_test_step(model: Any) -> None:
 
 
 def check_towers(model: Any) -> None:
-    """Raise RequestError if towers can't train the model; warn if the result may differ."""
+    """Raise RequestError if towers can't train the model.
+
+    Also warn if batch normalization will see only the rows of one device.
+    """
     check_step(model)
     for layer in list_normalizations(model, synchronized=True)[:1]:
         refuse_in_one_process(

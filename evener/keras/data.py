@@ -96,9 +96,9 @@ def _check_padding(tokens: Any, steps: int | None) -> None:
 
 
 def cut_pieces(x: Tensors, assigned: AssignedArrays) -> list[tuple[Tensors, Any]]:
-    """Return each device's rows of x, and how many they are.
+    """Return each device's rows of x, and the number of these rows without filler rows.
 
-    The rows are cut to the length of the device's longest row. A filler row isn't counted.
+    The rows are cut to the length of the device's longest row.
     """
     with tf.device("CPU:0"):
         edges, longest = tf.unstack(assigned.edges), tf.unstack(assigned.longest)

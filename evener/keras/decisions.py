@@ -31,7 +31,7 @@ Margins = dict[str, list[Any]]
 
 
 def list_decisions(graph: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (place, operation) for each comparison in a graph that user code has added.
+    """Yield (place, operation) for each comparison that user code has added to a graph.
 
     The place is the line of user code; see `find_place`. Comparisons with one result per row are
     left out, because parts of a batch decide them as the whole batch does.

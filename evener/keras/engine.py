@@ -1,8 +1,9 @@
 """The interface of an engine: a way to train a Keras model on devices, behind Keras' own `fit`.
 
-`Solo` is Keras' own training on one device. `Towers` is one process with several devices. `Workers`
-is one process of a group. `FitHooks` gets three things from an engine: the steps, the form of the
-data and the wrappers of Keras' functions. `FitHooks` itself has no code for a particular engine.
+`Solo` trains on one device as Keras itself does. `Towers` trains on several devices in one process.
+`Workers` trains on one device in each of several processes. `FitHooks` gets three things from an
+engine: the steps, the form of the data and the wrappers of Keras' functions. `FitHooks` itself has
+no code for a particular engine.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ class Engine(Protocol):
         """Raise RequestError at the start of `fit` if the engine can't train this model."""
 
     def check_step(self) -> None:
-        """Raise RequestError if the engine can't train the compiled model.
+        """Raise RequestError if the engine can't train the model as it is compiled.
 
-        It is called before a train function is made, when it is known how the model is compiled.
+        It is called after the model is compiled, before a train function is made.
         """
 
     def check_test_step(self) -> None:
@@ -66,10 +67,16 @@ class Engine(Protocol):
         """True if a separate loss is computed for each part of a batch."""
 
     def around_training(self, run: Steps) -> Steps:
-        """Return a function that calls Keras' train function `run` with this engine's additions."""
+        """Return a function that calls Keras' train function `run`.
+
+        The engine may add checks, and replace `run` by a function of its own.
+        """
 
     def around_tests(self, run: Steps) -> Steps:
-        """Return a function that calls Keras' test function `run` with this engine's additions."""
+        """Return a function that calls Keras' test function `run`.
+
+        The engine may run one batch at a time.
+        """
 
     def methods(self) -> Mapping[str, Callable[..., Any]]:
         """Return replacements for methods of the model other than its steps, by name."""
