@@ -87,7 +87,7 @@ class Block(msgspec.Struct, frozen=True):
 
     @property
     def disturbed(self) -> bool:
-        """True if other processes took a noticeable part of the cores' time in this block."""
+        """True if other processes took a noticeable part of the CPU cores' time in this block."""
         return self.cpu_share is not None and self.cpu_share < DISTURBED
 
 
@@ -274,9 +274,9 @@ class BlockTimer:
         return clean if len(clean) >= FEWEST_BLOCKS else self._blocks
 
     def _taken_by_others(self) -> float:
-        """Return the mean fraction of the cores' time that other processes took.
+        """Return the fraction of the CPU cores' time that other processes took.
 
-        Only disturbed blocks count. Return 0 if there are none.
+        It is the mean over the disturbed blocks; 0 if there are none.
         """
         shares = [block.cpu_share for block in self._blocks if block.disturbed]
         return 1 - fmean(share for share in shares if share is not None) if shares else 0.0

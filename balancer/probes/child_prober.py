@@ -2,8 +2,9 @@
 
 Children are started when needed, kept between probes if memory allows, and replaced on failure. A
 solo probe has its own child. A split has a single child if one process can drive all its devices,
-as TensorFlow can with GPUs that have no limits. Otherwise, it has one child per device, and these
-children run each step together. They communicate over loopback if all devices are on one host.
+as TensorFlow can with GPUs whose compute and memory aren't limited. Otherwise, it has one child per
+device, and these children run each step together. They communicate over loopback if all devices are
+on one host.
 """
 
 from __future__ import annotations
@@ -320,7 +321,7 @@ class ChildProber:
     def _measure_memory_of_others(self, key: Layout, clean: bool) -> tuple[int, ...]:
         """Return how many bytes of each device's memory other processes hold; 0 where unknown.
 
-        `clean` is True while no child of the layout `key` is running. Return an empty tuple for a
+        `clean` is True if no child of the layout `key` is running. Return an empty tuple for a
         pack, or if nothing is known.
         """
         if key.traits.side_by_side:
@@ -335,9 +336,9 @@ class ChildProber:
         return tuple(short.get(i, 0) for i in range(len(self._devices))) if is_known else ()
 
     def _warm_up_share(self, probe: Probe, group: ChildGroup) -> int:
-        """Return the share for the additional first step that new TensorFlow children need.
+        """Return the most rows per device for the extra step that new TensorFlow children need.
 
-        Return 0 for children that need no such step.
+        They run it before the first step of the probe. Return 0 for children that need none.
         """
         request = self._resolved.request
         # TensorFlow traces the first batch size separately, and the second one for all sizes: the
@@ -505,9 +506,10 @@ class ChildProber:
         return () if failure.gpu is None else key.active[failure.gpu : failure.gpu + 1]
 
     def _explain_stop(self, probe: Probe, progress: ProgressReporter, stack: Stack) -> None:
-        """Report the phase and the line of code in which a probe was stopped.
+        """Report in which phase, and at which line of code, a probe was stopped.
 
-        The probe hadn't measured anything yet. `stack` is the stack of one of its children.
+        This is for a probe that hadn't measured anything yet. `stack` is the stack of one of its
+        children.
         """
         labels = ", ".join(self._devices[i].label for i in probe.layout.active)
         # the stack is saved if it contains a line of the user's code

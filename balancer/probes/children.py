@@ -113,9 +113,9 @@ class Child(RunningChild):
     ) -> None:
         """Request the child from `server`.
 
-        `build_channel` is the descriptor of a channel. Once the child has built its workload, a
-        copy of it receives requests for further children on this channel. With None, the child
-        leaves no copy.
+        `build_channel` is the descriptor of a channel. Once the child has built its workload, it
+        leaves a copy of itself, which receives requests for further children on this channel. With
+        None, the child leaves no copy.
         """
         self.rank, self.alive = rank, True
         self.pid = 0  # 0 until the child runs
@@ -278,8 +278,8 @@ class ChildGroup:
         `stop` is set.
 
         Once a rank has failed, the others get `GRACE_SECONDS` to reply, or `RECOVERED_SECONDS` if
-        the failed rank can continue. A rank that is still silent then doesn't count as failed,
-        unless its host was lost.
+        the failed rank can continue. A rank that is still silent after that doesn't count as
+        failed, unless its host was lost.
         """
         replies, failures = self._collect_replies(expected, seconds, stop)
         silent = [rank for rank in range(len(self.children)) if rank not in {**replies, **failures}]
@@ -339,9 +339,9 @@ class ChildGroup:
     def release_memory(self, seconds: float, stop: threading.Event) -> dict[int, int]:
         """Make every rank release unused memory, and return the memory that the group still holds.
 
-        The result has the bytes by device position; positions with an unknown number are left out.
-        Raises GroupError if a rank fails or doesn't reply within `seconds`, and StoppedError if
-        `stop` is set.
+        The result maps device positions to bytes. Positions where the number is unknown are left
+        out. Raises GroupError if a rank fails or doesn't reply within `seconds`, and StoppedError
+        if `stop` is set.
         """
         replies = self.call(lambda _: ReleaseMemory(), MemoryReleased, seconds, stop)
         sizes = [size for reply in replies for size in cast(MemoryReleased, reply).memory_bytes]

@@ -46,8 +46,8 @@ class ForkRequest(msgspec.Struct, frozen=True, tag=True):
     """A request to fork a child with these environment variables, on these cores.
 
     The descriptors of the child's three standard streams are sent with the message. A fourth
-    descriptor may follow. It is the channel on which a copy of the child, left after it has built
-    its workload, receives requests to fork.
+    descriptor, of a channel, may follow. The child then leaves a copy of itself after it has built
+    its workload, and the copy receives requests to fork on this channel.
     """
 
     key: int  # identifies the child at both ends
@@ -106,7 +106,8 @@ class ForkServer:
     """Forks children that call `run`, and reports their exit codes.
 
     Requests arrive on `channel`. Each child calls `run` with two arguments: this process's pid, and
-    the descriptor of the channel for a copy of the child (NO_CHANNEL if there is none).
+    the descriptor of the channel on which a copy of the child will receive requests. It is
+    NO_CHANNEL if the child should leave no copy.
     """
 
     def __init__(self, channel: socket.socket, run: Callable[[int, int], object]) -> None:
@@ -226,8 +227,8 @@ def die_with_parent() -> None:
 def adopt_orphans() -> None:
     """Make this process adopt its descendants when their parents exit.
 
-    A child may leave a copy of itself that forks further children. The copy then still belongs to
-    this search after the child has exited.
+    A child may leave a copy of itself that forks further children. When the child exits, this
+    process becomes the parent of the copy.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -338,7 +339,7 @@ class BuiltServer(ChildServer):
     """Sends requests to the copy that a child has left of itself after building its workload.
 
     Children that the copy forks have the workload already. `far_end` is the descriptor of the
-    copy's end of the channel, for the child that builds the workload.
+    copy's end of the channel. It is passed to the child that builds the workload.
     """
 
     def __init__(self) -> None:

@@ -80,7 +80,7 @@ class BuildWatch:
     def noting(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
         """Return a wrapper of `function` that makes a note if the user's code calls it.
 
-        The text of the note is `what`, which names what the function returns.
+        The note is the text `what`, which names what the function returns.
         """
 
         def ask(*arguments: Any, **keywords: Any) -> Any:

@@ -155,15 +155,16 @@ class LocalHost:
     def measure_short(self, positions: Iterable[int], clean: Collection[int]) -> dict[int, int]:
         """Return how many bytes of each device's memory other processes hold, by position.
 
-        No child runs on the `clean` positions. Positions with an unknown number are left out.
+        No child runs on the `clean` positions. Positions where the number is unknown are left out.
         """
         own = {child.pid for child in self._running if child.alive}
         return self.monitor.measure_short(positions, own, clean)
 
     def find_neighbours(self, positions: Iterable[int]) -> dict[int, Neighbours]:
-        """Return the processes other than children that compute on each device, by position.
+        """Return the other processes that computed on each device since the last call, by position.
 
-        Positions for which the driver doesn't report them are left out.
+        The session's children don't count. A position is left out if the driver lists no child on
+        it.
         """
         own = {child.pid for child in self._running if child.alive}
         return self.monitor.find_neighbours(positions, own)
@@ -475,7 +476,7 @@ class Hosts:
     def measure_short(self, positions: Collection[int], clean: Collection[int]) -> dict[int, int]:
         """Return how many bytes of each device's memory other processes hold, by position.
 
-        No child runs on the `clean` positions. Positions with an unknown number are left out.
+        No child runs on the `clean` positions. Positions where the number is unknown are left out.
         """
         found: dict[int, int] = {}
         for host in self._among(positions):
@@ -483,9 +484,10 @@ class Hosts:
         return found
 
     def find_neighbours(self, positions: Collection[int]) -> Mapping[int, Neighbours]:
-        """Return the processes other than children that compute on each device, by position.
+        """Return the other processes that computed on each device since the last call, by position.
 
-        Positions for which the driver doesn't report them are left out.
+        The session's children don't count. A position is left out if the driver lists no child on
+        it.
         """
         found: dict[int, Neighbours] = {}
         for host in self._with_drivers(positions):

@@ -112,7 +112,7 @@ class InterferenceMonitor:
         """Return how many bytes of each device's memory other processes hold, by position.
 
         `own` are the pids of the session's children. `clean` are the positions on which no child
-        runs. Positions with an unknown number are left out.
+        runs. Positions where the number is unknown are left out.
         """
         # if a driver doesn't list the processes, the number is known only for a clean position
         found: dict[int, int] = {}
@@ -220,9 +220,9 @@ class InterferenceMonitor:
     ) -> int | None:
         """Return how many bytes of a device's memory other processes keep holding.
 
-        A higher number than before is read again, because a process that holds memory may be
-        exiting. `own` are the pids of the session's children; if `clean`, none of them runs on the
-        device. Return None if the number is unknown.
+        If the number is higher than last time, it is read again, because a process that holds
+        memory may be exiting. `own` are the pids of the session's children; if `clean`, none of
+        them runs on the device. Return None if the number is unknown.
         """
         reported = self._short.get(position, 0) + _unclear_bytes(
             self._devices[position].memory_bytes or 0
@@ -338,10 +338,10 @@ class ProbeInterference:
 def _add_throttled_time(
     part: PartSeconds, wall_seconds: float, before: Vitals | None, now: Vitals | None
 ) -> PartSeconds:
-    """Return `part`, a rank's time in a block, with the seconds lost to reduced clocks added.
+    """Return a rank's time in a block (`part`) with the seconds lost to heat and to a power limit.
 
-    Heat or a power limit reduces the clocks of the rank's device. `before` and `now` are its vitals
-    at both ends of the block.
+    Both reduce the clocks of the rank's device. `before` and `now` are its vitals at both ends of
+    the block. If the clocks are unknown, `part` is returned unchanged.
     """
     if now is None or now.clock_fraction is None:
         return part

@@ -86,9 +86,9 @@ def map_ranks(
 ) -> RankMap:
     """Return the mapping of a group's ranks to positions of devices.
 
-    `environments` has the environment of each child. `busy_cores` has the number of cores that a
-    step keeps busy, by position. Until a position has been measured alone, all of its threads count
-    as busy.
+    `environments` has the environment of each child. `busy_cores` has the number of CPU cores that
+    a step keeps busy, by position. For a device that hasn't been measured alone yet, it is assumed
+    that all threads are busy.
     """
     threads = environments[0].threads or 1
     positions = key.active * key.processes

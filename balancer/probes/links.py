@@ -126,8 +126,8 @@ def measure_links(
     """Measure each pair of devices, and all devices together, over every transport.
 
     `program` is the command that starts a rank. `report` is called after each measurement. If an
-    all-reduce fails over the default transport, environment variables with which it works are then
-    searched for. Only the returned measurement has them, not the reported one.
+    all-reduce fails over the default transport, the function also looks for environment variables
+    with which it works. The returned measurement has them, but the reported one doesn't.
     """
     sets: list[tuple[int, ...]] = [*combinations(range(len(devices)), 2)]
     if len(devices) > 2:
@@ -183,7 +183,7 @@ def read_switches(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def find_transport(devices: Sequence[Device]) -> Transport:
-    """Return the transport of a training run on these devices in this process's environment."""
+    """Return the transport that this process's environment selects for these devices."""
     # the variables concern only GPUs
     switches = {} if any(device.on_cpu for device in devices) else read_switches(os.environ)
     for transport, variables in TRANSPORTS.items():

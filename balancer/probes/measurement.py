@@ -267,7 +267,7 @@ class Measurement:
 
     @property
     def busy_cores(self) -> float | None:
-        """The mean number of cores that a step keeps busy, from 1 to the number of threads.
+        """The mean number of CPU cores that a step keeps busy, from 1 to the number of threads.
 
         None if unknown, as when the process isn't alone on its cores.
         """
@@ -310,7 +310,7 @@ class Measurement:
         return self._add_neighbours(timing)
 
     def _add_neighbours(self, timing: StepTiming) -> StepTiming:
-        """Add to each rank's parts how much other programs used its device; return the timing."""
+        """Return the timing, extended by how much other programs used each rank's device."""
         positions = self._ranks.unique_positions
         if len(timing.parts) != len(positions):
             return timing
@@ -416,7 +416,7 @@ class Measurement:
         ]
 
     def _cpu_share(self, ran: Ran) -> float | None:
-        """Return the fraction of a block's time in which a process had all its cores.
+        """Return the fraction of a block's time in which a process had all its CPU cores.
 
         Return None if it is unknown, or if the process doesn't have its cores to itself.
         """

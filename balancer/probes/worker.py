@@ -267,7 +267,7 @@ class Worker:
         )
 
     def _name_takers(self, starved: Starvation) -> str:
-        """Return the programs that used the cores while this process lacked one; "" for none."""
+        """Return the programs that took CPU cores which this process needed; "" for none."""
         if starved.part < NAMED_FROM:
             return ""
         if time.perf_counter() - self._use.at_s >= LOOK_SECONDS:
