@@ -184,11 +184,13 @@ def find_kind(family: Family, layout: Layout) -> LayoutKind:
 
 
 def _describe_rate(report: SearchReport, layout: Layout, interval: Interval) -> MeasuredRate:
-    """Return the verdict's entry for a layout's samples/s, which are `interval`."""
+    """Return the verdict's entry for a layout's samples/s, given as `interval`.
+
+    If rows have lengths, the entry also has tokens/s and the fraction of padding.
+    """
     plain = MeasuredRate(interval.value, interval.low, interval.high, is_known(interval))
     if not report.mean_length:
         return plain
-    # rows have lengths
     padding = padding_share(report.turns_of(layout))
     tokens = interval.value * report.mean_length
     return msgspec.structs.replace(plain, tokens_per_second=tokens, padding=padding)
@@ -345,9 +347,9 @@ def _list_singles(rivals: Sequence[ComparedLayout]) -> list[ComparedLayout]:
 
 
 def _find_fastest(report: SearchReport, known: set[Layout]) -> list[ComparedLayout]:
-    """Return the fastest measured layout at the requested batch, unless it is in `known`.
+    """Return the fastest measured layout at the requested batch, in a list.
 
-    Return an empty list if it isn't faster than the plan.
+    Return an empty list if this layout is in `known`, or if it isn't faster than the plan.
     """
     batch, chosen = report.problem.global_batch, report.chosen
     able = [result for result in report.results if batch in (None, result.layout.global_batch)]

@@ -39,8 +39,8 @@ def find_doubts(
 
     Two kinds are reported for every measured layout: a loss that was NaN or infinite, and repeated
     measurements that differ. `error` is the relative error of the samples/s. If given, it decides
-    whether the measurements were too noisy. If no probe of the layout timed more than a single
-    step, a doubt about that replaces the doubts about noise and short measurements.
+    whether the measurements were too noisy. If every probe of the layout timed only a single
+    step, one doubt about this replaces the doubts about noise and about short measurements.
     """
     worst: dict[str, MeasurementDoubt] = {}
     for doubt in chain(_doubts_about(seen, chosen), _compare_repeats(seen)):

@@ -46,8 +46,8 @@ def name_layout(
 def name_all(candidates: Sequence[Candidate], devices: int) -> tuple[str, ...]:
     """Return a distinct name for each layout. `candidates` is sorted, the fastest first.
 
-    Of two layouts of one family, the slower one is named "another". A split that is slower than
-    another split isn't named the best split.
+    Of two layouts of one family, the slower one gets a name such as `another split`. If the first
+    layout is a split of any kind, no later one is named `best split`.
     """
     names: list[str] = []
     for candidate in candidates:
@@ -62,7 +62,7 @@ def name_all(candidates: Sequence[Candidate], devices: int) -> tuple[str, ...]:
 
 
 def list_samples(layout: Layout) -> str:
-    """Return the samples of each computing device as text, such as "820 + 568".
+    """Return the samples of each device that has any as text, such as "820 + 568".
 
     Several passes are written as in "(820 = 2 × 410) + 568".
     """
@@ -163,8 +163,8 @@ def compare(
     """Compare a rival with the chosen layout by their samples/s.
 
     `interval` is the rival's samples/s. `in_turn` is the rival's result in the race; None if it
-    wasn't raced. The gain is computed from the turns of the race if only these show which layout is
-    faster, or if the samples/s contradict them.
+    wasn't raced. The gain is that of the samples/s. But if only the turns of the race show which
+    layout is faster, or if the samples/s contradict them, it is the gain measured in these turns.
     """
     own, layout = chosen.throughput, rival.layout
     comparable = is_comparable(own, chosen.layout.shares, interval, layout.shares)
@@ -233,8 +233,9 @@ def is_comparable(
 ) -> bool:
     """True if the gain of the chosen layout over another layout can be stated.
 
-    `own` and `own_shares` describe the chosen layout, `other` and `shares` the other layout. Empty
-    `shares` stand for the sum of all devices alone. The gain would be misleading in three cases:
+    `own` and `own_shares` describe the chosen layout, `other` and `shares` the other layout. If
+    `shares` is empty, `other` is the sum of all devices alone. The gain would be misleading in
+    three cases:
 
     - One of the rates is too uncertain.
     - The other layout is a split with less than half of the chosen layout's samples.

@@ -265,7 +265,7 @@ def _name_split(verdict: Verdict, split: Rival) -> str:
 
 
 def _can_be_stated(rival: Rival) -> bool:
-    """True if the text can state the gain over a rival, or say that the rival is too uncertain."""
+    """True if the text can state the gain over a rival, or say that its rate is too uncertain."""
     return rival.gain is not None or not rival.rate.known
 
 
@@ -344,9 +344,9 @@ def _write_why_equal(gap: RateGap) -> str:
 
 
 def _describe_limits(verdict: Verdict) -> Iterator[str]:
-    """Yield a sentence for each thing besides computing that takes time, with a remedy.
+    """Yield a sentence for each limit of the training, such as waiting for input, with a remedy.
 
-    The one that takes longest comes first.
+    The limit that costs the most time comes first. A limit that the plan has removed is left out.
     """
     for limit in verdict.limits:
         if limit.taken_away:  # the plan's gain already includes it
@@ -392,7 +392,7 @@ MUCH_MORE = 3.0  # relative to a gain: a larger upper bound is meaningless
 def _write_promise(verdict: Verdict, limit: TrainingLimit) -> str:
     """Return as text how many samples/s the training would reach without this limit.
 
-    The text says whether that was measured without the limit or is expected from the remedy.
+    The text says whether this rate was measured, in steps without the limit, or is only expected.
     """
     speed = verdict.rate.samples_per_second
     low, high = rate(speed * (1 + limit.gain_low)), rate(speed * (1 + limit.gain_high))

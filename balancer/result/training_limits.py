@@ -345,8 +345,10 @@ def find_link(
 
 
 def _waiting_fraction(measured: _Measured, position: int, on_cpu: bool) -> float | None:
-    """Return the fraction of a step in which a device waits for other devices or the all-reduce."""
-    # None if its compute time is unknown
+    """Return the fraction of a step in which a device waits for other devices or the all-reduce.
+
+    `on_cpu` is True for a CPU slice. Return None if the device's compute time is unknown.
+    """
     shares = []
     for one, part in measured.parts_of(position):
         own = one.device_seconds[position]
@@ -433,9 +435,9 @@ def _seconds_saved_by_one_pass(
 
 
 def _is_whole_sample(part: PartSeconds) -> bool:
-    """True if the driver sampled the running kernels during the whole measurement.
+    """True if the driver's sample of the running kernels covers the whole measurement.
 
-    Otherwise, most of the sample is from before the session's kernels began.
+    If it doesn't, most of the sample is from before the session's kernels began.
     """
     return part.busy is None or part.busy >= LEAST_BUSY
 
@@ -467,8 +469,10 @@ def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[Ste
 
 
 def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
-    """Return the time that the plan's unequal shares save, as a limit that the plan has removed."""
-    # none if no split with equal shares was measured
+    """Return the time that the plan's unequal shares save, as a limit that the plan has removed.
+
+    Return an empty list if no split with equal shares was measured.
+    """
     chosen = report.chosen
     layout = chosen.layout
     rows = [layout.shares[i] for i in layout.computing]
@@ -494,8 +498,10 @@ def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
 
 
 def _find_idle(measured: _Measured) -> Iterator[StepPart]:
-    """Yield the time in which nothing is busy, so the training's own code must be waiting."""
+    """Yield the time in which the training neither computes nor waits for input or a core.
+
+    Its own code must be waiting then, for example in a sleep.
+    """
     seconds = measured.largest_s("idle_seconds")
-    # for example in a sleep
     if seconds is not None:
         yield StepPart(kind=LimitKind.OWN_CODE, seconds=seconds)
