@@ -182,10 +182,10 @@ def _describe_set_link(
     others: Sequence[LinkMeasurement],
     here: Transport,
 ) -> Check:
-    """Return the check of a link for which environment variables select the transport `here`.
+    """Return the check of a link if this process's environment variables select a transport.
 
-    `own` is the measurement without these variables, over the default transport. `others` are the
-    measurements over other transports.
+    `here` is that transport. `own` is the measurement over the default transport, made without
+    these variables. `others` are the measurements over the other transports.
     """
     # `name` and `found` are the check's
     variables = write_variables(switches_of(here))

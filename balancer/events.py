@@ -85,7 +85,7 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
 class Finished(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
     """The session ended with a plan. The journal stores this event as a line.
 
-    A resumed run may end several times. Only its last end counts.
+    The journal of a resumed run may have several such lines. Only the last one counts.
     """
 
     plan: Plan

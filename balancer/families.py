@@ -240,7 +240,7 @@ class EvenFamily(Family):
     def layouts(self, view: SearchView) -> Sequence[Layout]:
         """Return even splits over all devices and over fewer devices.
 
-        Return an empty sequence until exploration has found the global batch of splits.
+        Return an empty sequence until exploration has found a global batch for splits.
         """
         return view.even_splits
 

@@ -133,7 +133,7 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def facts(self) -> Facts:
-        """The most recent facts; empty before any child has reported some."""
+        """The most recent facts; empty if no child has reported any yet."""
         return next(
             (entry.facts for entry in reversed(self.entries) if isinstance(entry, FactsEntry)),
             Facts(),

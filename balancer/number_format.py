@@ -106,7 +106,7 @@ def duration(seconds: float) -> str:
 
 
 def step_time(seconds: float) -> str:
-    """Return the duration of a step or of its part as text, such as 0.48 ms, 157 ms or 12 s."""
+    """Return the duration of a step, or of a part of one, as text: 0.48 ms, 157 ms or 12 s."""
     return milliseconds(seconds) if seconds < 9.95 else duration(seconds)
 
 

@@ -76,8 +76,9 @@ class Energy(Objective, frozen=True):
     def costs(self, seen: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
         """Return each device's power in watts: while it trains, and while only other devices train.
 
-        Of several measurements, the first is the highest and the second the lowest; 0 if unknown.
-        Return an empty list if no device reports its power while it trains.
+        If a device was measured several times, the first power is the highest of those measured,
+        and the second the lowest. An unknown power is 0. Return an empty list if no device reports
+        its power while it trains.
         """
         active = [0.0] * devices
         idle: list[list[float]] = [[] for _ in range(devices)]

@@ -14,39 +14,41 @@ Theory: a synchronous step of a set A of devices takes
     T = max over i in A of t_i(b_i) + c_k,    k = |A|,    throughput = sum of b_i / T
 
 where t_i is the compute time (own work) of device i for its share b_i, and c_k is the time of
-gradient exchange that isn't hidden behind computation. A share fits if m0_i + m1_i * b_i is within
-the device's memory. The best shares follow from t_i and c_k (`evener.shares.waterfill`): exactly
-for up to 32 devices, and by a sweep over finish times for more.
+gradient exchange that isn't hidden behind computation. A share fits if the memory that it needs,
+m0_i + m1_i * b_i, is within the device's memory. The best shares follow from t_i and c_k
+(`evener.shares.waterfill`): exactly for up to 32 devices, and by a sweep over finish times for
+more.
 
 Stages:
 
 1. `solo_stage`: every device runs alone, all at the same time, with two small batches. This gives
-   each t_i and each line of memory use. Then an optimistic layout, the fastest if each t_i were as
-   low as its points allow (`model/optimistic`), tells which batches to measure next. This is
-   repeated as long as half of the gain that these batches promise is worth their time. A device
-   that would keep the others waiting for little gain is left out of a round. Devices whose times
-   differ by no more than noise share one curve, and so get equal shares. If times rise repeatedly
-   by the same jump, the curve is a step function ("stairs", `model/step_time`), and the best
-   batches are the largest of its levels.
+   each t_i, and the m0_i and m1_i of its memory use. The next batches to measure are those of an
+   optimistic layout: the fastest one if each t_i were as low as its points allow
+   (`model/optimistic`). This is repeated as long as half of the gain that these batches promise is
+   worth their time. A device that would keep the others waiting for little gain is left out of a
+   round. Devices whose times differ by no more than noise share one curve, and so get equal shares.
+   If times rise repeatedly by the same jump, the curve is a step function ("stairs",
+   `model/step_time`), and the best batches are the largest of its levels.
 2. `split_stage`: the predicted layout is measured as a real synchronous step. It gives c_k, and one
    more point of each device's curve under contention. Prediction and measurement are repeated until
    nothing new is predicted. For a number of devices that was never measured, c_k is assumed low, so
    that using fewer devices gets tried; for more devices than any split had, c_k is at least what a
-   known link takes (`model/link_time`). If the user set no batch, the smallest split predicted
-   to be within the tolerance of the fastest (`within`) is raced. A device that may beat every split
-   alone is measured while the others are idle (stage `rest`); for a fixed batch, this may happen
-   before the first split.
+   known link takes (`model/link_time`). If the user set no batch, the smallest split predicted to
+   be within the tolerance of the fastest (`within`) is raced. A device that may be faster alone
+   than every split is measured while the others are idle (stage `rest`); for a fixed batch, this
+   may happen before the first split.
 3. `race`: every requested family (`balancer/families`) names its candidates, and all are measured
    in turns. They are compared within each turn, so that drift of the machine's speed between turns
    cancels (`ranking`). The best single device always takes part. Packs of several trainings grow
    while they gain (`packing`). A candidate gets another turn while it may still gain more than
    0.2 %; a tie that the rest of the budget can't resolve remains a tie.
 4. The rest of the budget may be spent on more exploration, and on racing what that finds. Finally,
-   the chosen layout is measured again (stage `check`), so that the reported samples/s had no part
-   in choosing it. If they are certainly lower than in all turns before, the machine has changed,
-   and other layouts may win. The step times of the check and of the race are added to the devices'
-   curves, and layouts that become promising are raced too. Measurements in which a device was
-   throttled only count if there are no others, or if the device remains throttled.
+   the chosen layout is measured again (stage `check`), because the samples/s for which it was
+   chosen may have been high by chance. If the new samples/s are certainly lower than in all turns
+   before, the machine has changed, and other layouts may win. The step times of the check and of
+   the race are added to the devices' curves, and layouts that become promising are raced too.
+   Measurements in which a device was throttled only count if there are no others, or if the device
+   remains throttled.
 
 The `turn` of a probe counts rounds in the solo stage and turns in the race. `ranking` orders the
 layouts of the race; `best` also considers layouts that only exploration measured.

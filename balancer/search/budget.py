@@ -100,8 +100,8 @@ class Budget:
         `SURPRISE` of the time left, and in other stages 1 / `probes_left` of it. At least two steps
         are timed, even beyond these limits. A step takes `step_seconds`, by default an estimate.
 
-        If steps are so slow that a probe should time only one, the result is half of a step's time:
-        a probe with less time than a step takes times a single step.
+        If steps are so slow that a probe should time only one, the result is half of a step's time.
+        A probe that has less time than one step takes then times exactly one step.
         """
         step = self._step_seconds(layout) if step_seconds is None else step_seconds
         wanted = min(LONGEST_PROBE_SECONDS, max(BASE_SECONDS[stage], STEPS_A_PROBE * step))
