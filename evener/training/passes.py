@@ -42,7 +42,7 @@ def divide_rows(rows: int, most: int, passes: int = 0) -> tuple[int, ...]:
 
 
 def count_smaller_passes(rows: int, most: int, least: int = 1) -> int:
-    """Return the number of passes (at least 1) for `rows` rows, of which `most` fit in memory.
+    """Return the number of passes (at least 1) for `rows` rows if `most` fit in memory at once.
 
     Each pass has at least `least` rows, even if that is more than `most`.
     """

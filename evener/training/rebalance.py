@@ -110,7 +110,8 @@ class Rebalancer:
     It is deterministic, so each rank can run an instance with the same input and get the same
     shares.
 
-    - `shares` are the rows of each rank, and `names` the devices' names, for the reasons.
+    - `shares` are the rows of each rank. `names` are the devices' names; a change's reason
+      contains one.
     - `curves` predict the seconds of each rank's step from its rows.
     - `most` are the maximum rows per pass that fit in each rank's memory (0: unknown).
     - Without `passes`, each share must fit in one pass.
@@ -521,10 +522,11 @@ class Rebalancer:
         return Change(shares, micros, reason, gain)
 
     def _explain_change(self, factors: tuple[float, ...], span: int) -> str:
-        """Return a message about the device whose speed changed: how much, and since which step.
+        """Return the reason for a change, such as "GPU:1 slower by 38 % since step 1 204".
 
-        `factors` are the measured compute times in the last `span` windows, divided by the
-        predicted ones.
+        If no device's speed has changed, the reason is a device that has been slow from the start,
+        or one that takes several passes. `factors` are the measured compute times in the last
+        `span` windows, divided by the predicted ones.
         """
         windows = list(self._windows)
         usual = _medians([window.factors for window in windows[:-span]]) or self._usual or factors
@@ -627,7 +629,7 @@ def _relative_to_others(factors: Sequence[float]) -> list[float]:
 
 
 def _deviation(ratios: Sequence[float]) -> float:
-    """Estimate the standard deviation of the ratios' logarithms by median absolute deviation."""
+    """Estimate the standard deviation of log(ratio) from the median absolute deviation."""
     middle = median(ratios)
     return 1.483 * median(abs(math.log(each / middle)) for each in ratios)
 
