@@ -140,7 +140,7 @@ def _begins(query: str, words: str) -> bool:
 
 
 class KeyDiscovery(DiscoveryHit):
-    """An entry for a key of the screen, listed above the commands of all screens."""
+    """An entry for a key of the open screen, listed above the commands that all screens have."""
 
     @property
     def score(self) -> float:
@@ -197,7 +197,7 @@ class AppProvider(Provider):
     """Provides an entry for each command that is the same on all screens."""
 
     async def discover(self) -> Hits:
-        """Yield the commands of all screens, which are listed below the keys of the open screen."""
+        """Yield the commands that all screens have; they are listed below the screen's own keys."""
         for title, more, command, *_ in self.app.get_system_commands(self.screen):
             shown = entry(APP_KEYS.get(title, ""), title, more)
             yield DiscoveryHit(shown, command, text=title)

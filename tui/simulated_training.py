@@ -86,7 +86,8 @@ class TrainingSource(SimulatedSource):
     def _train_until(self, now: float, slowed: float, first: Training) -> tuple[Training, ...]:
         """Advance the training to the time `now`, and return the reports of its ranks.
 
-        `slowed` is the fraction of its speed that the first card has lost to heat.
+        `slowed` is the fraction of its speed that the first card has lost to heat. `first` is the
+        training's report before its first step.
         """
         # New shares take effect at the next reading.
         rows = self._rule.shares

@@ -66,7 +66,7 @@ def run_app(
 ) -> int:
     """Run the app on this terminal and return the exit code.
 
-    - `theme`: None is the theme of the user's settings.
+    - `theme`: the theme's name; None for the theme of the user's settings.
     - `serving`: returns the context in which the app runs, such as a metrics server. Its argument
       is a callable that returns the latest snapshot.
     - `options`: passed to the app.

@@ -123,5 +123,5 @@ def _describe_type(kind: Any) -> str:
 
 
 def _either(words: Sequence[str]) -> str:
-    """Return words joined to a choice, such as "created, time or workload"."""
+    """Return words joined by commas and "or", such as "created, time or workload"."""
     return join_words(words, "or")

@@ -285,7 +285,7 @@ class KeysBar(Lines):
     def _extend(
         self, hints: list[tuple[Span, ...]], more: list[tuple[Span, ...]]
     ) -> list[tuple[Span, ...]]:
-        """Return the hints, with as many of `more` as fit inserted before the last `ALWAYS`."""
+        """Insert as many of `more` as fit before the last `ALWAYS` hints; return all hints."""
         left = self.size.width - sum(map(span_cells, hints))
         added = []
         for hint in more:

@@ -211,7 +211,7 @@ def parse_budget(text: str) -> float | None:
 def parse_duration(text: str, name: str) -> float:
     """Parse a duration such as "120s", "2m", "1h30m", "3 min 20 s" or "90" into seconds.
 
-    Raises RequestError, whose message begins with `name`, the name of the option.
+    Raises RequestError for any other text. The message begins with `name`, the name of the option.
     """
     given = text.strip()
     if re.fullmatch(r"\d+(\.\d+)?", given):
@@ -264,7 +264,8 @@ def _select_simulated(spec: str, devices: Sequence[Device], chosen: Sequence[int
 def parse_samples(text: str, name: str) -> int:
     """Parse a number of samples, in which spaces are allowed.
 
-    Raises RequestError, whose message begins with `name`, the name of the option or field.
+    Raises RequestError for any other text. The message begins with `name`, the name of the option
+    or field.
     """
     try:
         return int(text.replace(" ", ""))
@@ -275,9 +276,10 @@ def parse_samples(text: str, name: str) -> int:
 
 
 def _parse_number(text: str, name: str) -> float:
-    """Parse the text of a number, such as 0.5.
+    """Parse a number such as "0.5".
 
-    Raises RequestError, whose message begins with `name`, the name of the option.
+    Raises RequestError for any other text. The message begins with `name`, the name of the option
+    or field.
     """
     try:
         return float(text)
