@@ -10,6 +10,7 @@ from zlib import crc32
 
 import msgspec
 import torch
+from torch.utils.data import Dataset
 
 from ...errors import RequestError
 from ..rows.structure import cut_rows, tensors_in
@@ -104,20 +105,28 @@ def fetch_rows(
         return msgspec.structs.replace(made, parts=cut, even=even)
 
 
-def copy_dataset(dataset: Any) -> Any:
-    """Return a copy of a data set and the data sets inside it."""
+def copy_dataset(dataset: Any, copies: dict[int, Any] | None = None) -> Any:
+    """Return a copy of a data set and the data sets inside it.
+
+    `copies` has the copies made so far, by the ids of their originals.
+    """
     # with their own random generators, so that reading rows doesn't change the program's data sets
     if not hasattr(dataset, "__dict__") or isinstance(dataset, torch.Tensor):
         return dataset
+    copies = {} if copies is None else copies
+    if id(dataset) in copies:
+        return copies[id(dataset)]
     try:
         copied = copy.copy(dataset)
     except Exception:  # an error of the program's own code
         return dataset
+    copies[id(dataset)] = copied
     for name, value in list(getattr(copied, "__dict__", {}).items()):
-        if name == "dataset":
-            setattr(copied, name, copy_dataset(value))
+        if name == "dataset" or isinstance(value, Dataset):
+            # a file that is opened for the first row must not be inherited by worker processes
+            setattr(copied, name, copy_dataset(value, copies))
         elif name == "datasets" and isinstance(value, list | tuple):
-            setattr(copied, name, [copy_dataset(each) for each in value])
+            setattr(copied, name, [copy_dataset(each, copies) for each in value])
         elif isinstance(value, torch.Generator):
             setattr(copied, name, value.clone_state())
         elif isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random"):
