@@ -401,9 +401,9 @@ def _draw_rank(sampler: Any, rank: int) -> list[Any]:
 
 
 def _check_sizes(every: list[list[Any]]) -> None:
-    """Raise RequestError unless all batches have the same number of rows on all ranks.
+    """Raise RequestError unless all batches have the same number of rows.
 
-    The last batch may be smaller, but equally on all ranks.
+    Only the last batch of an epoch may have another number, which is the same on all ranks.
     """
     sizes = [{len(batch) for batch in step} for step in zip(*every, strict=True)]
     whole = set.union(*sizes[:-1], sizes[0])

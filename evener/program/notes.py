@@ -66,7 +66,7 @@ def read_settings() -> ProgramSettings:
 
 
 def print_on_first_rank(words: str) -> None:
-    """Print the line `words` from evener to standard error, on the first rank only."""
+    """Print "evener: " and the line `words` to standard error, on the first rank only."""
     # With several ranks, a line break keeps it off a progress bar. It begins with a carriage
     # return, so that tools that merge the output of processes drop the empty line.
     if current_rank() == 0:

@@ -127,19 +127,18 @@ class Program:
         return bool(self.models) and (has_trained or any(model.training for model in self.models))
 
     def make_model(self, wrapped: Any, model: Any, arguments: Any, keywords: Any) -> None:
-        """Initialize a wrapper for a model, and record the wrapped model for training by shares.
+        """Initialize a wrapped model, and record it for training by shares.
 
-        `wrapped` is the `__init__` of the wrapper `model`, a DistributedDataParallel, FSDP1 or
-        DeepSpeed.
+        `model` is the wrapper, of the class DistributedDataParallel, FSDP1 or DeepSpeed.
+        `wrapped` is the original `__init__` of that class.
         """
         wrapped(*arguments, **keywords)
         self._note_whole(model)
 
     def _note_whole(self, model: Any) -> None:
-        """Record a model unless it is a part of a model that is already recorded.
+        """Record a model, unless a model that contains it is already recorded.
 
-        If recorded models are parts of this one, they are removed, so that only whole models are
-        recorded.
+        Recorded models that are parts of this one are removed from the record.
         """
         if not any(model in other.modules() for other in self.models):
             for module in model.modules():
@@ -717,10 +716,11 @@ class Program:
         return training
 
     def choose_plan(self, models: Sequence[Any], global_batch: int) -> Plan | None:
-        """Return the plan to start training these models with, or None for that of `evener run`.
+        """Return the plan with which to start training these models.
 
-        If the plan of `evener run` has shares from training another model or batch size, return a
-        copy of it with even shares. `global_batch` is the number of rows per step.
+        None means the plan of `evener run`. If its shares were determined for another model or
+        batch size, return a copy of it with even shares. `global_batch` is the number of rows per
+        step.
         """
         self.notebook.model = "+".join(sorted(map(model_digest, models)))
         origin = self.notebook.settings.origin
@@ -819,10 +819,10 @@ class Program:
         return next(filter(None, faults), "")
 
     def _compare_numbers(self, numbers: tuple[float, ...] | None) -> None:
-        """Record a fault if a number in the loss has changed, perhaps due to exchanged values.
+        """Record a fault if the loss is computed with other numbers than in the last call.
 
-        `numbers` are the numbers that the latest step's loss was computed with, for example
-        factors; None if they aren't known. They are compared with those of the last call.
+        The program may have computed such a number from exchanged values. `numbers` are those of
+        the latest step's loss, for example factors; None if they aren't known.
         """
         before, self._numbers = self._numbers, numbers
         if None not in (before, numbers) and before != numbers:

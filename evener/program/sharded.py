@@ -1,4 +1,4 @@
-"""Models whose gradients a library averages over ranks: FSDP1, FSDP2 and DeepSpeed.
+"""Train a model by shares if FSDP1, FSDP2 or DeepSpeed averages its gradients over ranks.
 
 Each rank's loss is weighted by `rows * ranks / all rows` before its backward pass. Then the mean
 over ranks equals the mean over all rows, and the library's shards, reductions and states stay

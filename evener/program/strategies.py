@@ -182,6 +182,6 @@ def _make_sharing_loader(strategy: ProgramStrategy, loader: Any) -> Any:
 
 
 def _give(loop: Any, loader: Any) -> None:
-    """Make `loader` the training loader of a Trainer's fit loop, and keep all random states."""
+    """Make `loader` the training loader of a fit loop, without changing any random state."""
     with kept_state():
         private.replace_loader(loop, loader)

@@ -1,6 +1,6 @@
 """Time the training steps of a program that evener leaves unchanged, for the summary at its end.
 
-Such a program trains in one process by a loop of its own, or in several with even shares.
+Such a program trains in a single process, or in several processes with even shares.
 `evener.program.install` calls these functions when a DataLoader yields a batch, after a backward
 pass, and when an optimizer steps.
 
@@ -98,7 +98,7 @@ class UnchangedTraining:
 
     Nothing is reported before the first update of one of PyTorch's optimizers. So a program that
     trains nothing leaves no record. Reporting ends for good if something else reports the steps,
-    such as a Trainer or a training by shares.
+    such as the hooks of a Trainer, or of a loop that trains by shares.
     """
 
     def __init__(self) -> None:
@@ -324,8 +324,8 @@ class UnchangedTraining:
         """Return who times and reports the program's steps.
 
         - "nobody": no one else does, so this object may.
-        - "other": something else does, such as a training by shares, or it isn't known how many
-          processes train together.
+        - "other": something else does, such as the hooks of a loop that trains by shares, or it
+          isn't known how many processes train together.
         - "undecided": the program's processes may still begin to train by shares.
         """
         own = None if self._reporter is None else self._reporter.reporter

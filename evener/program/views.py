@@ -182,9 +182,11 @@ def find_fault(model: Any) -> str:
 def find_obstacle(optimizer: Any, models: Any, of_loader: str) -> str:
     """Return why an optimizer steps outside all loops whose batches evener can divide.
 
-    `models` are the wrapped models. If the optimizer trains one of them, return `of_loader`, the
-    reason why the loader's batches can't be divided. If none of its weights belongs to them, return
-    "". If there are no wrapped models, the result says why.
+    - `models`: the wrapped models. If there are none, the result says that they are missing.
+    - `of_loader`: why the loader's batches can't be divided; returned if the optimizer trains one
+      of the models.
+
+    Return "" if the optimizer trains none of the models.
     """
     weights = [each for group in optimizer.param_groups for each in group["params"]]
     if not models:
