@@ -89,8 +89,7 @@ def divide_sums(tensors: Sequence[tuple[int, Hashable]], apart: int = 0) -> list
     different types are never in the same group. If all tensors have less than 8 MiB in total, each
     type has one group. Otherwise, each type has an early group, summed during the backward pass,
     and a late one. The late groups have at most LATE_PART of all bytes, unless they consist of a
-    single larger tensor. The last `apart` tensors are then summed in groups of their own, at the
-    end.
+    single larger tensor. The last `apart` tensors form further groups, which are summed at the end.
     """
     sizes = [size for size, _ in tensors]
     left = sum(sizes)

@@ -346,8 +346,9 @@ def _divide_batch(
 def finish_times(devices: Sequence[DeviceCurve], quantum: int) -> list[float]:
     """Return the finish times that the best allocation may have, in increasing order.
 
-    At each of them, a curve bends, or a device reaches its limit or finishes its first quantum. If
-    there are more than 400 (fewer with more than 32 devices), only a selection is returned.
+    At each of them, a curve bends, or a device reaches its limit or finishes its first quantum. At
+    most 400 are returned for up to 32 devices, and fewer for more devices. If there are more finish
+    times, the returned ones are evenly spaced among them.
     """
     times = sorted(
         {t for x in devices for t in (*x.curve.breakpoints(x.limit), x.curve.seconds(quantum))}
@@ -369,7 +370,7 @@ def _best_within_seconds(
     """Return the allocation with the highest samples/s whose devices finish within `seconds`.
 
     Each of its devices computes as much as it can in that time. Returns None if fewer than `fewest`
-    devices can compute a quantum, or if the `fewest` fastest ones together exceed `limit` samples.
+    devices can compute a quantum, or if the `fewest` largest shares already exceed `limit` samples.
     """
     sizes = _largest_shares(devices, seconds, quantum)
     order = _largest(sizes, len(sizes))
@@ -419,9 +420,9 @@ def _improve_nearby(
 
 
 class _Crossing(NamedTuple):
-    """The first interval of finish times in which some devices can reach the required samples/s.
+    """The first interval of finish times in which a number of devices reaches a given samples/s.
 
-    - `samples`: what these devices can compute by `late`.
+    - `samples`: maximum number of samples that so many devices can compute by `late`.
     - `early`, `late`: the interval in seconds, without the gradient exchange.
     - `devices`: the number of devices.
     """

@@ -1,4 +1,4 @@
-"""Convert ratios to whole samples: the slice of a batch for each device and its gradient weight.
+"""Divide a batch among devices into whole samples, and weight each device's gradient accordingly.
 
 The search and all adapters use this integer arithmetic, so that training uses exactly the measured
 shares.
@@ -186,7 +186,7 @@ def batch_in_one_pass(shares: Sequence[int], micros: Sequence[int]) -> int:
 
 
 def largest_pass(shares: Sequence[int], micros: Sequence[int]) -> int | None:
-    """Return the rows of the largest pass among the shares that need several passes.
+    """Return the number of rows of the largest pass, among the shares that need several passes.
 
     `micros` are the ranks' maximum rows per pass. Returns None if every share is a single pass.
     """

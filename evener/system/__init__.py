@@ -1,1 +1,1 @@
-"""Access to the operating system for this process: cores, memory, files, signals and threads."""
+"""This process's access to the system: CPU cores, memory, files, signals and threads."""

@@ -1,4 +1,4 @@
-"""Time a fixed loop, which shows how fast a core computes at the moment.
+"""Time a fixed loop, which shows how fast a CPU core computes at the moment.
 
 A core is slower while its clock is low, or while its other hardware thread is busy. A step may then
 take up to 1.5 times as long, for seconds, although no thread waits for a core.
@@ -17,7 +17,7 @@ PYTHON = ".".join(platform.python_version_tuple()[:2])  # other versions take an
 
 
 def time_loop() -> float:
-    """Return the seconds that the fixed loop takes on this core, the minimum of a few tries."""
+    """Run the fixed loop a few times on this CPU core, and return the shortest time in seconds."""
     least_s = float("inf")
     for _ in range(TRIES):
         began = time.perf_counter()
@@ -28,7 +28,7 @@ def time_loop() -> float:
 
 
 class CoreSpeed:
-    """Samples the speed of the core on which a thread runs."""
+    """Samples the speed of the CPU core on which a thread runs."""
 
     def __init__(self) -> None:
         self._samples: list[float] = []

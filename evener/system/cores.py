@@ -1,4 +1,4 @@
-"""Find the cores and memory that this process may use, and divide the cores into slices.
+"""Find the CPU cores and memory that this process may use, and divide the cores into slices.
 
 A container's control groups, version 1 or 2, may allow less than the machine has. A slice is one of
 several equal sets of cores. A training run gets the same slices as its measurement. Hardware

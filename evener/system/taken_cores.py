@@ -1,4 +1,4 @@
-"""Measure how long this process's threads waited for cores, and name the programs that used them.
+"""Measure how long a process waited for CPU cores, and name the programs that used them.
 
 Linux counts how long each thread ran, and how long it was ready to run without a core
 (/proc/PID/task/TID/schedstat, readable by the process's own user). It also counts how long a
@@ -29,9 +29,9 @@ HYPERVISOR = "other virtual machines on this host"
 
 
 class CoreTimes(NamedTuple):
-    """How long a process's threads ran and waited, and how long its cores were busy, in seconds.
+    """How long a process's threads ran and waited, and how long its CPU cores were busy.
 
-    The times are counted from an arbitrary start, so only differences between readings are
+    The times are in seconds from an arbitrary start, so only differences between readings are
     meaningful.
     """
 
@@ -44,7 +44,7 @@ class CoreTimes(NamedTuple):
 
 
 class Starvation(NamedTuple):
-    """How long a process was delayed by a lack of cores between two readings.
+    """How long a process was delayed by a lack of CPU cores between two readings.
 
     - `wall_s`: elapsed time.
     - `starved_s`: how long the process was delayed.
@@ -62,7 +62,7 @@ class Starvation(NamedTuple):
 
 
 class CoreWatch:
-    """Measures how long the threads of one process wait for cores between two readings.
+    """Measures how long the threads of one process wait for CPU cores between two readings.
 
     - `pid`: the process; None for this one.
     - `cores`: number of cores that it may use; None for all cores in its CPU affinity.
@@ -82,7 +82,7 @@ class CoreWatch:
         return bool(self._before)
 
     def read(self) -> Starvation:
-        """Return how long the process was delayed by a lack of cores since the last reading."""
+        """Return how long the process was delayed by a lack of CPU cores since the last reading."""
         # The kernel's waiting times also contain waiting for other threads, and for an idle core to
         # wake up. Three limits leave that out: the CPU time that the threads missed is at most what
         # other programs, the hypervisor and the quota took; the CPU time that they wanted is at
@@ -251,8 +251,8 @@ def name_competitors(
     - `own_root`: the training process; it, its descendants and its parent aren't named.
     - `throttled_s`: how long the container's CPU limit throttled this process.
     - `most`: maximum number of programs.
-    - `own`: a process below `own_root` whose descendants, such as a data loader's workers, are
-      named after all, together as the training's own workers; -1 for none.
+    - `own`: a descendant of `own_root`, or -1. The processes that it started, such as a data
+      loader's workers, are named nevertheless, together as the training's own workers.
     """
     wall_s = after.at_s - before.at_s
     if wall_s <= 0:
