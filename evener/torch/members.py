@@ -1,4 +1,4 @@
-"""List the parameters and buffers of a model, and cache the lists until a new one is registered.
+"""List a model's parameters and buffers, and cache both lists until it registers a new tensor.
 
 PyTorch's `parameters()` and `buffers()` visit every module. In each step, that would take longer
 than a small model's forward pass.

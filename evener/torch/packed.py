@@ -16,7 +16,7 @@ from .private import own_parameters
 
 
 def is_packed(tensor: Any) -> bool:
-    """True if a parameter holds packed weights, or weights to be packed on a device."""
+    """True if a parameter holds packed weights, or weights that a move to a device will pack."""
     return hasattr(tensor, "bnb_quantized") and hasattr(tensor, "quant_state")
 
 
@@ -32,9 +32,10 @@ def explain_unusable(tensor: Any) -> str:
 
 
 def pack_weights(model: Any, device: torch.device) -> None:
-    """Pack a model's weights that bitsandbytes hasn't packed yet, and move them to the host.
+    """Pack those 4-bit weights of a model that aren't packed yet, and move them to the host.
 
-    Weights on the meta device stay there.
+    bitsandbytes packs a weight when it is moved to `device`. Weights on the meta device are left
+    unchanged.
     """
     # each is moved to `device` to be packed, one at a time to save memory
     for module in model.modules():

@@ -104,7 +104,7 @@ UNSCALE = "_unscale_grads_"  # method of GradScaler that divides gradients and r
 
 
 def is_view(tensor: Any) -> bool:
-    """True for a view of another tensor, which can't be resized."""
+    """True if a tensor is a view of another one, so that it can't be resized."""
     return tensor._base is not None
 
 
@@ -140,9 +140,9 @@ def needs_own_sums(ddp: Any) -> bool:
 
 
 def joins_unevenly(ddp: Any) -> bool:
-    """True in DistributedDataParallel's context `join`.
+    """True while the program is in the context `join` of a DistributedDataParallel.
 
-    Ranks may have different numbers of batches in it.
+    In this context, ranks may have different numbers of batches.
     """
     return bool(ddp._join_config.enable)
 

@@ -53,7 +53,7 @@ class _SavedValues:
     def look_at(self, value: Any, depth: int) -> None:
         """Save a value and the values that it refers to, up to `depth` levels deep.
 
-        Saved values, and values of libraries, are skipped.
+        Values that are already saved, and those that belong to libraries, are skipped.
         """
         if depth < 0 or id(value) in self._seen:
             return

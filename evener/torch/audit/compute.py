@@ -40,10 +40,10 @@ COPIED, SAMPLED = 1 << 14, 64
 
 
 class Piece(msgspec.Struct, frozen=True, eq=False):
-    """One of the passes of a computation, whose gradients are added up.
+    """One pass of a computation; the gradients of all its passes are added up.
 
     - `loss`: returns the loss of the pass.
-    - `weight`: factor of its gradient in the sum.
+    - `weight`: factor of the pass's gradient in the sum.
     - `scale`: factor of the loss before the backward pass; the gradients are then multiplied by
       `weight / scale`. None multiplies the loss by `weight` instead.
     """
@@ -69,7 +69,7 @@ class GradientSketcher:
     - `measures`: True if audits always measure how much rounding changes the gradient.
     - `known`: what earlier audits have found out about the run's passes; new findings are added.
     - `changed`: names of buffers that a pass changes.
-    - `draws`: number of PyTorch's random draws that affect the result.
+    - `draws`: number of random operations of PyTorch in all sketches so far, without dropout.
     - `drawn`: digests of the states of Python's and NumPy's random generators after each piece of
       the last sketch.
     """

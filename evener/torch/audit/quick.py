@@ -1,7 +1,7 @@
 """Quick passes, which don't intercept each operation, and passes without dropout.
 
-EvenRandomness intercepts each PyTorch operation, which takes as long as computing a small one. A
-pass doesn't need it if it draws random numbers only for dropout, because dropout can be turned off.
+EvenRandomness intercepts each PyTorch operation; a small operation then takes twice as long. A pass
+that draws random numbers only for dropout doesn't need this, because dropout can be turned off.
 Whether a pass draws others is found by comparing the states of the random generators before and
 after it.
 """

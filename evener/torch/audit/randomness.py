@@ -45,8 +45,8 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
     - `disturbance`: seed of simulated rounding errors, which are added to sums of many terms; 0 for
       no errors.
     - `draws`: number of random operations in a pass.
-    - `random`: number of these operations with random results; dropout doesn't count, because it
-      keeps all values here.
+    - `random`: how many of these operations had random results. Dropout doesn't count, because it
+      keeps all values in this context.
     - `kinds`: dtypes of computed tensors with more than one value.
     """
 
@@ -181,7 +181,7 @@ class _Draw(msgspec.Struct, frozen=True, eq=False):
         return [argument.name for argument in self.function._schema.arguments]
 
     def call(self) -> Any:
-        """Call the operation with these arguments, and return the result."""
+        """Call the operation with the arguments that are set now, and return the result."""
         return self.function(*self.arguments, **self.keywords)
 
 
@@ -241,9 +241,9 @@ def _draw_by_arguments(draw: _Draw) -> Any:
 
 
 def _draw_size(draw: _Draw) -> Any:
-    """Draw a tensor with equal rows, of the size that is among the operation's arguments.
+    """Draw a tensor with equal rows, for an operation with an argument `size`.
 
-    Return None if the operation has no argument `size`.
+    Return None for other operations.
     """
     names = draw.names()
     if "size" not in names:
@@ -317,7 +317,7 @@ def _needs_generator(function: Any) -> bool:
 def _one_row(draw: _Draw) -> Any:
     """Draw the random values that all rows of an operation's first argument get.
 
-    A row is the last axis. With fewer than two axes, each row is a single value.
+    A row extends along the last axis. With fewer than two axes, each row is a single value.
     """
     # rows of different lengths start with the same values
     like, *others = draw.arguments
@@ -327,8 +327,8 @@ def _one_row(draw: _Draw) -> Any:
 def _one_line(like: Any) -> Any:
     """Return an uninitialized tensor for the random values that all rows of `like` share.
 
-    The last axis of `like` is a row, and `_stable_length` returns how many values are needed for
-    it. If `like` has fewer than two axes, the result has a single value.
+    A row extends along the last axis. The tensor has as many values as `_stable_length` returns for
+    a row, or a single value if `like` has fewer than two axes.
     """
     if like.ndim < 2:
         return torch.empty_like(like[:1] if like.ndim else like)
@@ -342,8 +342,8 @@ def _shorten(line: Any, like: Any) -> Any:
 def _stable_length(length: int) -> int:
     """Return how many random values to draw for a row of `length` values: at least LONGEST.
 
-    PyTorch's random values depend on how many are drawn. Rows up to LONGEST get the same number, so
-    they start with the same values.
+    PyTorch's random values depend on how many are drawn at once. The same number is drawn for all
+    rows of up to LONGEST values, so that rows of different lengths start with the same values.
     """
     return max(LONGEST, length)
 

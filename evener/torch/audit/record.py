@@ -100,7 +100,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
     - `models`: their calls are recorded as single calls; only models in training mode count.
     - `after`: called after each backward pass, with this recorder and the loss.
-    - `rows`: the batch's number of rows; 0 for the length of its first tensor.
+    - `rows`: the batch's number of rows; 0 means the length of the batch's first tensor.
     """
 
     def __init__(
@@ -175,9 +175,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         """Called after each call of a function or model with its result; subclasses override it."""
 
     def take_inner(self, model: Any) -> Any:
-        """Return the module that a replay calls for a model.
+        """Return the module that is called in place of a model when its call is repeated.
 
-        It is the one inside a DistributedDataParallel.
+        For a DistributedDataParallel, that is the module inside it; otherwise the model itself.
         """
         return getattr(model, "module", model)
 
@@ -251,7 +251,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     def _mark_size(self, tensor: Any, result: Any) -> Any:
         """Return `result`, the size that the program read from a tensor.
 
-        If its first dimension is the batch's number of rows, that becomes a RowNumber.
+        If the tensor has one entry for each row of the batch, the number of entries in the returned
+        size is a RowNumber.
         """
         # a replay with other rows converts it to their number
         known = id(tensor) in self._made or any(each is tensor for each in self.batch)
@@ -494,7 +495,7 @@ class LossRecord:
         return any(may_count(self.rows, number.value) for number in self.numbers)
 
     def has_other_rows(self) -> bool:
-        """True if the calls use a tensor with one entry per row that isn't in the batch."""
+        """True if the calls use a tensor from outside the batch that has one entry per row."""
         # a replay can't replace the rows of such a tensor
         known = {id(each) for each in self.batch}
         for model in self.models:

@@ -136,7 +136,7 @@ def _compute(record: LossRecord, counts: int, batch: Any, rows: int) -> Any:
 
 
 def _ignores_last_row(record: LossRecord, few: FewRows, sketcher: GradientSketcher) -> bool:
-    """True if the last of a few rows doesn't affect the loss."""
+    """True if neither the loss nor its gradient depends on the last row in `few`."""
     # If it doesn't, the recorded calls don't cover all rows. To find out, the last row is replaced
     # by a copy of the first one.
 

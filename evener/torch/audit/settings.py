@@ -48,8 +48,8 @@ class LossSettings:
 
         - `models`: the modules to read.
         - `function`: computes the loss.
-        - `code`: code of the program, and the variables of its module; those that the code uses are
-          settings.
+        - `code`: a code object of the program, and its module's variables. The variables that the
+          code uses are settings.
         - `holders`: other objects whose attributes are settings.
         """
         self._checks += 1

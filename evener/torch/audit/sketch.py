@@ -281,7 +281,7 @@ class GradientSums:
             return self._zeros[kind].expand(gradient.shape)
 
     def _take(self, name: str, gradient: torch.Tensor) -> None:
-        """Project the gradient of the tensor `name`, or save it to project several together."""
+        """Project the gradient of the tensor `name`, or save it until several can be projected."""
         if gradient.is_sparse or not 0 < gradient.numel() <= self._joined:
             self._add([name], LineSums([1], project(gradient, self._signs)[None]))
             return
@@ -330,8 +330,9 @@ def read_scalars(values: Sequence[torch.Tensor]) -> list[float]:
 def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:
     """Return the name of the dtype whose precision limits a gradient.
 
-    It is the gradient's dtype `kind` or a coarser one in `computed`, the dtypes of the loss's
-    computation. A float64 gradient computed in float32 is MIXED.
+    `kind` is the gradient's dtype, and `computed` has the dtypes in which the loss was computed.
+    The result is bfloat16 or float16 if that is in `computed`, and otherwise `kind`. For a float64
+    gradient of a loss that was computed in float32, it is MIXED.
     """
     for coarse in (torch.bfloat16, torch.float16):
         if coarse in computed:

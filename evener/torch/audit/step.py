@@ -38,9 +38,9 @@ NEAR = 1e-5  # relative difference of two losses that are equal except for round
 
 
 class AuditChange(msgspec.Struct, frozen=True, eq=False):
-    """The two computations of an audit, without one possible cause of a difference.
+    """An audit's two computations, changed so that one possible cause of a difference is absent.
 
-    If they agree, the difference has that cause.
+    If the gradients agree after this change, the difference has that cause.
 
     - `trained`: the training run's computation without the cause.
     - `reference`: the reference without it; None if that is the same.

@@ -219,9 +219,9 @@ class _MarkedStep(NamedTuple):
 
 
 class _Untimed(msgspec.Struct):
-    """Numbers and times of the batches since the last timed batch.
+    """How many batches have ended since the last timed batch, and their measured times.
 
-    Of these batches, only the time for files and validation is measured, by the host.
+    Only the time for files and validation is measured for these batches, by the host.
     """
 
     batches: int = 0

@@ -185,9 +185,10 @@ def _tell_glibc(options: Mapping[int, int]) -> None:
 
 
 def gather_infos(own: RankInfo, process: ProcessRank) -> list[RankInfo]:
-    """Return the RankInfo of every rank, in rank order, before devices are chosen.
+    """Return the RankInfo of every rank, in rank order.
 
-    `own` is this rank's RankInfo. Every rank has to call this function.
+    `own` is this rank's RankInfo. Every rank has to call this function. It works even before the
+    ranks have chosen their devices and created a process group.
     """
     if process.world == 1:
         return [own]
@@ -213,7 +214,7 @@ def exchange_values(
     """Gather a value from every rank through a store; return the values in rank order.
 
     - `prefix`: no key of the store may start with it yet.
-    - `own`: the value of `rank`.
+    - `own`: this rank's value.
     - `world`: number of ranks.
     - `seconds`: timeout; if a rank's value comes later, the result is empty on all ranks. 0 means
       no timeout.
@@ -261,9 +262,10 @@ def join(device: Any, backend: str | None) -> None:
 
 
 def _place_group(number: int) -> dict[str, Any]:
-    """Return the rendezvous arguments of `init_process_group` for a new process group.
+    """Return the arguments that `init_process_group` needs to create another process group.
 
-    `number` counts the groups that this process has created before.
+    `number` is the number of groups that this process has created before. For the first group, the
+    result is empty: PyTorch reads torchrun's environment variables.
     """
     # Under torchrun, a second training run in a process uses the store in which the first group has
     # left its ranks' addresses. So each later group gets keys of its own.
@@ -317,7 +319,7 @@ class RankShares(msgspec.Struct, frozen=True):
 
     @property
     def pass_rows(self) -> Iterator[int]:
-        """Return an iterator over the numbers of rows in all ranks' passes of a full batch."""
+        """Yield the number of rows of each pass of each rank in a full batch."""
         return (
             rows for each in zip(self.batches, self.passes, strict=True) for rows in even(*each)
         )
