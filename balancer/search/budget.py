@@ -218,7 +218,7 @@ class Budget:
     def budget_with_more_turns(self, missing_seconds: float) -> float:
         """Return the budget, in seconds, with which every layout would have had its first turn.
 
-        `missing_seconds` is the duration of the first turns that are missing.
+        `missing_seconds` is how long the first turns that weren't run would have taken.
         """
         # exploration uses a fixed part of a budget, so the turns get only a part of the additional
         # time
@@ -247,9 +247,10 @@ class Budget:
     # ------------------------------------------------------------------ what probes cost
 
     def _warm_up_seconds(self, layout: Layout, step_seconds: float) -> float:
-        """Return the seconds of the shortest warm-up that was measured for the layout.
+        """Return the duration of the layout's shortest measured warm-up, in seconds.
 
-        If the layout never ran, return those of a typical warm-up.
+        If the layout never ran, return the duration of a typical warm-up. For this, `step_seconds`
+        is the expected duration of the layout's step.
         """
         own = [untimed_seconds(timed) for timed in self._seen.timed_in(layout)]
         return min(own, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds)

@@ -8,12 +8,12 @@ out. The name of a limit says what it is based on:
     guessed     memory: the batch at which the memory line reaches the device's memory; after a
                 failure, a batch between the largest that ran and the smallest that failed; if
                 bytes are unknown, a split gets no more rows than ran
-    trusted     time: at most what is guessed, and only as far above the batches that ran as the
-                curve can be trusted; a fixed batch exceeds it if necessary
+    trusted     time: at most the guessed limit, and only as far above the batches that ran as the
+                curve can be trusted; if a fixed batch needs larger shares, this limit is ignored
 
-Rounds in which devices run alone have other limits (`guessed_alone_rows`, `trusted_alone_rows`),
-because a failure costs less in such a round than in a split. `largest_in_one_pass` is the guessed
-limit, or less if two smaller passes are faster.
+Solo probes have other limits (`guessed_alone_rows`, `trusted_alone_rows`), because a failure costs
+less in a solo probe than in a split. `largest_in_one_pass` is the guessed limit, or less if two
+smaller passes are faster.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class DeviceModel:
     def points(self) -> tuple[Point, ...]:
         """This device's points (batches with their step times) from exploration.
 
-        They come from solo probes. Batches larger than those were measured in splits, or while the
-        other devices were idle.
+        They are all points of the solo stage, and those of larger batches from splits or from
+        probes while the other devices were idle.
         """
         return self.evidence.solo_points(self._among)
 
@@ -153,10 +153,10 @@ class DeviceModel:
 
     @cached_property
     def trusted_alone_rows(self) -> int:
-        """The largest batch to measure next on the device in a round of devices alone.
+        """The largest batch that the next solo probe of the device may measure.
 
-        It exceeds the largest batch that ran by at most a certain factor. It is 0 before the device
-        ran.
+        It exceeds the largest batch that ran by at most a certain factor. It is 0 until the device
+        has run.
         """
         if self.solo_curve is None:
             return 0

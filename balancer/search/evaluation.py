@@ -162,7 +162,7 @@ class Evaluation:
         return self._why_finished(tied)
 
     def _why_finished(self, tied: bool) -> End:
-        """Return why the search is over, if a larger budget wouldn't have continued it."""
+        """Return why the search is over, if it wouldn't have gone on with a larger budget."""
         # `tied`: more measurements couldn't tell which of the two fastest layouts is faster
         best_is_known = self.best is None or is_known(self.best.throughput)
         if tied:

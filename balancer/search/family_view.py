@@ -107,7 +107,8 @@ class FamilyView:
     def _logical_pack(self, plain: Layout) -> Layout:
         """Return the pack with as many trainings as `plain`, each on a logical device of its own.
 
-        If there is no time left for it, return the largest pack of this kind that ran.
+        If there is no time left to measure it, return the measured pack of this kind with the most
+        trainings.
         """
         wanted = pack_on(plain, plain.processes, "logical")
         layouts = (timed.probe.layout for timed in self._seen.timed())

@@ -50,7 +50,7 @@ class Offers:
     def list_failed(self) -> list[tuple[Candidate, Observation]]:
         """Return the layouts that failed in the race, each with the observation of its failure.
 
-        They include the smallest pack of each mode in which packs were tried but none ever ran.
+        If packs of a mode were tried and none of them ran, the smallest of them is included.
         """
         found = []
         for candidate in self.candidates:

@@ -59,9 +59,9 @@ class RowPolicy:
         return self.problem.global_batch is not None or not layout.in_passes
 
     def apart_seconds(self, layout: Layout) -> float | None:
-        """Return how long, in seconds, a layout's slowest device would take for its share alone.
+        """Return the longest time that a device would take for its share in a solo step.
 
-        Return None if none of the devices ran alone.
+        The time is in seconds. Return None if none of the layout's devices ran alone.
         """
         seconds = []
         for position in layout.computing:

@@ -135,7 +135,7 @@ class Sharding:
             self._problem = msgspec.structs.replace(self._problem, budget_seconds=max(0.0, left))
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """Return the next probes of devices alone or else a probe of a whole step.
+        """Return the next probes: either of single devices, or one of a whole step.
 
         Return an empty tuple if no measurement is worth its time, or if the state doesn't fit.
         """
@@ -410,8 +410,10 @@ class Sharding:
     def _check_fit_beside_state(
         self, observation: Observation, left: Sequence[int | None]
     ) -> Observation:
-        """Return the observation, or OutOfMemory if its rows don't fit beside the state."""
-        # `left` are the bytes that the devices' parts of the state leave free
+        """Return the observation, or OutOfMemory if its rows don't fit beside the state.
+
+        `left` has the bytes that each device's part of the state leaves free; None if unknown.
+        """
         # a device measured alone held less of the state
         if (
             not isinstance(observation, Timed)

@@ -108,9 +108,10 @@ class SoloStage:
         return self._is_new(device, self._small_batch(device))
 
     def _devices_worth_waiting_for(self, due: Batches) -> Batches:
-        """Choose the devices, with their second batches, that the next round should measure.
+        """Choose the devices whose second batches (in `due`) the next round should measure.
 
-        Return an empty dict if the round isn't worth its time, or the budget doesn't allow it.
+        Devices that would keep the others waiting for little gain are left out. Return an empty
+        dict if the round isn't worth its time, or the budget doesn't allow it.
         """
         costs = {one: self._probe_seconds(one, batch) for one, batch in due.items()}
         order = sorted(due, key=lambda one: costs[one])

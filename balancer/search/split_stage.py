@@ -5,10 +5,10 @@ exchange and, if the devices' compute times (own work) are reported, one more po
 The stage ends when the predicted split has already been measured, or promises at most 0.2 % more
 samples/s than the layouts that ran.
 
-One device alone, while the others are idle, is measured if it may be faster than every split. For a
-fixed batch, the fastest device alone is measured even before the first split, if a probe of it
-takes little of the remaining time or it should be faster than the split. The splits are compared
-with it in any case, and it needs no new child processes.
+A device that may be faster alone than every split is measured while the others are idle. For a
+fixed batch, the fastest single device is measured even before the first split, if its probe takes
+little of the remaining time or if it should be faster than the split. This
+measurement is needed in any case, to compare the splits with it, and starts no new child processes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The time that exploration has left, and the longest step that this time allows.
 
-The models of the devices limit their batches by it. What a probe costs is computed in `budget`,
-which depends on these models.
+The models of the devices use the longest step to limit their batches. The cost of a probe isn't
+computed here but in `budget`, which depends on these models.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ class TimeLeft:
     def takes_lone_steps(self, step_seconds: float, part: float = 1 / SURPRISE) -> bool:
         """True if the next probe should time a single step, because steps are slow.
 
-        A step takes `step_seconds`. More steps would show the noise, but take more than the
-        fraction `part` of the time left. It is then better to know the time of several batches to 3
-        % than the time of a few exactly.
+        A step takes `step_seconds`. More steps would show the noise, but would take more than
+        the fraction `part` of the time left. It is then better to measure several batches with an
+        error of 3 % than a few exactly.
         """
         if not self._lone_steps_save_time or step_seconds < SHORTEST_LONE_STEP:
             return False
@@ -103,7 +103,10 @@ class TimeLeft:
 
     @property
     def _lone_steps_save_time(self) -> bool:
-        """True unless a first step at a new size takes longer than all later steps together."""
+        """True if timing a single step saves much time compared with timing several.
+
+        False if the first step at a new size takes longer than all later steps of a probe together.
+        """
         return self.tuning_steps <= CERTAIN_STEPS
 
     @cached_property

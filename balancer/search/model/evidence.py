@@ -368,7 +368,7 @@ def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ())
 
     Each device is as fast as the first device of its group, except for noise. A lost device is
     alone in its group. Devices with different `limits` (`Problem.limits`) are never in one group.
-    If `limits` is empty, all are equal.
+    If `limits` is empty, no device is limited.
     """
     pace = [device.alone[0].seconds if device.alone else math.inf for device in devices]
     order = sorted(range(len(devices)), key=lambda i: (pace[i], i))
@@ -382,10 +382,10 @@ def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ())
 
 
 def group_by(order: Iterable[int], same: Callable[[int, int], bool]) -> list[list[int]]:
-    """Return the positions of `order` in groups of equivalent positions, each sorted.
+    """Divide the positions in `order` into groups of equivalent positions.
 
     Each position joins the latest group whose first member is equivalent to it, according to
-    `same`. If there is no such group, it forms a new one.
+    `same`. If there is no such group, the position forms a new one. Each group is returned sorted.
     """
     groups: list[list[int]] = []
     for position in order:

@@ -47,7 +47,10 @@ def optimistic_curve(points: Sequence[Point], curve: Curve) -> Curve:
 
 
 def _least_rise(points: Sequence[Point], curve: Curve) -> Curve:
-    """Return a level curve if noise explains how the times of two points differ, else `curve`."""
+    """Return a level curve if the times of the two points differ by no more than noise.
+
+    Otherwise, return `curve`.
+    """
     one, other = points
     error = math.hypot(one.error, other.error) * other.seconds
     if abs(other.seconds - one.seconds) > CLEAR * error:
