@@ -377,8 +377,8 @@ def _name_even(plan: Plan, even: Evidence) -> str:
 def _find_earlier(plan: Plan, single: Evidence) -> float:
     """Return the highest samples/s that another device reached alone with `single`'s batch.
 
-    Measurements of the plan's device, if it has only one, don't count. Return 0 if none was faster
-    than `single`.
+    If the plan uses a single device, measurements of that device don't count. Return 0 if no other
+    device was faster than `single`.
     """
     if single.kind not in ("best_device", "one_device"):
         return 0.0

@@ -236,8 +236,7 @@ class Power(msgspec.Struct, frozen=True):
 class PartSeconds(msgspec.Struct, frozen=True):
     """Parts of one device's step besides its compute time (own work), in seconds; None if unknown.
 
-    The parts may overlap. For example, a process that is starved of cores also fetches its rows
-    late.
+    The parts may overlap. For example, a process that lacks CPU cores also fetches its rows late.
     """
 
     input_seconds: Amount | None = None  # waiting for the rows of a batch

@@ -4,10 +4,10 @@ The slowdown has a 95 % interval. The functions have no side effects.
 
 Other programs, on this machine or on other virtual machines of its host, slow whole trainings by
 tens of percent, each training differently. They don't change the duration of a quick step (the 5th
-percentile of step times) on a core at full speed. So two trainings are compared by the quick steps
-of their fastest windows, corrected for the speed of the core (`quick_steps.py`). Quick steps don't
-contain work that isn't in every step, such as writing checkpoints or waiting for late rows. The
-additional time that the second training certainly takes for such work is therefore added to its
+percentile of step times) on a CPU core at full speed. So two trainings are compared by the quick
+steps of their fastest windows, corrected for the speed of the core (`quick_steps.py`). Quick steps
+don't contain work that isn't in every step, such as writing checkpoints or waiting for late rows.
+The additional time that the second training certainly takes for such work is therefore added to its
 slowdown.
 
 A training's journal has a line for each window, a series of steps. Trainings without quick steps in

@@ -1,14 +1,14 @@
-"""Compares how long quick steps of two trainings take on a core at full speed.
+"""Compares how long quick steps of two trainings take on a CPU core at full speed.
 
-A core is up to half slower while its other hardware thread is busy, for seconds at a time. So equal
-steps take unequal times. Almost every training has moments at full speed. Therefore a training is
-represented by its fastest windows: a low percentile of the windows' quick steps.
+A CPU core is up to half slower while its other hardware thread is busy, for seconds at a time. So
+equal steps take unequal times. Almost every training has moments at full speed. Therefore a
+training is represented by its fastest windows: a low percentile of the windows' quick steps.
 
 Each window also has the time of a fixed loop on the same core (`evener/system/core_speed.py`). The
 same percentile of these times shows whether the core was at full speed in the fastest windows. Full
 speed is that of the fastest loop of both trainings. A training's steps are corrected if its core
-was slower, and its interval is then wider, because different code is slowed differently. So if a
-training's core was never at full speed, nothing is claimed.
+was slower, and its interval is then wider, because different code is slowed differently. If a
+training's core was never at full speed, the interval is so wide that a slowdown is rarely certain.
 
 The loop and the quick steps of a single window aren't compared, because both were timed at
 different moments. On a machine with 24 cores, the loop was slow in half of the windows whose quick
@@ -46,7 +46,7 @@ class QuickWindow(NamedTuple):
 
 
 class QuickStep(NamedTuple):
-    """The duration of a training's quick step on a core at full speed, in seconds per sample.
+    """The duration of a training's quick step on a CPU core at full speed, in seconds per sample.
 
     `error` is half of the width of its 95 % interval, relative to the duration.
     """
