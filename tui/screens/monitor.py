@@ -298,7 +298,7 @@ class ProcessPanel(SortedPanel[ProcessRow]):
         return identity(row.sample)
 
     def search_text_of(self, row: ProcessRow) -> str:
-        """Return the text of a row in which the filter looks for the user's words."""
+        """Return the text of a row that the filter searches for the user's words."""
         return process_search_text(row)
 
     def follow(self, snapshot: Snapshot) -> None:

@@ -47,7 +47,7 @@ class RunPanel(SortedPanel[RunSummary]):
         return row.run
 
     def search_text_of(self, row: RunSummary) -> str:
-        """Return the text of a row in which the filter looks for the user's words."""
+        """Return the text of a row that the filter searches for the user's words."""
         return run_search_text(row)
 
     def set_data(self, found: Sequence[RunSummary]) -> None:

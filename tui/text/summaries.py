@@ -152,7 +152,7 @@ def outcome_text(seen: Observation, labels: Sequence[str], plus_minus: str = "±
     """Return the outcome of a measurement as text.
 
     It is the samples/s with any doubts, or "out of memory", or why the measurement failed.
-    `plus_minus` is put before the error of the samples/s; for a short text, it has no blank.
+    `plus_minus` is the text before the error of the samples/s; "±" without a blank saves a cell.
     """
     if isinstance(seen, Timed):
         error = half_width(seen.throughput.value, seen.throughput.low, seen.throughput.high)
@@ -192,8 +192,8 @@ def share_text(layout: Layout, device: int) -> str:
 def layout_text(layout: Layout, labels: Sequence[str], most: int = 8) -> str:
     """Return the active devices with their shares, such as "GPU:0[820] GPU:1[568]".
 
-    Tuned options follow in parentheses. A text of more than `most` devices and options is cut, and
-    then ends with, for example, "and 3 more".
+    Tuned options follow in parentheses. If there are more than `most` devices and options, the
+    last ones are replaced by their number, as in "and 3 more".
     """
     words = [f"{labels[i]}[{share_text(layout, i)}]" for i in layout.active]
     if layout.processes > 1:
@@ -219,7 +219,7 @@ def summary_lines(
 
     - `labels`: the devices' short names, in the plan's order.
     - `verdict`: the stored text of the verdict, if there is no structured one (`found`).
-    - `width`: the terminal's width, to which sentences are wrapped; None doesn't wrap them.
+    - `width`: the terminal's width, to which sentences are wrapped; None for no wrapping.
     """
     frontier = frontier_table(found).lines()
     rivals = [
@@ -375,8 +375,8 @@ def _explain_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]
 def frontier_table(found: Verdict | None) -> Table:
     """Return a table of the batch sizes that are faster than all smaller batch sizes.
 
-    Each row has a batch size, its samples/s, and their worth in learning: the samples/s at which
-    very small batches would learn as fast. There are no rows if the noise scale is unknown.
+    Each row has a batch size, its samples/s, and their worth in learning: how many samples/s very
+    small batches would need to learn as fast. There are no rows if the noise scale is unknown.
     """
     learning = found.learning if found is not None else None
     frontier = learning.frontier if learning is not None else ()
@@ -460,7 +460,7 @@ def _write_other_batch(own: RatedLayout, rival: RatedLayout) -> str:
 
 
 def _only_notes(own: RatedLayout, rival: RatedLayout) -> str:
-    """Return the notes for a rival's line that doesn't give the plan's gain; "" without notes.
+    """Return the notes of a rival's line if the plan's gain is left out; "" without notes.
 
     `own` is the plan.
     """

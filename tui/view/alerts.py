@@ -56,7 +56,8 @@ class AlertRules(NamedTuple):
 class AlertWatch:
     """Checks every snapshot for problems, and reports each problem once.
 
-    A problem is reported when it has lasted for the time that `SECONDS` has for its kind.
+    A problem is reported when it has lasted for `SECONDS[kind]` seconds; `kind` is that of the
+    problem.
     """
 
     def __init__(self, rules: AlertRules) -> None:

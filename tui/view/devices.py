@@ -206,7 +206,7 @@ def _devices(row: PanelRow) -> tuple[DeviceRow, ...]:
 
 
 def _reports(*fields: str) -> Callable[[PanelRow], bool]:
-    """Return a predicate: does any device of a row support any of these fields?"""
+    """Return a predicate that is True for a row if one of its devices supports one of `fields`."""
     # A column with these fields is shown only if the predicate is True for some row.
     return lambda row: any(
         getattr(each.sample, field).state is not State.UNSUPPORTED

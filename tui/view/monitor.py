@@ -430,7 +430,7 @@ PROCESSES = Grid(PROCESS_COLUMNS)
 
 
 def process_search_text(row: ProcessRow) -> str:
-    """Return the text of a process in which the filter looks for the user's words."""
+    """Return the text of a process that the filter searches for the user's words."""
     return f"{row.sample.pid} {row.sample.user} {row.sample.device_label} {row.sample.command}"
 
 

@@ -27,8 +27,8 @@ _HATCH = "╱"
 class PlotPoint(NamedTuple):
     """A point of a series.
 
-    `low` and `high` are the ends of its confidence interval along y; None draws no interval. `text`
-    is shown while the cursor is at the point.
+    `low` and `high` are the ends of its confidence interval along y; if they are None, no interval
+    is drawn. `text` is shown while the cursor is at the point.
     """
 
     x: float

@@ -250,7 +250,7 @@ def _find_holding(silent: Sequence[RankRow]) -> list[RankRow]:
 
 
 def _are_all_at_one(rows: Sequence[RankRow], holding: Sequence[RankRow]) -> bool:
-    """True if all ranks of a training are silent at the same, known point of a step.
+    """True if all ranks of a training are silent in the same part of a step, which is known.
 
     `rows` are all ranks, and `holding` are the silent ranks that the others wait for.
     """

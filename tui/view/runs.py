@@ -69,7 +69,7 @@ def _ratios(row: RunSummary, width: int) -> tuple[Span, ...]:
 
 
 def run_search_text(summary: RunSummary) -> str:
-    """Return the text of a run in which the filter looks for the user's words."""
+    """Return the text of a run that the filter searches for the user's words."""
     return " ".join((summary.run, *summary.devices, summary.workload, summary.state))
 
 

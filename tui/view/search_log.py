@@ -73,9 +73,9 @@ def log_rows(state: SessionState) -> list[LogRow]:
 def _find_news(seen: Observation, fastest: float, alone: dict[int, dict[int, float]]) -> str:
     """Return a note on a measurement for the log: its doubts, or else its gain; "" without either.
 
-    A single device's gain is over its next smaller batch size; `alone` has the solo samples/s by
-    device index and batch size. Several devices' gain is over `fastest`, the highest samples/s so
-    far.
+    A solo measurement is compared with the device's next smaller batch size; `alone` has the solo
+    samples/s by device index and batch size. A measurement on several devices is compared with
+    `fastest`, the highest samples/s so far, and has a gain only if it is faster.
     """
     if not isinstance(seen, Timed):
         return ""

@@ -101,11 +101,10 @@ def _count_cells(seconds: Sequence[float], longest_s: float, width: int) -> list
 
 
 def _widen_to_one_cell(counts: list[int], place: int, width: int) -> None:
-    """Give the part at index `place` one more cell, at the widest part's cost if no cell is left.
+    """Add a cell to the part at index `place`, by changing `counts` in place.
 
-    `counts` is changed.
+    If all `width` cells are taken, the cell is taken from the widest part.
     """
-    # If all `width` cells are taken, the cell is taken from the widest part.
     if sum(counts) >= width:
         counts[max(range(len(counts)), key=counts.__getitem__)] -= 1
     counts[place] += 1

@@ -228,7 +228,7 @@ def table_lines(
     """Return the heading and the rows that fit below it, and the index of the first visible row.
 
     The rows, sorted by `order`, are scrolled to the cursor. The heading ends with `note` and the
-    numbers of rows above and below. A table without rows shows the grid's message.
+    numbers of hidden rows above and below. A table without rows shows the grid's message.
     """
     widths = grid.widths(width, rows)
     room = max(0, height - 1)

@@ -113,13 +113,13 @@ def ticks_per_dot(span_seconds: float, interval_seconds: float, width: int) -> i
 
 
 def scale_young(per_dot: int, ticks: int, width: int) -> tuple[int, int]:
-    """Return the scale for a history of `ticks` ticks, which stretches it if it is short.
+    """Return the ticks per column of dots, and the columns of dots per tick, for a young graph.
 
-    The scale is the ticks per column of dots, and the columns of dots per tick. `per_dot` is the
-    ticks per column once the history fills the `width` cells of the graph.
+    A history of only `ticks` ticks is stretched over about half of the graph's `width` cells, so
+    one of the two numbers is 1. `per_dot` is the number of ticks per column of dots for a history
+    that fills the graph.
     """
-    # A shorter history is stretched over about half of the cells. The scale changes only by factors
-    # of 2, so that it changes rarely while the history grows.
+    # The scale changes only by factors of 2, so that it changes rarely while the history grows.
     while per_dot > 1 and ticks < width * per_dot // 2:
         per_dot //= 2
     stretch = 1

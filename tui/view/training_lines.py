@@ -391,7 +391,7 @@ def _list_remedies(row: TrainingRow) -> Iterator[str]:
 
 
 def _write_gain(gain: float) -> str:
-    """Return a gain as text, such as "+43 %"; from `MOST_GAIN` on, it is like "over +900 %"."""
+    """Return a gain as text, such as "+43 %", or "over +900 %" for `MOST_GAIN` or more."""
     return f"over +{percent(MOST_GAIN)}" if gain >= MOST_GAIN else f"+{percent(gain)}"
 
 

@@ -132,8 +132,11 @@ class Lines(UsesApp, Widget):
         return rows
 
     def _rows_to_reuse(self, crop: Region, rows: list[Strip]) -> _Drawn | None:
-        """Return the rows of the whole widget, for the next drawing to reuse; None if it can't."""
-        # They can't be reused if a part of the widget is hidden, or if filters change the colours.
+        """Return the rows of the whole widget for reuse at the next drawing.
+
+        Return None if they can't be reused: if a part of the widget is hidden, or if filters change
+        the colours.
+        """
         top, right, bottom, left = self.gutter
         lines = range(top, crop.height - bottom)
         if (

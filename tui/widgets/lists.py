@@ -185,7 +185,7 @@ class SortedPanel(ListPanel[RowT]):
         return marked or ((self.chosen,) if self.chosen is not None else ())
 
     def search_text_of(self, row: RowT) -> str:
-        """Return the text of a row in which the filter looks for the user's words."""
+        """Return the text of a row that the filter searches for the user's words."""
         raise NotImplementedError
 
     def set_data(self, found: Sequence[RowT]) -> None:
