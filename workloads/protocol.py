@@ -140,7 +140,7 @@ class Workload(ABC):
         """
 
     def work(self) -> Work | None:
-        """Return the tokens, passes and padded tokens of all steps of this process.
+        """Return the passes and the tokens, with and without padding, of this process's steps.
 
         Return None if all rows have the same length.
         """

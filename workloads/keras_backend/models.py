@@ -51,7 +51,7 @@ def maxer_batch(rows: int) -> tuple[Any, Any]:
 def mnist(filters: int = 16, dense: int = 64, learning_rate: float = 0.001) -> Any:
     """Return a network of two convolutions and two dense layers for MNIST.
 
-    The convolutions have `filters` and twice as many filters.
+    The first convolution has `filters` filters, the second twice as many.
     """
     blocks = [
         _convolution(filters),
@@ -169,9 +169,9 @@ def towers(
 class DenseAdam(keras.optimizers.Adam):  # type: ignore[misc]  # keras is not followed
     """Adam that sums the gradient of each embedding row before it updates the row.
 
-    A group of processes sums this gradient anyway. On one device, Keras' own Adam would square each
-    contribution separately, and so learn differently. Keras' way would also be slower, because each
-    operation would process a row for each word of the batch.
+    In a group of processes, the exchange sums this gradient anyway. On one device, Keras' own Adam
+    would square each contribution separately, and so learn differently. It would also be slower,
+    because each operation would process a row for each word of the batch.
     """
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:

@@ -358,7 +358,7 @@ class TooManyElementsError(MemoryError):
 
 
 def largest_rows(model: Any) -> int | None:
-    """Return the most rows that a batch can have so that no tensor exceeds 2^31 - 1 elements.
+    """Return the maximum rows of a batch; with more, a tensor would exceed 2^31 - 1 elements.
 
     Return None if no shape of the model's tensors is known.
     """

@@ -47,7 +47,7 @@ class BuiltRecipe:
     def finish(self, setup: WorkerSetup) -> TorchWorkload:
         """Return the workload for a worker's setup.
 
-        The random state is the one that the build left, and PyTorch uses all its threads again.
+        PyTorch's random state is the same as after the build. PyTorch uses all its threads again.
         """
         torch.set_num_threads(self._threads)
         return TorchWorkload(setup, self._take)

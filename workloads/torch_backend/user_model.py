@@ -227,7 +227,7 @@ class TrainerSteps:
         return loss
 
     def _work_before_update(self, *given: Any) -> None:
-        """Do what the Trainer does before each optimizer step, so that steps take as long."""
+        """Do what the Trainer does before an optimizer step; otherwise steps would be too fast."""
         # The Trainer waits for the loss, counts the operations of each pass (which visits all
         # parameters), and clips the gradients.
         trainer, loss = self._trainer, self._loss

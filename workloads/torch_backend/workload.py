@@ -195,7 +195,7 @@ class TorchWorkload(Workload, StepListener):
     ) -> None:
         """Prepare shares of global batches whose rows are assigned to the ranks by cost.
 
-        A pass of a rank has at most its number of `tokens`, padding included.
+        `tokens` are the maximum tokens per pass on each rank, padding included.
         """
         self._micro = sum(shares)
         assigner = RowAssigner(tuple(map(RankCost, costs, tokens)), tuple(map(float, shares)))
