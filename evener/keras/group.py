@@ -70,9 +70,9 @@ class Group:
     def sum(self, tensors: Sequence[Any], apart: int = 0) -> list[Any]:
         """Return the sums of these tensors over the processes (all-reduce), in a graph or eagerly.
 
-        Every process must call this with tensors of the same shapes. Put the tensors that are ready
-        early first. Their sums can then overlap with the computation of the later tensors. The last
-        `apart` tensors are summed separately at the end, so that no other sum waits for them.
+        Every process must call this with tensors of the same shapes. List first the tensors that
+        are ready first, so that their sums overlap with the computation of the later tensors. The
+        last `apart` tensors are summed separately at the end. No other sum then waits for them.
         """
         if tf.executing_eagerly():
             return self.sum_now(tensors)

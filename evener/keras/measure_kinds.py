@@ -135,7 +135,7 @@ def measure_batch(
 
 
 def _warn_of_joined(names: Sequence[str]) -> None:
-    """Warn of tables from which an optimizer like Adam learns something else than on one device.
+    """Warn that an optimizer such as Adam won't update these tables as on one device.
 
     `names` are tables that several calls of `tf.nn.embedding_lookup_sparse` read. The warning names
     the first one. Without any, no warning is issued.
@@ -235,14 +235,15 @@ class Measured(NamedTuple):
     def _raise_zeros(self) -> tuple[Values, list[Tensors]]:
         """Return nonzero values for variables that are 0, by key, and the rows of each run.
 
-        The rows aren't changed.
+        The step is run again with these values, because a variable that is 0 may hide a loss. The
+        rows aren't changed.
         """
         return raise_zeros(self.model, self.step)[0], self.every
 
     def _change_weights(self) -> tuple[Values, list[Tensors]]:
         """Return the values of `_raise_zeros` with noise on the weights, and the rows of each run.
 
-        The rows' inputs are negated.
+        The inputs in these rows are negated.
         """
         values, _ = self._raise_zeros()
         for number, variable in enumerate(self.model.trainable_variables):

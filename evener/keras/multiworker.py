@@ -122,7 +122,7 @@ class Workers:
         return shared
 
     def check_model(self) -> None:
-        """Raise RequestError if the model can't be split by any engine."""
+        """Raise RequestError if no engine can split the model."""
         check_step(self.model)
 
     def check_step(self) -> None:
@@ -132,7 +132,7 @@ class Workers:
     def check_test_step(self) -> None:
         """Raise RequestError if the model overrides `test_step`.
 
-        Such a step would take a process's own rows for the whole batch.
+        Such a method would treat a process's own rows as the whole batch.
         """
         check_test_step(self.model)
 

@@ -112,8 +112,8 @@ class WorkTimes:
     def note(self, rows: Any, own_works: Any, met_s: Any) -> None:
         """Record a step of `rows` rows, by operations of the graph.
 
-        `own_works` are all processes' compute times. `met_s` is the time from the moment at which
-        this process's last gradient was ready until it had all sums. Times are in seconds.
+        `own_works` are all processes' compute times. `met_s` is the time from this process's last
+        gradient until all sums over the processes have arrived. Times are in seconds.
         """
         with tf.device(HOST):
             own = tf.stack([tf.cast(rows, tf.float64), met_s])

@@ -31,9 +31,10 @@ WITHOUT_REPEATS = (  # operations whose indices occur once
 
 
 def has_each_row_once(gradient: Any) -> bool:
-    """True if the program itself made sure that a sparse gradient has one slice per table row.
+    """True if a sparse gradient certainly has at most one slice for each row of its table.
 
-    The gradient is a tensor of a graph.
+    The gradient is a tensor of a graph. Its indices have to come from an operation that yields each
+    index once.
     """
     return (
         isinstance(gradient, tf.IndexedSlices)

@@ -155,7 +155,10 @@ class Split:
         return self.cut.sizes(self.global_batch) if self.global_batch else self.cut.weights
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return the scope in which to create the model and its optimizer: the first device."""
+        """Return the scope in which to create the model and its optimizer.
+
+        It is the scope of the first device or, in a group of processes, an empty one.
+        """
         return nullcontext() if self.group else tf.device(self.devices[0])
 
     def build(self, make_model: Callable[[], Any] | keras.Model) -> Any:

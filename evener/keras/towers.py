@@ -72,11 +72,14 @@ class Towers(OneProcess):
     name = "towers"
 
     def check_model(self) -> None:
-        """Raise RequestError if the model can't be split by any engine."""
+        """Raise RequestError if no engine can split the model."""
         check_step(self.model)
 
     def check_step(self) -> None:
-        """Raise RequestError if towers can't train the model; warn if the result may differ."""
+        """Raise RequestError if towers can't train the model.
+
+        Also warn if batch normalization will see only the rows of one device.
+        """
         check_towers(self.model)
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
