@@ -208,7 +208,7 @@ def wait_for_hosts(parts: Sequence[RemoteLaunch], caught: Sequence[int]) -> int:
     """Wait until all launches have ended or one has failed, and return the exit code.
 
     A signal in `caught` also ends the wait. After a failure, the other launches get PEER_SECONDS to
-    end by themselves. Raises DeviceError if Ray's head is lost.
+    end by themselves. Raises DeviceError if Ray's head node is lost.
     """
     # if a host is lost, the others can't continue
     deadline = float("inf")
@@ -233,7 +233,7 @@ def _find_failure(parts: Sequence[RemoteLaunch]) -> int:
 
 
 def _check_head(answered: float) -> float:
-    """Check Ray's head unless it answered recently, and return the time of its last answer.
+    """Check Ray's head node unless it answered recently, and return the time of its last answer.
 
     `answered` is the time of the previous answer, by the monotonic clock. Raises DeviceError if
     there has been no answer for HEAD_SILENT_SECONDS.

@@ -73,7 +73,7 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def release(self) -> Path | None:
-        """The file that ranks after the first one wait for, before they run the program.
+        """The file for which all ranks but the first one wait before they run the program.
 
         The first rank creates the file when its program creates a process group with the other
         ranks. The value is None if all ranks start immediately.
@@ -125,8 +125,9 @@ class HostJob(msgspec.Struct, frozen=True):
     def environment(self, more: Sequence[dict[str, str]] = ()) -> dict[str, str]:
         """Return the environment variables with which to start this host's processes.
 
-        All processes get the same variables. What differs between them is encoded in the variable
-        STARTS, for `start_rank`. `more` has further variables for each process.
+        The variables are the same for all processes. Settings that differ between processes are in
+        the variable STARTS, which `start_rank` reads. So are the variables in `more`, one
+        dictionary for each process.
         """
         hooks = str(HOOKS)
         inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)

@@ -54,9 +54,9 @@ class GroupExit(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """A message that names the rank whose failure is the likely cause, and how it ended.
+        """A message about the rank that probably made the others fail, and how it ended.
 
-        It also names a rank that exited with code 0 before, because that may be the cause.
+        It also names a rank that exited with code 0 before, because that may be the cause, too.
         """
         # unless SIGKILL explains the failure
         rank, code = min(self.failures.items(), key=lambda each: (_order(each[1]), each[0]))

@@ -140,7 +140,10 @@ def _refuse_isolation(options: Sequence[str]) -> None:
 
 
 def _skip_options(words: Sequence[str]) -> list[str]:
-    """Return a Python command's arguments from the script, `-m` or `-c` on; [] if it has none."""
+    """Return the arguments of Python without the options before the script, `-m` or `-c`.
+
+    The result is empty if there is no such argument.
+    """
     left = list(words)
     while left and left[0].startswith("-") and left[0] not in ("-m", "-c", "-"):
         takes_value = left.pop(0) in ("-W", "-X", "--check-hash-based-pycs")

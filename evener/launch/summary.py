@@ -148,7 +148,7 @@ def summarize_training(
     - `end`: how the run ended.
     - `labels`: devices' names by device id.
     - `plan_samples_per_second`: used if the records lack the plan's samples/s; 0 means unknown.
-    - `competitors`: names of other programs on the cores that this run needed.
+    - `competitors`: names of other programs on the CPU cores that this run needed.
     - `first`: the first shares compared with the last ones.
     """
     if not records:
