@@ -224,7 +224,7 @@ class TrainingJournal:
         """Note that `step` steps have ended, and add an entry if the current time window is full.
 
         - `at_s`: when the last step ended, in monotonic seconds.
-        - `sums`: returns the first rank's sums up to now.
+        - `sums`: returns the first rank's times so far, summed over its steps by activity.
         - `quick`: returns a low percentile of the step times since its last call, in seconds.
         """
         # entries stay in memory until the next report, because writing may be slow
@@ -270,11 +270,11 @@ class TrainingJournal:
             self._write_noted()
 
     def note_retreat(self, line: str) -> None:
-        """Record that a pass ran out of memory on some rank; `line` was printed about it."""
+        """Record that a pass ran out of memory on some rank; `line` is the message printed then."""
         self._noted.append(RetreatEntry(time.time(), line[:LONGEST_TEXT]))
 
     def _write_noted(self) -> None:
-        """Write the entries that were noted in memory, unless the journal hasn't begun yet."""
+        """Write the entries that are kept in memory, unless the journal hasn't begun yet."""
         if not self._began:
             return
         for entry in self._noted:

@@ -1,4 +1,4 @@
-"""Extract the metrics from a rank's report that show what limits the training run's speed."""
+"""Find the metrics in a rank's report that show what limits the training run's speed."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def measure_rank(
     - `record`: the process's record.
     - `live`: the device's entry in it.
     - `name`: the name to show.
-    - `sums`: the sums over the rank's steps.
+    - `sums`: the rank's times, summed over its steps by activity.
     - `micro`: number of rows per pass.
-    - `starved`: fraction of time in which the rank's threads waited for cores.
+    - `starved`: fraction of time in which the rank's threads waited for CPU cores.
     """
     return MeasuredRank(
         name=name,

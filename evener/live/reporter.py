@@ -114,7 +114,7 @@ class _Counts(NamedTuple):
 
 
 class _Cores:
-    """Measures the fraction of time in which this process's threads waited for cores."""
+    """Measures the fraction of time in which this process's threads waited for CPU cores."""
 
     def __init__(self) -> None:
         self._watch = CoreWatch()
@@ -123,7 +123,7 @@ class _Cores:
         self._whole_s = self._starved_s = 0.0
 
     def read_last(self) -> None:
-        """Take a last reading at the end; a short training run has had none before."""
+        """Take a last reading when the training run ends; in a short run, it is the only one."""
         self._update(LAST_CORE_SECONDS)
 
     def _update(self, seconds: float) -> None:
@@ -137,7 +137,7 @@ class _Cores:
             self._starved_s += seen.starved_s
 
     def read(self) -> tuple[float, float]:
-        """Return the fraction of time in which threads waited for cores, recently and in total.
+        """Return the fraction of time in which threads waited for CPU cores, recently and in total.
 
         Both are updated at most every CORE_SECONDS.
         """
@@ -157,7 +157,7 @@ class Reporter:
     - `journal`: records each report, too.
     - `now`: returns the current batch's number, and the process's activity. If no step ends in
       time, a thread writes them to the file, to show where the process hangs.
-    - `sums`: returns the sums over all steps, for the journal.
+    - `sums`: returns the rank's times summed over all steps, by activity, for the journal.
     - `quick`: returns a low percentile of the step times since its last call, for the journal.
     """
 
