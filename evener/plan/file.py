@@ -1,4 +1,4 @@
-"""The plan file, which holds the layout that a training script applies and the evidence for it.
+"""The plan file: a layout that a training script applies, and measurements that support it.
 
 Reading is strict: an unknown key, a ratio that doesn't match its batch, or a newer schema raises an
 error that names the key. Writing is atomic. A plan that is read and written again yields the same
@@ -148,7 +148,7 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The fastest layout that was measured, with the evidence for it.
+    """The fastest layout that was measured, together with the measurements that support it.
 
     A plan written by hand contains only a layout.
     """
@@ -251,9 +251,9 @@ def parse_plan(text: bytes, source: str = "plan") -> Plan:
 
 
 def _add_missing_kinds(plan: Plan) -> Plan:
-    """Return the plan with a kind for each comparison in its `evidence`.
+    """Return the plan with the missing kinds in its `evidence` filled in, such as "one_device".
 
-    Plans of evener 0.1 and 0.2 have only names, from which the kinds follow.
+    Plans of evener 0.1 and 0.2 have only the names of comparisons, from which the kinds follow.
     """
     names: dict[str, EvidenceKind] = {
         EVEN_SPLIT: "equal_shares",

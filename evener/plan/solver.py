@@ -108,8 +108,8 @@ def leave_out(plan: Plan, gone: Collection[tuple[str, str]]) -> Plan:
     `gone` has pairs of a host and a device id. The remaining devices get the shares that are
     fastest by their curves and fit in memory, in passes if necessary. The throughput is only
     estimated: the plan's throughput times the fraction of the batch that the remaining devices had
-    before. Raises PlanError if no device remains, if the remaining ones compute no rows, or if one
-    device of a sharded plan remains.
+    before. Raises PlanError if no device remains, if the remaining ones compute no rows, or if only
+    one device of a sharded plan remains.
     """
     layout = plan.layout
     left = tuple(share for share in layout.active if (share.host, share.device) not in gone)

@@ -68,7 +68,7 @@ class EvenStart:
 
     @property
     def is_training(self) -> bool:
-        """True unless the trainer evaluates its models."""
+        """True unless the trainer is evaluating its models."""
         return any(model.training for model in self._training.weights.models)
 
     @property

@@ -123,7 +123,7 @@ def _is_eveners_group(place: GroupRank, method: str | None) -> bool:
 
 
 def _refuse_missing_ranks(place: GroupRank, given: dict[str, Any]) -> None:
-    """Raise RequestError if `init_process_group(**given)` would wait for ranks nobody starts."""
+    """Raise RequestError if `init_process_group(**given)` would wait for ranks that never start."""
     # for example, the program's options list fewer GPUs than evener has devices
     world = os.environ.get("WORLD_SIZE")
     if not is_first_process() or is_released() or place.world < 2 or str(place.world) == world:

@@ -302,7 +302,10 @@ class Guard(Recorder):
             self._busy = False
 
     def _make_fewer(self, entries: list[WrittenCall], tensor: torch.Tensor) -> torch.Tensor:
-        """Repeat the recorded calls `entries` with 3/4 of the rows, and return the new tensor."""
+        """Repeat the recorded calls `entries` with 3/4 of the rows.
+
+        Return the tensor that they then compute in place of `tensor`.
+        """
         rows = max(1, self.rows * 3 // 4)
         batch = cut_rows(self.batch, 0, rows, self.rows)
         known = dict(zip(map(id, self.batch), batch, strict=True))
@@ -492,7 +495,7 @@ def _count_tensors(batch: Any) -> int:
 
 
 def _describe_error(error: Exception) -> str:
-    """Return a message that the loss can't be computed again because of this error."""
+    """Return a message saying that the loss can't be computed again because of this error."""
     text = f"{type(error).__name__}: {error}".partition("\n")[0]
     return f"{CANT} ({text})"
 
