@@ -112,7 +112,7 @@ class Workload(ABC):
         - `tokens`: the maximum tokens per pass on each rank, padding included.
 
         This method and `prepare_length` are called only for a workload with rows of unequal length.
-        Then `facts` must contain `lengths`, a uniform sample of the rows' lengths.
+        Its `facts` must contain `lengths`, a uniform sample of the rows' lengths.
         """
         raise NotImplementedError
 

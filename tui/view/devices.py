@@ -159,7 +159,7 @@ def _facts_together(samples: Sequence[DeviceSample]) -> Iterator[tuple[Span, ...
 
 
 def _read(samples: Sequence[DeviceSample], field: str) -> list[float]:
-    """Return the values of `field` in the devices' samples, without missing and old values."""
+    """Return the current values of `field`; missing and stale values are left out."""
     return _current([getattr(sample, field) for sample in samples])
 
 

@@ -81,8 +81,8 @@ MOST_KEPT = 3  # most ended trainings shown; the newest are shown
 class EndedTrainings:
     """Remembers the trainings that ended while the app was open, with their last metrics.
 
-    `find_summary` returns the summary at the end of a run's journal as lines; empty if there
-    is none yet.
+    `find_summary` returns the summary at the end of a run's journal as lines, or no lines if the
+    journal has no summary yet.
     """
 
     def __init__(self, find_summary: Callable[[str], Sequence[str]]) -> None:
