@@ -26,7 +26,7 @@ EVIDENCE_SECONDS: dict[Bottleneck, float] = {"own work": 0.5, "shared core": 5.0
 
 
 class RankTimes(NamedTuple):
-    """Medians of a rank's steps in a window; NaN for unknown values."""
+    """Medians of the times of a rank's steps in a window; NaN for unknown values."""
 
     own_work_s: float
     input_s: float  # idle time while other threads or processes fetch its rows

@@ -83,9 +83,7 @@ def launched_run() -> str:
 def launched_records() -> Path | None:
     """Return the folder in which this process keeps a copy of its newest record of steps.
 
-    evener launch reads the copy.
-
-    Return None if evener launch hasn't set one.
+    evener launch reads that copy. Return None if it hasn't set a folder.
     """
     folder = os.environ.get(RECORDS, "")
     return Path(folder) if folder else None

@@ -386,8 +386,8 @@ def find_shares(
 def describe_own_rows(device: Any, rows: int, world: int) -> RankShares:
     """Return the shares of an unchanged program, whose processes each train `rows` rows per step.
 
-    The shares of all `world` processes have the id of this process's `device`. For the CPU, that is
-    the id of the CPU slice on which evener started this process.
+    `world` is the number of processes. As their device, all shares name this process's `device`,
+    or the CPU slice on which evener started this process.
     """
     name = _name_gpu(device, visible_gpus()) if device.type == "cuda" else launched_device()
     share = Share(name or str(device), device.index or 0, str(device), 0, 0.0)
@@ -490,9 +490,10 @@ def _share_by_plan(
 
 
 def _warn_of_limits(active: Sequence[Share]) -> None:
-    """Warn if devices had limits when the plan was measured; a training run has none.
+    """Warn if the speed or memory of devices was limited when the plan was measured.
 
-    Such a limit, for example "60%+8GiB", follows `@` in a device's name.
+    A training run has no such limits. In a device's name, `@` is followed by the limit, for example
+    "60%+8GiB".
     """
     held = [f"{describe(share)} limited to {share.limit}" for share in active if share.limit]
     if held:

@@ -2,7 +2,7 @@
 
 Recording a GPU event takes the host 5 to 30 us, and a batch has five or six events: 1 to 2 % of a
 step of 10 ms. On a CPU, adding up the phases of a batch takes 3 to 15 us, depending on how much of
-the core's cache the step has replaced.
+the CPU cache the step has replaced.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GOLDEN, RANGE = 2654435761, 1 << 32  # multiples of the golden ratio are spread 
 
 
 class Rate(NamedTuple):
-    """How often a batch is timed: every `seconds`, and at least once in `most_stride` batches."""
+    """How often a batch is timed: every `seconds` s, but at least one of `most_stride` batches."""
 
     seconds: float
     most_stride: int  # a power of 2
@@ -53,8 +53,8 @@ class TimedBatches:
     def is_timed(self, number: int) -> bool:
         """True if the batch with this number is to be timed.
 
-        Call this with increasing numbers. Numbers may be skipped, but not the results of
-        `find_next`.
+        Call this with increasing numbers. They may have gaps, but must include each number that
+        `find_next` returns.
         """
         if number % BLOCK_BATCHES == 0:
             self._choose_stride()

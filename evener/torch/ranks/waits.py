@@ -38,9 +38,10 @@ def _is_current(stream: Any) -> bool:
 
 
 def _time_waits_in(kind: Any, name: str, counts: Callable[[Any], bool] | None = None) -> None:
-    """Replace a method of the class `kind` so that timers know when the program waits in it.
+    """Replace a method of the class `kind` by one that notifies timers of the time spent in it.
 
-    `counts` returns True for an object whose calls are such waits. None counts all calls.
+    `counts` is called with the method's object, and returns False if a call isn't to be timed. With
+    None, all calls are timed.
     """
     original: Callable[..., Any] = getattr(kind, name)
     if hasattr(original, "__wrapped__"):

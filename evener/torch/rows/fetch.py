@@ -1,10 +1,12 @@
-"""Fetch batches, by a tensor of row indices if possible, and prefetch them in a thread for a GPU.
+"""Fetch batches from a data set, and prefetch them in a thread for a GPU.
 
-Without such a tensor, rows are fetched one by one, as DataLoader does. That takes Python about 10
-µs per row, so a fast GPU that trains a small network waits for its batches. At most `depth` batches
-wait on the device besides the current one, and the training loop runs at most `depth` steps ahead
-of the GPU. Therefore the memory for batches is bounded, and is the same in a probe as in a training
-run.
+Some data sets return a whole batch for a tensor of row indices. From others, rows are fetched one
+by one, as DataLoader does. That takes Python about 10 µs per row, so a fast GPU that trains a small
+network waits for its batches.
+
+At most `depth` batches wait on the device besides the current one, and the training loop runs at
+most `depth` steps ahead of the GPU. Therefore the memory for batches is bounded, and is the same in
+a probe as in a training run.
 """
 
 from __future__ import annotations

@@ -40,9 +40,9 @@ class Epoch:
     """One iteration over a loader.
 
     - `training`: False for validation.
-    - `tail`: the batches in which the ranks' weights differ from those in a full batch. It is None
-      if there are none, the last batch's number of rows if only the weights in that batch differ,
-      or any other object if the weights may differ in every batch.
+    - `tail`: tells in which batches the ranks' weights differ from those in a full batch. None
+      means in no batch. A number means in the last batch only, which has that many rows. Any other
+      object means possibly in every batch.
     - `by_length`: True if rows are assigned by length; a batch must then not be cut into passes.
     - `loader()`: returns the loader, or None if it no longer exists.
     """
@@ -63,7 +63,7 @@ class Epoch:
         return self.open or self.unfinished or self.batches[-1].is_alive()
 
     def leaves_one(self) -> bool:
-        """True if the training loop possibly still has to compute the epoch's last batch."""
+        """True if the epoch has ended, but the training loop may still compute its last batch."""
         # a loop may fetch the next epoch's first batch before it computes the last batch of this
         # one
         last = self.batches[-1]

@@ -222,10 +222,10 @@ class UnevenBatchSampler:
         return self._schedules[-1]
 
     def sample_rows(self, first: int, more: int) -> list[int]:
-        """Return the next `first` row indices, and up to `more` from evenly spaced places.
+        """Return the indices of rows from which an audit may choose.
 
-        The places are spread over the epoch's order of rows. Audits compute these rows. The result
-        has no duplicates, and is the same on every rank.
+        These are the next `first` rows in the epoch's order, and up to `more` rows that are evenly
+        spaced in it. The result has no duplicates, and is the same on every rank.
         """
         order, most = self._draw(self.epoch), min(more, self.length)
         spread = [self.length * place // most for place in range(most)]
@@ -508,9 +508,10 @@ class LengthSampler(UnevenBatchSampler):
         return self.assignment_at(first, self.epoch if epoch is None else epoch).sizes
 
     def pass_sizes(self, first: int, epoch: int) -> tuple[int, ...]:
-        """Return the number of rows in each of this rank's passes of the batch at row `first`.
+        """Return the number of rows in each of this rank's passes of a batch.
 
-        The result is (0,) if the rank has only a filler row.
+        The batch begins at row `first` of the epoch's order. The result is (0,) if the rank has
+        only a filler row.
         """
         return tuple(map(len, self.assignment_at(first, epoch).passes[self.rank])) or (0,)
 
