@@ -261,9 +261,10 @@ class Flat:
             slot.view = None
 
     def _make_views(self, made: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the gradient of this rank's shard; create it if there is none.
+        """Return the gradient of this rank's shard.
 
-        A created gradient is `made`, or zeros if that is None. Each slot gets a view of its range.
+        If the shard has none, `made` becomes its gradient, or zeros if `made` is None, and each
+        slot gets a view of its part of the gradient.
         """
         if self._grad_shard is None:
             self._grad_shard = torch.zeros_like(self.shard) if made is None else made

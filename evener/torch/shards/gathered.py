@@ -37,7 +37,7 @@ class Segment:
 
 
 class Gathered:
-    """The whole parameters of a flat, in a block of bytes that has memory only while it is in use.
+    """The whole parameters of a flat, in a block of bytes that is allocated while it is in use.
 
     - `place`: this rank's ShardRank.
     - `slots`: the parameters, in the order of `sort_slots`.
@@ -45,7 +45,7 @@ class Gathered:
     - `shard`: this rank's elements.
     - `size`: the block's size in bytes.
 
-    The block has memory from its creation until `free`.
+    The block is allocated on creation, freed by `free`, and allocated again by `gather`.
     """
 
     # each rank's part of the block is one range of bytes, whatever the dtypes

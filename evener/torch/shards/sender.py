@@ -202,10 +202,10 @@ class GradientSender:
 
 
 def bound_received(ranks: int) -> float:
-    """Return an upper bound for the size of the gradients that a rank receives from the others.
+    """Return an upper bound for the gradients that a rank receives from the others for a flat.
 
-    It is relative to the size of a flat's gradients: with 2.0, a rank receives at most twice as
-    much. `ranks` is the number of ranks.
+    It is a multiple of the size of the flat's gradients: 2.0 means at most twice that size. `ranks`
+    is the number of ranks.
     """
     return min(MOST_RECEIVED, ranks - 1.0)
 

@@ -538,7 +538,7 @@ class UnitHooks:
         self._sharded.end_forward(self._unit, outputs)
 
     def take(self, flat: Any, slot: Any) -> Callable[[Any], None]:
-        """Return the hook of the whole parameter in `slot`, called when its gradient is computed.
+        """Return a hook that is called when the gradient of the parameter in `slot` is computed.
 
         `flat` is the flat that contains the slot.
         """

@@ -83,7 +83,7 @@ class UnitBytes(NamedTuple):
 
     @property
     def reduced(self) -> int:
-        """The bytes for a unit's gradients, and for an equal unit's that are being reduced."""
+        """The bytes for the gradients of two units of this size, of which one is reduced."""
         return self.gradients + self.buffer
 
 

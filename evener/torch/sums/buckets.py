@@ -1,4 +1,4 @@
-"""Buckets, flat tensors in which gradients are summed, and gradients saved for a retried pass."""
+"""Sum gradients in buckets (flat tensors), and save gradients while a pass may be retried."""
 
 from __future__ import annotations
 
@@ -316,12 +316,12 @@ class TailReader:
         self._expected = 0  # the expected sum of batch numbers for the copied tail
 
     def read(self, tail: torch.Tensor, expected: int) -> bool:
-        """Check the values of a summed tail; return True if the buffers of any rank have changed.
+        """Check a summed tail; return True if the buffers of any rank have changed.
 
-        `expected` is the sum of the ranks' batch numbers if all ranks sum the same batch. On a GPU,
-        the tail of the previous sum is read instead, so that the host needn't wait; only in the
-        first sum, `tail` itself is read. Raises RequestError if ranks have summed different
-        batches, or if the model's weights differ between ranks.
+        `expected` is the sum of the ranks' batch numbers if all ranks sum the same batch. From the
+        second call on, a tail on a GPU is only saved, and the tail of the previous call is checked
+        in its place, so that the host needn't wait. Raises RequestError if ranks have summed
+        different batches, or if the model's weights differ between ranks.
         """
         copied, self._copied = self._copied, HostCopy(tail) if tail.is_cuda else None
         read, wanted = (

@@ -344,7 +344,7 @@ class Exchange:
             self.noise.send(self.group)
 
     def _write_tail(self, tail: torch.Tensor) -> None:
-        """Write a bucket's tail: whether buffers have changed, and at times a few model weights."""
+        """Write a bucket's tail: whether buffers have changed and, in some sums, a few weights."""
         # Weights are included in one of EVERY sums, for ranks to compare. The first rank multiplies
         # its own by the number of other ranks, and the others by -1, so equal weights add up to 0.
         # The tail also has the sum of their magnitudes.
@@ -376,7 +376,7 @@ class Exchange:
         self.held.close()
 
     def _wait_for_sums(self) -> None:
-        """If the backward pass has started a sum of gradients, wait for it and use the result."""
+        """Wait for the sum that this backward pass has started, if any, and set the gradients."""
         # read the tail, learn the order of gradients after the first sum, broadcast changed buffers
         self._armed = False
         if not (self._sync and self._sent and self._sent == len(self._buckets)):
