@@ -44,8 +44,10 @@ Model = TypeVar("Model")
 
 
 def _check_by_length(training: bool, strategy: Any, rebalancing: Any) -> None:
-    """Raise RequestError if a loader can't assign rows by length."""
-    # not in a validation, with rebalancing, or with a Lightning strategy
+    """Raise RequestError if a loader can't assign rows by length.
+
+    It can't for validation (`training` is False), with rebalancing, or with a Lightning strategy.
+    """
     if not training:
         raise RequestError(
             "Rows of a validation aren't assigned by length, as its batches have one pass on "
@@ -344,7 +346,7 @@ class Split(PlannedTraining):
         return _checkpoints().load(folder, model, optimizer)
 
     def scale(self, loss: Any) -> Any:
-        """Return this rank's mean loss, scaled so that DDP's mean over ranks is exact.
+        """Return this rank's mean loss, scaled so that DDP's mean over ranks is the mean over rows.
 
         Raises RequestError if `weigh` isn't "loss", because gradients are then already weighted.
         """
@@ -357,7 +359,7 @@ class Split(PlannedTraining):
         return self.weights.scale(loss)
 
     def loss(self, total: Any, count: Any) -> Any:
-        """Return this rank's loss if the whole batch's loss is a mean that isn't over rows.
+        """Return this rank's loss for a mean over other items than rows, such as tokens.
 
         Every rank has to call this. `total` is this rank's sum of losses. `count` is its part of
         the divisor, such as the number of tokens that aren't ignored, or the sum of class weights.

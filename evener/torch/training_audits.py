@@ -179,7 +179,7 @@ class TrainingAudits:
         return not self.judge.over and self.judge.step <= self._measures_until
 
     def report(self, fault: str) -> None:
-        """Send the other ranks the result of a check of the loss that isn't one of these audits.
+        """Send the other ranks the result of a check of the loss other than an audit.
 
         `fault` is the reason why shares have to become equal, or "".
         """
@@ -658,10 +658,10 @@ class TrainingAudits:
     ) -> Computations:
         """Return the two computations of a few rows that an audit compares.
 
-        The reference computes all rows on one device. If the reference is the program's own
-        launcher, it is the mean over two devices with equal parts. The other computation divides
-        the rows by shares between two devices, which compute them in passes if a rank of the plan
-        does. If the run has a single device, that device computes them in passes.
+        The reference computes all rows on one device or, in place of the program's own launcher,
+        equal parts on two devices, and takes the mean of both. The other computation divides the
+        rows by shares between two devices, which compute them in passes if a rank of the plan
+        does. For a training run on a single device, it computes the rows on that device in passes.
         """
         in_passes = self._training.ranks.in_passes
         loss = refuse_collectives(compute)

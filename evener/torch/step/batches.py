@@ -52,9 +52,11 @@ class TakenBatch:
         )
 
     def can_share_backward(self, other: TakenBatch) -> bool:
-        """True if both batches can be in one backward pass."""
-        # Each rank needs the same weight in both. If they are from different epochs, this must also
-        # hold for the epochs' last batches.
+        """True if both batches can be in one backward pass.
+
+        They can if each rank has the same weight in both. If they are from different epochs, this
+        must also hold for the last batches of both epochs.
+        """
         return self.weighs_as(other) and (
             self.origin is other.origin or self.origin.tail == other.origin.tail
         )

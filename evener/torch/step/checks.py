@@ -160,8 +160,8 @@ def check_memory(optimizer: Any, trained: list[Any]) -> None:
 def update_one_by_one(optimizer: Any, tensors: int = 0) -> None:
     """Make a step update its parameters one by one if there isn't enough memory for all at once.
 
-    `tensors` is the number of state tensors that the step also allocates for each parameter, each
-    of the parameter's size.
+    For each parameter, the step needs memory for one tensor of the parameter's size, and for
+    `tensors` state tensors of the same size.
     """
     # a step that ran out of memory halfway would leave only some of the parameters updated
     for group in optimizer.param_groups:

@@ -40,10 +40,10 @@ class MemoryGauge:
         return self._peaks.most_rows(self._capacity_bytes, self._left)
 
     def most_in_several(self, gradient_bytes: float) -> int:
-        """Return the maximum rows in each of several passes that are predicted to fit.
+        """Predict how many rows per pass fit if a share is computed in several passes.
 
-        `gradient_bytes` is the size of the earlier passes' gradients. Return 0 without a
-        prediction. Call `measure` before.
+        A pass then also needs memory for the gradients of earlier passes, `gradient_bytes`. Return
+        0 without a prediction. Call `measure` before.
         """
         return self._peaks.most_rows_beside(self._capacity_bytes, self._left, gradient_bytes)
 

@@ -85,7 +85,7 @@ class Part:
             )
 
     def at(self, turn: Pass) -> Part:
-        """Return a part with the rows of the pass `turn`, weighted in proportion.
+        """Return a part with the rows of the pass `turn`, and a weight in proportion to them.
 
         `turn` is a planned pass or, if the planned pass has run out of memory, some of its rows. If
         `turn` has all rows of this part, the part itself is returned.

@@ -215,8 +215,8 @@ class Passes:
         A part has the rows of one pass. Compute it in `with part:`, and call `part.backward`.
 
         - `models`: the models, which all-reduce their gradients in the last part.
-        - `exchanges`: the exchanges that sum these gradients. If empty, another library does, and
-          no pass can be computed again.
+        - `exchanges`: the exchanges that sum these gradients. If it is empty, another library sums
+          them, and no pass can be computed again.
         - `begins`: True if `parts` are the first of a batch.
         - `move`: move each part to the device before it is computed.
         """
