@@ -197,7 +197,10 @@ class BlockTimer:
         return max(1, min(wanted, 16 * last.steps))
 
     def _is_warmed_up(self) -> bool:
-        """True if the last two windows took about equally long per step, or if warm-up must end."""
+        """True if the last two windows took about equally long per step.
+
+        Also True if the warm-up has used up its part of the probe's time or its number of windows.
+        """
         windows = self._windows
         if len(windows) < 2:
             return False

@@ -295,7 +295,7 @@ class ChildProber:
         busy_cores: float | None,
         stop: threading.Event,
     ) -> None:
-        """Keep the children for later probes, and record the memory and cores that they used."""
+        """Keep the children for later probes, and record the memory and CPU cores they used."""
         layout = seen.probe.layout
         group.fresh = False
         try:
@@ -585,11 +585,11 @@ def make_prober(
     end_seconds: float = math.inf,
     link: KnownLink | None = None,
 ) -> Prober:
-    """Return a prober for a job, real or simulated, whose clock starts at `start_seconds`.
+    """Return a prober for a job: a simulated one if the job's devices are simulated.
 
-    Tracebacks of children are written to `error_file`. `link` is the saved speed of the link
-    between the devices. Simulated probes stop at `end_seconds` on the simulated clock. Real probes
-    are stopped by the session.
+    The prober's clock starts at `start_seconds`. Tracebacks of children are written to
+    `error_file`. `link` is the saved speed of the link between the devices. Simulated probes stop
+    at `end_seconds` on the simulated clock. Real probes are stopped by the session.
     """
     if job.machine is not None:
         return SimulatedProber(

@@ -43,7 +43,7 @@ LOG_BYTES = 64 << 10  # bytes at the end of a server's output that are kept
 
 
 class ForkRequest(msgspec.Struct, frozen=True, tag=True):
-    """A request to fork a child with these environment variables, on these cores.
+    """A request to fork a child with these environment variables, on these CPU cores.
 
     The descriptors of the child's three standard streams are sent with the message. A fourth
     descriptor, of a channel, may follow. The child then leaves a copy of itself after it has built
@@ -352,7 +352,7 @@ class BuiltServer(ChildServer):
 
     @property
     def alive(self) -> bool:
-        """True once the child has left the copy of itself, and until the copy exits."""
+        """True while the copy that the child has left of itself is running."""
         return self._serves
 
     def read_log(self) -> bytes:

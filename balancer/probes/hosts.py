@@ -90,7 +90,7 @@ class LocalHost:
         self.monitor.wait_for_drivers(positions, stop or threading.Event())
 
     def make_environment(self, devices: Sequence[Device]) -> ChildEnvironment:
-        """Return the environment variables and cores for a child on these devices.
+        """Return the environment variables and CPU cores for a child on these devices.
 
         Raises DeviceError if the devices can't be used.
         """
@@ -340,7 +340,8 @@ class RemoteHost:
     def _recover(self, generation: int) -> bool:
         """Start a new actor on the host; return False if that fails or the host was closed.
 
-        `generation` identifies the actor that has exited. All its children are reported as killed.
+        `generation` identifies the actor that has exited. Its children exited with it, so they are
+        reported as killed.
         """
         if self._closed.is_set() or not self.service.restart(generation):
             return False
@@ -401,7 +402,7 @@ class RemoteHost:
                     child.receive(message)
 
     def _mark_lost(self, error: Exception) -> None:
-        """Record that the host is lost, and tell the groups of its children."""
+        """Record that the host is lost, and report this to the groups of its children."""
         if not isinstance(error, HostLostError):
             error = HostLostError(self._name, f"failed: {error}")
         self._lost = error

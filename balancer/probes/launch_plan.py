@@ -219,7 +219,7 @@ def _framework_limit(framework: str, device: Device) -> int | None:
 class RankMap(msgspec.Struct, frozen=True):
     """The mapping from the ranks of a group to positions of devices in the request.
 
-    It also has what is known about the ranks' processes: their threads and busy cores.
+    It also has what is known about the ranks' processes: their threads and busy CPU cores.
     """
 
     # in rank order or, for one child over several devices, in the order of its devices
