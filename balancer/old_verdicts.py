@@ -1,4 +1,4 @@
-"""Reads verdicts in journals written before the release of 0.3, whose fields had other names."""
+"""Reads verdicts from journals of versions before 0.3, in which fields had other names."""
 
 from __future__ import annotations
 

@@ -331,12 +331,14 @@ class ObjectiveReached(msgspec.Struct, frozen=True):
 class Learning(msgspec.Struct, frozen=True):
     """How the batch affects learning, if the noise scale or the script's own batch is known.
 
-    `worth` and `extra_samples` are values with the bounds of their 95 % intervals.
+    A sample of the batch improves the model `worth` times as much as a sample of a tiny batch. To
+    reach the same loss, `extra_samples` times as many samples are needed as with the script's own
+    batch. Both have the bounds of their 95 % intervals.
     """
 
     global_batch: int
     noise_scale: NoiseScale | None = None
-    # number of samples that the batch is worth, with its 95 % interval
+    # fraction that a sample of the batch is worth, with its 95 % interval
     worth: tuple[float, float, float] | None = None
     # measured batches that are faster than all smaller batches: batch, samples/s, their worth
     frontier: tuple[tuple[int, float, float], ...] = ()

@@ -120,7 +120,8 @@ class _Measured:
     """The measurements of one layout, whose step takes `step_s` seconds in the verdict.
 
     - `turns`: the measurements in which the parts of a step are known.
-    - `looks`: those that also timed steps without input, or without waiting for the host.
+    - `looks`: the measurements that also timed steps without input, or without waiting for the
+      host.
     - `closer`: the last of `looks`; None if there is none.
     """
 
@@ -498,7 +499,7 @@ def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
 
 
 def _find_idle(measured: _Measured) -> Iterator[StepPart]:
-    """Yield the time in which the training neither computes nor waits for input or a core.
+    """Yield the time in which the training neither computes nor waits for input or a CPU core.
 
     Its own code must be waiting then, for example in a sleep.
     """

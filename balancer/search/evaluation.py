@@ -94,7 +94,7 @@ class Evaluation:
     def _retries(self) -> tuple[Probe, ...]:
         """Return the failed probes to retry now.
 
-        Probes of the solo stage are retried all at once, those of later stages one at a time.
+        Probes of the solo stage are retried all at once, probes of later stages one at a time.
         """
         failed = self._seen.failures_to_retry()
         if failed and failed[0].stage == Stage.SOLO:

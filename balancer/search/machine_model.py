@@ -261,7 +261,8 @@ class MachineModel:
     def lay_out_safely(self, shares: tuple[int, ...]) -> Layout | None:
         """Return a layout of these shares in which every pass ran before or certainly fits.
 
-        The fastest passes are preferred. Return None if no passes are safe.
+        Passes have fewer rows than in `lay_out` if only these are safe. Return None if no passes
+        are.
         """
         layouts = (self.lay_out(shares, surely) for surely in (False, True))
         return next((layout for layout in layouts if self.surely_fits(layout)), None)

@@ -227,7 +227,7 @@ class Observations:
 
         - A layout of its kind with as many rows or fewer ran out of memory on the same devices.
         - Other processes now hold memory that the layout needs.
-        - A device has gone.
+        - One of the layout's devices is lost.
         """
         full = []
         for seen in self._seen.values():

@@ -175,7 +175,7 @@ class Predictions:
         return max((one.samples_per_second for one in found if one), default=0.0)
 
     def single(self, position: int) -> Allocation | None:
-        """Return the allocation to one device alone that should have the highest samples/s.
+        """Return the allocation for the device at `position` alone, at its fastest batch.
 
         Passes are used if they are needed. Return None if no batch fits, if the device never ran
         alone, or if every layout must use all devices.

@@ -1,4 +1,4 @@
-"""The last stage: candidates run in turns A B C A B C until no measurement should change the plan.
+"""The last stage: candidates run in turns A B C A B C until more turns aren't worth their time.
 
 In the first turn (0), every candidate is measured once. The candidates with the highest expected
 samples/s, relative to the duration of their probe, come first. If exploration has measured a split,

@@ -2,9 +2,10 @@
 
 Layouts are compared within each turn. Drift between turns, such as from heat or other processes,
 affects all layouts of a turn. So the difference between two layouts is more certain than the
-samples/s of either. Two layouts deserve another turn while a change to the slower layout may still
-gain more than `LEAST_GAIN`. The expected gain is E[max(0, d)], with d normally distributed around
-the measured difference (Jones and others, "Efficient global optimization", 1998).
+samples/s of either. Two layouts deserve another turn as long as choosing the one that seems slower
+may still gain more than `LEAST_GAIN`. The expected gain is E[max(0, d)], with d normally
+distributed around the measured difference (Jones and others, "Efficient global optimization",
+1998).
 """
 
 from __future__ import annotations

@@ -349,8 +349,8 @@ class TextModel(MachineModel):
     def predicted_rate(self, layout: Layout) -> float:
         """Return a layout's samples/s, predicted as if its rows were assigned by cost.
 
-        Return 0 if the cost of one of its devices is unknown. For passes over rows of one length,
-        the time per token of the largest measured pass is used instead.
+        Return 0 if the cost of one of its devices is unknown. For a layout with rows of one length,
+        the prediction is instead made from the time per token of the largest measured pass.
         """
         rows = layout.global_batch
         steps = self.single_passes(layout.active[0]) if layout.length else {}

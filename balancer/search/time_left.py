@@ -58,10 +58,10 @@ class TimeLeft:
     def growth(self, step_seconds: float) -> float:
         """Return how many times larger the next batch may be than one with steps of `step_seconds`.
 
-        A level curve shows nothing about larger batches, so a step is assumed to take longer in
-        proportion to the batch. Even then, two steps must fit in a fixed part of exploration's
-        remaining time. If a probe times only one step, this step may take `BOLD` times the
-        remaining time. The factor is at least 1, and infinite if `step_seconds` is 0.
+        Two steps of the next batch must fit in a fixed part of the time that exploration has left.
+        If a probe times only one step, its steps may take `BOLD` times the time that is left. A
+        step is assumed to take longer in proportion to the batch, because a level curve shows
+        nothing about larger batches. The factor is at least 1, and infinite if `step_seconds` is 0.
         """
         if not step_seconds:
             return math.inf

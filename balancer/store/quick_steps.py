@@ -61,8 +61,9 @@ def compare_quick_steps(
     """Return each training's quick step at full speed, and the error of the two steps' ratio.
 
     `trainings` has the windows of two trainings. In each window, a fixed loop measures the speed of
-    the core. If `same_loop`, the loop takes equally long in both trainings on equally fast cores.
-    Otherwise, for example with another version of Python, the cores are assumed to be equally fast.
+    the CPU core. If `same_loop`, the loop takes equally long in both trainings on equally fast
+    cores. Otherwise, for example with another version of Python, the cores are assumed to be
+    equally fast.
 
     The error is the part that comes from correcting the steps for slow cores. It is half of the
     width of the ratio's 95 % interval, as a fraction of the ratio.
