@@ -1,7 +1,7 @@
 """Finds the devices that `--devices` names, and opens the source that samples them.
 
-`find_others` reports devices that other programs use, because a measurement taken next to other
-work is valid only while that work continues.
+`find_others` reports devices that other programs use. A measurement made meanwhile isn't valid any
+more once those programs end.
 """
 
 from __future__ import annotations

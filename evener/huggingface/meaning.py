@@ -266,7 +266,7 @@ class LossFinder:
         return fitting
 
     def _decide(self, own: bool) -> bool:
-        """Return `own`, or the first rank's value if all ranks have to compute the same passes."""
+        """Return `own`, or the first rank's `own` if all ranks have to compute the same passes."""
         return bool(broadcast_message(own)) if self._in_step else own
 
     def _agree_within_rounding(self, reference: Sketch, other: Sketch) -> bool:

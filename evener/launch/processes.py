@@ -238,10 +238,10 @@ def _find_address() -> str:
 
 
 def _describe_rendezvous(address: str) -> str:
-    """Create a file for the processes' rendezvous, and return the variable RENDEZVOUS.
+    """Create a file for the processes' rendezvous; return the value of the variable RENDEZVOUS.
 
-    The value has `address`, the HOST:PORT that PyTorch would use without the file, and the file's
-    path.
+    The value consists of `address`, which is the HOST:PORT that PyTorch would use without the file,
+    and the file's path.
     """
     return f"{address} {make_memory_file()}"
 

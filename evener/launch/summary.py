@@ -202,7 +202,7 @@ class _MatchedRank(NamedTuple):
 
 
 def _find_plan_rate(records: Sequence[LiveRecord]) -> float:
-    """Return the samples/s of the plan in the records; 0 if they have none."""
+    """Return the plan's samples/s according to the records; 0 if no record has them."""
     return max(record.plan_samples_per_second for record in records)
 
 

@@ -137,7 +137,7 @@ class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def active(self) -> tuple[Share, ...]:
-        """The shares of the devices that take part; some of them may only hold state."""
+        """The shares of the devices that compute rows or hold a part of a sharded model's state."""
         return tuple(share for share in self.share if share.takes_part)
 
     @property

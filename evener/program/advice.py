@@ -36,7 +36,7 @@ MOST_LISTED = 16  # elements of a script's list that may be models
 
 
 def advise(optimizer: Any, loader: Any) -> str:
-    """Return a message with the lines of PyTorch that make a script train on all GPUs.
+    """Return a message with the PyTorch code that makes a script train on all GPUs.
 
     Call this during a step of the script's optimizer, in a loop over `loader`. The suggested lines
     keep the global batch, and belong right before the outermost loop. If the model is on a GPU, the
@@ -102,7 +102,7 @@ def _trains_on_gpu(optimizer: Any) -> bool:
 
 
 def advise_fastai() -> str:
-    """Return a message on how a script with a Learner of fastai trains on all devices."""
+    """Return a message that says how to make a fastai Learner train on all devices."""
     return (
         "To train on all of them, with even shares, as its loaders aren't PyTorch's, write:"
         "\n    with learn.distrib_ctx():"
@@ -111,7 +111,7 @@ def advise_fastai() -> str:
 
 
 def advise_lightning() -> str:
-    """Return a message with the two lines of Lightning that make a script train on all devices.
+    """Return a message with two lines of code that make a Lightning script train on all devices.
 
     It is for a Trainer that uses one device although several ranks are available. The lines keep
     the global batch: each rank's batch size is divided by the number of ranks.
