@@ -42,7 +42,7 @@ Curve = Annotated[Points, Meta(min_length=2)]
 
 
 class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The part of the synchronization time per step that isn't hidden by computation, in ms.
+    """The time per step for synchronizing, as far as computation doesn't hide it, in ms.
 
     Within a host, it is `base_ms`, plus `per_device_ms` for each device after the first. With
     several hosts, `network_ms` is added once, and `per_host_ms` for each host after the first.

@@ -159,10 +159,9 @@ Rates = dict[tuple[int, str], tuple[float, float]]
 
 
 class TrainingRates:
-    """The samples/s of each training process on each device.
+    """Finds the samples/s of each training process on each device in the processes' reports.
 
-    `read` returns the reports of training processes. It is called at most every
-    `READ_PERIOD_SECONDS`.
+    `read` returns these reports. It is called at most every `READ_PERIOD_SECONDS`.
     """
 
     def __init__(

@@ -457,11 +457,11 @@ FIRST_WINDOW_MICROSECONDS = 3_000_000  # how much of the driver's buffer is read
 
 
 class GpuProcesses:
-    """The processes on one GPU, with their memory and their use of the multiprocessors.
+    """Reads the processes on one GPU, with their memory and their use of the multiprocessors.
 
-    The last answer is kept between readings and during temporary failures. The driver samples the
-    processes' use at intervals. `since` is the time of the newest sample that it has returned, in
-    microseconds of the driver's clock.
+    The driver's last answer is kept between calls and during temporary failures. The driver samples
+    the processes' use at intervals. `since` is the time of the newest sample that it has returned,
+    in microseconds of its clock.
     """
 
     def __init__(self, nvml: Library, handle: Handle, is_mig: bool, since: int = 0) -> None:

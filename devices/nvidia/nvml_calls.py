@@ -71,7 +71,7 @@ def raise_if_gone(code: int) -> None:
 
 
 class Schedule:
-    """When to call NVML again for a metric, and the reading to show until then.
+    """Decides when to call NVML again for a metric, and keeps the last reading until then.
 
     The period is the time between two successful calls.
     """
@@ -115,7 +115,7 @@ class Schedule:
 
 
 class Batch:
-    """Several metrics of one device that are read by one call, each with its own outcome.
+    """Reads several metrics of one device by one call, in which each metric may fail by itself.
 
     Metrics that the device doesn't support are left out of later calls, and retried once a minute.
     """
@@ -151,7 +151,7 @@ class Batch:
 
 
 class Metric(Batch):
-    """One metric of one device that is read by one call; `call` returns its value."""
+    """Reads one metric of one device by calling `call`, which returns its value."""
 
     def __init__(self, nvml: Library, call: Callable[[], float], period: float = 0.0) -> None:
         super().__init__(nvml, (0,), period)
@@ -166,7 +166,7 @@ class Metric(Batch):
 
 
 class Fields(Batch):
-    """A batch of metrics that are read by GetFieldValues.
+    """Reads several metrics of one device by NVML's GetFieldValues.
 
     Some fields need a scope, which says which NVLinks are counted. `scopes` has the scope of each
     such field.
@@ -267,7 +267,7 @@ LARGEST = 1e12  # larger values are invalid
 
 
 class Activity(Batch):
-    """The GPM metrics of one device, each computed from two samples.
+    """Reads the GPM metrics of one device, each of which is computed from two samples.
 
     For a MIG device, `instance` is the id of its GPU instance, and `handle` the handle of its GPU.
     """
