@@ -24,9 +24,9 @@ Leaves = dict[str, Any]  # tensors by name: layer number, attribute and item, as
 
 
 class PlainVariables:
-    """The `tf.Variable`s of a model that a call may assign, such as a counter of calls.
+    """Restores the `tf.Variable`s of a model that a call may assign, such as a counter of calls.
 
-    Each device and each pass of a step starts with their values from before the step.
+    Each device and each pass of a step then starts with their values from before the step.
     """
 
     def __init__(self, model: Any) -> None:
@@ -56,11 +56,11 @@ class TensorPlace(NamedTuple):
 
 
 class CallTensors:
-    """Tensors that a call of the model stores in attributes of its layers.
+    """Collects the tensors that a call of the model stores in attributes of its layers.
 
-    They may also be in lists, dictionaries and plain objects in such attributes. Create this object
-    before the model's first call. After each call, `collect` returns the stored tensors. Before the
-    next call, `restore` resets the attributes to their state before the first call.
+    The tensors may also be in lists, dictionaries and plain objects in such attributes. Create this
+    object before the model's first call. After each call, `collect` returns the stored tensors.
+    Before the next call, `restore` resets the attributes to their state before the first call.
     """
 
     def __init__(self, model: Any) -> None:

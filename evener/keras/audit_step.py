@@ -250,7 +250,7 @@ class TracedStep:
 
 
 class PlainSteps:
-    """Keras' own steps of a model on one device, traced once per type of batch."""
+    """Traces Keras' own steps of a model on one device, once for each type of batch."""
 
     def __init__(self, model: Any, device: str) -> None:
         self._model = model

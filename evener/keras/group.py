@@ -33,7 +33,7 @@ LARGEST_KEY = (1 << 31) - 1
 
 
 class Group:
-    """The processes that train one model together.
+    """Connects this process to the other processes that train one model together.
 
     `peers` are the addresses of all processes in rank order. `rank` is this process's rank. Create
     the group before TensorFlow's first operation in the process. Raises RequestError unless each

@@ -25,7 +25,7 @@ END = " (evener)"
 
 
 class GroupFailures:
-    """The failure handling of one process in a group of `size` processes."""
+    """Tells the other processes of a group of `size` processes if this process fails."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank

@@ -549,7 +549,7 @@ LARGEST_ROW = 1 << 16  # outputs with more bytes per row aren't sent
 
 
 class StepMetrics:
-    """The metrics of one step in which this process computes a part of the batch's rows.
+    """Updates the metrics in one step in which this process computes a part of the batch's rows.
 
     Create this object before the model is called, because it reads the metrics' states.
 

@@ -49,9 +49,9 @@ class StateUpdate(NamedTuple):
 
 
 class StepStates:
-    """The states of a model during the calls of one step.
+    """Determines how the calls of the model in one step change the model's states.
 
-    `found` says how devices' values of the measured states combine. Seeds differ by device, so that
+    `kinds` says how devices' values of the measured states combine. Seeds differ by device, so that
     no two devices draw the same random numbers. Metrics inside layers count the rows of all
     devices. Without passes, each device continues from the previous device's values. With passes,
     each device starts from 0, and the counts are added.

@@ -176,7 +176,7 @@ class RecordedTraining(msgspec.Struct, frozen=True):
 
 
 class TrainingJournal:
-    """The journal of one training run, written by its first rank.
+    """Writes the journal of a training run, in the run's first rank.
 
     - `devices`: each rank's device.
     - `shares`: each rank's share.
