@@ -154,10 +154,10 @@ class MachineModel:
         return self._with_link(costs, max((k for k, *_ in samples), default=1))
 
     def _with_link(self, costs: ExchangeCosts, widest: int) -> ExchangeCosts:
-        """Return the exchange costs, raised for more devices than any measured split had.
+        """Return the exchange costs, with a lower bound for larger splits than were measured.
 
         `widest` is the most devices of a measured split. For more devices, the costs are at least
-        the time that the exchange takes over the known link.
+        the time that the exchange takes over the known link, if there is one.
         """
         # links between hosts aren't known
         if self.problem.link is None or not self.by_rows or not self.split_curves or costs[2:]:

@@ -196,9 +196,10 @@ class Race:
     ) -> tuple[Probe, ...]:
         """Return the next probe of the current turn or, after its end, of a new turn.
 
-        Return an empty tuple if no rival needs a turn or the budget doesn't allow the probe.
+        If the winner is known (`settled`), all rivals take part, and no time is kept for other
+        probes. Return an empty tuple if no rival needs a turn or the budget doesn't allow the
+        probe.
         """
-        # `settled`: the winner is known, so all rivals take part, and no time is reserved
         taken = {rival.layout: set(self._seen.turns(rival.layout, stage)) for rival in rivals}
         # further turns replace those in which a device was throttled
         for layout, turns in taken.items():

@@ -345,14 +345,13 @@ class RowPolicy:
     def _even_batch(self, positions: tuple[int, ...], splits: Sequence[Layout]) -> int:
         """Return the global batch for an even split over these devices; 0 if none of them ran.
 
-        `splits` are the measured splits, of which the first one counts.
+        Each device gets as many rows as the first of `splits` has per device. If there are no
+        splits, it gets the smallest of the devices' best solo batches.
         """
         count = len(positions)
         if splits:
-            # as many rows per device as the first split has
             return splits[0].global_batch * count // len(self.machine.live)
         singles = reversed(self._singles_by_rate())
         best = {layout.active[0]: layout.global_batch for layout in singles}
-        # without splits, the smallest of the devices' best batches alone
         batch = min((best[i] for i in positions if i in best), default=0) * count
         return min(batch, self.problem.max_global_batch or batch)

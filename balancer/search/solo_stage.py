@@ -131,7 +131,7 @@ class SoloStage:
         return {one: due[one] for one in kept}
 
     def _affords_second(self, device: DeviceModel, batch: int) -> bool:
-        """True if the budget allows a round with this second batch of a device."""
+        """True if the budget allows a round with `batch` as the device's second batch."""
         step_seconds = _step_seconds(device, batch)
         if any(len(other.evidence.alone) > 1 for other in self._live):
             return self._has_time(self._probe_seconds(device, batch), step_seconds)

@@ -198,9 +198,10 @@ def _worst_residual(points: Sequence[Point], line: Curve) -> float:
 
 
 def _bend_factors(points: Sequence[Point], line: Curve) -> list[tuple[int, float]]:
-    """Return the factors by which to multiply the line, each with its batch.
+    """Return factors that bend the line towards the points, as (batch, factor) pairs.
 
-    Return an empty list if noise explains all deviations from the line.
+    The time on the line at each batch is to be multiplied by the factor. Return an empty list if
+    noise explains all deviations from the line.
     """
     residuals = [p.seconds / line.seconds(p.batch) - 1 for p in points]
     noise = math.fsum(p.error**2 for p in points) / len(points)
