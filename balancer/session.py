@@ -259,7 +259,7 @@ class Session(EventThread):
         return RequestError(message, remedy)
 
     def _set_alarms(self) -> list[threading.Timer]:
-        """Start two timers that stop running probes when the budget is used up, and return them."""
+        """Start two timers that stop late probes when the budget is used up, and return them."""
         budget = self._job.request.budget_seconds
         if budget is None or self._job.machine is not None:
             # a simulated prober stops its own probes

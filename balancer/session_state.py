@@ -178,8 +178,8 @@ class RatedLayout(NamedTuple):
     """A layout with its measured samples/s.
 
     `batches` has the samples of each device of the request. It is empty for the rival that adds up
-    the samples/s of all devices alone. `device` is the label if the layout uses one device of
-    several; otherwise, "".
+    the samples/s of all devices alone. `device` is the device's label if the layout uses
+    one device of several; otherwise, "".
     """
 
     kind: RivalKind

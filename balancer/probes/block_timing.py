@@ -183,7 +183,7 @@ class BlockTimer:
         )
 
     def _count_block_steps(self, last: Block) -> int:
-        """Return how many steps the next block needs to reach the usual duration.
+        """Return how many steps the next block needs to take as long as a block usually does.
 
         The number is computed from the step time of the last block, and is at most 16 times that
         block's number of steps.
@@ -221,7 +221,7 @@ class BlockTimer:
         return over
 
     def _start_second_round(self) -> bool:
-        """Start a second round of timing if the first one drifted or was throttled.
+        """Start a second round of timing if the first one has a drift or throttling warning.
 
         Return True if it starts.
         """

@@ -1,7 +1,7 @@
 """Finds what a plan's measurements show besides samples/s.
 
-They show doubts, memory that other processes hold, devices that can't be used, and limits of the
-user's own code.
+The findings are doubts about the measurements, memory that other processes hold, devices that can't
+be used, and limits of the user's own code.
 """
 
 from __future__ import annotations

@@ -226,9 +226,10 @@ def _compare_quick_steps(
 
 
 def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]) -> float:
-    """Return how much longer the second training certainly spends on rare work, per sample.
+    """Return how many more seconds per sample the second training certainly spends on rare work.
 
-    Rare work, such as checkpoints, isn't in every step.
+    Rare work, such as checkpoints, isn't in every step. Return 0 if it is unknown, or if other
+    programs disturbed a training too much.
     """
     if not all(window.sums.steps for windows in trainings for window in windows):
         return 0.0
