@@ -78,8 +78,8 @@ class Origins:
     def find_made(self, tensor: torch.Tensor) -> str:
         """Return the place of the exchange that a tensor was computed from; "" if there is none.
 
-        A tensor into which an exchange itself wrote values, as an all-reduce does, doesn't count as
-        computed from it.
+        Also return "" for the tensors that the exchange itself wrote, such as the result of an
+        all-reduce.
         """
         return self._marks.find_own(tensor)
 

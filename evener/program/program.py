@@ -484,7 +484,7 @@ class Program:
         return sharded.choose_weigh(self.models) == "loss"
 
     def finish(self, loop: Any) -> None:
-        """End the loop's current step when it requests its next batch.
+        """End the current step of a loop; called when the loop requests its next batch.
 
         If an optimizer stepped, the program may start to train by shares. All ranks call this
         equally often.

@@ -91,8 +91,8 @@ class Totals:
     ) -> str:
         """Mark the result of `function` as computed from sums over the rows of all ranks.
 
-        If the function also uses this rank's own rows, the result isn't marked, and may depend on
-        the shares. If it may, return `place`, where the sums were computed. Otherwise return "".
+        The result isn't marked if the function also uses this rank's own rows. If such a result may
+        depend on the shares, return `place`, where the sums were computed. Otherwise return "".
         """
         # own rows with gradients are a part of the loss, which is computed again in parts
         others = [tensor for tensor in tensors if not self._whole.find(tensor)]

@@ -26,8 +26,8 @@ class Cut:
 
     - `weights`: whole samples, or ratios above 0. A batch of sum(weights) rows is cut exactly by
       them.
-    - `floors`: round each slice down and give the rest to the last, as in Keras' former
-      `multi_gpu_model`.
+    - `floors`: True to round each slice down and give the remaining rows to the last device, as in
+      Keras' former `multi_gpu_model`.
     - `micros`: maximum rows per pass of each device; empty if each device takes one pass.
     """
 

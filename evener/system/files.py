@@ -1,4 +1,4 @@
-"""This user's files and folders: the state folder, size-limited reads and atomic writes.
+"""Find this user's state folder, read files of limited size, and write files atomically.
 
 Nothing is stored in a folder that other users may write to. If a write fails or is interrupted, the
 previous file stays intact.

@@ -217,7 +217,7 @@ class ProcessUse(NamedTuple):
 
 
 def read_process_use() -> ProcessUse:
-    """Return the CPU time that every visible process has used since its start.
+    """Return the CPU time that every visible process has used since it was started.
 
     This takes about 20 us per process.
     """

@@ -1,6 +1,6 @@
 """The sitecustomize of each Python process that `evener run` starts.
 
-Python imports it at its start. It installs evener's hooks, then imports the user's own
+Python imports it before the program runs. It installs evener's hooks, then imports the user's own
 sitecustomize, if there is one.
 """
 
