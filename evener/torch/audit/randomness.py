@@ -181,7 +181,7 @@ class _Draw(msgspec.Struct, frozen=True, eq=False):
         return [argument.name for argument in self.function._schema.arguments]
 
     def call(self) -> Any:
-        """Call the operation with the arguments that are set now, and return the result."""
+        """Return the operation's result for `arguments` and `keywords`."""
         return self.function(*self.arguments, **self.keywords)
 
 
@@ -413,7 +413,7 @@ def _find_place(state: Any) -> tuple[Any, ...]:
 
 
 class _NumpyState:
-    """Reads the state of NumPy's random number generator, without copies while nothing is drawn."""
+    """Reads the state of NumPy's random number generator, and copies it only after draws."""
 
     # NumPy takes 0.1 ms to copy the state. So the generator's memory is first compared with its
     # content at the last copy, through the `ctypes` interface that NumPy documents. The memory

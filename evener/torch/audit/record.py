@@ -98,7 +98,7 @@ class WrittenCall(msgspec.Struct, frozen=True, eq=False):
 class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     """Records the calls that compute a batch's losses, until `close`.
 
-    - `models`: their calls are recorded as single calls; only models in training mode count.
+    - `models`: each call of a model in training mode is recorded as a single call.
     - `after`: called after each backward pass, with this recorder and the loss.
     - `rows`: the batch's number of rows; 0 means the length of the batch's first tensor.
     """

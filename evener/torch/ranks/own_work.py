@@ -100,7 +100,7 @@ class HostClock:
         return True
 
     def is_captured(self) -> bool:
-        """Return False, because a CPU computes at once."""
+        """Return False, because a CPU doesn't record CUDA graphs."""
         return False
 
     def seconds(self, start: float, end: float) -> float:
@@ -108,7 +108,7 @@ class HostClock:
         return end - start
 
     def reuse(self, marks: Sequence[float]) -> None:
-        """Do nothing, because a CPU's marks are plain numbers."""
+        """Do nothing: a CPU's marks are plain numbers, which needn't be reused."""
 
 
 class GpuClock:
@@ -122,7 +122,7 @@ class GpuClock:
         self._free: list[Any] = []
 
     def mark(self) -> Any:
-        """Record an event on the current stream, after all work enqueued before, and return it."""
+        """Record an event on the current stream, after the enqueued work, and return the event."""
         event = self._free.pop() if self._free else self._make_event(enable_timing=True)
         event.record()
         return event

@@ -54,7 +54,7 @@ class ExitNote(msgspec.Struct, frozen=True):
     exchanges: dict[str, int] = {}  # number of collectives that it has started, by process group
 
     def describe(self, rank: int) -> str:
-        """Return a message for ranks that wait for `rank`: it has exited, and why.
+        """Return a message for ranks that wait for `rank`: that it has exited, and why.
 
         `rank` is the rank to which this note belongs.
         """

@@ -253,7 +253,7 @@ def _names(sharded: AnyModel, optimizer: Any) -> list[str]:
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
     """Return the optimizer's parameter groups in a JSON-serializable form.
 
-    Under "params", a group has its number of parameters. Tensors become numbers.
+    The value of "params" is a group's number of parameters. Tensors are converted to numbers.
     """
     return [
         {key: value.item() if torch.is_tensor(value) else value for key, value in group.items()}

@@ -160,7 +160,7 @@ class Flat:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _collect_gradients(self, weight: float) -> torch.Tensor:
-        """Move the gradients of whole parameters to the buffer, times `weight`, and return it."""
+        """Move whole parameters' gradients, times `weight`, to the buffer; return the buffer."""
         # one copy operation for all gradients costs the host less time than one for each
         buffer = self._open()
         taken = [slot for slot in self.slots if slot.whole.grad is not None]

@@ -73,7 +73,7 @@ class Gathered:
         self._copies = self._pair_with(shard, *ranges[place.rank])
 
     def view_of(self, slot: Slot) -> torch.Tensor:
-        """Return the whole tensor of a parameter as a view of the block, which must have memory."""
+        """Return a whole parameter as a view of the block, which must be allocated."""
         for segment, typed in zip(self.segments, self._typed, strict=True):
             if segment.dtype == slot.computes:
                 first = slot.start - segment.start

@@ -46,10 +46,10 @@ class DtypeRange(NamedTuple):
 
 
 class GradientCopy(NamedTuple):
-    """A copy of a parameter's gradient, or of a range of its elements, to the sent tensor.
+    """Tells which elements of a parameter's gradient are copied to which part of the sent tensor.
 
     - `position`: the parameter's index in the list of slots.
-    - `elements`: the range; None for the whole gradient.
+    - `elements`: the range of elements; None for the whole gradient.
     - `target`: the destination in the sent tensor.
     """
 
@@ -238,7 +238,7 @@ def _find_copies(
     pieces: Sequence[Sequence[DtypeRange]],
     parts: dict[int, torch.Tensor],
 ) -> list[GradientCopy]:
-    """Return the copies of a parameter's gradient to the sent tensor.
+    """Return the GradientCopy objects for all elements of a parameter's gradient.
 
     `position` is the parameter's index in the list of slots. `pieces` has the dtype ranges of each
     rank's part, and `parts` has the parts themselves, by rank.

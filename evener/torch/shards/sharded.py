@@ -183,7 +183,7 @@ class Sharded:
     # ------------------------------------------------------------------ a forward pass
 
     def begin_forward(self, unit: Unit) -> None:
-        """Gather a unit before it computes, and prefetch the unit that followed it last time."""
+        """Gather a unit before it computes; prefetch the one that followed it in the last pass."""
         if _in_backward():  # recomputed for activation checkpointing: only gather
             unit.gather()
             return

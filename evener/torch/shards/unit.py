@@ -352,7 +352,7 @@ class Ledger:
         self._whole_state = 0
 
     def add(self, kind: str, size: int) -> None:
-        """Add `size` bytes of a kind, which were allocated or, if negative, freed."""
+        """Count `size` allocated bytes of a kind; a negative `size` counts freed bytes."""
         now = self.now[kind] + size
         self.now[kind] = now
         total = self._total + size

@@ -1,8 +1,8 @@
 """Check before an optimizer's step that gradients are complete and memory suffices.
 
-Gradients are complete once they are summed over the ranks. LBFGS also depends on the loss that its
-closure returns. Therefore each rank gets the mean loss over the whole batch, and all ranks take the
-same steps.
+Gradients are complete once they are summed over the ranks. LBFGS also uses the loss that its
+closure returns. So that all ranks take the same steps, each rank's closure returns the mean loss
+over the whole batch.
 """
 
 from __future__ import annotations

@@ -140,8 +140,9 @@ def _cut_passes(batch: Any, rows: int, sizes: Sequence[int]) -> list[Any]:
 def weigh_by_count(
     parts: Sequence[Part], count: OfPart, sizes: Sequence[int], rank: int, add_up: AddUp
 ) -> None:
-    """Weight each part by the result of `count` for it, relative to the whole batch's count.
+    """Set the parts' weights so that the batch's mean loss is a mean over items instead of rows.
 
+    `count(part)` returns a part's number of items, such as tokens.
     `sizes` are the ranks' numbers of rows. `add_up` sums a tensor over the ranks. Every rank has to
     call this.
     """

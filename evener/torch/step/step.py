@@ -297,7 +297,7 @@ class Passes:
     def note_backward(self) -> None:
         """Record that a backward pass begins.
 
-        If `open` wasn't called for it before, the current part can't be undone any more.
+        Unless `open` was called for this backward pass, the current part can't be undone any more.
         """
         if self._running is not None and not self._running.opened:
             self._running.ended = True

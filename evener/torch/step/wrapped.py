@@ -154,9 +154,9 @@ def wrap_module(
 def replace_all_reduce(model: Any, by_loss: bool) -> Exchange | None:
     """Replace the all-reduce of a DistributedDataParallel with an exchange, and return it.
 
-    - With `by_loss`, losses are weighted. Return None for a model with a communication hook,
-      mixed_precision or sparse gradients, which keeps its own all-reduce.
-    - Without it, raise RequestError for a communication hook or mixed_precision.
+    A model with a communication hook, mixed_precision or sparse gradients keeps its own all-reduce
+    if losses are weighted (`by_loss`); then return None. If gradients are weighted, raise
+    RequestError for a communication hook or mixed_precision.
     """
     # The wrapper's own all-reduce can't be weighted, or repeated after a failure. The model stays a
     # DistributedDataParallel, and its `no_sync` and `module` still work.
