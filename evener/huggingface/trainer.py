@@ -248,10 +248,13 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     def _prepare_input(self, data: Any) -> Any:
         """Return a batch on the device, without waiting for copies from pinned memory."""
+        inner: Any = super()._prepare_input
+        # a class may have a method of its own, for example to convert tensors
+        is_plain = getattr(inner, "__func__", None) is Trainer._prepare_input
         is_pinned = isinstance(data, torch.Tensor) and data.is_pinned()
-        if is_pinned and not self.is_deepspeed_enabled:
+        if is_pinned and is_plain and not self.is_deepspeed_enabled:
             return data.to(self.args.device, non_blocking=True)
-        return super()._prepare_input(data)
+        return inner(data)
 
     def _weigh_and_count(
         self, passes: list[Any], sizes: list[Any], totals: list[int], device: torch.device

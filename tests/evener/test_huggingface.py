@@ -245,6 +245,15 @@ def test_a_pinned_batch_is_copied_without_waiting_for_the_device() -> None:
     assert found["labels"].tolist() == [1.0, 1.0]
     assert (found["others"][0].tolist(), found["name"]) == ([0.0] * 3, "a")
 
+    class Doubled(Trainer):
+        def _prepare_input(self, data: Any) -> Any:
+            return torch.zeros(2) + 2 if isinstance(data, torch.Tensor) else data
+
+    kind = with_plan(Doubled, make_plan([2]))
+    trainer = kind.__new__(kind)
+    trainer.args, trainer.is_deepspeed_enabled = SimpleNamespace(device="cpu"), False
+    assert trainer._prepare_input(batch["labels"]).tolist() == [2.0, 2.0]
+
 
 def test_every_row_is_in_one_pass_of_one_rank(trainer_ranks: Run) -> None:
     """Each row is computed once, even in a last batch with fewer rows than passes.
