@@ -1,6 +1,6 @@
 """Train a PyTorch model with a plan: unequal shares of each batch on unequal devices.
 
-The result is the same as with equal shares.
+Training gives the same result as with equal shares.
 
     from evener.torch import Split
 

@@ -70,7 +70,7 @@ class Replacement:
     - `owner`, `name`: the module or class, and its attribute to replace.
     - `make`: called with the original function, returns the replacement.
 
-    It can be a handle of ProcessHooks.
+    The function `register` of a ProcessHooks may return it as a handle.
     """
 
     def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:

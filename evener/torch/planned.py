@@ -257,7 +257,7 @@ class PlannedTraining:
     def begin_even(self) -> None:
         """Give each rank an equal number of rows until `leave_even`; call it before the first step.
 
-        `leave_even` restores the current shares.
+        `leave_even` restores the shares from before this call.
         """
         self._later = self.ranks.batches, self.ranks.micros
         for sampler in self._samplers:

@@ -86,8 +86,8 @@ def _sum_rows(
 ) -> dict[str, list[TensorSums]]:
     """Return the sums of each tensor of the rows that can be read, by the rows' indices.
 
-    Return {} if reading a row again gives another result or draws other random numbers. Then its
-    transform has a generator of its own, or it keeps rows that this rank drew at random.
+    Return {} if reading a row again gives another result or draws other random numbers. The data
+    set then has a transform with its own generator, or keeps rows that this rank drew at random.
     """
     found: dict[str, list[TensorSums]] = {}
     ends = time.monotonic() + LONGEST_SECONDS

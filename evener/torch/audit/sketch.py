@@ -371,9 +371,8 @@ def _plain(name: str) -> str:
 def name_tensors(models: Iterable[Any], others: Iterable[torch.Tensor] = ()) -> dict[str, Any]:
     """Return the trained tensors by name.
 
-    Parameters have the names in their models. If there are several models, the model's number
-    follows, counted from 1. Tensors in `others`, which optimizers train, are named by index and
-    shape.
+    A parameter has its name in the model. If there are several models, the model's number, counted
+    from 1, is appended. Tensors in `others`, which optimizers train, are named by index and shape.
     """
     found: dict[str, Any] = {}
     known: set[int] = set()

@@ -1,8 +1,8 @@
-"""Checkpoints of a sharded model: whole tensors, which any number of ranks or PyTorch can load.
+"""Checkpoints of a sharded model, with whole tensors that any number of ranks can load.
 
 A checkpoint is a folder with safetensors files, written one unit at a time, and an index that
-transformers can also read. It can be loaded under any shares. The index is replaced atomically once
-its files are on disk, so the old checkpoint stays intact until then.
+transformers can also read. It can be loaded under any shares, or by PyTorch alone. The index is
+replaced atomically once its files are on disk, so the old checkpoint stays intact until then.
 
 For a model with PEFT's adapters, the folder has the trained parameters and PEFT's own files. Packed
 (4-bit) weights aren't written, because they are frozen and the program loads them itself.

@@ -63,7 +63,7 @@ class GradientSender:
 
     - `place`: this rank's ShardRank.
     - `slots`: the flat's parameters.
-    - `segments`: their dtypes.
+    - `segments`: the ranges of neighbouring parameters with the same dtype.
     - `ranges`: each rank's range of the flat's elements.
     - `dtype`: dtype of the shards.
     - `taken_bytes`: bytes allocated from `take` to `add_up`.

@@ -142,9 +142,8 @@ def weigh_by_count(
 ) -> None:
     """Set the parts' weights so that the batch's mean loss is a mean over items instead of rows.
 
-    `count(part)` returns a part's number of items, such as tokens.
-    `sizes` are the ranks' numbers of rows. `add_up` sums a tensor over the ranks. Every rank has to
-    call this.
+    `count(part)` returns a part's number of items, such as tokens. `sizes` are the ranks' numbers
+    of rows. `add_up` sums a tensor over the ranks. Every rank has to call this.
     """
     own = torch.stack([_count(count, part) * min(1, part.rows) for part in parts])
     total = add_up(own.sum())

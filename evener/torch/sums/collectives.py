@@ -114,10 +114,10 @@ def gather_rows(
     - `by_loss`: True if losses are weighted, False if the model's gradients are weighted later.
     - `timer`: the StepTimer, which then doesn't count the collectives as compute time (own work).
 
-    A row's gradient is the sum of its gradients from all ranks' losses, each weighted by the number
-    of rows on its rank. That is exact if every rank computes the whole batch's loss, or the mean
-    over its own rows. Raises RequestError if the number of rows is wrong, or if shapes or dtypes
-    differ between ranks.
+    A row's gradient is the sum of its gradients from the losses of all ranks, each weighted by the
+    number of rows on the loss's rank. That is exact if every rank computes the whole batch's loss,
+    or the mean over its own rows. Raises RequestError if the number of rows is wrong, or if shapes
+    or dtypes differ between ranks.
     """
     if len(rows) not in {sizes[rank], max(1, sizes[rank])}:
         raise RequestError(

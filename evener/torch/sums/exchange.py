@@ -91,8 +91,8 @@ class Exchange:
 
     - `group`: the processes; None for all.
     - `bucket_bytes`: size of a bucket; None to choose it.
-    - `broadcast_buffers`: copy buffers that change from the first rank to all ranks after each sum.
-    - `single_rank`: there is no other rank. Nothing is summed, but a failed pass can be undone.
+    - `broadcast_buffers`: copy changed buffers of the first rank to all ranks after each sum.
+    - `single_rank`: True without other ranks. Nothing is summed, but a failed pass can be undone.
     - `begun(batch, before)`: called when a backward pass reaches watched outputs of `batch`.
       `before` is the batch of the outputs that it reached earlier, or `batch` itself.
     - `ready`: called when the last gradient is computed.

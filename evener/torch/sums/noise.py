@@ -1,6 +1,6 @@
 """Measure the gradient noise scale of a training run while ranks sum their gradients.
 
-In one of EVERY steps, each rank computes the squared norms of its own gradient and of the sum,
+In one of `EVERY` steps, each rank computes the squared norms of its own gradient and of the sum,
 before clipping. The host doesn't wait for the device: a sample is read once its copy is complete.
 Weights aren't changed.
 """
