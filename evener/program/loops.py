@@ -343,7 +343,7 @@ def _draw_own_batches_too(
 ) -> Iterator[Any]:
     """Yield `batches`, and draw a batch from the program's own sampler for each of them.
 
-    So that sampler advances as in the unchanged program. `drawn` is an iterator over the sampler's
+    The sampler thus advances as in the unchanged program. `drawn` is an iterator over the sampler's
     batches. Raises RequestError if these differ from `expected`.
     """
     # rows would then be left out or trained twice

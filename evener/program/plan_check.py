@@ -1,4 +1,4 @@
-"""Stop a script that `evener launch` started if it doesn't read its plan.
+"""Stop a script, started by `evener launch`, that doesn't read its plan.
 
 Without the plan, all devices would get equal shares. A PyTorch script is checked after its first
 optimizer steps, and a Keras script when it calls `fit`.

@@ -1,4 +1,4 @@
-"""Time the training steps of a program that evener leaves unchanged, for the summary at its end.
+"""Time the steps of a program that evener leaves unchanged, for the summary after it exits.
 
 Such a program trains in a single process, or in several processes with even shares.
 `evener.program.install` calls these functions when a DataLoader yields a batch, after a backward

@@ -7,8 +7,8 @@ of its longest row.
 A share of b rows in k passes takes k * t(b / k) + (k - 1) * extra seconds. Here t(rows) is the
 duration of a whole step in one pass. Each pass after the first takes `extra` seconds more than such
 a step. `extra` is negative if such a pass is faster, because a part such as the optimizer isn't
-repeated. A share that fits in memory takes one pass. A larger share takes passes of up to `rows`
-rows, the number with the highest samples/s.
+repeated. A share that fits in memory takes one pass. A larger share takes passes of at most `rows`
+rows, which is the pass size with the highest samples/s.
 
 This module has no side effects.
 """

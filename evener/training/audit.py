@@ -1,4 +1,4 @@
-"""Judge audits: whether the path that trains computes the correct gradient.
+"""Judge from audits whether a training run computes the correct gradient.
 
 An audit computes the gradient of a few rows of the current batch twice. The reference is
 computed as one device would do it. The trained gradient is computed by the path that trains: in

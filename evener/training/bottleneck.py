@@ -38,8 +38,9 @@ class RankTimes(NamedTuple):
 def find_bottleneck(ranks: Sequence[RankTimes]) -> Bottleneck:
     """Return what limits the steps, from the medians of each rank in `ranks`.
 
-    "shared core" means that other programs use the slowest rank's cores. "input" means that a rank
-    waits for rows from other threads or processes; rows that the loop itself prepares are own work.
+    "shared core" means that other programs use the slowest rank's CPU cores. "input" means that a
+    rank waits for rows from other threads or processes; rows that the loop itself prepares are own
+    work.
     """
     # rows that the training loop prepares itself are a part of its compute time
     last = max(ranks, key=lambda rank: _zero_for_nan(rank.own_work_s + rank.input_s))

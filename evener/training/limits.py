@@ -2,8 +2,8 @@
 
 A limit is a part of the step's time that a remedy can shorten, such as waiting for input. Searches
 and training runs measure these parts differently, and both use this module. Measured parts may
-overlap: a host that is starved of cores also delays input. Overlaps are removed, so that the limits
-never add up to more than the step.
+overlap: a host that is starved of CPU cores also delays input. Overlaps are removed, so that the
+limits never add up to more than the step.
 
 This module has no side effects.
 """
