@@ -164,12 +164,15 @@ def _begin_fits(keras: Any) -> None:
 
 
 def _wrap(hooks: Any, module: Any) -> None:
-    from wrapt import wrap_function_wrapper
+    from wrapt import wrap_object
+
+    from .wrapped_function import WrappedFunction
 
     for name, target in hooks[module.__name__]:
         if target == _EXCHANGED and not _has(module, name):
             continue
-        wrap_function_wrapper(module, name, _import_later(target))
+        path = f"{module.__name__}:{name}"
+        wrap_object(module, name, WrappedFunction, (_import_later(target), path))
 
 
 def _watch_steps(_: Any) -> None:

@@ -14,6 +14,7 @@ import os
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from threading import get_ident
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..live.reporter import is_reported_elsewhere
 from ..torch.private import backward_number, wrap_next_batch
-from ..torch.ranks.own_work import StepReporter, StepTimer, make_timer
+from ..torch.ranks.own_work import StepReporter, StepTimer, make_clock
 from ..torch.ranks.ranks import describe_own_rows
 from ..training.first_rank import is_eveners_rank, is_released
 from ..training.retreat import print_line
@@ -93,6 +94,30 @@ class _Harmless:
         return True
 
 
+class _UpdateTimer(StepTimer):
+    """A timer whose errors in an optimizer's step don't reach the program.
+
+    It ignores the updates of threads other than the one that creates it.
+    """
+
+    def __init__(self, device: torch.device, single_rank: bool, harmless: _Harmless) -> None:
+        super().__init__(make_clock(device), single_rank)
+        self.thread = get_ident()  # the thread that trains; 0 to ignore all threads
+        self._harmless = harmless
+
+    def note_update(self) -> None:
+        """Begin the phase of an optimizer's step, and count the step."""
+        if get_ident() == self.thread:
+            with self._harmless:
+                super().note_update()
+
+    def note_updated(self) -> None:
+        """End the phase in which the optimizer updates the weights."""
+        if get_ident() == self.thread:
+            with self._harmless:
+                super().note_updated()
+
+
 class UnchangedTraining:
     """Times and reports the steps of a process whose program trains unchanged.
 
@@ -107,7 +132,7 @@ class UnchangedTraining:
         self._device: torch.device | None = None  # set at the first update
         self._world = 1  # number of processes that train together
         self._waited = 0  # number of backward passes after which it was undecided who reports
-        self._timer: StepTimer | None = None  # set after that update
+        self._timer: _UpdateTimer | None = None  # set after that update
         self._reporter: StepReporter | None = None  # set at the first step
         self._iterations: weakref.WeakKeyDictionary[Any, _Iteration] = weakref.WeakKeyDictionary()
         self._training = _Loaders()  # loaders of training loops
@@ -127,7 +152,8 @@ class UnchangedTraining:
     def note_loop(self, loader: Any, iterator: Any) -> None:
         """Record that `iterator` yields the batches of `loader`."""
         if not self._is_over:
-            with self._harmless:
+            # an iterator of the program's own class may not allow weak references
+            with self._harmless, suppress(TypeError):
                 self._iterations[iterator] = _Iteration(loader)
 
     def begin_loop(self, loader: Any) -> None:
@@ -136,7 +162,7 @@ class UnchangedTraining:
         The time until the loop's first batch, in which the loader may start workers, then counts as
         input time. Nothing happens unless `loader` is known to be used for training.
         """
-        if self._timer is None or self._has_batch:
+        if self._timer is None or self._has_batch or not self._is_own_thread:
             return
         with self._harmless:
             if torch.is_grad_enabled() and loader in self._training:
@@ -293,11 +319,23 @@ class UnchangedTraining:
             self._is_over = owner == "other"
             return
         self._world = _count_processes()
-        self._timer = make_timer(device, single_rank=self._world == 1)
+        self._timer = _UpdateTimer(device, self._world == 1, self._harmless)
         # with several ranks, the backward pass includes the exchange of gradients, which can only
         # be told apart from own work in training by shares
         self._timer.has_own_work = self._world == 1
         wrap_next_batch(self.fetch)
+        _follow_forks()
+
+    def leave_to_parent(self) -> None:
+        """End the timing in a forked child, such as a loader's worker.
+
+        Its parent goes on to report the steps. The timer isn't released, because a child can't use
+        its parent's GPU.
+        """
+        if self._timer is not None:
+            self._is_over = True
+            self._thread = -1  # the id of no thread
+            self._timer.thread = 0
 
     def _end_step(self, timer: StepTimer) -> None:
         """End a step and, if an optimizer has stepped in it, report the step."""
@@ -348,11 +386,17 @@ class UnchangedTraining:
         if self._reporter is not None:
             self._reporter.reporter.discard()
         if self._timer is not None:
+            self._timer.thread = 0
             self._timer.release()
         self._timer = self._reporter = None
 
 
 UNCHANGED = UnchangedTraining()
+
+
+@cache
+def _follow_forks() -> None:
+    os.register_at_fork(after_in_child=lambda: UNCHANGED.leave_to_parent())
 
 
 def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:

@@ -726,6 +726,24 @@ def test_timing_a_step_costs_less_than_a_third_of_a_percent_of_10_ms() -> None:
     assert min(round_s() for _ in range(10)) <= 30e-6
 
 
+class ByLoss(torch.optim.SGD):
+    """A program's own optimizer, whose step takes the loss and the model."""
+
+    def step(self, loss: Any, model: Any) -> Any:
+        """Return the arguments."""
+        super().step()
+        return loss, model
+
+
+def test_an_optimizer_s_own_arguments_are_left_alone() -> None:
+    timer = StepTimer(HostClock(), single_rank=True)
+    model = torch.nn.Linear(2, 1)
+    model(torch.ones(2)).sum().backward()
+    timer.begin((1,))
+    assert ByLoss(model.parameters()).step(0.5, model) == (0.5, model)
+    assert timer.has_trained
+
+
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("single_rank", [False, True])
 def test_what_an_optimizer_s_closure_computes_is_own_work(single_rank: bool, by_name: bool) -> None:

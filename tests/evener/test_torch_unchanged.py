@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -186,6 +187,59 @@ def test_a_loader_that_is_not_hashable_is_followed(
             followed.train()
     assert len(reported) == 7
     assert "fault" not in capsys.readouterr().err
+
+
+class Listed(DataLoader[Any]):
+    """A loader whose iterators allow no weak references."""
+
+    def _get_iterator(self) -> Any:
+        return iter([*super()._get_iterator()])
+
+
+def test_a_loader_with_an_iterator_of_its_own_is_left_alone(
+    reported: Steps, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hooks, loader = UnchangedTraining(), Listed(torch.ones(12, 3), 4)
+    hooks.note_loop(loader, iter(loader))
+    assert not capsys.readouterr().err
+    assert not hooks._is_over
+
+
+def test_a_forked_child_reports_none_of_its_parent_s_steps(
+    reported: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed = Followed()
+    monkeypatch.setattr(unchanged, "UNCHANGED", followed.hooks)
+
+    def train() -> int:
+        before = len(reported)
+        for _ in followed.loop(make_loader(12)):
+            followed.train()
+        return len(reported) - before
+
+    train()
+    assert train() > 0
+    child = os.fork()
+    if not child:
+        os._exit(100 + train())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 100
+    assert train() > 0
+
+
+def test_an_error_in_an_optimizer_s_hook_ends_the_timing_and_not_the_program(
+    reported: Steps, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    followed = Followed()
+    for _ in followed.loop(make_loader(40)):
+        followed.train()
+    assert reported
+    timer: Any = followed.hooks._timer
+    monkeypatch.setattr(timer, "_note_timed_update", lambda: 1 / 0)
+    monkeypatch.setattr(timer, "_timed", True)
+    followed.train()
+    followed.train()
+    assert reported == []
+    assert capsys.readouterr().err.count("ZeroDivisionError") == 1
 
 
 def test_a_fault_of_evener_ends_the_timing_and_not_the_program(

@@ -7,6 +7,7 @@ timer records a mark, a point in time, at the beginning of each phase.
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import resource
@@ -16,6 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import cycle
 from threading import get_ident
 from typing import Any, Final, Literal, NamedTuple
@@ -977,7 +979,12 @@ def make_timer(device: torch.device, single_rank: bool) -> StepTimer:
 
     `single_rank` is True if no other rank trains.
     """
-    return StepTimer(GpuClock() if device.type == "cuda" else HostClock(), single_rank)
+    return StepTimer(make_clock(device), single_rank)
+
+
+def make_clock(device: torch.device) -> HostClock | GpuClock:
+    """Return the clock of a device."""
+    return GpuClock() if device.type == "cuda" else HostClock()
 
 
 MEMORY_SECONDS = 5.0  # seconds between two readings of memory
@@ -1153,9 +1160,11 @@ def _notify_timers_of_update(_: Any, arguments: tuple[Any, ...], keywords: dict[
     timers after them. Otherwise return None.
     """
     # the new closure calls the original one and then notifies the timers
-    closure = None
-    if keywords or len(arguments) > 1:
-        closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")
+    closure = keywords.get("closure")
+    kind: Any = type(arguments[0])
+    is_first = len(arguments) > 1 and _takes_closure_first(kind)
+    if is_first:
+        closure = arguments[1]
     if closure is None or not _timers:
         for each in tuple(_timers):
             timer = each()
@@ -1163,14 +1172,25 @@ def _notify_timers_of_update(_: Any, arguments: tuple[Any, ...], keywords: dict[
                 timer.note_update()
         return None
 
-    def compute() -> Any:
-        result = closure()
+    def compute(*given: Any, **named: Any) -> Any:
+        result = closure(*given, **named)
         _note_update()
         return result
 
-    if len(arguments) > 1:
+    if is_first:
         return (arguments[0], compute, *arguments[2:]), keywords
     return arguments, {**keywords, "closure": compute}
+
+
+@cache
+def _takes_closure_first(kind: Any) -> bool:
+    """True if the first argument of `step` is a closure, in optimizers of class `kind`.
+
+    The `step` of a program's own optimizer may have other arguments, such as the loss.
+    """
+    with suppress(TypeError, ValueError):  # the method has no signature
+        return list(inspect.signature(kind.step).parameters)[1:2] == ["closure"]
+    return False
 
 
 def _register() -> list[Any]:
