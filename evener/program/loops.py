@@ -97,6 +97,8 @@ class Loop:
         self.sizes: tuple[int, ...] = ()
         self.compared = False  # True once the ranks have compared the order of the rows
         self.is_over = False
+        # True if another training run began before the program stepped with an uneven batch
+        self.was_interrupted = False
         # an iterator that resumes an epoch has yielded batches before
         self._step = getattr(outer, "skip_batches", 0) + count_yielded(self._batches) - 1
 

@@ -397,6 +397,8 @@ class Program:
             return
         gc.collect()  # models that the program has dropped
         if self._loop is not None:
+            is_pending = not self._loop.is_over and not self._updated
+            self._loop.was_interrupted = is_pending and len(set(self.sizes)) > 1
             self.end(self._loop)  # left early
         self.training.leave()
         self._later_models.clear()
@@ -420,6 +422,8 @@ class Program:
 
         If the batch is to be checked, create a guard that records its forward and backward pass.
         """
+        if self.training is None and len(set(loop.sizes)) > 1:  # of the run that has ended
+            raise RequestError(*views.INTERRUPTED)
         if self.training is not None and self._later_models:
             # batches may already be fetched by shares, so no loss can be checked before
             self._later_models.clear()
@@ -489,6 +493,8 @@ class Program:
         If an optimizer stepped, the program may start to train by shares. All ranks call this
         equally often.
         """
+        if loop.was_interrupted:
+            raise RequestError(*views.INTERRUPTED)
         if self._loader_steps is not None and loop.origin is not None:
             self._loader_steps.done(loop.sizes, (0, 0))
             self._compare_records_if_due(loop)

@@ -66,6 +66,11 @@ SINGLE = (
     "divided"
 )
 WRAPPED_LATER = "it has wrapped another model in the middle of an epoch"
+INTERRUPTED = (
+    "In the middle of an epoch by uneven shares, the program has begun to train another model in a"
+    " loop of its own, and then went on with the epoch.",
+    "Train the other model before or after the epoch, or start the program with its own launcher.",
+)
 SEVERAL = "its steps take rows of several loaders"
 # relative tolerance, because different kinds of GPUs round computed values differently
 NEAR = 1e-4

@@ -173,6 +173,16 @@ def test_a_rate_that_goes_by_the_rows_of_a_rank_ends_the_program(
     assert "its ranks step at different rates" in words
 
 
+@pytest.mark.parametrize("name", ["another model between steps", "another model within a step"])
+def test_an_uneven_epoch_that_another_model_interrupts_ends_the_program(
+    server: RankServer, tmp_path: Path, name: str
+) -> None:
+    """The epoch's batches are divided by shares, but gradients would be averaged evenly."""
+    kind, words = run(server, tmp_path, "unlike", name)
+    assert kind == "ended"
+    assert "has begun to train another model" in words
+
+
 @pytest.mark.parametrize(
     ("name", "call"),
     [("rows added up later", "all_reduce"), ("rows gathered into parts later", "gather")],

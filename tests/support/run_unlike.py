@@ -121,6 +121,35 @@ def steps_by_rows_seen() -> Any:
     return model
 
 
+def _train_in_between(steps_first: bool) -> Any:
+    """Train another model for a step in the middle of an epoch, before or after the own step."""
+    model, optimizer = start()
+    other, its_optimizer = start()
+    other.eval()
+    for number, (x, classes, _) in enumerate(epochs(load())):
+        if steps_first:
+            update(optimizer, F.cross_entropy(model(x), classes))
+        if number == 9:
+            other.train()
+            for its_x, its_classes, _ in load():
+                update(its_optimizer, F.cross_entropy(other(its_x), its_classes))
+                break
+            other.eval()
+        if not steps_first:
+            update(optimizer, F.cross_entropy(model(x), classes))
+    return model, other
+
+
+@program
+def another_model_between_steps() -> Any:
+    return _train_in_between(steps_first=True)
+
+
+@program
+def another_model_within_a_step() -> Any:
+    return _train_in_between(steps_first=False)
+
+
 @program
 def weight_by_rows() -> Any:
     """Weights a short batch less."""
