@@ -182,10 +182,11 @@ def _describe_set_link(
     others: Sequence[LinkMeasurement],
     here: Transport,
 ) -> Check:
-    """Return the check of a link if this process's environment variables select a transport.
+    """Return the check of a link whose transport environment variables select.
 
-    `here` is that transport. `own` is the measurement over the default transport, made without
-    these variables. `others` are the measurements over the other transports.
+    - `here`: the selected transport.
+    - `own`: the measurement over the default transport, made without these variables.
+    - `others`: the measurements over the other transports.
     """
     # `name` and `found` are the check's
     variables = write_variables(switches_of(here))
@@ -239,8 +240,8 @@ def _check_driver(backend: Backend) -> tuple[Check, int]:
 def _check_frameworks(gpus: int) -> list[Check]:
     """Check that each framework can be imported and sees all GPUs.
 
-    `gpus` is the number of GPUs that the drivers list. One working framework is enough: if any has
-    no problem, the problems of the other frameworks are returned as notes.
+    `gpus` is the number of GPUs that the drivers list. One working framework is enough. If there is
+    one, problems of the others are only notes.
     """
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(lambda name: _check_framework(name, gpus), _QUERIES))
@@ -299,7 +300,10 @@ def _compare_gpus(name: str, version: str, seen: int, gpus: int) -> Check:
 
 
 def _check_clashes() -> list[Check]:
-    """Return a check for each pair of packages that clash, and for a Keras that is too old."""
+    """Return a check for each pair of packages that clash.
+
+    A Keras that is too old also gives a check.
+    """
     checks = []
     doubles = [pair for backend in all_backends() for pair in backend.double_packages]
     for extra, needed in (*doubles, ("tensorflow-cpu", "tensorflow")):
@@ -323,7 +327,10 @@ def _check_clashes() -> list[Check]:
 
 
 def _check_extras() -> Check:
-    """Return a check that lists the missing optional extras and the command that installs them."""
+    """Return a check that lists the missing optional extras.
+
+    The check also has the command that installs them.
+    """
     missing = [
         name
         for name, (_, modules) in EXTRAS.items()
@@ -438,7 +445,10 @@ def describe_host(own: str, hosts: Sequence[str]) -> HostReport:
 
 
 def _check_interface(other: str) -> Check:
-    """Check the network interface through which gloo and NCCL connect to the host `other`."""
+    """Check the network interface that connects this host to the host `other`.
+
+    gloo and NCCL connect through this interface.
+    """
     name = "network interface"
     way = find_interface(other)
     if not way:
@@ -516,8 +526,8 @@ def _check_ports(agents: Sequence[Agent]) -> tuple[Check, ...]:
 def _find_closed_ports(agents: Sequence[Agent]) -> list[tuple[str, Endpoint, str]]:
     """Return the connections between hosts that failed.
 
-    Each entry has the name of the host that tried to connect, the address and port that it couldn't
-    reach, and the reason.
+    An entry has the host that tried to connect, the address and port that didn't answer, and the
+    reason.
     """
     with ExitStack() as stack:
         listeners = {

@@ -128,7 +128,7 @@ def _check_writable(settings: object) -> None:
 
 
 def _check_energy_meters(devices: Sequence[Device], machine: Machine | None) -> None:
-    """Raise RequestError if the objective needs energy and a device can't report it."""
+    """Raise RequestError if a device can't report the energy that the objective needs."""
     for position, device in enumerate(devices):
         if device.on_cpu:
             raise RequestError(
@@ -144,7 +144,7 @@ def _check_energy_meters(devices: Sequence[Device], machine: Machine | None) -> 
 
 
 def _find_notes(job: Job) -> tuple[str, ...]:
-    """Check the hosts, and return notes about the devices and who else uses them.
+    """Check the hosts, and return notes about devices and their users.
 
     Raises RequestError or DeviceError if a host can't train on its devices.
     """
@@ -156,7 +156,10 @@ def _find_notes(job: Job) -> tuple[str, ...]:
 
 
 def _find_open_servers(job: Job) -> tuple[str, ...]:
-    """Return a note if TensorFlow's servers will listen on the network; otherwise, no notes."""
+    """Return a note if TensorFlow's servers will listen on the network.
+
+    Otherwise, there are no notes.
+    """
     if job.framework != "tensorflow" or len({device.host for device in job.devices}) > 1:
         return ()
     if len(job.devices) < 2 or choose_group_engine(job, job.devices) in ONE_PROCESS:
@@ -352,7 +355,10 @@ def make_comparison_job(
 
 
 def _find_daemon_notes(resolved: Job, kinds: Sequence[Traits]) -> list[str]:
-    """Return a note if packs are compared while an MPS daemon runs; otherwise, an empty list."""
+    """Return a note if packs are compared while an MPS daemon runs.
+
+    Otherwise, the list is empty.
+    """
     has_packs = any(kind.side_by_side for kind in kinds)
     if has_packs and find_backend(resolved.devices[0].kind).daemon_runs():
         # the trainings of a pack would share their GPU through the daemon
@@ -363,7 +369,10 @@ def _find_daemon_notes(resolved: Job, kinds: Sequence[Traits]) -> list[str]:
 def _sort_families(
     resolved: Job, families: Sequence[Family], placements: Sequence[Placement]
 ) -> tuple[list[Family], list[str]]:
-    """Return the families that can be compared here, and one message for each that can't."""
+    """Return the families that can be compared here.
+
+    The second result has one message for each family that can't be compared.
+    """
     possible = []
     notes = []
     for family in families:
@@ -392,7 +401,10 @@ def make_job_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
 
 
 def _find_knobs(resolved: Job, tried: Sequence[str]) -> tuple[tuple[Knob, ...], tuple[str, ...]]:
-    """Return the knobs (tuned options) to try, and a message about each that can't be tried."""
+    """Return the knobs (tuned options) to try.
+
+    The second result has a message about each knob that can't be tried.
+    """
     if not tried:
         return (), ()
     if resolved.machine is not None:
@@ -440,7 +452,10 @@ def _find_placements(resolved: Job) -> tuple[Placement, ...]:
 
 
 def _why_family_impossible(resolved: Job, family: Family, placements: Sequence[Placement]) -> str:
-    """Return a clause that says why no layout of a family can be measured, or ""."""
+    """Return why no layout of a family can be measured, as a clause.
+
+    The clause is "" if one can be measured.
+    """
     traits = family.traits
     machine = resolved.machine
     if len(resolved.devices) < family.fewest_devices:

@@ -281,7 +281,7 @@ def read(path: Path, *, foreign: bool = False) -> JournalContents:
 
 
 def _explain_broken_line(line: str, foreign: bool) -> str:
-    """Return what the user can do about a broken line of a journal.
+    """Return what the user can do about a broken journal line.
 
     `line` names the line in the text, such as "line 7". `foreign` is True for a journal of another
     user.
@@ -365,7 +365,10 @@ def _check_against_header(entry: Entry, header: Header, where: str, foreign: boo
 
 
 def _has_right_lengths(entry: LaterEntry, header: Header) -> bool:
-    """True if an entry's sequences have lengths that fit each other and the number of devices."""
+    """True if the lengths of an entry's sequences fit each other.
+
+    They also have to fit the number of devices.
+    """
     # the decoder has already checked single values
     devices = len(header.devices)
     match entry:

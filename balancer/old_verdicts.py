@@ -48,7 +48,10 @@ def upgrade_verdict(verdict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rename(part: Any, old: str, new: str) -> None:
-    """Rename a field of an object, or of each object in a list, in place."""
+    """Rename a field of one object, or of each object in a list.
+
+    The objects are changed in place.
+    """
     objects = part if isinstance(part, list) else [part]
     for each in objects:
         if isinstance(each, dict) and old in each:

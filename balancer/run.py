@@ -167,7 +167,10 @@ def reopen(name: str, request: Request, extend_seconds: float | None = None) -> 
 def _choose_budget(
     record: JournalContents, request: Request, extend_seconds: float | None
 ) -> float | None:
-    """Return the budget of a resumed run in seconds; None for no limit."""
+    """Return the budget of a resumed run in seconds.
+
+    None if there is no limit.
+    """
     # `extend_seconds` are added to the time already spent
     if extend_seconds is not None:
         return record.clock_seconds + extend_seconds
@@ -177,14 +180,17 @@ def _choose_budget(
 
 
 def _read_budget(record: JournalContents) -> float | None:
-    """Return the run's budget in seconds, raised or original; None for no limit."""
+    """Return the run's budget in seconds, raised or original.
+
+    None if there is no limit.
+    """
     ends = [entry for entry in record.entries if isinstance(entry, Finished)]
     raised = ends[-1].budget_seconds if ends else None
     return record.header.request.budget_seconds if raised is None else raised
 
 
 def _check_request(header: Header, request: Request) -> None:
-    """Raise RequestError if an option that was given differs from the run's original request."""
+    """Raise RequestError if a given option differs from the run's first request."""
     kept = msgspec.structs.replace(header.request, workload=header.workload)
     unsaid = Request()
     # with another option, the earlier measurements wouldn't be valid; a default value counts as not

@@ -178,9 +178,9 @@ class Session(EventThread):
                 alarm.cancel()
 
     def _report(self, progress: ProbeProgress) -> None:
-        """Report the progress of a probe, with the time on the session's clock.
+        """Report the progress of a probe on the session's clock.
 
-        Called from any thread.
+        This can be called from any thread.
         """
         at_seconds = progress.at_seconds - self._paused_seconds
         progress = msgspec.structs.replace(progress, at_seconds=at_seconds)
@@ -188,13 +188,13 @@ class Session(EventThread):
         self._emit(progress)
 
     def _always_fails(self, seen: Observation) -> bool:
-        """True if the workload's own code raised an exception before any measurement succeeded."""
+        """True if the workload's own code failed before anything was measured."""
         failed = isinstance(seen, Failed) and seen.user_code
         # such code would fail on every device
         return failed and not any(isinstance(one, Timed) for one in self._seen)
 
     def _record_observation(self, seen: Observation) -> None:
-        """Write an observation to the journal, tell the search, and report it as an event."""
+        """Write an observation to the journal, the search and an event."""
         at = self._now()
         facts = self._prober.facts()
         if facts not in (self._facts, Facts()):
@@ -210,7 +210,10 @@ class Session(EventThread):
         self._emit(Observed(seen, belief, best, len(self._seen), self._out_of_memory, at))
 
     def _keep_link(self, seen: Observation) -> None:
-        """Save the link's speed for later searches, if the probe of a split has measured it."""
+        """Save the measured speed of the link for later searches.
+
+        Only a probe of a split can measure the link.
+        """
         if not isinstance(seen, Timed) or not seen.link_bytes_per_second:
             return
         devices = tuple(self._job.devices[i] for i in seen.probe.layout.active)
@@ -238,7 +241,7 @@ class Session(EventThread):
             )
 
     def _store_facts(self, facts: Facts, at: float) -> None:
-        """Write the facts that child processes reported to the journal, and tell the search.
+        """Write the facts from child processes to the journal and search.
 
         Raises RequestError if the objective counts tokens but rows have no lengths.
         """
@@ -254,12 +257,16 @@ class Session(EventThread):
             )
 
     def _fail(self, at: float, message: str, remedy: str) -> RequestError:
-        """Write a failure to the journal, and return the error for the caller to raise."""
+        """Write a failure to the journal, and return the error to raise."""
         self._run.write(FailedEntry(message, at))
         return RequestError(message, remedy)
 
     def _set_alarms(self) -> list[threading.Timer]:
-        """Start two timers that stop late probes when the budget is used up, and return them."""
+        """Start and return the two timers for the budget's end.
+
+        They stop probes that are late when the budget is used up. The list is empty without a
+        budget, and for simulated devices.
+        """
         budget = self._job.request.budget_seconds
         if budget is None or self._job.machine is not None:
             # a simulated prober stops its own probes
@@ -279,7 +286,10 @@ class Session(EventThread):
         return alarms
 
     def _stop_late_probes(self, spared: tuple[str, ...] = ()) -> None:
-        """Stop all probes as too late for the budget; if one is in a `spared` phase, stop none."""
+        """Stop all probes because the budget is used up.
+
+        If a probe is in one of the `spared` phases, none is stopped.
+        """
         # wait until the workload is built, so that errors in the user's code are reported
         while not self._seen and any(map(_is_being_built, tuple(self._running.values()))):
             if self._halt.wait(POLL_SECONDS):
@@ -298,10 +308,10 @@ class Session(EventThread):
         self._paused_seconds += self._prober.now() - paused_at
 
     def _finish(self) -> Finished:
-        """Write the event that ends the session, with the best plan, and return it.
+        """Write and return the event that ends the session.
 
-        Raises NoLayoutError without a plan, or UnwrittenError if writing failed before there was
-        one.
+        The event has the best plan. Raises NoLayoutError without a plan, or UnwrittenError if
+        writing failed before there was one.
         """
         running = tuple(
             one
@@ -336,7 +346,10 @@ class Session(EventThread):
         return ended
 
     def _now(self) -> float:
-        """Return the time on the session's clock in seconds: the prober's time without pauses."""
+        """Return the session's time in seconds.
+
+        This is the prober's time without pauses.
+        """
         return self._prober.now() - self._paused_seconds
 
     def _seconds(self) -> float:
@@ -370,7 +383,10 @@ def _is_being_built(progress: ProbeProgress) -> bool:
 
 
 def _find_link(job: Job) -> KnownLink | None:
-    """Return the saved speed of the link between the job's devices; None if there is none."""
+    """Return the saved speed of the link between the job's devices.
+
+    None if there is none.
+    """
     # only PyTorch exchanges gradients by the all-reduces with which links are measured
     if job.simulated or job.framework != "torch":
         return None

@@ -47,7 +47,10 @@ def advise(verdict: Verdict) -> Recommendation:
 
 
 def _find_reason(verdict: Verdict) -> str:
-    """Return the code of the reason to measure again before deciding; "" if there is none."""
+    """Return the code of the reason to measure again before deciding.
+
+    The code is "" if there is no reason.
+    """
     for code, most in REASONS:
         if any(doubt.code == code and doubt.value >= most for doubt in verdict.doubts):
             return code
@@ -61,7 +64,10 @@ def _find_reason(verdict: Verdict) -> str:
 
 
 def _lacks_comparison(verdict: Verdict) -> bool:
-    """True if time ran out before uneven shares were compared with equal shares or one device."""
+    """True if uneven shares weren't compared with simpler layouts because time ran out.
+
+    Simpler layouts are equal shares and one device.
+    """
     if verdict.chosen.kind != "other_shares":
         return False
     compared = [rival for rival in verdict.rivals if rival.gain is not None]

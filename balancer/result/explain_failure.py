@@ -67,7 +67,10 @@ def explain_no_plan(
 def _explain_failures(
     record: JournalContents, failures: Sequence[str], end: SearchEnd
 ) -> NoLayoutError | DeviceError:
-    """Return the error, with a remedy, for a run in which all layouts failed."""
+    """Return the error for a run in which all layouts failed.
+
+    The error has a remedy.
+    """
     header, seen = record.header, record.observations
     if _lost_all(seen):
         remedy = find_backend(header.devices[0].kind).remedy
@@ -108,7 +111,10 @@ def _fails_everywhere(seen: Sequence[Observation]) -> bool:
 
 
 def _locate_workload(workload: str, why: str) -> str:
-    """Return text that names the workload's function and line, to append to the message `why`."""
+    """Return text that names the function and line of a workload.
+
+    The text can be appended to the message `why`.
+    """
     # "" if the message already names a line of the user's file, or if the file can't be read
     file, _, name = workload.rpartition(":")
     if not file.endswith(".py") or f"{Path(file).name}:" in why:
@@ -125,7 +131,10 @@ def _locate_workload(workload: str, why: str) -> str:
 
 
 def _explain_shards(record: JournalContents) -> Iterator[str]:
-    """Yield why the model can't be trained in shards either, if shards were tried."""
+    """Yield why sharding the model doesn't help either.
+
+    Nothing is yielded unless shards were tried.
+    """
     tried = [
         observation for observation in record.observations if observation.probe.stage in SHARDED
     ]
@@ -147,7 +156,7 @@ def _explain_shards(record: JournalContents) -> Iterator[str]:
 
 
 def _may_fit_in_shards(record: JournalContents) -> bool:
-    """True if the sharded state should fit, and no step with shards on all devices was tried."""
+    """True if shards weren't tried on all devices, but should fit in memory."""
     tried = [
         observation for observation in record.observations if observation.probe.stage in SHARDED
     ]
@@ -161,9 +170,10 @@ def _may_fit_in_shards(record: JournalContents) -> bool:
 def _write_smallest_steps(
     record: JournalContents, state: ModelState, tried: Sequence[Observation]
 ) -> str:
-    """Return as text how much memory each device needs for its smallest measured solo step.
+    """Return the memory that each device needs for its smallest step, as text.
 
-    The part of the model's `state` that the device held is subtracted.
+    The step is the smallest that was measured on this device alone. The part of the model's `state`
+    that the device held is subtracted.
     """
     held = round(MEASURED_PART * (state.state_bytes - state.gradient_bytes))
     fewest: dict[int, tuple[int, int]] = {}
@@ -185,7 +195,7 @@ def _write_smallest_steps(
 
 
 def _active(seen: Sequence[Observation], outcome: type[Observation]) -> set[int]:
-    """Return the positions of all devices that took part in a probe with this outcome."""
+    """Return the positions of the devices whose probes had this outcome."""
     return {
         i
         for observation in seen
@@ -195,7 +205,10 @@ def _active(seen: Sequence[Observation], outcome: type[Observation]) -> set[int]
 
 
 def _explain_end(header: Header, ran: bool, end: SearchEnd) -> NoLayoutError:
-    """Return the error for a run without failures that was stopped or whose budget ran out."""
+    """Return the error for a run that ended early without failures.
+
+    The run was stopped, or its budget ran out.
+    """
     budget = header.request.budget_seconds
     what = "a layout of the global batch" if ran else "anything"
     unfinished = [write_unfinished(one) for one in end.unfinished]
@@ -248,7 +261,10 @@ def find_unfinished(
 
 
 def _name_phase(phase: str, workload: str) -> tuple[str, str]:
-    """Return a phase in the user's terms, and the name of what is imported or built in it."""
+    """Return a phase in the user's terms.
+
+    The second result is the name of what is imported or built in this phase.
+    """
     home, _, attribute = workload.rpartition(":")
     name = Path(home).name or workload
     if phase != "building":
@@ -276,7 +292,10 @@ def find_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> lis
 
 
 def _find_smallest(seen: Sequence[Observation]) -> dict[int, Failed | OutOfMemory]:
-    """Return each device's failure with the fewest rows in a pass, by position."""
+    """Return each device's failure with the fewest rows in a pass.
+
+    The keys are the devices' positions.
+    """
     smallest: dict[int, Failed | OutOfMemory] = {}
     for observation in seen:
         if isinstance(observation, Timed):
@@ -297,7 +316,10 @@ def _describe(position: int, seen: Failed | OutOfMemory, device: Device) -> str:
 
 
 def _join_phase(why: str) -> str:
-    """Return a reason as text to follow "failed", such as ` while warming up: ValueError`."""
+    """Return a reason as text that can follow the word "failed".
+
+    An example is ` while warming up: ValueError`.
+    """
     phase, colon, rest = why.partition(": ")
     return f" while {phase}: {rest}" if colon and phase in PHASES else f", {why}"
 
@@ -309,7 +331,10 @@ def _describe_reason(seen: Failed, device: Device) -> str:
 def _explain_too_large(
     header: Header, largest: Sequence[int], seen: Sequence[Observation]
 ) -> NoLayoutError:
-    """Return the error for a fixed global batch that is too large for the devices."""
+    """Return the error for a global batch that doesn't fit on the devices.
+
+    The user fixed this batch.
+    """
     taken, most = find_taken_bytes(seen), sum(largest)
     holds = []
     for i, (device, rows) in enumerate(zip(header.devices, largest, strict=True)):

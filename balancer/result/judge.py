@@ -197,7 +197,10 @@ def _describe_rate(report: SearchReport, layout: Layout, interval: Interval) -> 
 
 
 def _has_equal_shares(layout: Layout) -> bool:
-    """True if all devices have equal shares, in one pass, without knobs: plain data parallelism."""
+    """True if the layout is plain data parallelism.
+
+    All devices then have equal shares, in one pass, without knobs.
+    """
     if not layout.traits.together or layout.traits.sharded:
         return False
     everywhere = len(layout.active) == len(layout.shares)
@@ -256,7 +259,10 @@ def work_gap(seen: Sequence[Timed]) -> float | None:
 
 
 def _own_seconds(seen: Sequence[Timed]) -> list[list[float]] | None:
-    """Return the compute times of all devices with rows, by measurement; None if one is unknown."""
+    """Return each measurement's compute times of all devices with rows.
+
+    None if a time is unknown, or if nothing was measured.
+    """
     own = [[timed.device_seconds[i] or 0.0 for i in timed.probe.layout.computing] for timed in seen]
     missing = any(
         timed.device_seconds[i] is None for timed in seen for i in timed.probe.layout.computing
@@ -303,7 +309,10 @@ def compare_alone(chosen: Result, result: Result) -> ComparedLayout:
 def _name_rivals(
     report: SearchReport, rivals: Sequence[ComparedLayout], labels: Sequence[str]
 ) -> tuple[Rival, ...]:
-    """Return the verdict's entries for all layouts compared with the plan, with distinct names."""
+    """Return the verdict's entries for all layouts compared with the plan.
+
+    The entries have distinct names.
+    """
     # the single device with which the plan is compared comes first
     chosen = report.chosen
     known = {rival.layout for rival in rivals} | {chosen.layout}
@@ -327,7 +336,10 @@ def _name_rivals(
 def _choose_single(
     chosen: Result, rivals: Sequence[ComparedLayout], alone: Sequence[ComparedLayout]
 ) -> ComparedLayout | None:
-    """Return the single device to compare the plan with; None if there is none."""
+    """Return the single device to compare the plan with.
+
+    None if there is none.
+    """
     own = chosen.layout.active if chosen.layout.traits.alone else ()
     others = [compared for compared in alone if compared.layout.active != own]
     first = next((single for single in _list_singles(rivals) if single.layout.active != own), None)
@@ -367,7 +379,7 @@ def _describe_rival(
     labels: Sequence[str],
     alone: Sequence[ComparedLayout],
 ) -> Rival:
-    """Return the verdict's entry for a layout that was compared with the plan."""
+    """Return the verdict's entry for a layout compared with the plan."""
     layout, gain = compared.layout, compared.gain_of(report.chosen) if compared.compared else None
     kind: RivalKind = find_kind(compared.candidate.family, layout)
     name = f"{labels[layout.active[0]]} alone" if kind == "one_device" else name
@@ -401,7 +413,10 @@ def _describe_rival(
 
 
 def _why_not_chosen(report: SearchReport, compared: ComparedLayout) -> WhyNotChosen | None:
-    """Return why a layout isn't the plan although it is faster; None if it isn't faster."""
+    """Return why a layout that is faster than the plan wasn't chosen.
+
+    None if the layout isn't faster.
+    """
     chosen, problem = report.chosen, report.problem
     if compared.throughput.value <= chosen.throughput.value or not is_known(compared.throughput):
         return None
@@ -423,7 +438,10 @@ def _why_not_chosen(report: SearchReport, compared: ComparedLayout) -> WhyNotCho
 
 
 def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> SplitLoss | None:
-    """Return why the best split is slower than a plan with one device; None if it isn't."""
+    """Return why the best split is slower than the chosen device.
+
+    None if the split isn't slower, or if no device was chosen alone.
+    """
     # also None if no times are known
     chosen, split = report.chosen, _best_split(rivals)
     if not chosen.layout.traits.alone or split is None or not _is_surely_slower(split):
@@ -445,7 +463,10 @@ def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> 
 
 
 def _is_surely_slower(split: ComparedLayout) -> bool:
-    """True if a split is slower than the chosen layout, and the two don't tie."""
+    """True if a split is certainly slower than the chosen layout.
+
+    A split that ties isn't.
+    """
     return not split.tie and split.gain >= 0
 
 
@@ -453,10 +474,10 @@ NEARLY = 0.9  # fraction of the sum of all devices alone: anything less is expla
 
 
 def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> SumLoss | None:
-    """Return why the plan is much slower than the summed speeds of all devices alone.
+    """Return why the plan is slower than all devices' summed speeds.
 
-    Return None if it isn't, if a device wasn't measured alone, or if `limits` explain the
-    difference.
+    Each device's speed is measured alone. None if the plan isn't much slower, if a speed is
+    missing, or if `limits` explain the difference.
     """
     chosen = report.chosen
     alone = [compared.throughput.value for compared in list_alone(report)]
@@ -480,10 +501,11 @@ def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> Sum
 def _find_cause_of_lost_time(
     lost: float, by_share: float, by_exchange: float
 ) -> Literal["longest_part", "exchange", "both", "unexplained"]:
-    """Return the cause that explains most of the `lost` seconds of a step.
+    """Return the main cause of the seconds that a step has lost.
 
-    `by_share` are the seconds lost because the largest share is a small, inefficient batch.
-    `by_exchange` are the seconds that synchronization takes.
+    - `lost`: the seconds lost.
+    - `by_share`: the seconds lost because the largest share is a small, inefficient batch.
+    - `by_exchange`: the seconds that synchronization takes.
     """
     if by_share >= COVERS * lost:
         return "longest_part"
@@ -495,7 +517,7 @@ def _find_cause_of_lost_time(
 
 
 def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[LeftOut]:
-    """Yield each device that works but has no share in the plan, and why."""
+    """Yield each working device without a share in the plan, and why."""
     chosen = report.chosen
     if not chosen.layout.traits.by_shares:
         return
@@ -524,7 +546,10 @@ def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[
 
 
 def _list_splits_with(report: SearchReport, position: int) -> list[Result]:
-    """Return the splits with the device at `position` and at least half of the plan's batch."""
+    """Return the large splits that use the device at `position`.
+
+    A large split has at least half of the plan's batch.
+    """
     least = report.chosen.layout.global_batch / NEAR
     splits = [result for result in report.results if result.layout.traits.together]
     near = [split for split in splits if split.layout.global_batch >= least]
@@ -532,7 +557,10 @@ def _list_splits_with(report: SearchReport, position: int) -> list[Result]:
 
 
 def _best_split(rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
-    """Return the best split that could be compared with the plan; None if there is none."""
+    """Return the best split that could be compared with the plan.
+
+    None if there is none.
+    """
     splits = [
         rival
         for rival in rivals
@@ -543,7 +571,10 @@ def _best_split(rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
 
 
 def _lacks_split(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) -> bool:
-    """True if one of several devices was chosen, and no split was measured near its batch."""
+    """True if one device was chosen without measuring a comparable split.
+
+    A comparable split has a batch near the plan's. False if there is only one device.
+    """
     if not chosen.layout.traits.alone or devices < 2:
         return False
     splits = [rival for rival in rivals if rival.family and rival.layout.traits.together]
@@ -551,7 +582,10 @@ def _lacks_split(chosen: Result, rivals: Sequence[ComparedLayout], devices: int)
 
 
 def _find_slow_bfloat16(record: JournalContents, layout: Layout) -> tuple[str, ...]:
-    """Return the labels of the plan's devices that have no hardware for the training's bfloat16."""
+    """Return the plan's devices without hardware for bfloat16, by label.
+
+    The result is empty unless the training uses bfloat16.
+    """
     request = record.header.request
     asked = request.precision == MIXED or "mixed" in layout.knobs
     if not (asked or record.facts.bfloat16):
@@ -671,7 +705,10 @@ def find_short_budget(
 
 
 def _find_left_out_hosts(report: SearchReport, devices: Sequence[Device]) -> Iterator[LeftOut]:
-    """Yield the hosts that the chosen split leaves out, and how much slower it is with them."""
+    """Yield the hosts that the chosen split leaves out.
+
+    Each entry says how much slower the split is with the left-out hosts.
+    """
 
     def list_hosts(layout: Layout) -> list[str]:
         return list(dict.fromkeys(devices[i].host for i in layout.active))

@@ -47,7 +47,10 @@ def find_learning(request: Request, report: SearchReport) -> Learning | None:
 
 
 def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Learning:
-    """Return how much less a sample improves the model in the plan's batch than in a tiny one."""
+    """Return how much less a sample teaches in the plan's batch.
+
+    The comparison is with a sample in a very small batch.
+    """
     chosen = report.chosen
     batch = chosen.layout.global_batch
     value, low, high = (
@@ -67,7 +70,10 @@ def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Lea
 
 
 def _find_frontier(scale: NoiseScale, report: SearchReport) -> tuple[Point, ...]:
-    """Return each measured batch that is faster than all smaller batches, in rising order."""
+    """Return the batches that are faster than all smaller batches.
+
+    The batches were measured, and are in rising order.
+    """
     # each has two rates: its samples/s, and samples/s in very small batches that improve the model
     # equally fast
     chosen = report.chosen

@@ -59,7 +59,10 @@ def find_doubts(
 
 
 def _count_lone_steps(seen: Iterable[Observation], chosen: Layout) -> int:
-    """Return how many probes of the layout timed a single step; 0 if any timed more."""
+    """Return how many probes of the layout timed a single step.
+
+    The number is 0 if any probe timed more.
+    """
     own = [
         observation
         for observation in seen
@@ -69,13 +72,19 @@ def _count_lone_steps(seen: Iterable[Observation], chosen: Layout) -> int:
 
 
 def _weight(doubt: MeasurementDoubt) -> float:
-    """Return how serious a doubt is, for comparison with other doubts of its kind."""
+    """Return the seriousness of a doubt.
+
+    Only values of one kind of doubt can be compared.
+    """
     # a loss that was NaN or infinite is more serious, the earlier it happened
     return -doubt.value if doubt.code == "not_finite" else abs(doubt.value)
 
 
 def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[MeasurementDoubt]:
-    """Yield the doubts about the chosen layout, and every loss that was NaN or infinite."""
+    """Yield the doubts about the chosen layout, and bad losses.
+
+    A bad loss was NaN or infinite, in any layout.
+    """
     for observation in seen:
         if isinstance(observation, Timed):
             yield from (warning for warning in observation.warnings if warning.code == "not_finite")
@@ -96,7 +105,10 @@ def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Measu
 
 
 def _compare_repeats(seen: Iterable[Observation]) -> Iterator[MeasurementDoubt]:
-    """Yield a doubt for each pair of measurements of one layout that differ too much."""
+    """Yield a doubt for each two measurements that differ too much.
+
+    Both are measurements of one layout.
+    """
     repeats: defaultdict[Layout, list[Timed]] = defaultdict(list)
     for observation in seen:
         if isinstance(observation, Timed):
@@ -260,7 +272,10 @@ def find_left_out(
 def _why_left_out(
     failure: Failed | OutOfMemory, position: int, ran: bool, chosen: Layout
 ) -> Reason | None:
-    """Return why a failure excludes the device at `position`; None if it can still be used."""
+    """Return why a failure excludes the device at `position`.
+
+    None if the device can still be used.
+    """
     # `ran`: a probe ran on it before
     if not ran:
         return "nothing_ran" if isinstance(failure, Failed) else "nothing_fits"

@@ -77,7 +77,7 @@ def build_outcome(record: JournalContents, report: SearchReport, end: SearchEnd)
 
 
 def _as_read(verdict: Verdict) -> Verdict:
-    """Return the verdict as it will be when it is read back from the journal."""
+    """Return the verdict as the journal will give it back."""
     # if a resumed run ends in the same way, the new end equals the recorded one and isn't written
     # again
     return msgspec.json.decode(msgspec.json.encode(verdict), type=Verdict)
@@ -86,7 +86,10 @@ def _as_read(verdict: Verdict) -> Verdict:
 def _list_evidence(
     report: SearchReport, devices: Sequence[Device], facts: Facts
 ) -> tuple[Evidence, ...]:
-    """Return the plan's evidence: every rival with its name, and each device alone."""
+    """Return the plan's evidence.
+
+    The entries are all rivals with their names, and each device alone.
+    """
     rivals = compare_all(report.chosen, report.ranking, report.results, report.single)
     found = [*_list_rivals(report, rivals, len(devices)), *_list_alone(report, rivals, devices)]
     return tuple(
@@ -100,7 +103,10 @@ _Named = tuple[str, EvidenceKind, ComparedLayout]
 def _list_rivals(
     report: SearchReport, rivals: Sequence[ComparedLayout], devices: int
 ) -> list[_Named]:
-    """Return all rivals, and the best single device, with their names and kinds of evidence."""
+    """Return all rivals and the best single device.
+
+    Each has its name and its kind of evidence.
+    """
     chosen, single = report.chosen, report.single
     names = name_rivals(chosen, rivals, devices)
     found: list[_Named] = [
@@ -121,7 +127,10 @@ def _list_rivals(
 def _list_alone(
     report: SearchReport, rivals: Sequence[ComparedLayout], devices: Sequence[Device]
 ) -> Iterator[_Named]:
-    """Yield each device alone at its fastest batch, and at the plan's batch if they differ."""
+    """Yield each device alone at its fastest batch.
+
+    The device at the plan's batch follows if that batch is another one.
+    """
     fastest = [one for one in report.solos if one is not None]
     for result in fastest:
         # a device that took part in the race has the result of the race
@@ -145,7 +154,7 @@ def _label(layout: Layout, devices: Sequence[Device]) -> str:
 
 
 def _find_kind(compared: ComparedLayout, devices: int) -> EvidenceKind:
-    """Return the name of a rival in a plan's evidence, such as "best_device"."""
+    """Return a rival's kind in the plan's evidence, such as "best_device"."""
     traits = compared.layout.traits
     if compared.family is None or traits.sharded or not traits.by_shares:
         return "other"
@@ -164,7 +173,7 @@ def _write_evidence(
     facts: Facts,
     report: SearchReport,
 ) -> Evidence:
-    """Return a rival as an entry of the plan's evidence, with this name and kind."""
+    """Return the plan's evidence for a rival with this name and kind."""
     layout = compared.layout
     contended = layout.traits.alone and len(layout.shares) > 1 and layout not in report.others_idle
     return Evidence(
@@ -192,7 +201,10 @@ def _summarize(record: JournalContents, end: SearchEnd) -> SearchSummary:
 
 
 def _write_chosen(record: JournalContents, layout: Layout, report: SearchReport) -> PlanLayout:
-    """Return the plan's entry for the chosen layout, with its devices' curves and memory."""
+    """Return the plan's entry for the chosen layout.
+
+    The entry has the curves and the memory of the layout's devices.
+    """
     devices, state = record.header.devices, record.facts.state
     written = _write_layout(layout, devices, record.facts, report)
     ran = [observation for observation in record.observations if isinstance(observation, Timed)]
@@ -237,7 +249,10 @@ def _write_layout(
 def _predict_memory(
     layout: Layout, position: int, ran: Sequence[Timed], state: ModelState | None
 ) -> tuple[int, int]:
-    """Return a device's bytes of state and its peak bytes in a sharded training; 0 if unknown."""
+    """Return a device's memory in a sharded training.
+
+    The results are the bytes of state and the peak bytes; 0 if unknown.
+    """
     # the peak is the highest one measured in `ran`, plus BLOCK_SLACK
     if not (layout.traits.sharded and state and position in layout.active):
         return 0, 0
@@ -250,7 +265,10 @@ def _predict_memory(
 
 
 def _write_throughput(interval: Interval, layout: Layout, report: SearchReport) -> Throughput:
-    """Return the plan's entry for a layout's samples/s, with tokens/s and energy if known."""
+    """Return the plan's entry for a layout's samples/s.
+
+    The entry has tokens/s and energy if they are known.
+    """
     low, high = max(0.0, min(interval.low, interval.value)), max(interval.high, interval.value)
     turns = report.turns_of(layout)
     tokens = (interval.value * report.mean_length, padding_share(turns))

@@ -182,14 +182,20 @@ def compare(
 
 
 def _compare_rates(own: Interval, other: Interval) -> RateGap:
-    """Return the gap between two layouts' samples/s; its interval contains 0 if they tie."""
+    """Return the gap between the samples/s of two layouts.
+
+    The interval of the gap contains 0 if the layouts tie.
+    """
     low = own.low / other.high - 1
     high = own.high / max(other.low, LEAST_RATE) - 1
     return RateGap(printed_gain(own.value, other.value), low, high)
 
 
 def _reverse_gap(against: Interval) -> RateGap:
-    """Return the chosen layout's gain over a rival, given the rival's gain over the chosen one."""
+    """Return the chosen layout's gain over a rival.
+
+    `against` is the rival's gain over the chosen layout.
+    """
     low, value, high = (
         1 / (1 + max(-0.99, each)) - 1 for each in (against.high, against.value, against.low)
     )

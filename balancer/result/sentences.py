@@ -192,7 +192,10 @@ def _write_plan_rate(verdict: Verdict) -> str:
 
 
 def _write_gains(verdict: Verdict) -> Iterator[str]:
-    """Yield the plan's gains over the even split, one device alone, and the best split."""
+    """Yield the plan's gains over three rivals.
+
+    These are the even split, one device alone, and the best split.
+    """
     # only the comparisons that make sense for this kind of plan
     if not verdict.rate.known:
         return
@@ -210,7 +213,10 @@ def _write_gains(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
-    """Yield how much longer each training of a pack takes than one alone (`single`)."""
+    """Yield how much longer each training of a pack takes than alone.
+
+    `single` is one training alone.
+    """
     chosen = verdict.chosen
     if chosen.trainings > 1 and single.gain is not None:
         seconds = chosen.global_batch * chosen.trainings / verdict.rate.samples_per_second
@@ -219,7 +225,10 @@ def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
 
 
 def _find_even_split(verdict: Verdict) -> Rival | None:
-    """Return the even split to compare uneven shares with; None if there is none."""
+    """Return the even split to compare uneven shares with.
+
+    None if there is none.
+    """
     chosen, advice = verdict.chosen, verdict.recommendation
     if chosen.kind not in ("other_shares", "sharded"):
         return None
@@ -255,7 +264,10 @@ def find_alone(verdict: Verdict) -> Rival | None:
 
 
 def _name_split(verdict: Verdict, split: Rival) -> str:
-    """Return the best split's name and shares, such as `the best split (226 + 30)`."""
+    """Return the name and shares of the best split.
+
+    An example is `the best split (226 + 30)`.
+    """
     # the global batch is added if it isn't the plan's; for many devices, the shares are left out
     other = split.global_batch != verdict.chosen.global_batch
     if len(split.batches) > MOST_DEVICES:
@@ -265,7 +277,10 @@ def _name_split(verdict: Verdict, split: Rival) -> str:
 
 
 def _can_be_stated(rival: Rival) -> bool:
-    """True if the text can state the gain over a rival, or say that its rate is too uncertain."""
+    """True if the text can say something about a rival's gain.
+
+    The text states the gain, or says that the rival's rate is too uncertain.
+    """
     return rival.gain is not None or not rival.rate.known
 
 
@@ -293,14 +308,17 @@ def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
 
 
 def _write_rough_gain(difference: RateGap, over: str) -> str:
-    """Return the text about a gain whose error is larger than the gain itself."""
+    """Return the text about a gain with an error above the gain."""
     if difference.low >= 0.01:
         return f"at least {percent(difference.low, 0)} over {over}"
     return f"whether it is faster than {over} isn't certain"
 
 
 def _write_gain_error(verdict: Verdict, rival: Rival) -> str:
-    """Return a gain's error in percentage points, to follow ±; "" for a precise gain."""
+    """Return a gain's error in percentage points, to follow ±.
+
+    The text is "" for a precise gain.
+    """
     intervals = (_interval(verdict.rate), _interval(rival.rate))
     if rival.difference is None or not (is_rough(*intervals) or _is_doubtful(verdict)):
         return ""
@@ -313,14 +331,17 @@ def _is_doubtful(verdict: Verdict) -> bool:
 
 
 def _half_width(difference: RateGap) -> float:
-    """Return the size of a gap's error: half of the width of its interval."""
+    """Return a gap's error, which is half of the interval's width."""
     # the lower end can't be below -1, so the interval may be lopsided: the distance to its upper
     # end counts if it is larger
     return max(difference.high - difference.value, (difference.high - difference.low) / 2)
 
 
 def _write_tie(rival: Rival, over: str) -> str:
-    """Return a tie as text, such as `1.4 % faster than GPU:0 alone ± 1.8 %`."""
+    """Return a tie as text.
+
+    An example is `1.4 % faster than GPU:0 alone ± 1.8 %`.
+    """
     gap = rival.difference
     if gap is None:  # from an older version
         return f"as fast as {over}"
@@ -333,7 +354,10 @@ def _write_tie(rival: Rival, over: str) -> str:
 
 
 def _write_why_equal(gap: RateGap) -> str:
-    """Return why a gap between two layouts counts as a tie: it is uncertain, or very small."""
+    """Return why a gap between two layouts counts as a tie.
+
+    The gap is uncertain, or very small.
+    """
     how = f"{ALTERNATELY}: " if gap.alternately else ""
     if gap.low <= 0 <= gap.high:
         return f"{how}too close to call"
@@ -344,9 +368,10 @@ def _write_why_equal(gap: RateGap) -> str:
 
 
 def _describe_limits(verdict: Verdict) -> Iterator[str]:
-    """Yield a sentence for each limit of the training, such as waiting for input, with a remedy.
+    """Yield a sentence with a remedy for each limit of the training.
 
-    The limit that costs the most time comes first. A limit that the plan has removed is left out.
+    A limit is, for example, waiting for input. The limit that costs the most time comes first. A
+    limit that the plan has removed is left out.
     """
     for limit in verdict.limits:
         if limit.taken_away:  # the plan's gain already includes it
@@ -360,7 +385,10 @@ def _describe_limits(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_link(verdict: Verdict) -> Iterator[str]:
-    """Yield the speed of the link between the plan's devices, if it was measured."""
+    """Yield the measured speed of the link between the plan's devices.
+
+    Nothing is yielded if the link wasn't measured.
+    """
     named = any(limit.kind is LimitKind.EXCHANGE for limit in verdict.limits)
     # the sentence about an exchange that limits the training names the link
     if verdict.link is not None and not named:
@@ -390,9 +418,10 @@ MUCH_MORE = 3.0  # relative to a gain: a larger upper bound is meaningless
 
 
 def _write_promise(verdict: Verdict, limit: TrainingLimit) -> str:
-    """Return as text how many samples/s the training would reach without this limit.
+    """Return the samples/s that a training without this limit would reach, as text.
 
-    The text says whether this rate was measured, in steps without the limit, or is only expected.
+    The text says whether this rate was measured or is only expected. Steps without the limit
+    measure the rate.
     """
     speed = verdict.rate.samples_per_second
     low, high = rate(speed * (1 + limit.gain_low)), rate(speed * (1 + limit.gain_high))
@@ -422,7 +451,7 @@ def _describe_equal_shares(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_batch(verdict: Verdict) -> Iterator[str]:
-    """Yield a note that evener chose the global batch, if the user didn't."""
+    """Yield a note if evener, not the user, chose the global batch."""
     if not verdict.batch_given and verdict.chosen.kind in (*SPLITS, "one_device"):
         yield f"You gave no --global-batch: evener chose {_samples(verdict)} a step."
 
@@ -442,7 +471,10 @@ def _name_better_known_layouts(verdict: Verdict) -> Iterator[str]:
 
 
 def _suggest_one_device(verdict: Verdict) -> Iterator[str]:
-    """Yield a remark that one device is simpler than several, if it is as fast."""
+    """Yield a remark if one device is as fast as several.
+
+    One device is simpler.
+    """
     if verdict.chosen.kind == "one_device":
         split = find_best_split(verdict)
         if split is not None and split.tie:
@@ -458,7 +490,10 @@ def _suggest_one_device(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_split_loss(verdict: Verdict) -> Iterator[str]:
-    """Yield why several devices are slower than one device, or that it is unexplained."""
+    """Yield why several devices are slower than one device.
+
+    Without a known reason, the text says that this is unexplained.
+    """
     loss = verdict.split_loss
     if verdict.split_unmeasured:
         yield f"No split over several devices was measured near {_samples(verdict)}."
@@ -481,7 +516,10 @@ def _describe_split_loss(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_sum_loss(verdict: Verdict) -> Iterator[str]:
-    """Yield why the plan is much slower than the sum of the samples/s of all devices alone."""
+    """Yield why the plan is slower than all devices' summed speeds.
+
+    Each device's speed is measured alone.
+    """
     loss = verdict.sum_loss
     if loss is None:
         return
@@ -496,7 +534,7 @@ def _describe_sum_loss(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_cause(loss: SumLoss) -> str:
-    """Return why a step takes longer than it would if the devices' speeds simply added up."""
+    """Return why a step takes longer than the devices' summed speeds suggest."""
     cost = milliseconds(loss.exchange_seconds or 0.0)
     exchange = f"synchronizing the devices costs {cost} a step"
     longest = milliseconds(loss.longest_seconds or 0.0)
@@ -514,7 +552,10 @@ def _write_cause(loss: SumLoss) -> str:
 
 
 def _describe_state(verdict: Verdict) -> Iterator[str]:
-    """Yield how much memory the model's state takes, and how much adapters would take."""
+    """Yield how much memory the model's state takes.
+
+    A text about the memory that adapters would take may follow.
+    """
     if verdict.state is not None:
         sentences = write_state_memory(verdict.state)
         # memory is no problem if one device ran the whole model and the plan isn't sharded
@@ -546,7 +587,10 @@ def _describe_idle_devices(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_loss(loss: float) -> str:
-    """Return how much slower than the plan a layout is, such as `3.1 % less than the plan`."""
+    """Return how much slower a layout is than the plan.
+
+    An example is `3.1 % less than the plan`.
+    """
     if abs(loss) < EXACT:
         return "no more than the plan"
     return f"{percent(abs(loss), 1)} {'less' if loss > 0 else 'more'} than the plan"
@@ -557,7 +601,10 @@ def _samples(verdict: Verdict) -> str:
 
 
 def _describe_faster_layouts(verdict: Verdict) -> Iterator[str]:
-    """Yield the layouts that had more samples/s than the plan, and why they weren't chosen."""
+    """Yield the layouts that had more samples/s than the plan.
+
+    The text also says why each wasn't chosen.
+    """
     if not verdict.rate.known:
         return
     faster = [rival for rival in verdict.rivals if rival.why_not is not None]
@@ -581,7 +628,7 @@ def _describe_faster_layouts(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_faster(verdict: Verdict, rival: Rival) -> str:
-    """Return the samples/s of a faster rival, and its gain over the plan, as text."""
+    """Return a faster rival's samples/s and gain over the plan, as text."""
     speed = rate(rival.rate.samples_per_second)
     words = f"{speed} samples/s, {percent(_relative_gain(verdict, rival), 1)} more"
     gap = rival.difference
@@ -598,7 +645,7 @@ def _write_faster(verdict: Verdict, rival: Rival) -> str:
 
 
 def _relative_gain(verdict: Verdict, rival: Rival) -> float:
-    """Return a rival's gain over the plan, computed from the samples/s as they are printed."""
+    """Return a rival's gain over the plan from the printed samples/s."""
     return printed_gain(rival.rate.samples_per_second, verdict.rate.samples_per_second)
 
 
@@ -620,7 +667,10 @@ def _write_batches(rival: Rival) -> str:
 
 
 def _explain_plus_minus(verdict: Verdict) -> Iterator[str]:
-    """Yield what ± means, if a gap between plan and rival is smaller than its error."""
+    """Yield what ± means if the verdict has an uncertain gap.
+
+    A gap is uncertain if it is smaller than its error.
+    """
     gaps = [
         rival.difference for rival in verdict.rivals if rival.tie and rival.difference is not None
     ]
@@ -630,7 +680,10 @@ def _explain_plus_minus(verdict: Verdict) -> Iterator[str]:
 
 
 def _explain_use_on_real_devices(verdict: Verdict) -> Iterator[str]:
-    """If the devices are simulated, yield how to make and use such a plan on real devices."""
+    """Yield how to make and use such a plan on real devices.
+
+    Nothing is yielded unless the devices are simulated.
+    """
     planned = verdict.recommendation is not None and verdict.recommendation.action == "plan"
     if verdict.simulated and planned and verdict.chosen.kind in (*SPLITS, "one_device"):
         yield (
@@ -650,7 +703,10 @@ def _describe_earlier_rate(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_knobs(verdict: Verdict) -> Iterator[str]:
-    """Yield the gain or loss in speed of each tried knob (an option such as XLA)."""
+    """Yield the gain or loss in speed of each tried knob.
+
+    A knob is an option such as XLA.
+    """
     if not verdict.rate.known:
         return
     for rival in verdict.rivals:
@@ -669,7 +725,10 @@ def _describe_knobs(verdict: Verdict) -> Iterator[str]:
 
 
 def _find_workers(verdict: Verdict, rival: Rival) -> str | None:
-    """Return a rival's number of loader workers, if it differs from the plan in nothing else."""
+    """Return the number of loader workers of a rival.
+
+    None if the rival differs from the plan in anything else.
+    """
     knobs = (*rival.knobs, *verdict.chosen.knobs)
     same = (rival.devices, rival.batches) == (verdict.chosen.devices, verdict.chosen.batches)
     if rival.kind != "knobs" or not same or not any(knob in WORKERS for knob in knobs):
@@ -678,7 +737,10 @@ def _find_workers(verdict: Verdict, rival: Rival) -> str | None:
 
 
 def _describe_workers(verdict: Verdict) -> Iterator[str]:
-    """Yield the samples/s for each number of loader workers, the fastest first, and advice."""
+    """Yield the samples/s for each number of loader workers, then advice.
+
+    The fastest number comes first.
+    """
     tried = [
         (how, rival.rate)
         for rival in verdict.rivals
@@ -703,13 +765,16 @@ WORKERS = {f"workers{count}": str(count) for count in (0, 2, 4, 8)}
 
 
 def _write_percent_lost(gain: float) -> str:
-    """Return as a percentage how much slower a rival is, given the plan's gain over it."""
+    """Return how much slower a rival is, as a percentage.
+
+    `gain` is the plan's gain over the rival.
+    """
     loss = 1 - 1 / (1 + gain)
     return percent(loss, 0 if loss >= 0.02 else 1)
 
 
 def _describe_packs(verdict: Verdict) -> Iterator[str]:
-    """Yield how much slower the best pack and the best placement are than the plan."""
+    """Yield how much slower the best pack and placement are."""
     others = [rival for rival in verdict.rivals if rival.kind in ("side_by_side", "placed")]
     yield from _describe_slower_layouts(verdict, others)
     # ties, and layouts that are too uncertain to compare, have sentences of their own
@@ -723,7 +788,10 @@ def _describe_packs(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_slower_layouts(verdict: Verdict, others: Sequence[Rival]) -> Iterator[str]:
-    """Yield the best layout of each other kind, and how much slower than the plan it is."""
+    """Yield the best layout of each other kind.
+
+    The text says how much slower than the plan each is.
+    """
     mentioned: set[str] = {verdict.chosen.kind}
     for rival in others:
         if rival.kind in mentioned or rival.gain is None or rival.tie or rival.gain < 0:
@@ -769,7 +837,10 @@ def _describe_code_limit(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_learning(verdict: Verdict) -> Iterator[str]:
-    """Yield how the global batch affects learning, and a learning rate to try."""
+    """Yield how the global batch affects learning.
+
+    A learning rate to try follows.
+    """
     found = verdict.learning
     if found is None:
         # neither the noise scale nor the script's batch is known
@@ -801,12 +872,18 @@ def _describe_learning(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_range(middle: str, low: str, high: str) -> str:
-    """Return a formatted value with its bounds in brackets, or alone if the bounds are equal."""
+    """Return a formatted value with its bounds in brackets.
+
+    The value is alone if the bounds are equal.
+    """
     return middle if low == high else f"{middle} ({low} - {high})"
 
 
 def _describe_short_epoch(verdict: Verdict) -> Iterator[str]:
-    """Yield a warning of an epoch too short to learn much, if evener chose the batch."""
+    """Yield a warning if an epoch is too short to learn much.
+
+    There is no warning if the user chose the batch.
+    """
     few = verdict.short_epoch
     if few is None or verdict.batch_given:
         return
@@ -929,7 +1006,10 @@ def write_unfinished(unfinished: Unfinished) -> str:
 
 
 def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
-    """Yield the doubts about the plan's measurements, and a warning about unequal devices."""
+    """Yield the doubts about the plan's measurements.
+
+    A warning about unequal devices may follow.
+    """
     changed = max((doubt.value for doubt in verdict.doubts if doubt.code == "changed"), default=0.0)
     for doubt in verdict.doubts:
         # repeated measurements differ by more than their noise
@@ -1116,7 +1196,10 @@ def write_next_steps(run: str, finished: Finished, path: str, measured: bool) ->
 
 
 def _needs_time(finished: Finished) -> bool:
-    """True if more measuring time could complete a missing comparison or make the rate precise."""
+    """True if more measuring time could improve the verdict.
+
+    Time could complete a missing comparison, or make the rate precise.
+    """
     found = finished.found
     if found is None:
         return False

@@ -53,7 +53,7 @@ def find_state_memory(
 
 
 def _holds_whole(observation: Observation) -> bool:
-    """True if an observation shows that each of its devices can hold the whole model."""
+    """True if each device of an observation can hold the whole model."""
     layout = observation.probe.layout
     in_parts = observation.probe.stage in SHARDED or layout.traits.sharded or bool(layout.placement)
     return isinstance(observation, Timed) and not in_parts

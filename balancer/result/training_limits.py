@@ -96,7 +96,7 @@ def find_training_limits(
 
 
 def _find_turns(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
-    """Return all measurements of a layout in which the parts of its step were measured."""
+    """Return a layout's measurements that include the parts of its step."""
     found = [
         observation
         for observation in seen
@@ -106,10 +106,10 @@ def _find_turns(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
 
 
 def _find_looks(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
-    """Return the layout's measurements that also timed steps with one cause of waiting removed.
+    """Return the layout's measurements that also timed steps without one wait.
 
-    These steps reuse one batch, so they don't wait for input, or their kernels are all enqueued
-    beforehand, so a GPU doesn't wait for its host.
+    Some of these steps reuse one batch, and don't wait for input. For others, all kernels are
+    enqueued beforehand, and a GPU doesn't wait for its host.
     """
     turns = _find_turns(seen, layout)
     # without input: one batch is reused; without waiting: all kernels are enqueued first
@@ -117,12 +117,13 @@ def _find_looks(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
 
 
 class _Measured:
-    """The measurements of one layout, whose step takes `step_s` seconds in the verdict.
+    """The measurements of one layout.
 
     - `turns`: the measurements in which the parts of a step are known.
     - `looks`: the measurements that also timed steps without input, or without waiting for the
       host.
     - `closer`: the last of `looks`; None if there is none.
+    - `step_s`: the seconds that a step takes in the verdict.
     """
 
     def __init__(
@@ -133,13 +134,17 @@ class _Measured:
         self.closer = looks[-1] if looks else None
 
     def parts_of(self, position: int) -> list[tuple[Timed, PartSeconds]]:
-        """Return each measurement with the parts of this device's step, where they are known."""
+        """Return the measurements that know the parts of this device's step.
+
+        Each comes with these parts.
+        """
         return [(turn, part) for turn in self.turns if (part := turn.parts[position]) is not None]
 
     def share(self, position: int, name: str) -> float | None:
-        """Return the mean fraction of a device's step that one part takes; None if unknown.
+        """Return the mean fraction of a device's step that one part takes.
 
-        `name` is a field of `PartSeconds`, such as "input_seconds".
+        `name` is a field of `PartSeconds`, such as "input_seconds". None if the fraction is
+        unknown.
         """
         shares = [
             seconds / one.step_seconds
@@ -149,16 +154,20 @@ class _Measured:
         return fmean(shares) if shares else None
 
     def largest_s(self, name: str) -> float | None:
-        """Return a part's seconds per step on the device where it takes longest.
+        """Return a part's seconds per step on the slowest device.
 
-        `name` is a field of `PartSeconds`. Return None if the part is unknown.
+        That is the device on which this part takes longest. `name` is a field of `PartSeconds`.
+        None if the part is unknown.
         """
         shares = [self.share(position, name) for position in self.layout.computing]
         known = [share for share in shares if share is not None]
         return max(known) * self.step_s if known else None
 
     def own_s(self, position: int) -> float:
-        """Return a device's compute time (own work) per step in seconds; 0 if unknown."""
+        """Return a device's compute time per step in seconds.
+
+        Compute time is the device's own work. The result is 0 if unknown.
+        """
         known = [
             own / turn.step_seconds
             for turn in self.turns
@@ -167,13 +176,16 @@ class _Measured:
         return fmean(known) * self.step_s if known else 0.0
 
     def lost_s(self, position: int, kind: LimitKind) -> float:
-        """Return the seconds per step that a device loses to heat or to a power limit."""
+        """Return the seconds per step that heat or a power limit costs a device.
+
+        `kind` says which of the two is meant.
+        """
         own_s = self.own_s(position) or self.step_s
         name = "heat_seconds" if kind is LimitKind.HEAT else "power_seconds"
         return own_s * (self.share(position, name) or 0.0)
 
     def waited_for_neighbours(self, position: int) -> float:
-        """Return the seconds per step that a device's kernels wait for other processes' kernels."""
+        """Return the seconds per step that kernels wait for other processes' kernels."""
         parts = [part for _, part in self.parts_of(position)]
         parts = [part for part in parts if _is_whole_sample(part)] or parts
         if not parts:
@@ -196,21 +208,31 @@ class _Measured:
         return [i for i in self.layout.computing if self.own_s(i) >= LONGEST * longest]
 
     def launching_s(self) -> float:
-        """Return the seconds per step that the GPUs wait for kernel launches; 0 if unknown."""
+        """Return the seconds per step that GPUs wait for kernel launches.
+
+        The result is 0 if unknown.
+        """
         if self.closer is None or self.closer.enqueued_seconds is None:
             return 0.0
         step = self.closer.kept or self.closer
         return self.scale(max(0.0, step.step_seconds - self.closer.enqueued_seconds))
 
     def scale(self, seconds: float) -> float:
-        """Convert seconds per step of `closer` to seconds per step of the verdict."""
+        """Convert a time that `closer` measured to the verdict's step time.
+
+        Both are in seconds per step. `closer` is the last measurement that also timed steps without
+        a wait.
+        """
         assert self.closer is not None
         # a measurement that looks at more of a step may be slower
         return seconds * self.step_s / self.closer.step_seconds
 
 
 def _find_input(measured: _Measured) -> Iterator[StepPart]:
-    """Yield how long a step waits for rows, and its measured time without input, if any."""
+    """Yield how long a step waits for rows.
+
+    The measured time of a step without input is added if known.
+    """
     seconds = measured.largest_s("input_seconds")
     step = _find_step_without_input(measured)
     if step is None:
@@ -235,9 +257,10 @@ def _find_input(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _find_step_without_input(measured: _Measured) -> tuple[float, float] | None:
-    """Return the seconds of a step that waits for no rows, and their error.
+    """Return the seconds of a step that waits for no rows.
 
-    The error is half of the width of the 95 % interval. Return None if no such steps were timed.
+    The second result is the error: half of the width of the 95 % interval. None if no such steps
+    were timed.
     """
     scaled = []
     errors = []
@@ -289,7 +312,7 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _seconds_saved_by_doubling(step_s: float, waits_s: float) -> float:
-    """Return the seconds that each step would save if two steps were merged into one large step.
+    """Return the seconds per step saved by merging two steps into one.
 
     `waits_s` is the part of `step_s` in which the device waits for its host. The merged step has
     twice as many rows.
@@ -300,7 +323,10 @@ def _seconds_saved_by_doubling(step_s: float, waits_s: float) -> float:
 
 
 def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
-    """Yield how long a step takes to exchange gradients, if all waiting times are known."""
+    """Yield how long a step takes to exchange gradients.
+
+    Nothing is yielded unless all waiting times are known.
+    """
     layout = measured.layout
     if len(layout.computing) < 2 or not layout.traits.together:
         return
@@ -322,7 +348,10 @@ def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[S
 
 
 def _describe_link(measured: _Measured, devices: Sequence[Device]) -> str:
-    """Return as text which devices exchange gradients, with their link if it was measured."""
+    """Return the devices that exchange gradients, as text.
+
+    The text names their link if the link was measured.
+    """
     link = find_link(measured.turns, measured.layout, devices)
     if link is None:
         return " – ".join(devices[i].label for i in measured.layout.active)
@@ -346,9 +375,10 @@ def find_link(
 
 
 def _waiting_fraction(measured: _Measured, position: int, on_cpu: bool) -> float | None:
-    """Return the fraction of a step in which a device waits for other devices or the all-reduce.
+    """Return the fraction of a step in which a device waits.
 
-    `on_cpu` is True for a CPU slice. Return None if the device's compute time is unknown.
+    The device waits for other devices or for the all-reduce. `on_cpu` is True for a CPU slice. None
+    if the device's compute time is unknown.
     """
     shares = []
     for one, part in measured.parts_of(position):
@@ -380,7 +410,7 @@ def _find_update(measured: _Measured) -> Iterator[StepPart]:
 def _find_memory(
     measured: _Measured, seen: Sequence[Observation], devices: Sequence[Device]
 ) -> Iterator[StepPart]:
-    """Yield the time that a single pass would save, on devices with several passes."""
+    """Yield the time that devices with several passes would save with one."""
     layout = measured.layout
     for position in measured.list_last():
         passes = layout.passes(position)
@@ -397,9 +427,9 @@ def _find_memory(
 
 
 def _list_passes(seen: Sequence[Observation], position: int) -> list[tuple[int, float]]:
-    """Return the rows and seconds of the two largest shares that a device computed in one pass.
+    """Return the rows and seconds of a device's two largest single-pass shares.
 
-    Return fewer if fewer were measured, and an empty list if there are none.
+    The list is shorter if fewer were measured.
     """
     fastest: dict[int, float] = {}
     for observation in seen:
@@ -415,10 +445,10 @@ def _list_passes(seen: Sequence[Observation], position: int) -> list[tuple[int, 
 def _seconds_saved_by_one_pass(
     known: Sequence[tuple[int, float]], passes: int, on_cpu: bool
 ) -> tuple[float, float]:
-    """Return the seconds that a single pass saves over `passes` passes, and their error.
+    """Return the seconds that one pass saves over `passes` passes.
 
-    `known` has the rows and seconds of two single passes. The error is half of the width of the 95
-    % interval.
+    The second result is the error: half of the width of the 95 % interval. `known` has the rows and
+    seconds of two single passes.
     """
     (few, few_s), (many, many_s) = known
     now_s = passes * many_s
@@ -436,15 +466,15 @@ def _seconds_saved_by_one_pass(
 
 
 def _is_whole_sample(part: PartSeconds) -> bool:
-    """True if the driver's sample of the running kernels covers the whole measurement.
+    """True if the driver's sample of kernels covers the whole measurement.
 
-    If it doesn't, most of the sample is from before the session's kernels began.
+    Otherwise, most of the sample is from before the session's kernels began.
     """
     return part.busy is None or part.busy >= LEAST_BUSY
 
 
 def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
-    """Yield how much longer a step takes because of heat, a power limit or another process."""
+    """Yield how much heat, power limits or other processes slow a step."""
     # of the devices that the others wait for, the one that loses most counts
     for kind in (LimitKind.HEAT, LimitKind.POWER):
         lost = {i: measured.lost_s(i, kind) for i in measured.list_last()}
@@ -470,9 +500,10 @@ def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[Ste
 
 
 def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
-    """Return the time that the plan's unequal shares save, as a limit that the plan has removed.
+    """Return the time that the plan's unequal shares save.
 
-    Return an empty list if no split with equal shares was measured.
+    The time is given as a limit that the plan has removed. The list is empty if no split with equal
+    shares was measured.
     """
     chosen = report.chosen
     layout = chosen.layout
@@ -499,9 +530,10 @@ def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
 
 
 def _find_idle(measured: _Measured) -> Iterator[StepPart]:
-    """Yield the time in which the training neither computes nor waits for input or a CPU core.
+    """Yield the time in which the training's own code must be waiting.
 
-    Its own code must be waiting then, for example in a sleep.
+    In this time the training neither computes nor waits for input or a CPU core. A sleep is an
+    example.
     """
     seconds = measured.largest_s("idle_seconds")
     if seconds is not None:
