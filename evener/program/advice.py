@@ -65,12 +65,12 @@ def advise(optimizer: Any, loader: Any) -> str:
 
 
 def _describe_changes(frame: FrameType | None, loader: str, models: Set[str]) -> tuple[str, str]:
-    """Return where to insert evener's lines, and how to rewrite uses of the models' own methods.
+    """Return where to insert the suggested lines, and which other lines to rewrite.
 
-    `frame` is the stack frame of the loop; None if unknown. `loader` and `models` are the script's
-    names for its loader and its models. The place has a line number if the frame's file can be
-    parsed.
+    `frame` is the loop's stack frame; None if unknown.
     """
+    # The place has a line number if the frame's file can be parsed. The other lines use the models'
+    # own methods. `loader` and `models` are the script's names for its loader and its models.
     body = None if frame is None else _parse_file(frame)
     if frame is None or body is None:
         return "before its loop", ""
@@ -81,12 +81,13 @@ def _describe_changes(frame: FrameType | None, loader: str, models: Set[str]) ->
 
 
 def _wrap_model(names: Sequence[str]) -> str:
-    """Return the line that wraps a model and assigns the result to all of the model's names."""
+    """Return the script line that wraps a model in DistributedDataParallel."""
+    # the result is assigned to all of the model's names
     return f"{' = '.join(names)} = torch.nn.parallel.DistributedDataParallel({names[0]})"
 
 
 def _parse_file(frame: FrameType) -> ast.AST | None:
-    """Return the parsed file whose code runs in a frame; None if it can't be parsed."""
+    """Return the parsed source file of a stack frame; None if parsing fails."""
     with suppress(OSError, SyntaxError, ValueError):
         return ast.parse(Path(frame.f_code.co_filename).read_text())
     return None
@@ -125,11 +126,11 @@ def advise_lightning() -> str:
 
 
 def _share_rows(name: str, loader: Any) -> list[str]:
-    """Return the suggested lines that give each rank an equal part of a loader's batches.
+    """Return the suggested lines that divide a loader's batches evenly among ranks.
 
-    `name` is the script's variable for the loader. The lines have placeholders unless `loader` is a
-    DataLoader with a batch size.
+    `name` is the script's variable for the loader.
     """
+    # the lines have placeholders unless `loader` is a DataLoader with a batch size
     data = "torch.utils.data"
     if not isinstance(loader, DataLoader) or loader.batch_size is None:
         return [
@@ -151,13 +152,12 @@ def _share_rows(name: str, loader: Any) -> list[str]:
 
 
 def _find_frame(weights: set[int], loader: Any) -> FrameType | None:
-    """Return the stack frame whose variables the message names; None if no frame has them.
+    """Return the program's stack frame that has the loader or a trained model.
 
-    The program's frames with variables for both the loader and a trained model are preferred to
-    frames with one of them. Of these, the outermost is returned. `weights` are the ids of the
-    optimizer's parameters.
+    None if no frame has them. `weights` are the ids of the optimizer's parameters.
     """
-    # lines inserted in the outermost frame run once, before all epochs
+    # Frames that have both are preferred to frames that have one of them. Of these, the outermost
+    # is returned, because lines inserted there run once, before all epochs.
     best, most = None, 0
     for frame in _own_frames():  # later frames are further out
         names = _list_names(frame)
@@ -178,10 +178,9 @@ def _collect_weights(names: Mapping[str, Any]) -> set[int]:
 
 
 def _name_loader(names: Mapping[str, Any], loader: Any) -> str:
-    """Return the script's name for a DataLoader; "" if it has none or the loader is None.
-
-    An attribute of a library's object has a name such as "train_loader.loader".
-    """
+    """Return the script's name for a DataLoader; "" if there is none."""
+    # a DataLoader that is an attribute of a library's object has a name such as
+    # "train_loader.loader"
     if loader is None:
         return ""
     for name, each in names.items():
@@ -196,10 +195,10 @@ def _name_loader(names: Mapping[str, Any], loader: Any) -> str:
 def _name_models(names: Mapping[str, Any], weights: set[int]) -> list[tuple[str, ...]]:
     """Return the names of each model that optimizers train, without nested models.
 
-    `names` are the script's variables. `weights` are the ids of the optimizers' parameters. A model
-    may have several names.
+    `weights` are the ids of the optimizers' parameters.
     """
-    # a name like "models[0]" comes first, because the others may be set only in the loop
+    # `names` are the script's variables; a model may have several. A name like "models[0]" comes
+    # first, because the others may be set only in the loop.
     left, found = set(weights), []
     ranked = sorted(
         names, key=lambda name: (-_count_trained(names[name], weights), not name.endswith("]"))
@@ -215,9 +214,9 @@ def _name_models(names: Mapping[str, Any], weights: set[int]) -> list[tuple[str,
 def _list_names(frame: FrameType) -> dict[str, Any]:
     """Return a frame's variables by name, with attributes such as "self.model".
 
-    Attributes are listed for objects of the script's own classes. Items of lists have names such as
-    "models[0]".
+    Items of lists have names such as "models[0]".
     """
+    # attributes are listed for objects of the script's own classes
     names = {name: value for name, value in frame.f_locals.items() if not name.startswith("__")}
     attributes = {}
     for name, value in names.items():
@@ -234,33 +233,33 @@ def _list_names(frame: FrameType) -> dict[str, Any]:
 
 
 def _file_of(kind: type) -> str:
-    """Return the file of the module that defines a class; torch's file if it has none."""
+    """Return the file that defines a class; torch's file if there is none."""
     module = sys.modules.get(kind.__module__)
     path: str | None = getattr(module, "__file__", None)
     return path or str(torch.__file__)
 
 
 def _find_place(frame: FrameType, body: ast.AST, loader: str) -> int:
-    """Return the line before which to insert the suggested lines; 0 outside of any loop.
+    """Return the line before which to insert lines; 0 outside of loops.
 
-    This is the line of the outermost loop around the current line, or an earlier line that creates
-    an iterator over the loader. `body` is the frame's parsed file, and `loader` the script's name
-    for the loader.
+    `body` is the parsed file, and `loader` is the loader's name.
     """
+    # This is the line of the outermost loop around the current line, or an earlier line that
+    # creates an iterator over the loader.
     first = frame.f_code.co_firstlineno
     loop = _find_loop(body, frame.f_lineno, first)
     return _find_iterator(body, loader, first, loop) or loop
 
 
 def _describe_methods(frame: FrameType, body: ast.AST, models: Set[str], inserted: int) -> str:
-    """Return, as text, how to rewrite a script's uses of the models' own methods; "" if none.
+    """Return the text that says which uses of the models to rewrite.
 
-    - `body`: the frame's parsed file.
-    - `models`: the names of the models.
-    - `inserted`: the line before which the model is wrapped; earlier uses stay as they are.
+    The text is "" if there are none. `inserted` is the line before which a model is wrapped.
     """
-    # DistributedDataParallel keeps the model in its attribute `module`. In other functions, a
-    # variable with a model's name is taken for the model unless it is assigned there.
+    # `body` is the frame's parsed file, and `models` are the models' names. Uses of the models' own
+    # methods are rewritten, except for those before line `inserted`. DistributedDataParallel keeps
+    # the model in its attribute `module`. In other functions, a variable with a model's name is
+    # taken for the model unless it is assigned there.
     found: dict[str, list[int]] = {}
     scopes = [each for each in ast.walk(body) if isinstance(each, ast.Module | ast.FunctionDef)]
     for scope in scopes:
@@ -276,9 +275,9 @@ def _describe_methods(frame: FrameType, body: ast.AST, models: Set[str], inserte
 
 
 def _find_methods(nodes: Iterable[ast.AST], models: Set[str]) -> Iterator[tuple[str, int]]:
-    """Yield each use of a model's own method or attribute, and its line.
+    """Yield the uses of models' own methods and attributes, with their lines.
 
-    `nodes` is parsed code. A use is named as it has to be written, such as "model.module.decode".
+    A use is named as it has to be written, such as "model.module.decode".
     """
     for node in nodes:
         if isinstance(node, ast.Attribute) and not _is_in_wrapper(node.attr):
@@ -295,7 +294,7 @@ def _name_lines(numbers: Iterable[int]) -> str:
 
 
 def _walk_scope(scope: ast.AST) -> Iterator[ast.AST]:
-    """Yield the parsed code of a module or a function, without the functions in it."""
+    """Yield the parsed code of a module or function, without nested functions."""
     for node in ast.iter_child_nodes(scope):
         if not isinstance(node, ast.FunctionDef):
             yield node
@@ -303,7 +302,7 @@ def _walk_scope(scope: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_assigned(node: ast.AST) -> bool:
-    """True if parsed code is a name or an attribute that gets a value there."""
+    """True if a node of parsed code is assigned a value."""
     return isinstance(getattr(node, "ctx", None), ast.Store)
 
 
@@ -313,11 +312,11 @@ def _is_in_wrapper(name: str) -> bool:
 
 
 def _find_iterator(body: ast.AST, loader: str, first: int, last: int) -> int:
-    """Return the first line that creates an iterator over the loader; 0 if there is none.
+    """Return the first line that calls `iter` on the loader; 0 if none.
 
-    The search begins at line `first` and ends before line `last`. `body` is the parsed file, and
-    `loader` the loader's name.
+    The search begins at line `first` and ends before line `last`.
     """
+    # `body` is the parsed file, and `loader` is the loader's name
     found = []
     for node in ast.walk(body):
         if not isinstance(node, ast.Call) or not first <= node.lineno < last:
@@ -328,10 +327,11 @@ def _find_iterator(body: ast.AST, loader: str, first: int, last: int) -> int:
 
 
 def _find_loop(body: ast.AST, line: int, first: int) -> int:
-    """Return the first line of the outermost loop around `line`; 0 if there is none.
+    """Return the first line of the outermost loop around `line`; 0 if none.
 
-    `body` is the parsed file. `first` is the first line of the function to search.
+    `first` is the first line of the function to search.
     """
+    # `body` is the parsed file
     found: list[int] = []
     for node in ast.walk(body):
         if not isinstance(node, ast.For | ast.While) or not first <= node.lineno <= line:
@@ -342,9 +342,9 @@ def _find_loop(body: ast.AST, line: int, first: int) -> int:
 
 
 def _count_trained(value: Any, weights: set[int]) -> int:
-    """Return how many parameters of a model an optimizer trains; 0 if `value` isn't a model.
+    """Return how many of a model's parameters an optimizer trains.
 
-    `weights` are the ids of the optimizer's parameters.
+    0 if `value` isn't a model. `weights` are the ids of the optimizer's parameters.
     """
     if not isinstance(value, torch.nn.Module):
         return 0

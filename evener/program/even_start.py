@@ -86,7 +86,8 @@ class EvenStart:
             self._exchanged = f"{name} ({place})"
 
     def _after_batch(self, _: Sequence[int]) -> None:
-        """Count a batch; after the last even step, switch to the plan's shares or stay even."""
+        """Count a batch; after the last even one, choose the shares."""
+        # the training then switches to the plan's shares or stays even
         if self.is_over:
             return
         self._batches += 1

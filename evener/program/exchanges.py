@@ -270,7 +270,7 @@ def _depends_on_rows(call: ExchangeCall, guard: Guard) -> bool:
 
 
 def _sums_rows(call: ExchangeCall, guard: Guard) -> bool:
-    """True if a call gives sums over the rows of all ranks, or gathers a sum from each rank."""
+    """True if a call sums over all ranks' rows or gathers their sums."""
     # such results are the same however the rows are divided among the ranks
     every = _tensors(call)
     if call.name == "all_reduce":
@@ -290,7 +290,8 @@ def _name_operation(call: ExchangeCall) -> str:
 
 
 def _prepare_guard(call: ExchangeCall, guard: Guard) -> None:
-    """Save, in the guard, the scalars that a call is about to overwrite; one may be a loss."""
+    """Save, in the guard, the scalars that a call will overwrite."""
+    # one of them may be a loss
     for tensor in each_tensor_in(call.filled):
         guard.save_scalar(tensor)
 
@@ -303,10 +304,11 @@ def _forget_filled(call: ExchangeCall, guard: Guard) -> None:
 
 
 def _counts_rows(call: ExchangeCall, rows: int) -> bool:
-    """True if the call exchanges a scalar that equals `rows`, the rank's number of rows.
+    """True if the call exchanges a scalar equal to the rank's row count.
 
-    False if `rows` is 1, because many other values equal 1.
+    False if `rows`, the row count, is 1.
     """
+    # many other values equal 1
     numbers = [each for each in _tensors(call) if each.numel() == 1 and not each.is_complex()]
     return rows > 1 and any(float(number.detach()) == rows for number in numbers)
 
@@ -401,7 +403,7 @@ class _Complete:
 
 
 def _can_all_fill(call: ExchangeCall) -> bool:
-    """True if no rank of the call's group gathers into a view of another tensor.
+    """True if no rank in the call's group gathers into a view.
 
     Every rank of the group must call this (a collective).
     """

@@ -87,12 +87,12 @@ def _signature(function: Any) -> inspect.Signature:
 
 
 def _read_place(given: dict[str, Any]) -> GroupRank | None:
-    """Return this process's rank and the size of the group that is about to be created.
+    """Return this process's rank and the size of its new group.
 
-    `given` are the arguments of `init_process_group`. Return None if a number is neither in them
-    nor in the environment.
+    None if a number is unknown.
     """
-    # with MPI, only the backend knows them
+    # `given` are the arguments of `init_process_group`. Numbers that aren't in them are taken from
+    # the environment. With MPI, only the backend knows them.
     query = dict(parse_qsl(urlsplit(given.get("init_method") or "").query))
     rank = query.get("rank", given.get("rank", -1))
     world = query.get("world_size", given.get("world_size", -1))
@@ -150,10 +150,9 @@ def _eveners_address() -> str:
 
 
 def _address_of(method: str | None, variables: dict[str, str]) -> str:
-    """Return HOST:PORT of the group's rendezvous.
+    """Return the HOST:PORT at which the group's processes meet.
 
-    It is read from `method` if that is a tcp:// URL, and otherwise from the environment
-    `variables`.
+    A tcp:// URL in `method` is preferred to the environment `variables`.
     """
     if method and urlsplit(method).scheme == "tcp":
         return urlsplit(method).netloc.replace("localhost", "127.0.0.1")
@@ -164,9 +163,9 @@ def _address_of(method: str | None, variables: dict[str, str]) -> str:
 def _read_start_environment(process: str) -> dict[str, str]:
     """Return the environment variables with which a process was started.
 
-    `process` is a process ID or "self". The result is empty if the process has exited or belongs to
-    another user.
+    Empty if they can't be read. `process` is a process ID or "self".
     """
+    # they can't be read if the process has exited or belongs to another user
     with suppress(OSError):
         text = Path(f"/proc/{process}/environ").read_bytes().decode(errors="surrogateescape")
         pairs = (each.partition("=") for each in text.split("\0") if each)
@@ -175,7 +174,7 @@ def _read_start_environment(process: str) -> dict[str, str]:
 
 
 def _has_sibling(own: dict[str, str]) -> bool:
-    """True if the launcher that started this process has also started another rank.
+    """True if this process's launcher has also started another rank.
 
     `own` are this process's environment variables.
     """
@@ -190,9 +189,9 @@ def _has_sibling(own: dict[str, str]) -> bool:
 
 
 def _set_own_device(place: GroupRank) -> None:
-    """Set the device of a process that evener didn't start to the plan's device for its rank."""
-    # If there are more processes than shares, some use the same device. If the numbers differ,
-    # shares are even.
+    """Set the plan's device for a process that evener didn't start."""
+    # This is the plan's device for the process's rank. If there are more processes than shares,
+    # some use the same device. If the numbers differ, shares are even.
     if place.is_given and is_eveners_rank():  # the variables are those of the parent process
         for name in RANK_VARIABLES:
             os.environ.pop(name, None)
@@ -210,10 +209,8 @@ def _set_own_device(place: GroupRank) -> None:
 
 
 def _free_interfaces(place: GroupRank) -> None:
-    """Let Gloo and NCCL use all network interfaces again if the group spans several machines.
-
-    Until then, they are restricted to loopback.
-    """
+    """Let Gloo and NCCL use all network interfaces in multi-machine groups."""
+    # until then, they are restricted to loopback
     here = os.environ.get("LOCAL_WORLD_SIZE", str(place.world))
     if is_in_other_run() and here != str(place.world):
         for name in _INTERFACES:
@@ -222,7 +219,10 @@ def _free_interfaces(place: GroupRank) -> None:
 
 
 def _keep_to(device: str) -> None:
-    """Pin this process to the cores of its device, if the device is a CPU slice."""
+    """Pin this process to the cores of its CPU slice.
+
+    Nothing happens on other devices.
+    """
     cores = slice_cores(device, allowed_cpus())
     if cores:
         pin_threads(cores)
@@ -239,12 +239,12 @@ def begin_processes(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 
 @contextmanager
 def _without_rank() -> Iterator[None]:
-    """Return a context in which the environment lacks a rank's variables, such as RANK.
+    """Return a context without a rank's environment variables, such as RANK.
 
-    The environment stays as it is if evener didn't start this process, or if other ranks run the
-    program by now.
+    They stay unless only one of evener's ranks runs the program.
     """
-    # with them, child processes would act as ranks that evener started
+    # With these variables, child processes would act as ranks that evener started. They stay if
+    # evener didn't start this process, or if other ranks run the program by now.
     alone = is_eveners_rank() and (os.environ.get("WORLD_SIZE") == "1" or not is_released())
     kept = {name: os.environ.pop(name) for name in RANK_VARIABLES if alone and name in os.environ}
     try:

@@ -161,18 +161,19 @@ class Guard(Recorder):
             super()._write(*arguments, **options)
 
     def _is_given(self, tensor: torch.Tensor) -> bool:
-        """True for a small tensor, such as task weights, that was created before the batch.
+        """True if a small tensor was created before the batch.
 
-        A sum over all ranks' rows doesn't count, because it is the same with any shares.
+        A sum over all ranks' rows doesn't count.
         """
+        # Task weights are such a tensor. A sum over all ranks' rows is the same with any shares.
         totals = self._origins.totals if self._origins is not None else None
         is_total = totals is not None and bool(totals.find(tensor))
         return super()._is_given(tensor) and not is_total
 
     def _record_number_use(self, function: Any, given: Any) -> None:
-        """Record the numbers that a call of `function` combines with weights or gradients.
+        """Record the numbers that a call combines with weights or gradients.
 
-        Set `local_use` to a message if such a number was computed from this rank's own rows.
+        Set `local_use` to a message if one was computed from this rank's rows.
         """
         super()._record_number_use(function, given)
         if self.local_use or not is_arithmetic(function):
@@ -258,7 +259,7 @@ class Guard(Recorder):
             self._busy = False
 
     def _are_parts_added(self, record: LossRecord, tensor: torch.Tensor) -> bool:
-        """True if repeating the calls in `record` shows that the tensor is a sum over rows."""
+        """True if repeated calls show that a tensor is a sum over rows."""
         # The whole batch must give the tensor again, and two parts of a few rows must add up. A sum
         # of 0 proves nothing.
         few = next(iter(self._list_rows()), None)
@@ -302,10 +303,11 @@ class Guard(Recorder):
             self._busy = False
 
     def _make_fewer(self, entries: list[WrittenCall], tensor: torch.Tensor) -> torch.Tensor:
-        """Repeat the recorded calls `entries` with 3/4 of the rows.
+        """Return the tensor that the recorded calls compute with fewer rows.
 
-        Return the tensor that they then compute in place of `tensor`.
+        The calls, `entries`, are repeated with 3/4 of the rows.
         """
+        # `tensor` is the result of these calls with all rows
         rows = max(1, self.rows * 3 // 4)
         batch = cut_rows(self.batch, 0, rows, self.rows)
         known = dict(zip(map(id, self.batch), batch, strict=True))
@@ -344,7 +346,7 @@ class Guard(Recorder):
     def _find_record(self, loss: torch.Tensor) -> LossRecord | str:
         """Return the record of the calls that computed `loss` from the batch.
 
-        Return a message with the reason if the loss can't be computed again from it.
+        Return the reason as text if the loss can't be computed again.
         """
         if not self.batch:
             return f"its batch is a {self._kind}, not tensors in tuples, lists or dicts"
@@ -363,10 +365,11 @@ class Guard(Recorder):
     def _judge_on_all_ranks(self, record: LossRecord | str, agree: Callable[[str], str]) -> str:
         """Return why shares can't be used with a loss; "" if they can.
 
-        The result is the same on all ranks, which run the same passes to find out. `record` has the
-        calls that computed the loss on this rank, or says why there are none. `agree` gathers the
-        ranks' reasons and returns the first.
+        The result is the same on all ranks.
         """
+        # All ranks run the same passes to find out. `record` has the calls that computed the loss
+        # on this rank, or says why there are none. `agree` gathers the ranks' reasons and returns
+        # the first.
         few = choose_few_rows(self.batch, self.rows)
         fault = record if isinstance(record, str) else ""
         if few is None:
@@ -427,7 +430,7 @@ class Guard(Recorder):
         return describe(difference, audited.cause, audited.sizes, self._step, IN_EQUAL_PARTS)
 
     def _find_limit(self, record: LossRecord) -> str:
-        """Return why this rank can't have more rows than now; "" if no reason is found."""
+        """Return why this rank can't have more rows; "" if no reason is found."""
         # Only a tensor with an entry per row that isn't in the batch can be a reason. Then the loss
         # of one more row is tried.
         if not self._finds_sums or self._is_ragged or not record.has_other_rows():
@@ -443,11 +446,12 @@ class Guard(Recorder):
         return ""
 
     def _is_found_sum(self, record: LossRecord, cause: str) -> bool:
-        """True if the loss turns out to be a sum over rows; also set `are_sums` in that case.
+        """True if the loss turns out to be a sum over rows.
 
-        `cause` is the likely cause of the difference that an audit has found.
+        `are_sums` is set in that case.
         """
-        # a number that counts rows, such as len() of a list, would make a mean look like a sum
+        # `cause` is the likely cause of the difference that an audit has found. A number that
+        # counts rows, such as len() of a list, would make a mean look like a sum.
         if not self._finds_sums or cause != "sum" or record.may_count_rows():
             return False
         self.are_sums = True
@@ -462,9 +466,10 @@ class Guard(Recorder):
     def _collate_few(self) -> FewRows | None:
         """Return a few rows that the loader's collate function has collated again.
 
-        Return None if that function only stacks rows or doesn't reproduce the batch, or if it makes
-        another number of tensors than the batch has. The rows are fetched on the first call only.
+        None if they don't represent the batch.
         """
+        # The collate function must do more than stack rows, reproduce the batch, and make as many
+        # tensors as the batch has. The rows are fetched on the first call only.
         if not self._collated and self._few is not None:
             few = self._few()
             batches = [] if few is None else [few.whole, *few.parts]
@@ -495,7 +500,7 @@ def _count_tensors(batch: Any) -> int:
 
 
 def _describe_error(error: Exception) -> str:
-    """Return a message saying that the loss can't be computed again because of this error."""
+    """Return the message that this error prevents computing the loss again."""
     text = f"{type(error).__name__}: {error}".partition("\n")[0]
     return f"{CANT} ({text})"
 

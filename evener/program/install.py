@@ -102,12 +102,10 @@ def install() -> None:
 
 
 class _HookFinder:
-    """An import finder that registers the hooks on the first import of a hooked library.
+    """An import finder that registers the hooks when a hooked library is imported."""
 
-    It then removes itself, and the other finders find the module.
-    """
-
-    # registering waits for this import, because importing wrapt takes a while
+    # Registering waits for the first such import, because importing wrapt takes a while. The finder
+    # then removes itself, and the other finders find the module.
 
     def find_spec(self, name: str, *_: Any) -> Any:
         if name not in _LIBRARIES:
@@ -244,9 +242,9 @@ def _has(module: Any, name: str) -> bool:
 
 
 def _import_later(target: str) -> Any:
-    """Return a function that imports and calls `target`, such as "group:begin", when it is called.
+    """Return a function that imports and calls `target` when called.
 
-    `target` is a module of this package and a function in it.
+    `target` is a module of this package and a function in it, such as "group:begin".
     """
     name, _, function = target.partition(":")
     find = attrgetter(function)

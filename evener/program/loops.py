@@ -276,9 +276,10 @@ class SharedBatches:
     def _divide_epoch(self) -> tuple[UnevenBatchSampler, list[list[Any]]] | None:
         """Divide the rows of the next epoch by shares.
 
-        Return the sampler that divides them, and the batches that this rank's own sampler is
-        expected to draw in this epoch. If rows can't be divided, set `fault` and return None.
+        Return a sampler, and the batches that this rank's own sampler should draw. If rows can't be
+        divided, set `fault` and return None.
         """
+        # the returned sampler divides the rows, and both results are for the next epoch
         self.fault = ""
         rank, world = dist.get_rank(), dist.get_world_size()
         try:
@@ -343,12 +344,12 @@ class EpochBatches:
 def _draw_own_batches_too(
     batches: Iterable[Any], drawn: Iterator[Any], expected: Sequence[list[Any]]
 ) -> Iterator[Any]:
-    """Yield `batches`, and draw a batch from the program's own sampler for each of them.
+    """Yield `batches`, and draw as many from the program's own sampler.
 
-    The sampler thus advances as in the unchanged program. `drawn` is an iterator over the sampler's
-    batches. Raises RequestError if these differ from `expected`.
+    Raises RequestError if the drawn batches differ from `expected`.
     """
-    # rows would then be left out or trained twice
+    # The program's sampler thus advances as in the unchanged program. `drawn` is an iterator over
+    # its batches. If they differed from the expected ones, rows would be left out or trained twice.
     for batch, own in zip(batches, expected, strict=True):
         if list(next(drawn, ())) != own:
             raise _uneven("its sampler draws other rows than it did when the epoch began")
@@ -405,7 +406,7 @@ def _draw_rank(sampler: Any, rank: int) -> list[Any]:
 def _check_sizes(every: list[list[Any]]) -> None:
     """Raise RequestError unless all batches have the same number of rows.
 
-    Only the last batch of an epoch may have another number, which is the same on all ranks.
+    An epoch's last batch may have another number, equal on all ranks.
     """
     sizes = [{len(batch) for batch in step} for step in zip(*every, strict=True)]
     whole = set.union(*sizes[:-1], sizes[0])
@@ -443,7 +444,7 @@ def _copy_for(sampler: Any, rank: int) -> Any:
 def _find_rank_attribute(sampler: Any) -> Any:
     """Return the sampler that stores this process's rank, and the attribute's name.
 
-    It is `sampler` or one nested in it. Return None if none of them stores the rank.
+    None if neither `sampler` nor one nested in it stores the rank.
     """
     for each in _chain(sampler):
         for own, world in _SHARDS:

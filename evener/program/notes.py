@@ -145,7 +145,7 @@ class Notebook:
             self._read_steps()
 
     def _read_steps(self) -> None:
-        """Record the times of the steps that the device has completed since the last call."""
+        """Record the times of steps that the device has newly completed."""
         # without steps of fewer rows than a global batch, such as an epoch's last
         for step in self._training.timer.last():
             if step.number <= self._read:

@@ -76,7 +76,7 @@ class Program:
         self._begin_undecided()
 
     def _begin_undecided(self) -> None:
-        """Forget all earlier steps, so that the next ones decide whether shares may be uneven."""
+        """Forget earlier steps; the next ones decide whether shares may be uneven."""
         self.training: PlannedTraining | None = None
         self._loop: Any = None  # the loop that yielded the latest batch
         self._other_loop: Any = None  # another loop whose batch belongs to the same step
@@ -136,9 +136,9 @@ class Program:
         self._note_whole(model)
 
     def _note_whole(self, model: Any) -> None:
-        """Record a model, unless a model that contains it is already recorded.
+        """Record a model unless a model that contains it is already recorded.
 
-        Recorded models that are parts of this one are removed from the record.
+        Recorded models that are parts of this one are removed.
         """
         if not any(model in other.modules() for other in self.models):
             for module in model.modules():
@@ -177,7 +177,7 @@ class Program:
     def _count_passes(self) -> None:
         """Count a backward pass.
 
-        After several of them without an optimizer's step, report why shares stay even.
+        After several without an optimizer's step, report why shares stay even.
         """
         # the hooks don't see the steps of optimizers other than PyTorch's, such as fastai's
         has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -195,7 +195,7 @@ class Program:
             self._end_strictly(words)
 
     def _find_loader_obstacle(self) -> str:
-        """Return why evener can't divide the batches of the loop in which the program trains."""
+        """Return why evener can't divide the batches of the training loop."""
         # the optimizer trains a wrapped model, so the reason is in the loop's loader
         if self._own_iteration:
             return views.OWN_ITERATION.format(self._own_iteration)
@@ -272,9 +272,9 @@ class Program:
     def _note_rates(self, optimizer: Any) -> None:
         """Add an optimizer's settings to the digest that ranks compare.
 
-        Until the program trains by shares, also record a fault if the optimizer trains parameters
-        that belong to no recorded model. After that, only learning rates are added.
+        Record a fault if it trains parameters that belong to no recorded model.
         """
+        # once the program trains by shares, only learning rates are added, and no fault is recorded
         undecided = self.training is None and not self._fault and bool(self.models)
         if undecided and sharded.trains_others(optimizer, self.models):
             self._fault = views.OUTSIDE
@@ -286,7 +286,7 @@ class Program:
     def _note_single_rank(self, optimizer: Any) -> None:
         """Report that this process trains without a process group.
 
-        If no other process trains, suggest how to train on all devices.
+        If no other process trains, suggest how to use all devices.
         """
         if self.notebook.why:
             return
@@ -314,19 +314,19 @@ class Program:
         self._end_strictly(views.FOR_ONE)
 
     def _begin_rates(self) -> None:
-        """Record the optimizers' settings at the start of a batch, to detect changes within it."""
-        # a schedule changes them between batches; within a batch, an exchanged value may be the
-        # cause
+        """Record the optimizers' settings at the start of a batch."""
+        # A schedule changes the settings between batches. An exchanged value may be the cause of a
+        # change within a batch.
         self._begun_reads = self.exchanges.origins.reads
         for optimizer in list(self._begun_rates):
             self._begun_rates[optimizer] = views.read_numbers(optimizer)
 
     def _note_obstacle(self, optimizer: Any) -> None:
-        """Report why the optimizer's step isn't in a loop that can train by shares.
+        """Report why an optimizer's step can't be trained by shares.
 
-        A later loop may still train by shares. Raises RequestError if `evener run` was started with
-        `--strict`.
+        Raises RequestError if `evener run` was started with `--strict`.
         """
+        # the step isn't in a loop that can train by shares; a later one may be
         words = views.find_obstacle(optimizer, list(self.models), self._find_loader_obstacle())
         if words:
             self.notebook.suppose_even(words)
@@ -358,11 +358,11 @@ class Program:
         return self.exchanges.see(wrapped, arguments, keywords, self._guard, is_uneven, checks)
 
     def _note_callback(self, start: EvenStart, name: str) -> None:
-        """Record that the program's own code calls the collective `name` in a step of a trainer.
+        """Record a collective that the program's own code calls in a trainer's step.
 
-        `start` observes the trainer's first steps, which have even shares. After these steps,
-        nothing is recorded, but the user is warned if shares are uneven.
+        After the first, even steps, only warn if shares are uneven.
         """
+        # `name` is the collective, and `start` observes the first steps
         place = find_callback()
         if not place or not start.is_training:
             return
@@ -405,11 +405,9 @@ class Program:
         self._begin_undecided()
 
     def _note_later_model(self, model: Any, training: PlannedTraining) -> None:
-        """Record a model that is wrapped after the program has begun to train by shares.
-
-        In a loop, the model's gradients are weighted at once, because it may be trained on the
-        current batch already.
-        """
+        """Record a model that is wrapped after training by shares has begun."""
+        # in a loop, the model's gradients are weighted at once, because it may be trained on the
+        # current batch already
         self._later_models.add(model)
         in_loop = self._loop is not None and not self._loop.is_over
         if in_loop and isinstance(model, torch.nn.parallel.DistributedDataParallel):
@@ -453,11 +451,9 @@ class Program:
         return is_first_uneven or self._steps == self._look
 
     def _begin_step(self, loop: Any, training: PlannedTraining) -> None:
-        """Begin a step by shares; if its loss is due for a check, create a guard that checks it.
-
-        A check is due if a setting that affects the loss, or the loss itself, has just changed.
-        """
-        # a guard disturbs the step's time, which isn't used for rebalancing
+        """Begin a step by shares, with a guard if its loss needs a check."""
+        # The loss needs a check if it has just changed, or if a setting that affects the loss has.
+        # A guard disturbs the step's time, which isn't used for rebalancing.
         if self._loader_steps is None or loop.origin is None:
             # a batch of another loader, which the program divides itself
             training.weights.begin(loop.sizes)
@@ -484,7 +480,8 @@ class Program:
 
     @property
     def _meets_in_layers(self) -> bool:
-        """True if ranks communicate in each forward pass; then no rank can run a pass alone."""
+        """True if ranks communicate in each forward pass."""
+        # then no rank can run a pass alone
         return sharded.choose_weigh(self.models) == "loss"
 
     def finish(self, loop: Any) -> None:
@@ -523,11 +520,12 @@ class Program:
             self._guard = None
 
     def _handle_several_loops(self, loop: Any) -> None:
-        """Record that a step uses batches of two loops, as the reason why shares stay even.
+        """Record that shares stay even because a step uses two loops' batches.
 
-        `loop` is the second one. Raises RequestError if the program already trains by shares, and
-        the two loops divide their rows in different ratios.
+        Raises RequestError if the program already trains these loops by different shares.
         """
+        # `loop` is the second loop; shares are different if they divide the loops' rows in other
+        # ratios
         self.notebook.pending_reason = views.SEVERAL
         ratios = [[size / sum(each.sizes) for size in each.sizes] for each in (loop, self._loop)]
         if (
@@ -542,7 +540,7 @@ class Program:
             )
 
     def _compare_records_if_due(self, loop: Any) -> None:
-        """Count a step by shares, and compare the ranks' records of their steps if that is due.
+        """Count a step by shares, and compare the ranks' records if due.
 
         All ranks call this after the same step.
         """
@@ -558,11 +556,9 @@ class Program:
             self._compare_records(loop)
 
     def _exchange_change(self) -> None:
-        """Tell other ranks what the check of a step's loss has found, without waiting for them.
-
-        Such a check is made after a change of the loss or of a setting that affects it.
-        """
-        # without waiting for them, because they may not have seen the change
+        """Tell other ranks what the check of a step's loss has found."""
+        # Such a check is made after a change of the loss or of a setting that affects the loss.
+        # This rank doesn't wait for the others, because they may not have seen the change.
         assert self.training is not None
         self._rechecks = False
         guard, self._guard = self._guard, None
@@ -572,7 +568,7 @@ class Program:
             self.training.audits.report(guard.fault if guard.measured else "")
 
     def _note_fault(self, guard: Guard) -> None:
-        """Warn if the guard couldn't compare a step's loss with the loss of even shares."""
+        """Warn if the guard couldn't compare a loss with that of even shares."""
         if guard.fault and guard.fault != UNSEEN and not guard.measured:
             self.notebook.warn(
                 f"in step {self._steps}, its loss couldn't be compared with that of even shares: "
@@ -580,11 +576,12 @@ class Program:
             )
 
     def _compare_records(self, loop: Any) -> None:
-        """Gather and compare all ranks' records of the steps since the last comparison.
+        """Gather and compare all ranks' records of their latest steps.
 
-        Raises RequestError if the ranks' row orders or learning rates differ. Any other difference
-        or fault makes the training return to even shares.
+        Raises RequestError if the ranks' row orders or learning rates differ.
         """
+        # The records are of the steps since the last comparison. Any other difference or fault
+        # makes the training return to even shares.
         every = self.exchange(self._make_record(loop))
         loop.compared = True
         difference = views.find_difference(every)
@@ -666,18 +663,19 @@ class Program:
         return [msgspec.msgpack.decode(each, type=type(own)) for each in every]
 
     def _agree(self, fault: str) -> str:
-        """Gather the ranks' reasons why shares can't be used, and return the first one or "".
+        """Gather all ranks' reasons against shares, and return the first or "".
 
-        `fault` is this rank's reason, or "". If a rank doesn't answer, that is a reason, too.
+        `fault` is this rank's reason, or "".
         """
-        # before ranks run passes together, in which they communicate layer by layer
+        # Ranks agree before they run passes together, in which they communicate layer by layer. If
+        # a rank doesn't answer, that is a reason, too.
         every = self.exchange(RankView(fault), EXCHANGE_SECONDS)
         return next((each.fault for each in every if each.fault), "") if every else views.ALONE
 
     def _train_loop_by_shares(self, loop: Any) -> None:
-        """Train a loop by shares from its next batch on, or report why that is impossible.
+        """Train a loop by shares from its next batch on if possible.
 
-        All ranks call this after the same step.
+        Otherwise report why not. All ranks call this after the same step.
         """
         # if the program has exchanged values, wait one more step, which may use them
         every = self.exchange(self._make_record(loop), EXCHANGE_SECONDS)
@@ -710,10 +708,11 @@ class Program:
         self.notebook.watch(training, f"{sharded.name_wrapper(models)} and DataLoader")
 
     def _plan_loop(self, models: list[Any], loop: Any, are_sums: bool) -> PlannedTraining:
-        """Return a PlannedTraining for a loop's models, and attach it to the models.
+        """Return a PlannedTraining for a loop's models, and attach it to them.
 
-        With `are_sums`, losses are sums over rows, so ranks' gradients aren't weighted by rows.
+        With `are_sums`, losses are sums, and gradients aren't weighted by rows.
         """
+        # losses are sums over rows, and the gradients are those of the ranks
         weigh = sharded.choose_weigh(models)
         training = self.plan(models, loop.sampler.global_batch, weigh)
         training.weights.are_sums = are_sums
@@ -763,9 +762,9 @@ class Program:
         )
 
     def _make_record(self, loop: Any) -> RankView:
-        """Return this rank's record of the steps since the ranks last compared their records.
+        """Return this rank's record of the steps since the last comparison.
 
-        The current guard is closed, and its results are part of the record.
+        This closes the current guard, and its results are part of the record.
         """
         guard, self._guard = self._guard, None
         if guard is not None:
@@ -795,9 +794,9 @@ class Program:
         )
 
     def _view_shares(self, loop: Any, guard: Guard | None) -> RankView:
-        """Return this rank's record of the steps that it has trained by shares.
+        """Return this rank's record of the steps trained by shares.
 
-        `guard` is the closed guard of the last step; None if it had none.
+        `guard` is the closed guard of the last step, or None.
         """
         order = loop.shared_batches.digest
         if guard is None:
@@ -807,7 +806,7 @@ class Program:
         return RankView(fault or guard.local_use, order, self._rates, guard.numbers, guard.uses)
 
     def _find_fault(self, loop: Any, guard: Guard | None) -> str:
-        """Return why shares have to stay even according to this rank; "" if there is no reason.
+        """Return why this rank needs even shares; "" if there is no reason.
 
         `guard` is the closed guard of the latest batch, or None.
         """
@@ -825,11 +824,12 @@ class Program:
         return next(filter(None, faults), "")
 
     def _compare_numbers(self, numbers: tuple[float, ...] | None) -> None:
-        """Record a fault if the loss is computed with other numbers than in the last call.
+        """Record a fault if the loss uses other numbers than in the last call.
 
-        The program may have computed such a number from exchanged values. `numbers` are those of
-        the latest step's loss, for example factors; None if they aren't known.
+        `numbers` are, for example, factors of the loss; None if unknown.
         """
+        # The program may have computed such a number from exchanged values. `numbers` are those of
+        # the latest step's loss.
         before, self._numbers = self._numbers, numbers
         if None not in (before, numbers) and before != numbers:
             self.exchanges.note_entered(self.exchanges.origins.read, "a number in its loss")
@@ -863,9 +863,9 @@ class Program:
 
 
 def _find_common_fault(every: list[RankView]) -> str:
-    """Return why shares have to stay even on all ranks; "" if nothing prevents uneven shares.
+    """Return why all ranks keep even shares; "" if nothing prevents uneven ones.
 
-    `every` has the records of all ranks, or is empty if a rank is missing.
+    `every` has all ranks' records, or is empty if a rank is missing.
     """
     if not every:
         return views.ALONE

@@ -76,7 +76,7 @@ def begin_epoch(wrapped: Any, loop: Any, arguments: Any, keywords: Any) -> Any:
 def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
     """Return why a Trainer can't train by shares; "" if it can.
 
-    `loader` is the Trainer's first training loader, and `others` are its other training loaders.
+    `others` are the training loaders after the first, which is `loader`.
     """
     if type(strategy) is not DDPStrategy:
         return f"its strategy is {type(strategy).__name__}"
@@ -95,7 +95,7 @@ def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
 
 
 def _switch_to_shares(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
-    """Train by shares from now on if all ranks can; otherwise report why not.
+    """Train by shares from now on if all ranks can; otherwise report why.
 
     `fault` is this rank's reason against shares, or "".
     """
@@ -126,12 +126,11 @@ def _refuse_difference(strategy: ProgramStrategy, loader: Any) -> None:
 
 @contextmanager
 def _used_unless_refused(trainer: Any, strategy: Any) -> Iterator[Any]:
-    """Replace a Trainer's strategy by a ProgramStrategy, and keep it unless an error is raised.
+    """Replace a Trainer's strategy by a ProgramStrategy, and undo that on errors.
 
-    The value of the returned context is the ProgramStrategy. It shares the attributes of
-    `strategy`, the Trainer's own strategy. On an error in the context, the Trainer gets `strategy`
-    back.
+    The context's value is the ProgramStrategy.
     """
+    # the ProgramStrategy shares the attributes of `strategy`, which is the Trainer's own strategy
     chosen = share_state(strategy, ProgramStrategy)
     chosen.program_strategy = strategy
     private.set_strategy(trainer, chosen)
@@ -143,7 +142,8 @@ def _used_unless_refused(trainer: Any, strategy: Any) -> Iterator[Any]:
 
 
 def _count_rows(loader: Any) -> int:
-    """Return the number of rows in a global batch: the loader's batch size times the ranks."""
+    """Return the number of rows in a global batch."""
+    # each rank's loader has the same batch size
     return int(loader.batch_size * dist.get_world_size())
 
 
@@ -158,9 +158,10 @@ def _forget_metrics(strategy: Any) -> None:
 def _make_sharing_loader(strategy: ProgramStrategy, loader: Any) -> Any:
     """Return a loader that divides global batches by shares.
 
-    A global batch has the rows that the DistributedSampler of `loader` gives to all ranks in one
-    step. Raises RequestError if it has more or fewer rows than at the start of training by shares.
+    Raises RequestError if their number of rows has changed.
     """
+    # A global batch has the rows that the DistributedSampler of `loader` gives to all ranks in one
+    # step. It must have as many rows as at the start of training by shares.
     if _count_rows(loader) != strategy.planned.ranks.global_batch:
         raise RequestError(
             f"A new loader has {_count_rows(loader)} rows a step, after "

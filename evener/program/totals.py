@@ -89,12 +89,13 @@ class Totals:
     def _follow_whole(
         self, function: Any, tensors: list[torch.Tensor], result: Any, rows: Rows, place: str
     ) -> str:
-        """Mark the result of `function` as computed from sums over the rows of all ranks.
+        """Mark a function's result as computed from sums over all ranks' rows.
 
-        The result isn't marked if the function also uses this rank's own rows. If such a result may
-        depend on the shares, return `place`, where the sums were computed. Otherwise return "".
+        Return `place` if the result may depend on the shares, and otherwise "".
         """
-        # own rows with gradients are a part of the loss, which is computed again in parts
+        # `place` is where the sums were computed. A result that also uses this rank's own rows
+        # isn't marked. Own rows with gradients are a part of the loss, which is computed again in
+        # parts.
         others = [tensor for tensor in tensors if not self._whole.find(tensor)]
         own = [each for each in others if rows.goes_by_rows(each)]
         if own:
@@ -108,11 +109,11 @@ class Totals:
     def _follow_parts(
         self, function: Any, tensors: list[torch.Tensor], result: Any, parts: list[str]
     ) -> str:
-        """Mark the result of `function` if it joins all ranks' gathered sums, as torch.stack does.
+        """Mark a result that joins all ranks' gathered sums, as torch.stack does.
 
-        In this case, return "". Otherwise return the first of `parts`, the collectives that
-        gathered the sums.
+        Return "" in this case, and otherwise the first of `parts`.
         """
+        # `parts` are the collectives that gathered the sums
         are_all = len(set(map(id, tensors))) == len(parts) == dist.get_world_size()
         if function not in _JOINS or not are_all:
             return parts[0]
@@ -120,10 +121,11 @@ class Totals:
         return ""
 
     def _follow_gathered(self, function: Any, leaves: list[Any], result: Any, place: str) -> str:
-        """Mark the result of `function` if it adds up gathered sums, or makes a view of them.
+        """Mark a result that adds up gathered sums or views them.
 
-        In these cases, return "". Otherwise return `place`, the collective that gathered the sums.
+        Return "" in these cases, and otherwise `place`.
         """
+        # `place` is the collective that gathered the sums
         if function in _SUMS and len(leaves) == 1:
             self._whole.mark(result, place)
             return ""
@@ -139,7 +141,7 @@ def _find_places(marks: TensorMarks, tensors: list[torch.Tensor]) -> list[str]:
 
 
 def _is_fixed(value: Any, rows: Rows) -> bool:
-    """True if an operand of an arithmetic operation can't be a count of this rank's rows."""
+    """True if an arithmetic operand can't be a count of this rank's rows."""
     # The number of ranks can't be one either, unless it equals the rows and the program has asked
     # for their number.
     if isinstance(value, bool) or not isinstance(value, int | float):

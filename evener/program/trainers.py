@@ -73,10 +73,11 @@ def _trains_as_loop(trainer: Any) -> bool:
 
 
 def _plan(trainer: Any) -> None:
-    """Create a Trainer that trains by shares in place of `trainer`, and store it in `_planned`.
+    """Create a Trainer that trains by shares, and store it in `_planned`.
 
     If that is impossible, report why.
     """
+    # the new Trainer is used in place of `trainer`
     own, settings = type(trainer), PROGRAM.notebook.settings
     world = trainer.args.world_size
     with stays_if_refused(trainer):
@@ -136,10 +137,11 @@ def _steps_others(trainer: Any) -> bool:
 
 
 def _warn_of_tail(trainer: Any, global_batch: int) -> None:
-    """Warn if an epoch's last batch is shorter than under the program's own launcher.
+    """Warn if an epoch's last batch has fewer rows than the others.
 
     `global_batch` is the number of rows of the other batches.
     """
+    # the program's own launcher would fill the last batch up
     rows = len(trainer.train_dataset)
     if rows % global_batch and not trainer.args.dataloader_drop_last:
         PROGRAM.notebook.warn(
@@ -150,10 +152,10 @@ def _warn_of_tail(trainer: Any, global_batch: int) -> None:
 
 
 class _TrainerFound(BaseException):
-    """Raised when the program's trainer begins to train, to stop the program and return to `build`.
+    """Raised when the program's trainer begins to train, to stop the program."""
 
-    As a BaseException, it isn't caught by programs that catch Exception.
-    """
+    # The function `build` catches this. As a BaseException, it isn't caught by programs that catch
+    # Exception.
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -190,7 +192,7 @@ _start = subprocess.Popen.__init__
 def _start_no_python(process: Any, words: Any, *more: Any, **options: Any) -> None:
     """Start a process, in place of `subprocess.Popen.__init__`.
 
-    Raises RequestError if the command `words` starts Python or torchrun.
+    Raises RequestError if the command starts Python or torchrun.
     """
     # the program would train there instead of in this process
     first = words if isinstance(words, str | bytes | os.PathLike) else next(iter(words), "")
@@ -210,8 +212,7 @@ def _find(trainer: Any, *_: Any, **__: Any) -> NoReturn:
 def _run_program(words: Sequence[str]) -> None:
     """Run a program in this process as Python would run it.
 
-    `words` are Python's arguments: a script, or `-m` and a module, then the program's own
-    arguments.
+    `words` are a script, or `-m` and a module, and the program's arguments.
     """
     module = words[0] == "-m"
     target, *arguments = words[module:]

@@ -124,12 +124,9 @@ def find_difference(every: list[RankView]) -> str:
 
 
 def _have_other_numbers(every: list[RankView]) -> bool:
-    """True if ranks use different numbers to compute losses or to change weights and gradients.
-
-    Such a number is, for example, a factor of the loss.
-    """
-    # Such `uses` are compared only if all ranks have equally many: one rank may compute something
-    # alone, for example to log it.
+    """True if ranks use different numbers for losses, weights or gradients."""
+    # Such a number is, for example, a factor of the loss. The `uses` are compared only if all ranks
+    # have equally many: one rank may compute something alone, for example to log it.
     looked = [each for each in every if each.numbers is not None]
     comparable = len({len(each.uses) for each in looked}) == 1
     uses = [each.uses for each in looked if comparable]
