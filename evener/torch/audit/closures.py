@@ -51,10 +51,11 @@ class _SavedValues:
         self._memo: dict[int, Any] = {}
 
     def look_at(self, value: Any, depth: int) -> None:
-        """Save a value and the values that it refers to, up to `depth` levels deep.
+        """Save a value and the values that it refers to.
 
-        Values that are already saved, and those that belong to libraries, are skipped.
+        `depth` is the maximum depth of these references.
         """
+        # Values that are already saved, and those that belong to libraries, are skipped.
         if depth < 0 or id(value) in self._seen:
             return
         self._seen.add(id(value))

@@ -198,10 +198,11 @@ class GradientSketcher:
         return sums.sketch(self._known.computed)
 
     def _compute_piece(self, piece: Piece, sums: GradientSums, mode: Any, seed: int) -> None:
-        """Run a piece with random numbers from `seed`, and add its gradient to `sums`.
+        """Add the gradient of one pass to `sums`.
 
-        The loss is computed inside the context `mode`: an EvenRandomness or a QuickPass.
+        `seed` determines the random numbers of the pass.
         """
+        # The loss is computed inside the context `mode`: an EvenRandomness or a QuickPass.
         seed_all(seed)
         before = self._list_buffers()
         self._adds = partial(
@@ -299,8 +300,8 @@ def _fixed_statistics(modules: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def _with_noisy_weights(tensors: Iterable[Any]) -> Iterator[None]:
-    """Return a context in which noise is added to weights whose values are all equal."""
-    # each is refilled with its single value on exit, so no copies are needed
+    """Return a context that adds noise to each weight with only equal values."""
+    # Each weight is refilled with its single value on exit, so no copies are needed.
     moved: list[tuple[torch.Tensor, float]] = []
     seed_torch(SEED)
     try:
@@ -314,9 +315,9 @@ def _with_noisy_weights(tensors: Iterable[Any]) -> Iterator[None]:
 
 
 def _list_constant_tensors(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, float]]:
-    """Return the floating-point tensors whose elements are all equal, each with this value.
+    """Return each floating-point tensor with only equal values, and this value.
 
-    Tensors with a single element, and subclasses of Tensor, are left out.
+    Tensors with one element are left out, and so are subclasses of Tensor.
     """
     # The host compares small tensors and the first values of others, because a GPU needs 50 ms to
     # load the operations. A large tensor is compared on its device only if its first values are
@@ -335,8 +336,12 @@ def _list_constant_tensors(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, f
 
 
 def _copy_first_values(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return all values of small tensors and the first values of others, on the host."""
-    # the host waits for one copy per device and dtype
+    """Return the first values of each tensor, on the host.
+
+    All values of a small tensor are returned.
+    """
+    # A small tensor has up to COPIED values. Of any other, SAMPLED values are copied. The host
+    # waits for only one copy per device and dtype.
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for place, tensor in enumerate(tensors):
         kinds.setdefault((tensor.device, tensor.dtype), []).append(place)

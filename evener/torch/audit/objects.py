@@ -27,11 +27,11 @@ def unfold(data: Any) -> Any:
 
 
 def _unfold_nested(data: Any, seen: set[int]) -> Any:
-    """Return the tensors in nested data, as nested dicts and lists; None if there are none.
+    """Return the tensors in nested data, in nested dicts and lists.
 
-    `seen` has the ids of the objects that contain `data`.
+    None without tensors. `seen` has the ids of the objects that contain `data`.
     """
-    # these objects are skipped, because objects may refer to each other in a circle
+    # Objects in `seen` are skipped, because objects may refer to each other in a circle.
     if isinstance(data, torch.Tensor):
         return data
     if id(data) in seen:

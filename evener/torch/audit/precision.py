@@ -25,7 +25,8 @@ def full_precision(keeps_autocast: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    """Return a context in which autocast is off, and code that enables autocast has no effect."""
+    """Return a context in which autocast stays off."""
+    # Code inside the context that enables autocast has no effect.
     autocast = torch.amp.autocast_mode.autocast
     entered = autocast.__enter__, autocast.__exit__
     with ExitStack() as stack:
@@ -72,10 +73,11 @@ def _without_tf32() -> Iterator[None]:
 
 
 def _read(setting: Callable[[], Any]) -> Any:
-    """Return the value of one of PyTorch's older precision settings, which `setting` reads.
+    """Return the value of an older precision setting of PyTorch.
 
-    Return None if PyTorch raises an error, because the program has changed a newer setting.
+    None if the program has changed a newer setting.
     """
+    # PyTorch then raises an error when `setting` reads the older one.
     try:
         return setting()
     except RuntimeError:

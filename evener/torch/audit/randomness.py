@@ -77,10 +77,11 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         return result
 
     def _run_equal_per_row(self, function: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
-        """Return the result of an operation that may drop values or draw random numbers.
+        """Return an operation's result, with the same random numbers for every row.
 
-        Nothing is dropped, and every row gets the same random numbers.
+        Dropout drops nothing.
         """
+        # This is called only for operations that may drop values or draw random numbers.
         places = _find_dropout(function)
         if places:  # without dropout, these draw nothing
             return function(*_turn_dropout_off(places, arguments, keywords), **keywords)
@@ -96,10 +97,9 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         return result
 
     def _add_rounding_errors(self, name: str, arguments: Any, result: Any) -> None:
-        """Simulate rounding: add random errors to the results of an operation that sums many terms.
+        """Simulate rounding by random errors in sums of many terms.
 
-        `name` is the operation's name, and `arguments` are its arguments. Operations that don't sum
-        are left unchanged.
+        Results of other operations stay unchanged. `name` is the operation's name.
         """
         # If n terms of random sign are added one after the other, the error has a standard
         # deviation of u * sqrt(n / 2) times that of the sum, where u is the unit roundoff (Higham,
@@ -116,11 +116,12 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
                 )
 
     def _add_relative_errors(self, result: torch.Tensor, terms: int, apart: int) -> None:
-        """Add random errors in proportion to the root mean square of each row of `result`.
+        """Add random errors to `result`, in proportion to each row's magnitude.
 
-        `terms` is the number of terms in each sum. Values with the same indices on the axes before
-        `apart` are in the same row.
+        `terms` is the number of terms in each sum.
         """
+        # A row's magnitude is its root mean square. Values with the same indices on the axes before
+        # `apart` are in the same row.
         device = result.device
         if device not in self._generators:
             made = torch.Generator(device).manual_seed(SEED + self._disturbance)
@@ -139,11 +140,12 @@ def _each(result: Any) -> Sequence[Any]:
 
 
 def _count_terms(name: str, arguments: Any, place: int) -> int:
-    """Return the number of terms in each sum of a result; 0 if the operation doesn't sum.
+    """Return the number of terms in each sum of a result.
 
-    `name` is the operation's name, and `arguments` are its arguments. `place` is the index of the
-    result if there are several.
+    0 if the operation doesn't sum. `place` is the index of the result.
     """
+    # `name` is the operation's name, and `arguments` are its arguments. An operation may have
+    # several results.
     if name in _PRODUCTS:
         return int(arguments[_PRODUCTS[name]].shape[-1])
     if name == "convolution":
@@ -188,11 +190,12 @@ class _Draw(msgspec.Struct, frozen=True, eq=False):
 def _draw_equal_rows(
     function: Any, arguments: list[Any], keywords: dict[str, Any], seed: int
 ) -> Any:
-    """Call a random operation so that every row gets the same values, determined by `seed`.
+    """Return an operation's result with equal rows, and whether that is random.
 
-    Return the operation's result, and whether it is random. Dropout keeps all values, and a
-    permutation moves each entry by one place, so their results aren't random.
+    `seed` determines the random values.
     """
+    # Dropout keeps all values, and a permutation moves each entry by one place, so their results
+    # aren't random.
     draw = _Draw(function, arguments, keywords)
     if draw.name == _CUDNN:
         return draw.call(), False
@@ -211,15 +214,15 @@ def _draw_equal_rows(
 
 
 def _fixed_instead_of_random(draw: _Draw) -> Any:
-    """Return a fixed result for an operation that mustn't be random in an audit, else None.
+    """Return a fixed result for a permutation, dropout or random mask.
 
-    - A permutation moves each entry to the place before it.
-    - Dropout keeps all values.
-    - A mask from bernoulli_(1 - p) is filled with 1 - p.
+    None for any other operation.
     """
-    # If rows are mixed with others of their batch, as by mixup, the permutation gives a row other
-    # partners in a part than in the whole batch, so the audit finds the difference. Layers that
-    # drop by a mask divide the other values by 1 - p; the filled mask cancels this division.
+    # A permutation moves each entry to the place before it. Dropout keeps all values. A mask from
+    # bernoulli_(1 - p) is filled with 1 - p. If rows are mixed with others of their batch, as by
+    # mixup, the permutation gives a row other partners in a part than in the whole batch, so the
+    # audit finds the difference. Layers that drop by a mask divide the other values by 1 - p; the
+    # filled mask cancels this division.
     arguments = draw.arguments
     if draw.name == "randperm":
         return torch.arange(*arguments, **draw.keywords).roll(-1)
@@ -241,9 +244,9 @@ def _draw_by_arguments(draw: _Draw) -> Any:
 
 
 def _draw_size(draw: _Draw) -> Any:
-    """Draw a tensor with equal rows, for an operation with an argument `size`.
+    """Draw a tensor of equal rows for an operation with a `size`.
 
-    Return None for other operations.
+    None for other operations.
     """
     names = draw.names()
     if "size" not in names:
@@ -258,11 +261,12 @@ def _draw_size(draw: _Draw) -> Any:
 
 
 def _fill_equal_rows(draw: _Draw) -> Any:
-    """Draw equal rows into an operation's tensor argument, or into a new tensor of its shape.
+    """Draw equal rows into a tensor argument, or into a new tensor.
 
-    Return None for any other operation, and for one with several tensor arguments.
+    None for other operations, and for several tensor arguments.
     """
-    # with several, the result depends on all of them
+    # A new tensor has the argument's shape. With several tensor arguments, the result depends on
+    # all of them.
     arguments = draw.arguments
     if sum(isinstance(argument, torch.Tensor) for argument in arguments) != 1:
         return None
@@ -295,8 +299,9 @@ def _turn_dropout_off(
 ) -> list[Any]:
     """Return an operation's arguments with dropout rates of 0.
 
-    `places` has the index and name of each dropout rate. `keywords` are changed in place.
+    `keywords` are changed in place.
     """
+    # `places` has the index and name of each dropout rate.
     own = list(arguments)
     for place, name in places:
         if place < len(own):
@@ -315,21 +320,20 @@ def _needs_generator(function: Any) -> bool:
 
 
 def _one_row(draw: _Draw) -> Any:
-    """Draw the random values that all rows of an operation's first argument get.
+    """Draw the random values that all rows of a tensor share.
 
-    A row extends along the last axis. With fewer than two axes, each row is a single value.
+    The tensor is the operation's first argument.
     """
-    # rows of different lengths start with the same values
+    # A row extends along the last axis. With fewer than two axes, each row is a single value. Rows
+    # of different lengths start with the same values.
     like, *others = draw.arguments
     return _shorten(draw.function(_one_line(like), *others, **draw.keywords), like)
 
 
 def _one_line(like: Any) -> Any:
-    """Return an uninitialized tensor for the random values that all rows of `like` share.
-
-    A row extends along the last axis. The tensor has as many values as `_stable_length` returns for
-    a row, or a single value if `like` has fewer than two axes.
-    """
+    """Return an uninitialized tensor for the values that all rows share."""
+    # The rows are those of `like`, along its last axis. The returned tensor has as many values as
+    # `_stable_length` returns for a row, or a single value if `like` has fewer than two axes.
     if like.ndim < 2:
         return torch.empty_like(like[:1] if like.ndim else like)
     return like.new_empty(_stable_length(like.shape[-1]))
@@ -340,11 +344,12 @@ def _shorten(line: Any, like: Any) -> Any:
 
 
 def _stable_length(length: int) -> int:
-    """Return how many random values to draw for a row of `length` values: at least LONGEST.
+    """Return how many random values to draw for a row.
 
-    PyTorch's random values depend on how many are drawn at once. The same number is drawn for all
-    rows of up to LONGEST values, so that rows of different lengths start with the same values.
+    At least LONGEST.
     """
+    # PyTorch's random values depend on how many are drawn at once. The same number is drawn for all
+    # rows of up to LONGEST values, so that rows of different lengths start with the same values.
     return max(LONGEST, length)
 
 
@@ -354,10 +359,11 @@ def _draw_normal(mean: Any, deviation: Any = 1.0, *_: Any) -> Any:
 
 
 def _draw_slopes(inputs: Any, slopes: Any, lower: float, upper: float, *_: Any) -> Any:
-    """Compute a randomized leaky ReLU with the mean of `lower` and `upper` as the slope.
+    """Compute a randomized leaky ReLU with a fixed slope.
 
-    The slopes are written to `slopes`, which the backward pass uses.
+    The slope is the mean of `lower` and `upper`.
     """
+    # The slopes are also written to `slopes`, which the backward pass uses.
     middle = (lower + upper) / 2
     slopes.copy_(torch.where(inputs < 0, middle, 1.0))
     return leaky_relu(inputs, middle)
@@ -428,7 +434,7 @@ class _NumpyState:
         self._state: Any = None
 
     def read(self) -> Any:
-        """Return the state, in the form that `numpy.random.set_state` accepts.
+        """Return the state in the form for `numpy.random.set_state`.
 
         The same object is returned while nothing is drawn.
         """

@@ -249,12 +249,10 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return found
 
     def _mark_size(self, tensor: Any, result: Any) -> Any:
-        """Return `result`, the size that the program read from a tensor.
-
-        If the tensor has one entry for each row of the batch, the number of entries in the returned
-        size is a RowNumber.
-        """
-        # a replay with other rows converts it to their number
+        """Return the tensor's size, with a RowNumber for a number of rows."""
+        # `result` is the size that the program read from the tensor. Its number of entries becomes
+        # a RowNumber if the tensor has one entry for each row of the batch. A replay with other
+        # rows converts the RowNumber to their number.
         known = id(tensor) in self._made or any(each is tensor for each in self.batch)
         sizes = list(result) if isinstance(result, torch.Size) else [result]
         if not known or tensor.ndim == 0 or tensor.shape[0] != self.rows or sizes[0] != self.rows:
@@ -266,7 +264,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _record_number_use(self, function: Any, given: Any) -> None:
-        """Record the numbers that a call of `function` combines with weights or gradients.
+        """Record the numbers that a call combines with weights or gradients.
 
         `given` are the call's arguments.
         """
@@ -280,7 +278,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             self.uses += tuple(numbers)
 
     def _has_at(self, places: set[int]) -> bool:
-        """True if the storage of a model's weight or of its gradient has one of these addresses."""
+        """True if a model's weight or gradient has one of these addresses."""
+        # The addresses are those of the tensors' storages.
         weights = (weight for model in self.models for weight in model.parameters())
         own = (each for weight in weights for each in (weight, weight.grad))
         return any(each is not None and address(each) in places for each in own)
@@ -314,10 +313,11 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _find_needed(self, loss: torch.Tensor) -> list[int] | str:
-        """Return the indices of the recorded calls that led to a loss, in the order of the calls.
+        """Return the indices of the calls that led to a loss.
 
         If they can't be determined, return the reason, as a part of a message.
         """
+        # The indices are in the order of the calls.
         places, reached, is_known = self._find_computing_calls(loss)
         if not is_known:
             return "its loss is computed in a way that can't be followed"
@@ -330,10 +330,10 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return sorted(places)
 
     def _find_computing_calls(self, wanted: torch.Tensor) -> tuple[set[int], bool, bool]:
-        """Return the indices of the calls that computed the tensor `wanted`, and two flags.
+        """Return the indices of the calls that computed a tensor.
 
-        The first flag is True if one of them uses a tensor of the batch. The second is True if no
-        call is missing from the recording.
+        The second result is True if one of them uses the batch. The third is True if no call is
+        missing from the recording.
         """
         places: set[int] = set()
         # tensors to visit, each with the index of the call that uses it
@@ -357,8 +357,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return places, reached, is_known
 
     def _is_made_of_rows(self, entry: WrittenCall) -> bool:
-        """True if the call creates a tensor with one entry per row from Python numbers."""
-        # a replay couldn't replace such rows, because they aren't tensors of the batch
+        """True if the call creates rows from Python numbers."""
+        # The created tensor has one entry for each row of the batch. A replay couldn't replace such
+        # rows, because they aren't tensors of the batch.
         if entry.function not in _MAKERS or nested_tensors((entry.arguments, entry.keywords)):
             return False
         return any(
@@ -366,17 +367,20 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _is_after_read(self, place: int) -> bool:
-        """True if the program read a number from a model's result before the call `place`.
+        """True if a model's result was read before the call.
 
-        `place` is the index of the call. The program reads a number, for example, with `item()`.
+        `place` is the index of the call.
         """
+        # The program reads a number of the result, for example, with `item()`.
         return self._first_read is not None and place >= self._first_read
 
     def _may_use_read(self, place: int) -> bool:
-        """True if a number in a call may derive from a number that the program has read.
+        """True if a call may use a number that the program read.
 
-        `place` is the index of the call. The program reads a number, for example, with `item()`.
+        `place` is the index of the call.
         """
+        # The number is read from a model's result, for example with `item()`. The call's own number
+        # may be computed from it.
         entry = self._tape[place]
         given = leaves_in(entry.arguments)
         if is_arithmetic(entry.function):
@@ -384,11 +388,12 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return self._is_after_read(place) and any(isinstance(each, float) for each in given)
 
     def _find_numbers(self, entry: WrittenCall) -> list[Number]:
-        """Return the numbers that a call uses together with a model's results.
+        """Return the numbers that a call uses with a model's results.
 
-        They are the factors, divisors and summands of arithmetic, and summaries of small tensors
-        such as task weights. The result is empty if the call doesn't use a model's results.
+        Empty if the call doesn't use a model's results.
         """
+        # The numbers are the factors, divisors and summands of arithmetic, and summaries of small
+        # tensors such as task weights.
         arguments = leaves_in((entry.arguments, entry.keywords))
         if not any(id(argument) in self._from_model for argument in arguments):
             return []
@@ -402,10 +407,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return [Number(number, entry.place) for number in numbers]
 
     def _is_given(self, tensor: torch.Tensor) -> bool:
-        """True for a small tensor that was created before the batch, such as task weights.
-
-        False for tensors of the batch, and for parameters and buffers of models.
-        """
+        """True for a small tensor from before the batch, like task weights."""
+        # Tensors of the batch don't count, and neither do parameters and buffers of models.
         if id(tensor) in self._made or not 0 < tensor.numel() <= FEW_NUMBERS:
             return False
         if not tensor.is_floating_point() or any(tensor is each for each in self.batch):
@@ -415,10 +418,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
 
 def _sum_up(tensor: torch.Tensor) -> list[float]:
-    """Summarize the values of a small tensor, so that ranks can compare them.
+    """Summarize a small tensor, for comparison between ranks.
 
-    Return a single value unchanged. For several values, return their sum and their index-weighted
-    sum.
+    Return a single value, or the sum and the index-weighted sum.
     """
     values = [float(each) for each in tensor.detach().reshape(-1).tolist()]
     if len(values) == 1:
@@ -551,7 +553,10 @@ class LossRecord:
 
 
 def _find_place() -> str:
-    """Return the program's file and line that the current call comes from; "" if unknown."""
+    """Return the program's file and line that make the current call.
+
+    "" if they are unknown.
+    """
     frame: Any = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -562,10 +567,11 @@ def _find_place() -> str:
 
 
 def _scale_row_count(counts: int, was: int, now: int, number: Any) -> Any:
-    """Return a recorded number, converted from `was` to `now` rows if it is a count of rows.
+    """Return a recorded number, converted from `was` to `now` rows.
 
-    `counts` selects which numbers are counts; see `LossRecord.compute`.
+    A number that doesn't count rows is returned unchanged.
     """
+    # `counts` selects which numbers are counts; see `LossRecord.compute`.
     is_plain = _is_number(number)
     if counts == AS_WRITTEN or not is_plain or not number or was < 2:
         return number
@@ -589,7 +595,10 @@ def may_count(rows: int, number: float) -> bool:
 
 
 def _find_draw(keywords: Any) -> GeneratorState | None:
-    """Return the state of the generator that is passed to a call, or None without a generator."""
+    """Return the state of the generator passed to a call.
+
+    None without a generator.
+    """
     generator = keywords.get("generator")
     if not isinstance(generator, torch.Generator):
         return None
@@ -633,10 +642,11 @@ def _replay_entries(
     number: Callable[[Any], Any],
     fresh: Mapping[type, Any],
 ) -> None:
-    """Repeat the calls with the replacements in `known`, and add their results to `known`.
+    """Repeat the calls, and add their results to `known`.
 
     See `replay` for the parameters.
     """
+    # Tensors among the arguments are replaced by those in `known`.
     for entry in entries:
         if entry.draw is not None:
             entry.draw.restore()
@@ -660,7 +670,10 @@ def _replay_entries(
 
 
 def _find_only(kind: type, objects: Sequence[Any]) -> Any:
-    """Return the only object of this class among `objects`; None if there are none or several."""
+    """Return the only object of this class.
+
+    None if there are none or several.
+    """
     found = [each for each in objects if type(each) is kind]
     return found[0] if len(found) == 1 else None
 
@@ -681,11 +694,11 @@ def _replace_argument(
     fresh: Mapping[type, Any],
     each: Any,
 ) -> Any:
-    """Return the value that replaces `each`, an argument of a recorded call.
+    """Return the value that replaces an argument of a recorded call.
 
-    `changed` has the ids of tensors that the call changes in place; they are cloned. See `replay`
-    for the other parameters.
+    `each` is the argument. See `replay` for the other parameters.
     """
+    # `changed` has the ids of tensors that the call changes in place; they are cloned.
     if isinstance(each, RowNumber):
         return each.each * rows
     if type(each) in fresh:
