@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
+from itertools import islice
 from threading import get_ident
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 
 from ..live.reporter import is_reported_elsewhere
 from ..torch.private import backward_number, wrap_next_batch
@@ -39,6 +39,9 @@ MOST_UNTRAINED = 2
 FIRST_STEPS, CHECK_STEPS = 4, 64
 # Backward passes after which a program probably stays with even shares if it has begun so
 MOST_WAITED = 64
+# Values of a batch, and items of each of its lists, among which its first tensor is looked for. A
+# batch may have a hundred thousand numbers in lists, such as texts that aren't padded.
+MOST_SEARCHED, MOST_ITEMS = 100, 16
 
 
 class _Iteration:
@@ -435,9 +438,24 @@ def _count_rows(batch: Any, batch_size: Any) -> int:
     """
     first = batch[0] if isinstance(batch, list | tuple) and batch else batch
     if not isinstance(first, torch.Tensor) or not first.ndim:
-        tensors = [each for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
-        first = next((tensor for tensor in tensors if tensor.ndim), None)
+        first = _find_tensor(batch)
     length = 0 if first is None else len(first)
     if not isinstance(batch_size, int):
         return length
     return min(batch_size, length) if length else batch_size
+
+
+def _find_tensor(batch: Any) -> torch.Tensor | None:
+    """Return the first tensor with dimensions in a batch; None if none is found soon."""
+    left = [batch]
+    for _ in range(MOST_SEARCHED):
+        if not left:
+            break
+        value = left.pop()
+        if isinstance(value, torch.Tensor):
+            if value.ndim:
+                return value
+        elif isinstance(value, list | tuple | Mapping):
+            inner = value.values() if isinstance(value, Mapping) else value
+            left.extend(reversed([*islice(inner, MOST_ITEMS)]))
+    return None

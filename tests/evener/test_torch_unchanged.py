@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -162,11 +164,26 @@ def test_what_reports_its_own_steps_is_left_alone(
 
 @pytest.mark.parametrize(
     ("size", "batch", "rows"),
-    [(4, torch.ones(3, 7), 3), (4, torch.ones(90, 7), 4), (None, [["a"], torch.ones(5)], 5)],
-    ids=["a short last batch", "nodes of graphs", "a batch sampler's"],
+    [
+        (4, torch.ones(3, 7), 3),
+        (4, torch.ones(90, 7), 4),
+        (None, [["a"], torch.ones(5)], 5),
+        (None, UserDict(names=["a"] * 99, inputs=torch.ones(6, 2)), 6),
+    ],
+    ids=["a short last batch", "nodes of graphs", "a batch sampler's", "a tokenizer's"],
 )
 def test_rows_are_counted_by_the_loader(size: int | None, batch: Any, rows: int) -> None:
     assert unchanged._count_rows(batch, size) == rows
+
+
+def test_a_batch_of_long_lists_is_not_read_whole() -> None:
+    rows = [{"tokens": list(range(1000))} for _ in range(64)]
+    calls = []
+    sys.setprofile(lambda _, event, __: calls.append(event))
+    counted = unchanged._count_rows(rows, 64)
+    sys.setprofile(None)
+    assert counted == 64
+    assert len(calls) < 5000
 
 
 class Equal(DataLoader[Any]):
