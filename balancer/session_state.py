@@ -102,7 +102,10 @@ def advance(state: SessionState, event: Event) -> SessionState:
 
 
 def _replace_report(state: SessionState, newest: ProbeProgress) -> tuple[ProbeProgress, ...]:
-    """Return the latest report of each running probe, updated with the report `newest`."""
+    """Return the latest report of each running probe, including `newest`.
+
+    `newest` replaces the earlier report of its probe.
+    """
     return tuple(({each.probe: each for each in state.running} | {newest.probe: newest}).values())
 
 
@@ -234,7 +237,7 @@ def rivals(state: SessionState) -> tuple[RatedLayout, ...]:
 
 
 def _rivals_so_far(state: SessionState) -> tuple[RatedLayout, ...]:
-    """Return the best layout of a running search, followed by layouts to compare it with."""
+    """Return a running search's best layout, then layouts for comparison."""
     labels, best = state.devices, state.best
     compares = has_split(state) or len(labels) == 1
     solos = _list_solos(state)
@@ -257,13 +260,13 @@ def _rivals_so_far(state: SessionState) -> tuple[RatedLayout, ...]:
 
 
 def _list_solos(state: SessionState) -> list[Timed]:
-    """Return the fastest solo measurement of each device, for the devices that have one."""
+    """Return the fastest solo measurement of each device that has one."""
     alone = (best_solo(state, device) for device in range(len(state.devices)))
     return [each for each in alone if each is not None]
 
 
 def _is_other(seen: Timed, best: Result | None) -> bool:
-    """True if a measurement's layout can be a rival of the best layout."""
+    """True if a measurement's layout can be the best layout's rival."""
     # not the best layout itself, nor the same single device with another batch
     return best is None or not _is_same_layout(seen.probe.layout, best.layout)
 
@@ -274,7 +277,10 @@ def _is_even_on_all(seen: Timed) -> bool:
 
 
 def _is_same_layout(one: Layout, other: Layout) -> bool:
-    """True if two layouts have equal shares, or use the same single device at any batch."""
+    """True if two layouts have equal shares, or the same single device.
+
+    The batch of a single device doesn't matter.
+    """
     return one.shares == other.shares or (one.traits.alone and one.active == other.active)
 
 
@@ -320,7 +326,10 @@ def plan_rivals(
 
 
 def _find_single(plan: Plan) -> Evidence | None:
-    """Return the measurement of one device alone to compare the plan with, if there is one."""
+    """Return the solo measurement to compare the plan with.
+
+    None if there is none.
+    """
     raced = [evidence for evidence in plan.evidence if evidence.kind == "best_device"]
     raced = _without_own_device(plan, raced)
     others = _without_own_device(plan, alone_at_batch(plan).values())
@@ -366,7 +375,7 @@ def _plan_rival(plan: Plan, evidence: Evidence, labels: tuple[str, ...]) -> Rate
 
 
 def _name_even(plan: Plan, even: Evidence) -> str:
-    """Return the name of the even split that the plan is compared with."""
+    """Return the name of the even split to compare the plan with."""
     own, batch = plan.layout.batches, even.layout.global_batch
     if not all(own) or max(own) - min(own) > 1 or batch == sum(own):
         return "even split"
@@ -395,7 +404,7 @@ def _find_earlier(plan: Plan, single: Evidence) -> float:
 
 
 def _positions(layout: PlanLayout) -> tuple[int, ...]:
-    """Return the positions of the devices that compute rows in a plan's layout."""
+    """Return the positions of a layout's devices that compute rows."""
     return tuple(i for i, batch in enumerate(layout.batches) if batch)
 
 
@@ -446,7 +455,10 @@ def throughput_interval(throughput: Throughput) -> Interval:
 
 
 def _sum(solos: list[Interval]) -> tuple[RatedLayout, ...]:
-    """Return the sum of the devices' samples/s, each alone; empty for fewer than two devices."""
+    """Return the sum of the samples/s of all devices, each alone.
+
+    The result is empty for fewer than two devices.
+    """
     if len(solos) < 2:
         return ()
     total = Interval(*map(sum, zip(*map(msgspec.structs.astuple, solos), strict=True)))
@@ -494,7 +506,7 @@ def curves(state: SessionState) -> tuple[ChartedCurve, ...]:
 
 
 def _measured_alone(state: SessionState, device: int) -> tuple[tuple[int, float], ...]:
-    """Return (batch, samples/s) of each measurement of one device alone, sorted by batch."""
+    """Return (batch, samples/s) of one device's solo measurements, sorted by batch."""
     alone = [
         each
         for each in timed(state)

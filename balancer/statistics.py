@@ -85,10 +85,10 @@ def lone_error_of(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def _pool_lone(differences: Sequence[float], fitted: int) -> float:
-    """Return the relative half-width of the interval of a step that was timed only once.
+    """Return the relative error of a step that was timed once.
 
-    `differences` are relative differences of two steps. `fitted` is the number of parameters that
-    were fitted to them.
+    The error is half of the interval's width. `differences` are relative differences of two steps.
+    `fitted` is the number of parameters that were fitted to them.
     """
     variance = LONE_WEIGHT * LONE_ERROR**2 + math.fsum(
         difference**2 / 2 for difference in differences

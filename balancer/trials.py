@@ -158,7 +158,10 @@ def repeat_probe(
 
 @contextmanager
 def _locked_prober(job: Job, positions: Sequence[int] | None = None) -> Iterator[Prober]:
-    """Lock the job's devices, or some of them, and yield a prober for the job."""
+    """Lock all or some of a job's devices, and yield a prober.
+
+    `positions` are the devices to lock; None for all.
+    """
     with lock_job(job, positions), closing(make_prober(job, error_file=new_error_file())) as prober:
         yield prober
 
@@ -206,7 +209,10 @@ def _runs(
 
 
 def _measure(prober: Prober, probe: Probe, stop: threading.Event) -> Observation | None:
-    """Run one probe; return its observation, or None if `stop` was set before the probe ended."""
+    """Run one probe and return the observation.
+
+    None if `stop` was set before the probe ended.
+    """
     return next(iter(prober.measure((probe,), lambda _: None, stop)), None)
 
 
@@ -231,7 +237,10 @@ def _require_timed(seen: Observation | None, devices: Sequence[Device]) -> Timed
 def _measure_alone(
     prober: Prober, layout: Layout, seconds: float, stop: threading.Event
 ) -> tuple[float | None, ...]:
-    """Time each device alone at its share for `seconds`, and return the devices' samples/s."""
+    """Time each device alone at its share, and return the samples/s.
+
+    Each device is timed for `seconds`.
+    """
     # None for an unused device, and if a measurement failed or was stopped
     speeds: list[float | None] = []
     for position, share in enumerate(layout.shares):
@@ -360,9 +369,10 @@ def _measure_first_batches(
     stop: threading.Event,
     largest: LargestModel | None,
 ) -> list[Timed]:
-    """Return the measurements of a search's first batches on one device; fewer if stopped.
+    """Return the measurements of a search's first batches on one device.
 
-    Raises NoLayoutError if no step ended within the budget, or if no batch fits.
+    There are fewer if the user stops. Raises NoLayoutError if no step ended within the budget, or
+    if no batch fits.
     """
     budget = alone.request.budget_seconds
     running: dict[Probe, ProbeProgress] = {}
@@ -389,9 +399,10 @@ def _measure_first_batches(
 
 @contextmanager
 def _stopped_after(seconds: float | None, stop: threading.Event) -> Iterator[threading.Event]:
-    """Set `stop` after `seconds`, unless the `with` block ends earlier or `seconds` is None.
+    """Set `stop` when `seconds` have passed in the `with` block.
 
-    Yield an event that is set only when the time is up, not when the user stops the run.
+    If `seconds` is None, nothing is set. Yield an event that is set only when the time is up, not
+    when the user stops the run.
     """
     over = threading.Event()
 
@@ -411,9 +422,9 @@ def _stopped_after(seconds: float | None, stop: threading.Event) -> Iterator[thr
 def _measure_batches(
     alone: Job, prober: Prober, watch: Report, stop: threading.Event
 ) -> list[Timed]:
-    """Run the search's first probes for a short time, and return up to `BATCHES` measurements.
+    """Run the search's first probes briefly, and return the measurements.
 
-    Raises NoLayoutError if the workload fails.
+    There are at most `BATCHES` measurements. Raises NoLayoutError if the workload fails.
     """
     search = make_search(alone)
     timed: list[Timed] = []

@@ -159,7 +159,7 @@ def compare_plans(before: str, one: Plan, after: str, other: Plan) -> RunDiffere
 
 
 def _list_windows(training: RecordedTraining) -> list[StepsEntry]:
-    """Return the windows of a training since its last start, except during warm-up.
+    """Return a training's windows since its last start, without the warm-up.
 
     Raises RequestError if too few are left.
     """
@@ -192,9 +192,10 @@ class _Mean(msgspec.Struct, frozen=True):
 def _mean(
     windows: Sequence[StepsEntry], metric: Callable[[StepsEntry], float], least: float = 1e-12
 ) -> _Mean:
-    """Return the mean of a metric over a training, and half of the width of its 95 % interval.
+    """Return a metric's mean over a training, and the mean's error.
 
-    The mean is at least `least`, so that it can be a divisor.
+    The error is half of the width of the 95 % interval. The mean is at least `least`; a divisor
+    can't be 0.
     """
     # consecutive windows are correlated, so they are grouped
     blocks = [_weighted_mean(block, metric) for block in _group_into_blocks(windows)]
@@ -210,9 +211,10 @@ def _mean(
 def _compare_quick_steps(
     trainings: Sequence[RecordedTraining], windows: Sequence[Sequence[StepsEntry]]
 ) -> tuple[list[_Mean], float]:
-    """Return each training's seconds per sample in quick steps, and the error of their ratio.
+    """Return each training's seconds per sample in quick steps.
 
-    The error is half of the width of the ratio's 95 % interval, as a fraction of the ratio.
+    The second result is the error of the ratio of both: half of the width of the 95 % interval, as
+    a fraction of the ratio.
     """
     starts = [training.start for training in trainings]
     quick = [
@@ -226,10 +228,10 @@ def _compare_quick_steps(
 
 
 def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]) -> float:
-    """Return how many more seconds per sample the second training certainly spends on rare work.
+    """Return the extra seconds per sample of the second training's rare work.
 
-    Rare work, such as checkpoints, isn't in every step. Return 0 if it is unknown, or if other
-    programs disturbed a training too much.
+    Rare work, such as checkpoints, isn't in every step. Only certain differences count. The result
+    is 0 if the time is unknown, or if other programs disturbed a training too much.
     """
     if not all(window.sums.steps for windows in trainings for window in windows):
         return 0.0
@@ -247,7 +249,10 @@ def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]
 
 
 def _find_disturbed(windows: Sequence[StepsEntry], quick: _Mean) -> float:
-    """Return the factor by which other programs slowed a training; at least 1."""
+    """Return the factor by which other programs slowed a training.
+
+    The factor is at least 1.
+    """
 
     def work(window: StepsEntry) -> float:
         sums: StepSums = window.sums
@@ -265,7 +270,10 @@ def _per_sample(part: Callable[[StepsEntry], float]) -> Callable[[StepsEntry], f
 
 
 def _group_into_blocks(windows: Sequence[StepsEntry]) -> list[list[StepsEntry]]:
-    """Divide the windows, in order, into at most `MOST_BLOCKS` blocks of about equal duration."""
+    """Divide the windows into blocks of about equal duration.
+
+    The windows keep their order. There are at most `MOST_BLOCKS` blocks.
+    """
     whole_s = sum(window.seconds for window in windows)
     count = min(MOST_BLOCKS, len(windows))
     blocks: list[list[StepsEntry]] = [[] for _ in range(count)]
@@ -278,7 +286,10 @@ def _group_into_blocks(windows: Sequence[StepsEntry]) -> list[list[StepsEntry]]:
 
 
 def _weighted_mean(windows: Sequence[StepsEntry], metric: Callable[[StepsEntry], float]) -> float:
-    """Return the mean of `metric` over the windows, weighted by the windows' durations."""
+    """Return the mean of `metric` over the windows.
+
+    Each window is weighted by its duration.
+    """
     seconds = sum(window.seconds for window in windows)
     return sum(metric(window) * window.seconds for window in windows) / seconds
 
@@ -286,7 +297,10 @@ def _weighted_mean(windows: Sequence[StepsEntry], metric: Callable[[StepsEntry],
 def _compare_phases(
     first: Sequence[StepsEntry], second: Sequence[StepsEntry]
 ) -> list[PhaseDifference]:
-    """Return the differences between the parts of two trainings' steps, with their intervals."""
+    """Return the differences between the parts of two trainings' steps.
+
+    Each difference has its interval.
+    """
     # none if a training's ranks don't report the parts
     known = [[window for window in windows if window.sums.steps] for windows in (first, second)]
     if not all(known):

@@ -118,9 +118,10 @@ def find_known_link(devices: Sequence[Device], driver: str) -> KnownLink | None:
 
 
 def _find_newest(devices: Sequence[Device], driver: str) -> dict[frozenset[str], LinkMeasurement]:
-    """Return the newest measurement of each link between these devices, by the ids of its devices.
+    """Return the newest measurement of each link between these devices.
 
-    Only successful measurements with this environment's transport count.
+    The keys are the ids of the link's devices. Only successful measurements with this environment's
+    transport count.
     """
     known = {device.id for device in devices}
     transport = find_transport(devices)
@@ -150,7 +151,7 @@ def _read(path: Path) -> LinkRecord | None:
 
 
 def _ids_of(record: LinkRecord, measurement: LinkMeasurement) -> frozenset[str]:
-    """Return the ids of the devices between which one measurement of a record was made."""
+    """Return the device ids of one link measurement in a record."""
     pairs = zip(record.devices, record.labels, strict=False)
     return frozenset(identity for identity, label in pairs if label in measurement.devices)
 

@@ -137,10 +137,10 @@ def lock_kernel_files(devices: Iterable[Device]) -> ExitStack:
 
 
 def _lock_own_file(held: ExitStack, path: Path, note: Note) -> Note | None:
-    """Lock one of this user's files until `held` is closed, and write `note` into it.
+    """Lock one of this user's files, and write `note` into the file.
 
-    Return the holder's note if another process has the lock. Raises RequestError if the file can't
-    be written.
+    The lock lasts until `held` is closed. Return the holder's note if another process has the lock.
+    Raises RequestError if the file can't be written.
     """
     remedy = (
         "Make room there, or set XDG_STATE_HOME to a folder of a local disk that you may write."
@@ -159,9 +159,10 @@ def _lock_own_file(held: ExitStack, path: Path, note: Note) -> Note | None:
 
 
 def _lock_kernel_file(held: ExitStack, device: Device, path: Path) -> None:
-    """Lock a device's kernel file, if it exists and can be locked, until `held` is closed.
+    """Lock a device's kernel file until `held` is closed.
 
-    Raises DeviceError if another process has the lock.
+    A file that doesn't exist or can't be locked is skipped. Raises DeviceError if another process
+    has the lock.
     """
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -220,7 +221,10 @@ def find_holder(descriptor: int) -> int:
 
 
 def _lock(descriptor: int) -> None:
-    """Lock an open file, or raise BlockingIOError if another process keeps it locked."""
+    """Lock an open file.
+
+    Raises BlockingIOError if another process keeps the file locked.
+    """
     # `is_running` in another process also locks the file for a moment
     for _ in range(TRIES - 1):
         with suppress(BlockingIOError):
@@ -231,7 +235,10 @@ def _lock(descriptor: int) -> None:
 
 
 def _lock_units(device: Device) -> list[str]:
-    """Return the names of what a device's lock covers: a GPU, or a CPU slice's cores."""
+    """Return the names of the things that a device's lock covers.
+
+    These are a GPU, or the cores of a CPU slice.
+    """
     # two CPU slices that overlap exclude each other
     return [f"core {core}" for core in device.cores] if device.on_cpu else [device.id]
 
@@ -245,7 +252,7 @@ def _read_note(descriptor: int) -> Note:
 
 
 def _describe_note(note: Note) -> str:
-    """Return the holder of a lock as text, such as " (process 12, run 20261122-…)"."""
+    """Return a lock's holder as text, such as " (process 12, run 20261122-…)"."""
     pid = note.get("pid")
     run = note.get("run")
     # the file may have been changed, so fields that evener wouldn't have written are left out

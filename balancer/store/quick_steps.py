@@ -81,11 +81,11 @@ def compare_quick_steps(
 
 
 def _find_slowed(trainings: Sequence[Sequence[QuickWindow]], same_loop: bool) -> list[float]:
-    """Return how much slower than at full speed the CPU core of each training was at its best.
+    """Return how slow the CPU core of each training was at best.
 
-    A core's speed is judged by the time of a fixed calibration loop; full speed is the shortest of
-    all times. The values are logarithms. All are 0 if a loop wasn't timed, or if the trainings
-    timed different loops (`same_loop` is False).
+    The values are logarithms of the factor by which the core was slower than at full speed. A fixed
+    loop's time measures a core's speed; the shortest of all times is full speed. All values are 0
+    if a loop wasn't timed, or if the trainings timed different loops (`same_loop` is False).
     """
     if not same_loop or not all(window.core_s > 0 for training in trainings for window in training):
         return [0.0] * len(trainings)

@@ -294,10 +294,10 @@ def load_run(name: str) -> StoredRun:
 
 
 def _find_end(record: JournalContents, source: str) -> Finished | None:
-    """Return the event that ended a run, with its plan in today's schema.
+    """Return the event that ended a run.
 
-    If the run was cut off, the event is computed from its measurements. Return None if they give no
-    plan. `source` names the run in errors.
+    Its plan is in today's schema. If the run was cut off, the event is computed from the run's
+    measurements. None if they give no plan. `source` names the run in errors.
     """
     if record.ended is not None:
         return msgspec.structs.replace(
@@ -341,7 +341,10 @@ def _list_ids() -> list[str]:
 
 
 def _has_begun(run: str) -> bool:
-    """True if a run's journal has a first line, or if the journal can't be opened."""
+    """True if a run's journal has a first line.
+
+    Also True if the journal can't be opened.
+    """
     path = _training_path(run) if _is_training(run) else journal_path(run)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -363,8 +366,8 @@ Trainings = defaultdict[str, list[RecordedTraining]]  # by the time at which the
 def _summarize_run(run: str, trainings: Trainings) -> RunSummary:
     """Return the summary of a run.
 
-    If the run is a training with a plan, it is also added to `trainings`, for the summary of the
-    search that made the plan.
+    A training with a plan is also added to `trainings`. The summary of the search that made this
+    plan needs the entry.
     """
     if not _has_begun(run):
         state: State = "running" if is_running(run) else "stopped"
@@ -417,7 +420,10 @@ def _summarize_training(training: RecordedTraining) -> RunSummary:
 
 
 def _find_state(record: JournalContents) -> tuple[State, str]:
-    """Return the state of a search, and why it failed ("" if it didn't fail)."""
+    """Return the state of a search, and why the search failed.
+
+    The reason is "" if the search didn't fail.
+    """
     if is_running(record.header.run):
         return "running", ""
     end = record.last_end

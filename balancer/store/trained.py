@@ -61,7 +61,7 @@ def find_trained(plan: Plan, trainings: Iterable[RecordedTraining]) -> Trained |
 
 
 def _by_plan(plan: Plan, training: RecordedTraining) -> list[TrainingEntry]:
-    """Return the entries that a training wrote while it trained with this plan."""
+    """Return the entries that a training wrote under this plan."""
     entries: list[TrainingEntry] = []
     follows = False
     for entry in training.entries:
@@ -85,7 +85,10 @@ def _speeds(entries: Sequence[TrainingEntry]) -> list[SpeedEntry]:
 
 
 def _explain_slowness(entries: Sequence[TrainingEntry]) -> Iterator[str]:
-    """Yield the causes of a slow training as clauses: parts of its steps, and events."""
+    """Yield the causes of a slow training as clauses.
+
+    Causes are parts of the training's steps, and events.
+    """
     speeds = [each for each in _speeds(entries) if each.step_s]
     for name, words in (
         ("input_s", "its first device waited for input in {part} of a step"),
