@@ -71,10 +71,9 @@ def _check_limit(device: Device) -> None:
 
 
 def _all_memory(device: Device) -> int | None:
-    """Return a device's total memory in bytes; None if it is unknown.
+    """Return a device's total memory in bytes; None if unknown.
 
-    For a CPU slice, it is the total memory of the machine: slices share it, and more of it may be
-    free later.
+    For a CPU slice, the result is the machine's total memory, because all slices share this memory.
     """
     if not device.on_cpu:
         return device.memory_bytes
@@ -132,7 +131,10 @@ def find_others(devices: Sequence[Device]) -> tuple[tuple[str, ...], tuple[str, 
 
 
 def _busy_note(device: Device, seen: Vitals) -> str:
-    """Return a message if other programs are known to compute on a device; otherwise, ""."""
+    """Return a message if other programs compute on a device.
+
+    The message is "" if no such program is known.
+    """
     if seen.busy_percent is None or seen.busy_percent < BUSY_PERCENT:
         return ""
     pids = _name_pids(seen)
@@ -145,7 +147,10 @@ def _busy_note(device: Device, seen: Vitals) -> str:
 
 
 def _full_note(device: Device, seen: Vitals) -> str:
-    """Return a message if a device has too little free memory; "" if it has enough."""
+    """Return a message if a device has too little free memory.
+
+    The message is "" if the device has enough.
+    """
     total = device.memory_bytes
     if total is None or seen.used_bytes is None:
         return ""
@@ -164,6 +169,9 @@ def _full_note(device: Device, seen: Vitals) -> str:
 
 
 def _name_pids(seen: Vitals) -> str:
-    """Return the first few process IDs on a device as text; "" if none are known."""
+    """Return the first few process IDs on a device as text.
+
+    The text is "" if no IDs are known.
+    """
     pids = [str(pid) for pid in seen.processes]
     return ", ".join([*pids[:MOST_NAMED], *(["..."] if len(pids) > MOST_NAMED else [])])

@@ -97,7 +97,7 @@ def parse_machine(text: bytes, source: str = "machine.toml") -> Machine:
 
 
 def _check_positions(file: MachineFile, source: str) -> None:
-    """Raise RequestError if a placement or event refers to a device that doesn't exist.
+    """Raise RequestError if a placement or event names an unknown device.
 
     Two placements with the same name are refused, too.
     """
@@ -188,7 +188,10 @@ def _convert(table: Any, kind: type[Table], where: str) -> Table:
 
 
 def _explain_decoding_error(message: str, table: Any, where: str) -> str:
-    """Return msgspec's error message, preceded by the table, the key and its value."""
+    """Return msgspec's error message with the place of the error.
+
+    The place is the table, the key and the value, before the message.
+    """
     text, _, path = message.partition(" - at `$")
     seen = table
     for key, position in re.findall(r"\.(\w+)|\[(\d+)\]", path):
@@ -241,7 +244,10 @@ class SimulatedLoad(msgspec.Struct, frozen=True):
 
 
 class _LoadMeter:
-    """Averages a device's load between two readings, so that work in between isn't missed."""
+    """Averages a device's load between two readings.
+
+    The average includes work that began and ended between the readings.
+    """
 
     def __init__(self, load: SimulatedLoad, now: float) -> None:
         self._load = load
@@ -254,7 +260,10 @@ class _LoadMeter:
         self._load = load
 
     def read(self, now: float) -> SimulatedLoad:
-        """Return the mean load since the last reading, with the highest memory use in that time."""
+        """Return the mean load since the last reading.
+
+        The memory use is the highest in that time.
+        """
         self._note(now)
         past = self._past
         self._past = []
@@ -350,7 +359,10 @@ class SimulatedSource:
         """Do nothing, because this source holds nothing open."""
 
     def _make_load(self, position: int, samples_per_second: float, share: int) -> SimulatedLoad:
-        """Return the load of a device that trains at this rate, with `share` samples per step."""
+        """Return the load of a device that trains at this rate.
+
+        `share` is the number of samples per step.
+        """
         physics = self.machine.devices[position]
         busy = 0.0
         if samples_per_second and share:
@@ -366,7 +378,10 @@ class SimulatedSource:
         )
 
     def _sample_device(self, position: int, load: SimulatedLoad, together: bool) -> DeviceSample:
-        """Return a device's sample for this load; `together` is True if several devices train."""
+        """Return a device's sample for this load.
+
+        `together` is True if several devices train.
+        """
         device = self._devices[position]
         state = self._states[position]
         interval = self._builder.interval_seconds

@@ -114,9 +114,9 @@ class SnapshotBuilder:
 
 
 def _list_processes_on(device: Device, seen: Sequence[DeviceUse], rates: Rates) -> list[DeviceUse]:
-    """Return the processes that the driver lists on a device, then others that train on it.
+    """Return the processes that the driver lists on a device, then others.
 
-    The others are known from the reports that training processes write.
+    The reports of training processes name the others.
     """
     known = {each.pid for each in seen}
     reported = [pid for pid, identity in rates if identity == device.id]
@@ -243,9 +243,10 @@ def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
 
 
 def _with_device_id(live: LiveDevice, by_index: Mapping[int, Device]) -> LiveDevice:
-    """Return a training run's device with its id filled in, if the report gives only its index.
+    """Return a training run's device with an id.
 
-    A device whose index isn't in `by_index` is returned unchanged.
+    The id is filled in if the report gives only an index. A device with an index that isn't in
+    `by_index` is returned unchanged.
     """
     if live.id or live.index not in by_index:
         return live
@@ -255,7 +256,7 @@ def _with_device_id(live: LiveDevice, by_index: Mapping[int, Device]) -> LiveDev
 def _with_local_ids(
     training: Training, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]
 ) -> Training:
-    """Return a training run's report, in which this machine's device ids are filled in.
+    """Return a training run's report with this machine's device ids.
 
     `pids` has the pids that the driver reports, by device id. If the report names no device, its
     samples/s are divided equally among the devices on which the driver reports its process.

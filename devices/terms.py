@@ -129,10 +129,10 @@ def _parse_device(body: str, limit: Limit, before: Term | None) -> Term:
 
 
 def _parse_pick(body: str, limit: Limit, before: Term | None) -> Term:
-    """Parse a device's text without a kind, such as an index or an id.
+    """Parse a device's text without a kind, such as an index.
 
-    The kind follows from an id's prefix or else from `before`, the preceding term. Raises
-    RequestError if the text names no device.
+    The text may also be an id. The kind follows from an id's prefix or else from `before`, the
+    preceding term. Raises RequestError if the text names no device.
     """
     if "-" in body:
         for backend in all_backends():

@@ -97,7 +97,10 @@ class HostActor:
 
 
 def _end_with_parent() -> None:
-    """Wait until the raylet that started this process has exited, then exit, too."""
+    """Wait for the end of this process's raylet, and then exit.
+
+    The raylet is Ray's process that started this one.
+    """
     parent = os.getppid()
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_SECONDS)
@@ -379,9 +382,9 @@ def start_actor(node: Node, gpus: int) -> Any:
 
 
 def _explain_failure(error: Exception) -> str:
-    """Return why a host can't be called, in words that follow the host's name in a message.
+    """Return why a host can't be called, as a clause.
 
-    An example is "has left the cluster".
+    The clause follows the host's name in a message, as in "has left the cluster".
     """
     missing = [line.strip() for line in str(error).splitlines() if _MISSING.search(line)]
     if missing:

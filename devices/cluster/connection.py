@@ -153,9 +153,10 @@ def _explain(address: str, error: Exception) -> DeviceError:
 
 
 def _check_listener(address: str) -> None:
-    """Raise an error unless a gRPC server, such as Ray's, listens at the address.
+    """Raise an error unless a gRPC server listens at the address.
 
-    If `address` isn't HOST:PORT, the error is a RequestError; otherwise, a DeviceError.
+    Ray has such a server. If `address` isn't HOST:PORT, the error is a RequestError; otherwise, a
+    DeviceError.
     """
     host, colon, port = address.rpartition(":")
     if (

@@ -149,10 +149,10 @@ def name_gpus(gpu_ids: Sequence[str]) -> tuple[str, ...]:
 def _list_accelerators(
     kind: str, held: Sequence[str] | None
 ) -> tuple[Devices, Devices, dict[str, str]]:
-    """Return this host's devices of a kind: all of them, and those that may be used.
+    """Return this host's devices of a kind, and the usable ones.
 
-    The third result has the environment variables that hide the others. `held` has Ray's names of
-    the devices that may be used; None if all may be used. All results are empty if this host has no
+    The third result has the environment variables that hide the unusable devices. `held` has Ray's
+    names of the usable devices; None if all are usable. All results are empty if this host has no
     devices of the kind.
     """
     # "auto" stands for the first kind of accelerator found on this host
@@ -166,9 +166,10 @@ def _list_accelerators(
 
 
 def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Discovery:
-    """Return the requested devices of all hosts, with notes, given each host's answer.
+    """Return the requested devices of all hosts, with notes.
 
-    Raises DeviceError if no host has a usable device, or if a named one isn't usable.
+    `answers` has each host's answer. Raises DeviceError if no host has a usable device, or if a
+    named one isn't usable.
     """
     kind = _choose_kind(answers.values())
     devices: list[Device] = []
@@ -202,7 +203,10 @@ def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Disco
 
 
 def _join_notes(found: Mapping[str, Discovery]) -> list[str]:
-    """Return the hosts' notes without duplicates, each preceded by the names of its hosts."""
+    """Return the hosts' notes without duplicates.
+
+    Each note follows the names of the hosts that gave it.
+    """
     hosts_by_note: dict[str, list[str]] = {}
     for host, discovery in found.items():
         for note in discovery.notes:
@@ -211,19 +215,19 @@ def _join_notes(found: Mapping[str, Discovery]) -> list[str]:
 
 
 def _choose_kind(answers: Iterable[HostDevices]) -> str:
-    """Return the kind of devices to use on all hosts: accelerators if any host has them.
+    """Return the kind of devices to use on all hosts.
 
-    If no host has any, return "cpu".
+    Accelerators are used if any host has them; otherwise, the kind is "cpu".
     """
     kinds = {device.kind for answer in answers for device in answer.found.devices}
     return next((kind for kind in BACKENDS if kind in kinds), "cpu")
 
 
 def _check_named(agent: Agent, terms: Sequence[Term], own: int, answer: HostDevices) -> None:
-    """Raise DeviceError if the request names this host, but it has too few usable devices.
+    """Raise DeviceError if a host named in the request lacks devices.
 
-    `own` is the number of the host's usable devices. It has to be at least one, and at least the
-    number of devices that the request picks on this host by index or id.
+    `own` is the number of the host's usable devices. The host needs at least one, and one for each
+    device that the request picks there by index or id.
     """
     named = [term for term in terms if term.host in (agent.node.host, agent.node.name)]
     if not named:
@@ -377,7 +381,10 @@ class ClusterSource:
         )
 
     def _ask_hosts(self) -> tuple[dict[str, Snapshot], dict[str, str]]:
-        """Return the snapshots of the hosts that answer, and the errors of the others, by host."""
+        """Return the snapshots of the hosts that answer, by host.
+
+        The second result has the errors of the other hosts.
+        """
         calls = {host: kept.begin("sample") for host, kept in self._hosts.items()}
         found: dict[str, Snapshot] = {}
         lost: dict[str, str] = {}
@@ -438,9 +445,10 @@ def _place(live: LiveDevice, host: str) -> LiveDevice:
 
 
 def _add_hosts(hosts: Sequence[HostSample]) -> HostSample:
-    """Return one sample for all hosts, with the sums of their cores, load averages and memory.
+    """Return one sample for all hosts together.
 
-    The CPU use in percent is the mean, weighted by the hosts' numbers of cores.
+    Cores, load averages and memory are sums. The CPU use in percent is the mean, weighted by the
+    hosts' numbers of cores.
     """
     cores = sum(host.cores for host in hosts)
     return HostSample(

@@ -209,7 +209,10 @@ class GpuReader:
         )
 
     def _clock_fraction(self, now: float) -> float | None:
-        """Return the current clock as a fraction of the highest; None if either is unknown."""
+        """Return the current clock as a fraction of the highest clock.
+
+        None if either is unknown.
+        """
         clock = self._note_clock(self._metrics["clock"].read_one(now))
         highest = self._metrics["clock_max"].read_one(now).current
         if clock is None or not highest:
@@ -221,9 +224,9 @@ class GpuReader:
         return min(1.0, clock / highest)
 
     def _note_clock(self, read: Reading) -> float | None:
-        """Return the clock that was read, in MHz, and remember the highest clock so far.
+        """Return the clock in MHz, and remember the highest clock so far.
 
-        Return None if the reading isn't current.
+        None if the reading isn't current.
         """
         clock = read.current
         if clock is not None:
@@ -231,10 +234,10 @@ class GpuReader:
         return clock
 
     def _used_joules(self, now: float, counted: Reading) -> float | None:
-        """Return the energy that the GPU has used since some fixed time, in joules.
+        """Return the joules that the GPU has used since a fixed time.
 
-        Return None if it is unknown at present. `counted` is the reading of the driver's counter,
-        in millijoules. For a chip without a counter, the power is integrated over the calls of this
+        None if unknown at present. `counted` is the reading of the driver's counter, in
+        millijoules. For a chip without a counter, the power is integrated over the calls of this
         method.
         """
         if counted.state is not State.UNSUPPORTED:
@@ -251,11 +254,11 @@ class GpuReader:
     def _slowed(
         self, now: float, found: Mapping[int, Reading]
     ) -> tuple[float | None, float | None]:
-        """Return the seconds throttled by heat or a power brake, and the seconds at the power cap.
+        """Return the seconds throttled, and the seconds at the power cap.
 
-        Both are totals since some fixed time; None if unknown. `found` has the readings of the
-        driver's counters, in nanoseconds, by field. For a chip without counters, the seconds are
-        estimated.
+        Heat or a power brake throttles a GPU. Both results are totals since some fixed time; None
+        if unknown. `found` has the readings of the driver's counters, in nanoseconds, by field. For
+        a chip without counters, the seconds are estimated.
         """
         counts = {
             field: reading.current / 1e9
@@ -270,10 +273,10 @@ class GpuReader:
         return self._estimate_slowed(now)
 
     def _estimate_slowed(self, now: float) -> tuple[float | None, float | None]:
-        """Estimate the seconds throttled and the seconds at the power cap; None if unknown.
+        """Estimate the seconds throttled and the seconds at the power cap.
 
-        Both are totals since the reader was created, estimated from the reasons for throttling that
-        the driver gives at each call.
+        Both are totals since the reader was created; None if unknown. The estimate uses the reasons
+        for throttling that the driver gives at each call.
         """
         reasons = self._metrics["reasons"].read_one(now).current
         if reasons is None:
@@ -288,7 +291,10 @@ class GpuReader:
         return self._held, self._capped
 
     def _read_full(self, now: float) -> Vitals:
-        """Return the memory in use and the load, both in total and by process."""
+        """Return the memory in use and the load.
+
+        Both are given in total and by process.
+        """
         used, percent = (
             self._metrics[name].read_one(now).current for name in ("memory_used", "utilization")
         )
@@ -357,7 +363,10 @@ class GpuReader:
         return used
 
     def _current(self, field: Reading, fallback: str, now: float) -> Reading:
-        """Return `field` if it has a current value; otherwise read the metric `fallback`."""
+        """Return `field` if it has a current value.
+
+        Otherwise, read the metric `fallback`.
+        """
         return (
             field
             if field.current is not None
@@ -376,7 +385,7 @@ class GpuReader:
         return Reading(joules.state, joules.value - self.first_joules, joules.age_seconds)
 
     def _read_throttling(self, now: float) -> tuple[Reading, tuple[str, ...]]:
-        """Return the percentage of time in which the GPU was throttled, and the reasons.
+        """Return the percentage of throttled time, and the reasons.
 
         If there are several reasons, the percentage is that of the longest-lasting one, which comes
         first. The time is counted from the previous reading of the driver's counters.
@@ -402,12 +411,12 @@ class GpuReader:
     def _estimate_throttling(
         self, rate: Reading, reasons: tuple[str, ...] | None
     ) -> tuple[Reading, tuple[str, ...]]:
-        """Return an estimate of the percentage of throttled time, and the current reasons.
+        """Return the estimated percentage of throttled time, and the current reasons.
 
-        The GPU counts as throttled for half of the time if there were reasons either at this call
-        (`reasons`) or at the previous one, and for all of it if there were reasons at both. `rate`
-        is the reading of the driver's counters. It is returned instead of an estimate if the
-        reasons are unknown, or if the GPU has these counters (`rate` isn't UNSUPPORTED).
+        `reasons` are those at this call. With reasons at both this and the previous call, the
+        result is 100 %. With reasons at one of them, it is 50 %. `rate` is the reading of the
+        driver's counters. It is returned unchanged if the reasons are unknown, or if the GPU has
+        these counters (`rate` isn't UNSUPPORTED).
         """
         # a chip with counters isn't estimated, even if they have no value yet
         if rate.state is not State.UNSUPPORTED or reasons is None:
@@ -417,7 +426,7 @@ class GpuReader:
         return value(50.0 * (before + bool(reasons))), reasons
 
     def _reasons_now(self, now: float) -> tuple[str, ...] | None:
-        """Return the reasons for which the clocks are reduced at this moment; None if unknown."""
+        """Return the current reasons for reduced clocks; None if unknown."""
         current = self._metrics["reasons"].read_one(now).current
         if current is None:
             return None
@@ -425,7 +434,10 @@ class GpuReader:
         return tuple(words for bit, words in EVENT_REASONS.items() if mask & bit)
 
     def _read_traffic(self, activity: Mapping[int, Reading], now: float) -> dict[str, Any]:
-        """Return the bytes per second over PCIe and NVLink, by field of the sample."""
+        """Return the bytes per second over PCIe and NVLink.
+
+        The keys are the sample's fields.
+        """
         found = {name: activity[metric].scaled(MIB) for name, metric, _ in _TRAFFIC.values()}
         if all(reading.current is not None for reading in found.values()):
             return found
@@ -503,7 +515,10 @@ class GpuProcesses:
         return self._seen
 
     def _list(self, kind: str, call: Callable[[Handle], Sequence[Any]]) -> None:
-        """Read and store the memory of each process of one kind ("compute" or "graphics")."""
+        """Read and store the memory of each process of one kind.
+
+        The kind is "compute" or "graphics".
+        """
         try:
             self._memory[kind] = {int(each.pid): each.usedGpuMemory for each in call(self._handle)}
         except self._nvml.NVMLError as error:
@@ -511,7 +526,7 @@ class GpuProcesses:
             raise_if_gone(error_code(error))
 
     def _ask_use(self) -> tuple[dict[int, float], Reading]:
-        """Return each busy process's percentage of the multiprocessors' time, by pid.
+        """Return the percentage of multiprocessor time of each busy process, by pid.
 
         The second result is the reading for every other process: 0 %, or a reading without a value
         that says why.

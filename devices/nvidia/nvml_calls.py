@@ -143,9 +143,9 @@ class Batch:
         return dict.fromkeys(due, (code, 0.0))
 
     def _ask(self, due: Sequence[int], now: float) -> Mapping[int, Outcome]:
-        """Call NVML for the metrics whose ids are in `due`, and return the outcomes by id.
+        """Call NVML for the metrics in `due`, and return the outcomes.
 
-        A metric that has no new value yet is left out.
+        Both are given by the metrics' ids. A metric that has no new value yet is left out.
         """
         raise NotImplementedError
 

@@ -47,7 +47,10 @@ SILENT_WORDS = (
 
 
 class _Slot:
-    """One GPU of the source: its reader, or a note on why the GPU doesn't answer."""
+    """One GPU of the source.
+
+    It has a reader, or a note on why the GPU doesn't answer.
+    """
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -136,7 +139,7 @@ class NvmlSource:
                 self._attach(gpu)
 
     def _watch_events(self) -> None:
-        """Start the thread that watches for events, if this is at least the third sample.
+        """Start the thread that watches for events, from the third sample on.
 
         A program that takes only one sample then doesn't have to wait for the thread when it ends.
         """
@@ -157,7 +160,10 @@ class NvmlSource:
         slot.note = ""
 
     def _reopen_if_lost(self, now: float) -> None:
-        """Reopen the driver if it has gone, or if a GPU was lost for `REOPEN_FOR_LOST_SECONDS`."""
+        """Reopen the driver if the driver or a GPU was lost.
+
+        A GPU must have been lost for `REOPEN_FOR_LOST_SECONDS`.
+        """
         lost = [slot for slot in self._slots.values() if slot.reader is None]
         # a GPU that was reset is listed again only after the driver has been reopened
         if self._is_open and lost and now >= self._reopen_at:
