@@ -33,7 +33,10 @@ MakeScreen = Callable[[], Screen[None]]
 
 
 def _screen_maker(name: str) -> MakeScreen:
-    """Return a function that creates a screen; the screen's module is imported only then."""
+    """Return a function that imports a screen's module and creates the screen.
+
+    The import happens only in that function.
+    """
     return lambda: getattr(import_module(f"evener.tui.screens.{name}"), f"{name.title()}Screen")()
 
 
@@ -203,7 +206,10 @@ class EvenerApp(BaseApp):
             self.push_screen(WelcomeDialog(), self._open_choice)
 
     def _open_choice(self, key: str | None) -> None:
-        """Open what the user chose on the welcome screen; `key` is None if nothing was chosen."""
+        """Open what the user chose on the welcome screen.
+
+        `key` is None if nothing was chosen.
+        """
         if key == "b":
             self.action_show("balance")
         elif key == "w":
@@ -303,7 +309,10 @@ class EvenerApp(BaseApp):
 
 
 def _tune_garbage_collection() -> None:
-    """Enable garbage collection again, with a threshold so high that it rarely runs."""
+    """Enable garbage collection again.
+
+    The threshold is so high that garbage is rarely collected.
+    """
     # The objects that exist now are never scanned, because that would take 40 ms each time.
     gc.collect()
     gc.freeze()

@@ -359,9 +359,10 @@ class BaseApp(App[int]):
         state: SessionState,
         devices: tuple[Device, ...] | None = None,
     ) -> None:
-        """Start a session in place of the previous one, with the initial `state`.
+        """Start a session in place of the previous one.
 
-        `make` creates the session, which runs on `devices`; for a replay, `devices` is None.
+        `state` is the initial state. `make` creates the session, which runs on `devices`; for a
+        replay, `devices` is None.
         """
         self.forget_session()
         self._session = SessionThread(make, self.post_message)
@@ -433,7 +434,10 @@ class BaseApp(App[int]):
             self._show_end(fault)
 
     def _show_end(self, fault: str) -> None:
-        """Show a message that the session has ended; `fault` is the error, or ""."""
+        """Show a message that the session has ended.
+
+        `fault` is the error, or "".
+        """
         if fault:
             self.show_message(fault, severity="error")
         elif self.balance.finished is not None:
@@ -441,9 +445,10 @@ class BaseApp(App[int]):
             self.show_message(f"The search ended. {answer}")
 
     def _publish_loads(self) -> None:
-        """Tell the sampler each device's samples/s and rows per pass in the running probes.
+        """Tell the sampler the running probes' load of each device.
 
-        The samples/s are None until they are known.
+        The load is the samples/s and the rows per pass. The samples/s are None until they are
+        known.
         """
         loads: dict[str, tuple[float | None, int]] = {}
         for running in self.balance.running:

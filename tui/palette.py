@@ -134,7 +134,10 @@ def _has_effect(node: DOMNode, binding: Binding) -> bool:
 
 
 def _begins(query: str, words: str) -> bool:
-    """True if each word of the query is a prefix of a word in `words`; False for an empty query."""
+    """True if each word of the query begins a word in `words`.
+
+    False for an empty query.
+    """
     asked = query.lower().split()
     return bool(asked) and all(any(one.startswith(each) for one in words.split()) for each in asked)
 
@@ -213,7 +216,7 @@ class AppProvider(Provider):
 
 
 async def _press(app: BaseApp, offered: OfferedKey) -> None:
-    """Run the key's action, after focusing the panel to which the key belongs."""
+    """Focus the panel of a key, and run the key's action."""
     node = offered.node
     if isinstance(node, Widget) and node.can_focus:
         node.focus()

@@ -84,7 +84,7 @@ class TrainingSource(SimulatedSource):
         )
 
     def _train_until(self, now: float, slowed: float, first: Training) -> tuple[Training, ...]:
-        """Advance the training to the time `now`, and return the reports of its ranks.
+        """Advance the training to `now`, and return its ranks' reports.
 
         `slowed` is the fraction of its speed that the first card has lost to heat. `first` is the
         training's report before its first step.
@@ -134,7 +134,7 @@ class TrainingSource(SimulatedSource):
 
 
 def _heat(sample: DeviceSample) -> DeviceSample:
-    """Return the sample of a device as if it were throttled because of heat."""
+    """Return a device's sample as if heat throttled the device."""
     clock_mhz = value(round((1 - SLOWED) * (sample.clock_mhz.current or 0.0)))
     held = {
         "throttled_percent": value(100 * SLOWED),

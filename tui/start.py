@@ -98,9 +98,9 @@ def run_app(
 
 
 def _is_first_start(options: Mapping[str, Any]) -> bool:
-    """True if no run is stored yet, and the user could start a search in this app.
+    """True if no run is stored and a search could be started.
 
-    It is False for a read-only app and for a replay.
+    False for a read-only app, for a replay, and for an app that isn't drawn on a terminal.
     """
     from evener.balancer.store.runs import have_runs
 
@@ -109,12 +109,18 @@ def _is_first_start(options: Mapping[str, Any]) -> bool:
 
 
 def _owns_terminal() -> bool:
-    """True if the app is drawn on a terminal, False if it is drawn in a browser."""
+    """True if the app is drawn on a terminal.
+
+    False if a browser draws the app.
+    """
     return sys.stdout.isatty() and "TEXTUAL_DRIVER" not in os.environ
 
 
 def _run_demo(theme: str | None, options: Mapping[str, Any]) -> int:
-    """Run the demo, which the user chose in the app, and return its exit code."""
+    """Run the demo and return the exit code.
+
+    The user chose the demo in the app.
+    """
     # The app has been closed. The demo is a separate process, which stores nothing.
     words = [*(["--theme", theme] if theme else []), *(["--ascii"] if options.get("ascii") else [])]
     return subprocess.call([sys.executable, "-P", "-m", "evener", "demo", *words])
@@ -173,9 +179,10 @@ def _end_threads(app: EvenerApp) -> None:
 
 @contextlib.contextmanager
 def _drawing_on_the_terminal() -> Iterator[None]:
-    """Return a context in which `sys.__stderr__`, on which Textual draws, is a terminal.
+    """Return a context in which `sys.__stderr__` is a terminal.
 
-    If standard error is redirected, the terminal of standard output is used instead.
+    Textual draws there. If standard error is redirected, the terminal of standard output is used
+    instead.
     """
     # Textual draws on `sys.__stderr__`, which may be redirected to a file.
     before = sys.__stderr__

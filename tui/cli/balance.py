@@ -103,10 +103,10 @@ def balance(
 def _read_budget(
     request: Request, budget: str | None, resume: str | None
 ) -> tuple[Request, float | None]:
-    """Return the request with its budget, and the seconds by which a run is extended.
+    """Return the request with its budget.
 
-    The seconds are None unless a resumed run is extended, for example by `--budget +5m`. Raises
-    RequestError for `+5m` without `--resume`.
+    The second result is the seconds by which a resumed run is extended, as by `--budget +5m`; None
+    otherwise. Raises RequestError for `+5m` without `--resume`.
     """
     if budget is None:
         return request, None
@@ -136,7 +136,10 @@ def _run_dry(job: Job, as_json: bool) -> int:
 
 
 def _phase_printer() -> Callable[[ProbeProgress], None]:
-    """Return a progress callback that prints the name of each phase when the phase begins."""
+    """Return a progress callback that prints each phase's name.
+
+    A name is printed when the phase begins.
+    """
     phases = set[str]()
 
     def report(progress: ProbeProgress) -> None:
@@ -213,7 +216,7 @@ def _resume_comparison(request: Request, resume: str, others: str | None) -> Ope
     """Open the run `resume` to continue its comparison.
 
     Raises RequestError if the run isn't a comparison, or if an option that chooses layouts
-    (`others`) is given: a run's layouts can't be changed.
+    (`others`) is given. A run's layouts can't be changed.
     """
     if others:
         raise RequestError(

@@ -176,7 +176,7 @@ def _print_summary(
     as_json: bool,
     notes: Sequence[RankNote] = (),
 ) -> None:
-    """Print the summary of a training, and save it with the training's run.
+    """Print a training's summary, and save it with the training's run.
 
     - `before`: the CPU use of all processes when the training began, to find competitors for cores.
     - `code`: the training's exit code.
@@ -207,12 +207,15 @@ def _print_summary(
 
 
 def _name(job: HostJob) -> str:
-    """Return the script's name without its directory, or "-m" with the module's name."""
+    """Return the script's file name, or "-m" with the module's name."""
     return " ".join(job.command[:2]) if job.command[0] == "-m" else Path(job.command[0]).name
 
 
 def _list_shares(job: HostJob) -> str:
-    """Return this host's shares as text, such as "5 rows on CPU:0, 2 × 410 rows on GPU:1"."""
+    """Return this host's shares as text.
+
+    An example is "5 rows on CPU:0, 2 × 410 rows on GPU:1".
+    """
     # For a device without rows, the text says how much of a sharded model's state the device holds.
     listed = []
     for share, device in zip(job.own, chain.from_iterable(job.processes), strict=True):
@@ -225,7 +228,7 @@ def _list_shares(job: HostJob) -> str:
 
 
 def _print_other_hosts(job: HostJob, max_restarts: int) -> None:
-    """Print, for each other host of the plan, the command to run there."""
+    """Print the commands to run on the plan's other hosts."""
     options = ["--max-restarts", str(max_restarts)] if max_restarts else []
     if not job.use_file:
         options.append(OPTION)
@@ -318,14 +321,20 @@ def run(
 
 
 def _write_start(job: HostJob) -> str:
-    """Return the devices on which a program starts as text, such as "starts on GPU:0, GPU:1"."""
+    """Return as text on which devices a program starts.
+
+    An example is "starts on GPU:0, GPU:1".
+    """
     labels = ", ".join(device.label for device in chain.from_iterable(job.processes))
     alone = "" if len(job.processes) > 1 else ", one device, so it has no shares to balance"
     return f"starts on {labels}{alone}"
 
 
 def _check_several(plan: Plan) -> None:
-    """Raise RequestError if the plan has only one device, because `--noise` needs several."""
+    """Raise RequestError if the plan has only one device.
+
+    The option `--noise` needs several.
+    """
     # The noise scale is computed from differences between the gradients of several devices.
     if len(plan.layout.active) == 1:
         raise RequestError(

@@ -111,12 +111,13 @@ def monitor(
 
 
 def _metrics_server(address: str | None, public: bool, once: bool) -> Serving:
-    """Return a function that starts the metrics server that the command's options ask for.
+    """Return a function that starts the metrics server if one was requested.
 
-    Its argument is a callable that returns the latest snapshot, and its result a context in which
-    the server runs. Without `--metrics`, the context does nothing. The parameters are the values of
-    `--metrics`, `--metrics-public` and `--once`. Raises RequestError if they contradict each other
-    or the address is invalid.
+    The function takes a callable that returns the latest snapshot, and returns a context in which
+    the server runs. Without `--metrics`, the context does nothing.
+
+    The parameters are the values of `--metrics`, `--metrics-public` and `--once`. Raises
+    RequestError if they contradict each other or the address is invalid.
     """
     if address is None:
         if public:
@@ -180,9 +181,10 @@ def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapsho
 
 
 def _read_first(source: Source) -> Snapshot:
-    """Take a snapshot and return it once the next one can contain rates, such as PCIe bytes/s.
+    """Take a snapshot, wait a moment, and return the snapshot.
 
-    A rate is computed from two readings. Raises DeviceError if the devices can't be read.
+    After the wait, the next snapshot can contain rates. A rate, such as PCIe bytes/s, is computed
+    from two readings. Raises DeviceError if the devices can't be read.
     """
     try:
         first = source.sample()
@@ -244,7 +246,10 @@ def snapshot_text(snapshot: Snapshot, width: int, *, colour: bool) -> str:
 
 
 def _link_lines(snapshot: Snapshot, width: int) -> Iterator[Line]:
-    """Yield a line for each link between the devices that was measured earlier."""
+    """Yield a line for each measured link between the devices.
+
+    The links were measured earlier.
+    """
     for link in _list_links(snapshot):
         yield Line((Span(cut(f" link {plain(link.describe())}", width), "dim"),))
 
@@ -271,7 +276,10 @@ def snapshot_document(snapshot: Snapshot) -> dict[str, object]:
 
 
 def _notes(snapshot: Snapshot) -> Iterator[str]:
-    """Yield the host's name with its driver's version, if known, then the notes on the machine."""
+    """Yield the host's name, then the notes on the machine.
+
+    The version of the driver, if known, follows the name.
+    """
     if snapshot.driver:
         maker = name_maker(sample.device for sample in snapshot.devices)
         yield f"{plain(snapshot.host.hostname)}, {maker} driver {plain(snapshot.driver)}"
@@ -289,7 +297,10 @@ def _join(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
 
 
 def _training_parts(snapshot: Snapshot, width: int) -> Iterator[Line]:
-    """Yield the table of trainings, then the ranks of each training and what slows it down."""
+    """Yield the table of trainings, then lines about each training.
+
+    These lines show a training's ranks, and what slows the training down.
+    """
     # A training with a single process and no id is only listed in the table, which already shows
     # all of its values.
     rows = _join(snapshot)
@@ -371,7 +382,10 @@ def demo(
 
 
 def _print_demo(ascii_only: bool) -> None:
-    """Print the demo as text: the search with its result, then the training at a few moments."""
+    """Print the demo as text.
+
+    The search with its result comes first, then the training at a few moments.
+    """
     from evener.balancer.request import Request
     from evener.balancer.run import open_run
     from evener.balancer.session import Session

@@ -98,10 +98,10 @@ def probe(
 
 
 def _parse_length(seconds: str | None, steps: int | None) -> ProbeLength:
-    """Return the length of a run from the values of `--seconds` and `--steps`.
+    """Return a run's length from `--seconds` and `--steps`.
 
-    Without either, return the default. Raises RequestError if both are given or the time is
-    out of range.
+    Without either, return the default. Raises RequestError if both are given or the time is out of
+    range.
     """
     if steps is not None:
         if seconds is not None:
@@ -120,11 +120,12 @@ def _parse_length(seconds: str | None, steps: int | None) -> ProbeLength:
 
 
 def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, ...] | None]:
-    """Return a value for `--devices`, and the indices of the chosen devices among those it selects.
+    """Return a value for `--devices`, and the chosen devices' indices.
 
-    `spec` is the value of `--devices`, and `gpus` that of `--gpus`. If `spec` is "auto", the
-    returned value selects only the chosen devices; otherwise it is `spec`. Without `--gpus`, the
-    indices are None: the first devices are used.
+    The indices count the devices that the value selects. `spec` is the value of `--devices`, and
+    `gpus` that of `--gpus`. If `spec` is "auto", the returned value selects only the chosen
+    devices; otherwise it is `spec`. Without `--gpus`, the indices are None: the first devices are
+    used.
     """
     if gpus is None:
         return spec, None
@@ -150,7 +151,7 @@ def _announce(resolved: Job, repeat: int, length: ProbeLength) -> None:
 def _print_run(
     run: ProbeRepeat, number: int, repeat: int, devices: Sequence[Device], length: ProbeLength
 ) -> None:
-    """Print the result of a run and the doubts about it to standard error.
+    """Print a run's result and the doubts about it to standard error.
 
     `number` counts the runs from 1, and `repeat` is the number of all runs.
     """
@@ -163,14 +164,20 @@ def _print_run(
 def _write_doubts(
     doubts: Sequence[MeasurementDoubt], devices: Sequence[Device], length: ProbeLength
 ) -> list[str]:
-    """Return the doubts about a run as text; they name the option that makes a run longer."""
+    """Return the doubts about a run as text.
+
+    The text names the option that makes a run longer.
+    """
     on_gpus = any(not device.on_cpu for device in devices)
     longer = "more --steps" if length.steps else "a longer --seconds"
     return [write_doubt(one, on_gpus, longer) for one in describe_doubts(doubts, devices)]
 
 
 def _make_table(runs: Sequence[ProbeRepeat], layout: Layout, labels: Sequence[str]) -> Table:
-    """Return the table of all runs; it has columns for energy if any run measured power."""
+    """Return the table of all runs.
+
+    The table has columns for energy if any run measured power.
+    """
     note = "±: half of the 95 % interval."
     if len(layout.active) > 1:
         how = (

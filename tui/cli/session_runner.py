@@ -49,7 +49,10 @@ class _Progress:
         self.drawn = False  # True while there are live lines on a terminal
 
     def show_message(self, text: str) -> None:
-        """Show a message below the live lines; without live lines, print it to standard error."""
+        """Show a message below the live lines.
+
+        Without live lines, the message is printed to standard error.
+        """
         if self.drawn:
             self.messages.append(text)
         else:
@@ -113,9 +116,9 @@ def run_session(
 def _run_to_its_end(
     session: Session, progress: _Progress, as_json: bool
 ) -> tuple[Finished, UnwrittenError | None]:
-    """Run the session and return its result, and the error if the journal couldn't be written.
+    """Run the session and return its result and the journal's error.
 
-    The error is None if the whole journal was written. If there is no result, it is raised.
+    The error is None if the whole journal was written. Without a result, the error is raised.
     """
     try:
         return _show_progress(session, progress, as_json), None
@@ -185,9 +188,9 @@ def stopped_by_signals(
 
 
 def _show_progress(session: Session, progress: _Progress, as_json: bool) -> Finished:
-    """Run the session, show its progress on standard error, and return its result.
+    """Run the session, show the progress, and return the result.
 
-    If `as_json`, no live lines are drawn, only log lines.
+    The progress is shown on standard error. If `as_json`, no live lines are drawn, only log lines.
     """
     on_terminal = sys.stderr.isatty() and not as_json
     with _live_lines(progress) if on_terminal else contextlib.nullcontext() as live:
@@ -205,9 +208,10 @@ def _show_progress(session: Session, progress: _Progress, as_json: bool) -> Fini
 
 @contextlib.contextmanager
 def _live_lines(progress: _Progress) -> Iterator[Live]:
-    """Return a context in which the live lines of `progress` are redrawn on the terminal.
+    """Return a context in which the live lines of `progress` are redrawn.
 
-    They are removed at the end of the context; text that was printed meanwhile stays.
+    At the end of the context the lines are removed from the terminal. Other text that was printed
+    meanwhile stays.
     """
     from rich.console import Console, Group
     from rich.live import Live

@@ -46,9 +46,9 @@ def usage_fault(error: Exception, command: str) -> EvenerError | None:
 
 
 def _explain_missing(error: Exception, command: str, look: str) -> RequestError | None:
-    """Return the error for a missing argument, option or value; None for another exception.
+    """Return the error for a missing argument, option or value.
 
-    `look` is the remedy, which names the help.
+    None for another exception. `look` is the remedy, which names the help.
     """
     kind = type(error).__name__
     parameter = getattr(error, "param", None)
@@ -63,9 +63,10 @@ def _explain_missing(error: Exception, command: str, look: str) -> RequestError 
 
 
 def _explain_unknown(error: Exception, command: str, look: str) -> RequestError | None:
-    """Return the error for an unknown option or command; None for another exception.
+    """Return the error for an unknown option or command.
 
-    It names similar options. `look` is the remedy if there are none.
+    None for another exception. The error names similar options. `look` is the remedy if there are
+    none.
     """
     if type(error).__name__ == "NoSuchOption":
         option = plain(str(getattr(error, "option_name", "")), MOST_SHOWN)
@@ -85,9 +86,10 @@ def _explain_unknown(error: Exception, command: str, look: str) -> RequestError 
 
 
 def _explain_value(error: Exception, message: str, look: str) -> RequestError | None:
-    """Return the error for a value that an option doesn't accept; None for another exception.
+    """Return the error for a value that an option doesn't accept.
 
-    It names the accepted values. `look` is the remedy if they are unknown.
+    None for another exception. The error names the accepted values. `look` is the remedy if they
+    are unknown.
     """
     parameter = getattr(error, "param", None)
     refused = _REFUSED.match(message)
@@ -100,14 +102,20 @@ def _explain_value(error: Exception, message: str, look: str) -> RequestError | 
 
 
 def _name(parameter: Any) -> str:
-    """Return a parameter's name as in the help: an option's flag, or an argument's metavar."""
+    """Return a parameter's name as in the help.
+
+    The name is an option's flag, or an argument's metavar.
+    """
     if getattr(parameter, "param_type_name", "") == "option":
         return str(parameter.opts[0])
     return str(parameter.metavar or parameter.human_readable_name).rstrip(".")
 
 
 def _describe_type(kind: Any) -> str:
-    """Describe which values a parameter accepts; return "" unless they are numbers or choices."""
+    """Return as text which numbers or choices a parameter accepts.
+
+    The text is "" for a parameter of another kind.
+    """
     choices = getattr(kind, "choices", None)
     if choices is not None:
         return _either([str(getattr(choice, "value", choice)) for choice in choices])
@@ -123,5 +131,8 @@ def _describe_type(kind: Any) -> str:
 
 
 def _either(words: Sequence[str]) -> str:
-    """Return words joined by commas and "or", such as "created, time or workload"."""
+    """Return words joined by commas and "or".
+
+    An example is "created, time or workload".
+    """
     return join_words(words, "or")

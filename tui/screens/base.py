@@ -267,7 +267,10 @@ class KeysBar(Lines):
         self.show([Line(tuple(span for hint in hints for span in hint))])
 
     def _hint(self, binding: Binding) -> tuple[Span, ...]:
-        """Return a key with its description; a click on either presses the key."""
+        """Return a key with its description.
+
+        A click on either presses the key.
+        """
         action = f"app.simulate_key('{binding.key}')"
         key = Span(f" {self.app.get_key_display(binding)}", "key", action)
         return key, Span(f" {binding.description}", "text", action)
@@ -285,7 +288,10 @@ class KeysBar(Lines):
     def _extend(
         self, hints: list[tuple[Span, ...]], more: list[tuple[Span, ...]]
     ) -> list[tuple[Span, ...]]:
-        """Insert as many of `more` as fit before the last `ALWAYS` hints; return all hints."""
+        """Insert the hints of `more` that fit, and return all hints.
+
+        They are inserted before the last `ALWAYS` hints.
+        """
         left = self.size.width - sum(map(span_cells, hints))
         added = []
         for hint in more:

@@ -105,7 +105,10 @@ class RunsScreen(RunActions, SortedScreen):
         self.watch(self.app, "balance", self._followed, init=False)
 
     async def _followed(self, before: SessionState, state: SessionState) -> None:
-        """Reload the list of runs if the session has started or ended since the state `before`."""
+        """Reload the list of runs when the session starts or ends.
+
+        `before` is the session's previous state.
+        """
         if self.is_current and (before.run, before.ended) != (state.run, state.ended):
             await self.action_reload()
 
@@ -151,7 +154,10 @@ class RunsScreen(RunActions, SortedScreen):
         self.refresh_bindings()
 
     def _draw_plans(self) -> None:
-        """Draw the plan of the run under the cursor, and that of a marked run to its left."""
+        """Draw the plan of the run under the cursor.
+
+        The plan of a marked run is drawn to the left of it.
+        """
         panel = self.query_one(RunPanel)
         chosen = self.chosen_run
         others = [name for row in panel.chosen_rows if (name := panel.identity(row)) != chosen]
@@ -179,15 +185,19 @@ class RunsScreen(RunActions, SortedScreen):
         panel.show(lines)
 
     def _load(self, name: str) -> StoredRun:
-        """Return a stored run, which stays in memory until the list is reloaded."""
+        """Return a stored run.
+
+        The run stays in memory until the list is reloaded.
+        """
         found = self._plans.get(name) or runs.load_run(name)
         self._plans[name] = found
         return found
 
     def _plan_lines(self, name: str, width: int, height: int) -> tuple[Line, ...]:
-        """Return the lines about a run: a search's plan, or a training's journal.
+        """Return the lines about a run.
 
-        If the run can't be read, the lines say why. Return no lines if `name` is "".
+        A search has the lines of its plan, and a training those of its journal. If the run can't be
+        read, the lines say why. Return no lines if `name` is "".
         """
         if not name:
             return ()
@@ -233,7 +243,10 @@ class RunsScreen(RunActions, SortedScreen):
         }.get(action, state != "unreadable")
 
     def _has_script(self, name: str) -> bool:
-        """True if the run's plan has a training command, because its workload is a script."""
+        """True if a command can train by the plan of the run.
+
+        That is so if the plan's workload is a script.
+        """
         try:
             plan = self._load(name).plan
         except EvenerError:

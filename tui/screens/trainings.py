@@ -85,7 +85,10 @@ class TrainingsScreen(SnapshotScreen):
             panel.show(self._draw(name, row, snapshot, panel) if row is not None and shown else ())
 
     def _place_training_panels(self, row: TrainingRow | None, snapshot: Snapshot) -> None:
-        """Set the height of each panel; `row` is the training to show, or None."""
+        """Set the height of each panel.
+
+        `row` is the training to show, or None.
+        """
         frame = self.fit_frames()
         size = self.evener.size
         height = size.height - _BARS
@@ -103,7 +106,10 @@ class TrainingsScreen(SnapshotScreen):
     def _draw(
         self, name: str, row: TrainingRow, snapshot: Snapshot, panel: Lines
     ) -> Sequence[Line]:
-        """Return the lines of a panel about one training; `name` is the panel's CSS selector."""
+        """Return the lines of a panel about one training.
+
+        `name` is the panel's CSS selector.
+        """
         width, height = panel.size
         match name:
             case "#causes":
@@ -125,16 +131,20 @@ class TrainingsScreen(SnapshotScreen):
                 )
 
     def _log_rows(self, height: int, *, shares_rows: bool) -> int:
-        """Return the height of the log panel in lines; 0 unless a training was started in this app.
+        """Return the height of the log panel in lines.
 
-        `shares_rows` is True if the panels about a training need most of `height`.
+        The height is 0 unless a training was started in this app. `shares_rows` is True if the
+        panels about a training need most of `height`.
         """
         if self.evener.training is None:
             return 0
         return max(_LEAST_LOG, height // 3) if shares_rows else max(_LEAST_LOG, height - 8)
 
     def _show_log(self) -> None:
-        """Draw the end of the log of the training that was started here, and its state."""
+        """Draw the state and the log's end of this app's training.
+
+        That is the training that was started here.
+        """
         training, panel = self.evener.training, self.query_one("#training-log", Lines)
         if training is None:
             return
@@ -173,7 +183,10 @@ class TrainingsScreen(SnapshotScreen):
 
 
 def _find_summary(run: str) -> Sequence[str]:
-    """Return the summary of a training's run as lines; an empty tuple if there is none."""
+    """Return the summary of a training's run as lines.
+
+    The result is an empty tuple if there is none.
+    """
     summary = load_summary(run)
     return describe_summary(summary) if summary is not None else ()
 

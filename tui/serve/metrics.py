@@ -50,7 +50,10 @@ class _Reading:
         self._latest = latest
 
     def collect(self) -> Iterable[Any]:
-        """Return the metrics of the newest snapshot; no metrics before the first snapshot."""
+        """Return the metrics of the newest snapshot.
+
+        There are no metrics before the first snapshot.
+        """
         snapshot = self._latest()
         return () if snapshot is None else metric_families(snapshot)
 
@@ -67,7 +70,10 @@ class _Clients:
         self._change = threading.Condition()
 
     def add(self, client: socket.socket) -> None:
-        """Add a new connection; if there are too many, first shut down the oldest."""
+        """Add a new connection.
+
+        If there are too many, the oldest is shut down first.
+        """
         # Requests are answered within milliseconds, so the oldest connection only blocks others.
         with self._change:
             while len(self._since) >= MOST_CLIENTS:
@@ -88,7 +94,10 @@ class _Clients:
             self._change.notify_all()
 
     def cut_off_late(self) -> None:
-        """Shut down connections older than `REQUEST_SECONDS`, even if they still send or read."""
+        """Shut down connections older than `REQUEST_SECONDS`.
+
+        They are shut down even if they still send or read.
+        """
         until = time.monotonic() - REQUEST_SECONDS
         with self._change:
             for client, since in self._since.items():
@@ -125,11 +134,17 @@ class _Server4(ThreadingWSGIServer):
         self._clients.close(request, super().shutdown_request)
 
     def service_actions(self) -> None:
-        """Check the open connections; the server calls this at least twice a second."""
+        """Check the open connections.
+
+        The server calls this at least twice a second.
+        """
         self._clients.cut_off_late()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore an OSError: a silent or disconnected client isn't a defect of the server."""
+        """Ignore an OSError.
+
+        A silent or disconnected client isn't a defect of the server.
+        """
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
@@ -390,7 +405,10 @@ def _training_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
 
 
 def _noise_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
-    """Yield the metrics of each rank's noise scale: the scale and both ends of its interval."""
+    """Yield the metrics of each rank's noise scale.
+
+    They are the scale and both ends of its interval.
+    """
     # A rank without a noise scale has no samples, and an infinite value is left out.
     for name, field, help_text in _NOISE:
         ends = (
@@ -448,7 +466,10 @@ def _describe(device: Device, hostname: str) -> Labels:
 
 
 def _short_name(device: Device) -> str:
-    """Return a device's short name, such as "nvidia0": its maker (or kind) and its index."""
+    """Return a device's short name, such as "nvidia0".
+
+    The name is the device's maker (or kind) and index.
+    """
     return f"{find_backend(device.kind).maker.lower() or device.kind}{device.index}"
 
 
@@ -466,8 +487,8 @@ def _training_labels(training: Training, hostname: str) -> Labels:
 def _uuid_and_name(live: LiveDevice, devices: Mapping[str, Device]) -> tuple[str, str]:
     """Return the UUID and the short name of a training's device.
 
-    For a device that the monitor doesn't see, the short name is its index, or "" if
-    that is unknown.
+    For a device that the monitor doesn't see, the short name is its index, or "" if the index is
+    unknown.
     """
     device = devices.get(live.id)
     index = str(live.index) if live.index >= 0 else ""
