@@ -132,9 +132,9 @@ class Flat:
             )
 
     def _open(self) -> torch.Tensor:
-        """Return the buffer for the gradients of the whole flat, computed from this rank's rows.
+        """Return the buffer for gradients of whole parameters from this rank's rows.
 
-        It is created if there is none, after waiting for an earlier reduction of the flat.
+        The buffer is created if there is none.
         """
         # the reduction from an earlier use of the unit may still be running
         self.receive()

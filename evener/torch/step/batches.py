@@ -171,7 +171,7 @@ class BatchTracker:
         return _list_trained(epochs) or [newest]
 
     def _choose(self, data: Any, epochs: Sequence[Epoch], match: Match) -> TakenBatch | None:
-        """Return the batch that matches `data`, or None if it doesn't matter which one that is.
+        """Return the batch that matches `data`; None if the choice doesn't matter.
 
         `epochs` are the epochs that may contain the batch. `match` returns the matching batches.
         Raises RequestError if several batches are possible and they weight the ranks differently.
@@ -220,13 +220,19 @@ def _makes_no_difference(possible: Sequence[TakenBatch], epochs: int) -> bool:
 
 
 def _is_kept(epoch: Epoch, ended: Epoch) -> bool:
-    """True if a training loop may still compute a batch of `epoch`, now that `ended` has ended."""
+    """True if a training loop may still compute a batch of `epoch`.
+
+    `ended` is the epoch that has just ended.
+    """
     # `epoch` is the one that has ended, or its newest batch is still in use
     return epoch.training and (epoch is ended or bool(epoch.batches[-1].is_alive()))
 
 
 def _drop_computed(batches: list[TakenBatch]) -> None:
-    """Remove the batches that no forward pass will compute any more; all are from one epoch."""
+    """Remove the batches that no forward pass will compute any more.
+
+    All of `batches` are from one epoch.
+    """
     # These are the batches before a used one. While there are more than two, the oldest is also
     # removed if the loop no longer holds its tensors.
     if batches and batches[-1].used:
@@ -244,7 +250,10 @@ def _list_waiting(epoch: Epoch) -> list[TakenBatch]:
 
 
 def _weigh_the_same(epochs: Sequence[Epoch]) -> bool:
-    """True if the ranks' weights don't depend on which of these epochs the batch is from."""
+    """True if each rank's weight is the same for all these epochs.
+
+    The batch that is being computed is from one of the epochs.
+    """
     newest = epochs[-1].batches[-1]
     if not all(batch.can_share_backward(newest) for epoch in epochs for batch in epoch.batches):
         return False

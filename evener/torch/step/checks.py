@@ -49,7 +49,10 @@ class OptimizerCheck:
         self.hooks = ProcessHooks(lambda: [register_optimizer_step_pre_hook(self._before_step)])
 
     def forget(self) -> None:
-        """Check every optimizer again before its next step, because another training run begins."""
+        """Forget which optimizers were checked, because another training run begins.
+
+        Each optimizer is checked again before its next step.
+        """
         self._known.clear()
 
     def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> Any:

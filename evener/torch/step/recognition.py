@@ -31,9 +31,9 @@ def match_addresses(inputs: Any, batches: Sequence[TakenBatch]) -> list[TakenBat
 
 
 def _count_among(inputs: Sequence[torch.Tensor], batch: TakenBatch) -> tuple[int, int]:
-    """Return how many inputs share storage with a batch, and how many begin at the same address.
+    """Return two counts of the inputs that share storage with a batch.
 
-    The second number counts the inputs whose address is that of one of the batch's tensors.
+    The second counts only those that begin at the address of one of the batch's tensors.
     """
     # Batches can be views of one tensor, such as a data set in memory. They share its storage, but
     # only the batch that the model computes begins at the inputs' addresses.
@@ -45,7 +45,10 @@ def _count_among(inputs: Sequence[torch.Tensor], batch: TakenBatch) -> tuple[int
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    """Return the address of a tensor's first element, or the id of a tensor without storage."""
+    """Return the address of a tensor's first element, or the tensor's id.
+
+    The id is for a tensor without storage.
+    """
     try:
         return tensor.data_ptr()
     except (RuntimeError, NotImplementedError):

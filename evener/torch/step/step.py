@@ -242,9 +242,9 @@ class Passes:
         """Yield one part for the caller to compute.
 
         With `move`, its tensors are moved to the device first. `models` all-reduce their gradients
-        in the last part. If memory runs out, `part.error` is set. If that happens while tensors are
-        moved, the part isn't yielded.
+        in the last part. If memory runs out, `part.error` is set.
         """
+        # If memory runs out while tensors are moved, the part isn't yielded.
         batch = part.batch
         running = self._running = self.recovery.open(part, self._exchanges)
         part.passes = self
@@ -325,7 +325,10 @@ class Passes:
             self.recovery.forget(running, self._exchanges)
 
     def _retry(self, running: RunningPass, queue: PassQueue) -> None:
-        """Undo a pass that ran out of memory, and queue its rows again in smaller passes."""
+        """Undo a pass that ran out of memory, and queue its rows again.
+
+        The new passes are smaller.
+        """
         # Unless an earlier failed pass is still being retried, gradients that were sent are
         # complete for the rows of this pass only.
         queue.retry(all(exchange.held.final is None for exchange in self._exchanges))

@@ -94,7 +94,10 @@ class UnownedTensors:
         return None if weigh is None else weigh()
 
     def _are_alike(self, gradients: Sequence[Any]) -> bool:
-        """True if these gradients are equal on all ranks; every rank has to call this."""
+        """True if these gradients are equal on all ranks.
+
+        Every rank has to call this.
+        """
         # for example, a loop copies them from a wrapped model after its gradients were summed
         flat = torch.cat([gradient.detach().reshape(-1).to(self.device) for gradient in gradients])
         least = -flat
@@ -166,9 +169,9 @@ class TensorGroup:
         self._came[place] = self._came[place] + own if place in self._came else own
 
     def _call_at_the_end(self, task: int) -> None:
-        """Schedule the all-reduce after all wrapped models' sums in the current backward pass.
+        """Schedule the group's all-reduce for the end of the backward pass.
 
-        `task` is the number of the backward pass.
+        The sums of all wrapped models come first. `task` is the number of the backward pass.
         """
         # so the order of collectives is the same on every rank
         own = weakref.ref(self)
@@ -193,9 +196,9 @@ class TensorGroup:
             self._sum()
 
     def _sum(self) -> None:
-        """Sum the waiting gradients over the ranks, and add the sums to each tensor's `.grad`.
+        """Sum the waiting gradients over the ranks, and add them to each `.grad`.
 
-        A `.grad` stays unchanged if no rank has a gradient for it.
+        A `.grad` stays unchanged if no rank has a gradient for its tensor.
         """
         if self._begins:
             self._begins = False
@@ -264,7 +267,7 @@ def _owned_by(modules: Iterable[Any]) -> set[int]:
 
 
 def _list_alive(*kinds: type) -> list[list[Any]]:
-    """Return the objects of each class in `kinds` that exist in this process, a list per class."""
+    """Return the existing objects of each class, a list per class."""
     # all objects are searched only once
     alive = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
     return [[each for each in alive if issubclass(type(each), kind)] for kind in kinds]

@@ -157,7 +157,10 @@ class BatchWeights(BatchTracker):
         return self._find_weight(self.sizes)
 
     def _find_weight(self, sizes: Sequence[int]) -> float:
-        """Return the weight of this rank in a batch with these numbers of rows on each rank."""
+        """Return this rank's weight in a batch.
+
+        `sizes` are the ranks' numbers of rows.
+        """
         if self.are_sums:
             return 1.0 / self.shares.world
         return gradient_weight(sizes, self._rank)
@@ -224,7 +227,7 @@ class BatchWeights(BatchTracker):
         self._exchanges.add(exchange)
 
     def _attach_noise_scale(self, exchange: Exchange) -> None:
-        """Measure the noise scale from the sums of this exchange, if it was requested.
+        """Measure the noise scale from this exchange's sums, if requested.
 
         Raises RequestError if another model's gradients are already being measured.
         """
@@ -259,9 +262,9 @@ class BatchWeights(BatchTracker):
     ) -> None:
         """Set the weight of a batch's gradients when its backward pass starts.
 
-        `batch` is the result of `forward`. `before` is the batch of outputs that the backward pass
-        has reached earlier, if any. Raises RequestError if the batch is unknown, or if batches with
-        different weights are in one backward pass.
+        `batch` is the result of `forward`. `before` is the batch that the backward pass reached
+        earlier, if any. Raises RequestError if the batch is unknown, or if both batches have
+        different weights.
         """
         if isinstance(batch, RequestError):
             raise batch
