@@ -97,10 +97,10 @@ class Bucket:
             self._forget(place)
 
     def _gather_new(self, gradients: list[Any], flags: torch.Tensor, weight: float) -> None:
-        """Copy gradients into the bucket, times `weight`, and write the bucket's flags and tail.
+        """Copy all gradients, times `weight`, and `flags` into the bucket.
 
-        Each parameter has a gradient that isn't a view of the bucket yet. `flags` has a flag for
-        each gradient, then the tail.
+        No gradient may be a view of the bucket yet. `flags` has a flag for each gradient, then the
+        control values that ranks compare.
         """
         # with as few calls of PyTorch as possible
         if self._fuses and weight not in (0.0, 1.0):
@@ -209,11 +209,12 @@ class Bucket:
             self._held_views[place].zero_()
 
     def _make_flags(self, number: int, counts: bool) -> torch.Tensor:
-        """Return the end of the bucket: a flag for each gradient, and the tail with `number`.
+        """Return the values that follow a bucket's gradients.
 
-        `number` is the batch's number. All flags are 0 if `counts` is False, because this rank's
-        weight is 0.
+        They are a flag for each gradient, or 0 if `counts` is False, and the control values with
+        the batch's `number`.
         """
+        # `counts` is False if this rank's weight is 0.
         key = (number, counts, *self._absent)
         if key not in self._patterns:
             if len(self._patterns) >= MOST_PATTERNS:

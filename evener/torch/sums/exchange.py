@@ -67,7 +67,7 @@ def _find_normalizers(module: Any) -> list[Any]:
 
 
 def _list_taking_part(named: Iterable[tuple[str, Any]], ignored: set[str]) -> list[Any]:
-    """Return a module's tensors, each only once, without the tensors named in `ignored`.
+    """Return a module's tensors, each once, without those named in `ignored`.
 
     `named` are the module's parameters or buffers with their names.
     """
@@ -75,9 +75,9 @@ def _list_taking_part(named: Iterable[tuple[str, Any]], ignored: set[str]) -> li
 
 
 def _choose_bytes(parameters: Sequence[torch.Tensor]) -> int:
-    """Return the size of a bucket in bytes, so that `parameters` need about BUCKETS buckets.
+    """Return the size in bytes of one of about BUCKETS buckets.
 
-    It is from LEAST_BYTES to MOST_BYTES.
+    The size is from LEAST_BYTES to MOST_BYTES. `parameters` are those of all buckets.
     """
     whole = sum(int(parameter.numel()) * int(parameter.element_size()) for parameter in parameters)
     return min(max(LEAST_BYTES, whole // BUCKETS), MOST_BYTES)
@@ -177,9 +177,10 @@ class Exchange:
         return not self.single_rank and not parameters.isdisjoint(map(id, self.parameters))
 
     def _agree(self, tensors: list[torch.Tensor]) -> None:
-        """Copy the first rank's `tensors`, parameters and buffers, to all ranks.
+        """Copy the model's tensors from the first rank to all ranks.
 
-        Raises RequestError if ranks wrap different models.
+        `tensors` are the parameters and buffers. Raises RequestError if ranks wrap different
+        models.
         """
         with torch.no_grad():
             digest = crc32(str([tensor.numel() for tensor in tensors]).encode())
@@ -262,10 +263,11 @@ class Exchange:
             self._hooks += (_hook(parameter, self._arrived.append) for parameter in self.parameters)
 
     def arm(self, sync: bool, batch: Any) -> None:
-        """Prepare for a backward pass that starts, or that reaches more outputs.
+        """Prepare for a backward pass that has reached outputs of the model.
 
-        `sync` and `batch` are the arguments of `watch` for these outputs. Raises RequestError if
-        another wrapped model in this backward pass shares parameters.
+        A backward pass may reach several outputs. `sync` and `batch` are the arguments of `watch`
+        for these outputs. Raises RequestError if another wrapped model in this backward pass shares
+        parameters.
         """
         task = backward_number()
         begins = _open.get(self) != task
@@ -344,7 +346,11 @@ class Exchange:
             self.noise.send(self.group)
 
     def _write_tail(self, tail: torch.Tensor) -> None:
-        """Write a bucket's tail: whether buffers have changed and, in some sums, a few weights."""
+        """Write control values to a bucket's last elements, for the ranks to compare.
+
+        `tail` has these elements. The values tell whether buffers have changed and, in some sums, a
+        few weights.
+        """
         # Weights are included in one of EVERY sums, for ranks to compare. The first rank multiplies
         # its own by the number of other ranks, and the others by -1, so equal weights add up to 0.
         # The tail also has the sum of their magnitudes.
@@ -361,7 +367,10 @@ class Exchange:
         tail[-1:].copy_(own.abs().sum())
 
     def _finish_pass(self) -> None:
-        """Send the remaining buckets at the end of the backward pass if the pass ends in a sum."""
+        """Send the remaining buckets at the end of a backward pass.
+
+        Nothing is sent if the pass doesn't end in a sum.
+        """
         if self._hooks:
             self._note_arrived()
         came = self._came if self._hooks else self.has_gradients()
@@ -376,7 +385,10 @@ class Exchange:
         self.held.close()
 
     def _wait_for_sums(self) -> None:
-        """Wait for the sum that this backward pass has started, if any, and set the gradients."""
+        """Wait for the sums of this backward pass, and set the gradients.
+
+        Return at once if the pass has started no sum.
+        """
         # read the tail, learn the order of gradients after the first sum, broadcast changed buffers
         self._armed = False
         if not (self._sync and self._sent and self._sent == len(self._buckets)):
@@ -401,9 +413,10 @@ class Exchange:
         self.done()
 
     def _learn_order(self, seen: list[int]) -> None:
-        """Create new buckets, in the order in which the first rank's gradients were computed.
+        """Create new buckets, in the order of the first rank's gradients.
 
-        `seen` has the ids of the parameters in this rank's order.
+        `seen` has the ids of the parameters in the order in which this rank's gradients were
+        computed.
         """
         # from now on, buckets are sent early, unless a parameter got several gradients on some rank
         place_of = {id(parameter): place for place, parameter in enumerate(self.parameters)}

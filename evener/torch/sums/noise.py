@@ -141,7 +141,7 @@ class RankNoise:
         return len(set(batches)) == 1 and sum(size > 0 for size in batches[0]) > 1
 
     def _batches(self) -> list[tuple[int, ...]]:
-        """Return each rank's rows for each of the batches that the current gradients come from."""
+        """Return each rank's rows in each batch of the current gradients."""
         return [batch.sizes for batch in self._noted] or self._begun
 
     def _rows(self) -> tuple[int, ...]:
@@ -157,7 +157,10 @@ def _norm(gradients: torch.Tensor) -> torch.Tensor:
 
 
 def _add_squares(norms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of squared norms, as a float64 tensor of one element on the first device."""
+    """Return the sum of squared norms as a float64 tensor.
+
+    The tensor has one element, and is on the device of the first norm.
+    """
     if len({(norm.device, norm.dtype) for norm in norms}) > 1:
         norms = [norm.to(norms[0].device, torch.float64) for norm in norms]
     return torch.stack(list(norms)).double().square().sum(0, keepdim=True)
