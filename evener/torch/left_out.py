@@ -99,9 +99,10 @@ def _meets_in(step: int) -> bool:
 def _find_uneven(
     ranks: dict[int, list[int]], every: Collection[int]
 ) -> tuple[int, list[int]] | None:
-    """Return the first step that only some ranks skipped, and these ranks; None if there is none.
+    """Return the first step that only some ranks skipped, and these ranks.
 
-    `ranks` has the ranks that skipped each step. `every` has the ranks with rows.
+    None if there is no such step. `ranks` has the ranks that skipped each step, and `every` has the
+    ranks with rows.
     """
     for step in sorted(ranks):
         if not set(every) <= set(ranks[step]):

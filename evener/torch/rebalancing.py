@@ -167,7 +167,10 @@ class Rebalancing:
         )
 
     def _rows_that_fit(self) -> int:
-        """Return the largest share, in rows, predicted to fit this rank's memory; 0 if unknown."""
+        """Return the largest share, in rows, predicted to fit this rank's memory.
+
+        0 if unknown.
+        """
         # More memory is left free if rows differ in length, which makes running out of memory
         # likelier, and if the loop computes a batch at once, because that pass can't be repeated in
         # smaller ones.
@@ -180,9 +183,9 @@ class Rebalancing:
         return rows * passes
 
     def _rows_of_several_passes(self) -> int:
-        """Return the maximum rows per pass if this rank computes its share in several passes.
+        """Return the maximum rows per pass with several passes per share.
 
-        Return 0 if the maximum is unknown, or if the share can't be divided into more passes.
+        0 if the maximum is unknown, or if the share can't be divided into more passes.
         """
         # memory must then also hold the gradients of earlier passes
         if not self._divides or self._training.passes.recovery.uses_collectives:
@@ -258,8 +261,9 @@ class Rebalancing:
     def _decide_shares(
         self, end: int, own_work_s: Sequence[float], seen: Mapping[str, Any], batches: int
     ) -> bool:
-        """Decide on shares after a window that ended at step `end`; return True if they change.
+        """Decide on the ranks' shares after a window; return True if they change.
 
+        - `end`: the window's last step.
         - `own_work_s`: each rank's compute time in the window.
         - `seen`: the window's other measurements, for `Rebalancer.observe`, which decides.
         - `batches`: number of batches after which a change takes effect.

@@ -56,7 +56,7 @@ def replace_rendezvous() -> None:
 
 
 def _rendezvous(original: Handler, url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    """Yield the store, rank and number of processes, as PyTorch's rendezvous handlers do.
+    """Yield the store, the rank and the number of processes.
 
     For an address that evener launch didn't choose, `original`, PyTorch's handler, yields them.
     """
@@ -76,7 +76,7 @@ def _rendezvous(original: Handler, url: str, **options: Any) -> Iterator[tuple[A
 
 
 def _release_other_ranks() -> None:
-    """Let evener's other ranks start, because this process now opens the store at which they meet.
+    """Let evener's other ranks start, because this process opens their store now.
 
     Do nothing in an elastic agent (torchrun) that the program itself has started.
     """
@@ -98,7 +98,10 @@ def _read_address(url: str) -> str:
 
 
 def _choose_prefix() -> str:
-    """Return the prefix of a new store's keys in the launcher's file, such as evener/group/0."""
+    """Return the prefix of a new store's keys in the launcher's file.
+
+    An example is evener/group/0.
+    """
     # Each process group needs a new prefix, because the file still has the addresses of the
     # previous group. Groups are numbered in order of creation, which is the same in all of their
     # processes. A child process adds its parent's number, as in evener/group/1/0. Stores without a

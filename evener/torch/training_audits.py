@@ -440,7 +440,10 @@ class TrainingAudits:
             self._pending = self._audit_record(record, counted, 1.0)
 
     def _note_fault(self, replayed: Replayed) -> None:
-        """Warn if a loss wasn't audited, or only with parts that keep the whole batch's padding."""
+        """Warn if a loss wasn't audited, or not with other padding.
+
+        The latter is so if parts keep the whole batch's padding.
+        """
         # with that padding, the audit can't show whether other padding would change the loss
         fault = replayed.fault
         if replayed.cut and replayed.audited is not None and replayed.audited.difference is None:
@@ -459,7 +462,7 @@ class TrainingAudits:
     def _trace_loss(self, recorder: Recorder, loss: torch.Tensor) -> LossRecord | str:
         """Return the record of how a loss was computed from its batch.
 
-        If it can't be computed again, return the reason as a part of a message.
+        If the loss can't be computed again, return the reason as a part of a message.
         """
         if count_foreign() != self._met_before:
             return "its ranks exchange values before its backward pass"
@@ -474,10 +477,11 @@ class TrainingAudits:
         return fault or record
 
     def _audit_record(self, record: LossRecord, counted: OfPart | None, factor: float) -> Replayed:
-        """Audit a recorded loss, which the program had multiplied by `factor` on this rank.
+        """Audit a recorded loss, and return the result.
 
-        `counted` returns the count that weights a part's mean loss; None weights by rows. The
-        result's `audited` is None if the loss can't be computed again, or if memory ran out.
+        The program had multiplied the loss by `factor` on this rank. `counted` returns the count
+        that weights a part's mean loss; None weights by rows. The result's `audited` is None if the
+        loss can't be computed again, or if memory ran out.
         """
 
         weights = self._training.weights
@@ -509,7 +513,10 @@ class TrainingAudits:
             return Replayed(None)
 
     def _list_rows(self, record: LossRecord) -> list[FewRows]:
-        """Return several choices of a few rows of the current batch, in the order to try them."""
+        """Return several choices of a few rows of the current batch.
+
+        They are in the order to try them.
+        """
         # fetched from the data set if possible, then cut from the batch
         taken = self._training.weights.current
         every = [self._take_rows(None, taken, record)]
@@ -525,7 +532,7 @@ class TrainingAudits:
     # ------------------------------------------------------------------ what is computed
 
     def _trained(self) -> int:
-        """Return a digest of which weights the models have, and which of them are trained."""
+        """Return a digest of which weights exist and which are trained."""
         # another audit is due if it changes
         models = self._training.weights.models
         for model in models:
@@ -535,7 +542,7 @@ class TrainingAudits:
 
     @property
     def _is_single_device(self) -> bool:
-        """True if the training run has one device, which computes each batch in one pass."""
+        """True if one device alone computes each batch, in one pass."""
         training = self._training
         return training.world == 1 and not training.ranks.in_passes
 
@@ -549,10 +556,10 @@ class TrainingAudits:
     def _take_rows(
         self, batch: Any, taken: Any, record: LossRecord | None = None
     ) -> FewRows | None:
-        """Return a few rows of the current batch on this rank's device; None if that fails.
+        """Return a few rows of the current batch on this rank's device.
 
-        `taken` is the batch as its loader yielded it; None without a loader. `batch`, or the batch
-        of `record`, is cut if the rows can't be fetched from the data set.
+        None if that fails. `taken` is the batch as its loader yielded it; None without a loader.
+        `batch`, or the batch of `record`, is cut if the rows can't be fetched from the data set.
         """
         # fetched rows are the same on every rank
         loader = None if taken is None else taken.origin.loader()
@@ -678,7 +685,10 @@ class TrainingAudits:
     # ------------------------------------------------------------------ what follows
 
     def _try_audit(self, find: Callable[[], Audited | None]) -> Audited | None:
-        """Return the audit that `find` runs; if it fails, warn with the reason and return None."""
+        """Run an audit, and return its result, or None if it fails.
+
+        `find` runs the audit. A warning tells why it failed, unless memory ran out.
+        """
         try:
             return find()
         except WholeBatchLoss:
@@ -746,10 +756,10 @@ class TrainingAudits:
         return world > 1 and dist.is_initialized() and dist.get_world_size() == world
 
     def _compare_left_out(self) -> None:
-        """Warn if only some ranks have left out a batch; with `strict`, raise RequestError.
+        """Warn if only some ranks have left out a batch.
 
-        If the reference is the program's own launcher, shares become equal instead. All ranks do
-        this in the same step.
+        With `strict`, raise RequestError. If the reference is the program's own launcher, shares
+        become equal instead. All ranks do this in the same step.
         """
         if self.judge.over or not self._can_exchange:
             return
@@ -781,7 +791,10 @@ class TrainingAudits:
                 del self._published[step]
 
     def _compare_results(self, every: Sequence[RankVerdict], step: int) -> None:
-        """Compare all ranks' results for an audited step; all ranks do so in the same step."""
+        """Compare all ranks' results for an audited step.
+
+        All ranks do so in the same step.
+        """
         if self.judge.over:
             return
         self._compared = True
@@ -799,7 +812,7 @@ class TrainingAudits:
         self._apply(Action.REFUSE if strict else Action.WARN, worst)
 
     def _warn_of_guesses(self, every: Sequence[RankVerdict]) -> None:
-        """Warn if a difference that an audit found may come from an unrecognized count of rows.
+        """Warn if a difference may come from an unrecognized count of rows.
 
         Such a count is a number with which the loss is computed.
         """
@@ -882,9 +895,10 @@ def _list_ranks(ranks: Sequence[int]) -> str:
 
 
 def _read_verdicts(keys: Sequence[str]) -> list[RankVerdict]:
-    """Return the verdicts that ranks have written under these keys of the store.
+    """Return the verdicts that ranks have written to the store.
 
-    The result is empty until all have written, and if the rank that hosts the store has exited.
+    `keys` are the verdicts' keys. The result is empty until all have written, and if the rank that
+    hosts the store has exited.
     """
     store = default_store()
     try:
@@ -995,7 +1009,7 @@ def weigh_gradients(computations: Computations, scale: float) -> Computations:
 def _make_computation(
     loss: OfPart, counted: OfPart | None, batches: Sequence[Any], sizes: Sequence[int], micro: int
 ) -> Computation:
-    """Return the computation in which each of `batches` is computed on its own device.
+    """Return the computation of several batches, each on its own device.
 
     `sizes` are their numbers of rows. Passes have up to `micro` rows; 0 means a single pass. Losses
     are weighted by rows or, if `counted` isn't None, by its counts.
@@ -1023,7 +1037,10 @@ def _unscaled(loss: Any) -> Any:
 
 
 def _place(error: BaseException) -> str:
-    """Return the program's line that raised an error, in parentheses; "" if it is unknown."""
+    """Return the program's line that raised an error, in parentheses.
+
+    The result is "" if the line is unknown.
+    """
     own = [
         each
         for each in traceback.extract_tb(error.__traceback__)
