@@ -113,10 +113,8 @@ def optimizer_state(optimizer: Any) -> dict[str, Any]:
 
 
 def _flats(sharded: AnyModel) -> Iterator[Flat]:
-    """Yield the flats that are written to checkpoints: all except packed (4-bit) weights.
-
-    A flat is a tensor that holds several parameters.
-    """
+    """Yield the model's Flat objects, except those of packed (4-bit) weights."""
+    # Checkpoints don't have packed weights.
     for unit in [sharded.root, *sharded.units]:
         for flat in unit.flats:
             if not flat.packed:
@@ -128,11 +126,12 @@ def _whole_slots(sharded: AnyModel) -> list[Slot]:
 
 
 def _parameters(sharded: AnyModel, wanted: Collection[str]) -> Iterator[Tensors]:
-    """Yield the whole parameters by name, in host memory, one dict for each flat.
+    """Yield dicts of whole parameters by name, in host memory.
 
-    The last dicts have the unsharded parameters. On ranks other than 0, the dicts are empty. Only
-    flats with a parameter in `wanted` are included, or all if `wanted` is empty.
+    The dicts are empty on ranks other than 0. If `wanted` has names, Flats without any of these
+    parameters are skipped.
     """
+    # There is one dict for each Flat. The last dicts have the unsharded parameters.
     for flat in _flats(sharded):
         if not wanted or any(slot.names[0] in wanted for slot in flat.slots):
             yield _gather_parameters(flat, flat.shard)
@@ -141,11 +140,11 @@ def _parameters(sharded: AnyModel, wanted: Collection[str]) -> Iterator[Tensors]
 
 
 def _copy_to_host(sharded: AnyModel, tensors: Mapping[str, torch.Tensor]) -> Iterator[Tensors]:
-    """Yield copies of the tensors in host memory, by name.
+    """Yield dicts of copies of the tensors in host memory, by name.
 
-    They come in several dicts. Each of these has at least FILE_BYTES, except the last one. Ranks
-    other than 0 yield nothing.
+    Ranks other than 0 yield nothing.
     """
+    # Each dict has at least FILE_BYTES, except the last one.
     if sharded.place.rank:
         return
     copied, size = Tensors(), 0
@@ -161,10 +160,10 @@ def _copy_to_host(sharded: AnyModel, tensors: Mapping[str, torch.Tensor]) -> Ite
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def _gather_parameters(flat: Flat, shard: torch.Tensor) -> Tensors:
-    """Return the parameters in a flat as whole tensors by name, in host memory.
+    """Return the whole parameters of a Flat by name, in host memory.
 
-    `shard` is this rank's shard of the parameters, or of one kind of optimizer state, such as
-    Adam's exp_avg. Every rank has to call this; ranks other than 0 get an empty dict.
+    Every rank has to call this; ranks other than 0 get an empty dict. `shard` is this rank's shard
+    of the parameters or of one kind of optimizer state, such as exp_avg.
     """
     whole = torch.empty(flat.cuts[-1][1], dtype=shard.dtype, device=shard.device)
     for work in flat.collect(whole, shard):
@@ -188,11 +187,12 @@ def _buffers(model: Any) -> Tensors:
 
 
 def _states(sharded: AnyModel, optimizer: Any) -> Iterator[Tensors]:
-    """Yield the optimizer's whole state by "parameter/kind", one dict for each flat and kind.
+    """Yield dicts of the optimizer's whole state by "parameter/kind", without step counters.
 
-    A key is, for example, "head.weight/exp_avg". The last dicts have the state of unsharded
-    parameters. Step counters are left out.
+    A key is, for example, "head.weight/exp_avg".
     """
+    # There is one dict for each Flat and kind. The last dicts have the state of unsharded
+    # parameters.
     for flat in _flats(sharded):
         yield from _gather_optimizer_states(flat, optimizer)
     whole = Tensors()
@@ -203,7 +203,10 @@ def _states(sharded: AnyModel, optimizer: Any) -> Iterator[Tensors]:
 
 
 def _gather_optimizer_states(flat: Flat, optimizer: Any) -> Iterator[Tensors]:
-    """Yield a dict of a flat's whole optimizer state for each kind of state, such as exp_avg."""
+    """Yield the whole optimizer state of a Flat's parameters, a dict per kind.
+
+    A kind is, for example, exp_avg.
+    """
     slots = [slot for slot in flat.slots if optimizer.state.get(slot.piece)]
     kinds = [kind for slot in slots for kind in _shard_kinds(optimizer.state[slot.piece])]
     for kind in dict.fromkeys(kinds):
@@ -220,7 +223,7 @@ def _gather_optimizer_states(flat: Flat, optimizer: Any) -> Iterator[Tensors]:
 
 
 def _shard_kinds(state: Mapping[str, Any]) -> list[str]:
-    """Return the names of the sharded tensors in a parameter's optimizer state, such as exp_avg."""
+    """Return the names of the sharded tensors in a parameter's optimizer state."""
     # all with an axis, such as "exp_avg"; step counters have none
     return [kind for kind, value in state.items() if _is_shard(value)]
 
@@ -263,7 +266,10 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _number(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups from `_groups` as in a `state_dict`, with a list of indices as "params"."""
+    """Return groups from `_groups` in the form of a `state_dict`.
+
+    The value of "params" is a list of indices.
+    """
     numbers = count()
     return [{**group, "params": list(islice(numbers, group["params"]))} for group in groups]
 
@@ -397,9 +403,9 @@ def _from_first(own: Value) -> Value:
 
 
 def _agree(fault: str, remedy: str) -> None:
-    """Raise RequestError on every rank if `fault`, a message, isn't empty on rank 0.
+    """Raise RequestError on every rank if `fault` isn't empty on rank 0.
 
-    `remedy` is the advice in the error. Every rank has to call this.
+    `fault` is a message, and `remedy` is the advice in the error. Every rank has to call this.
     """
     if found := _from_first(fault):
         raise RequestError(found, remedy)
@@ -456,9 +462,9 @@ def _load(
 def _read_optimizer(
     reader: _Reader, sharded: AnyModel, optimizer: Any, own: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return this rank's part of the stored optimizer state, in the form of a `state_dict`.
+    """Return the stored optimizer state, with this rank's part of each tensor.
 
-    `own` has evener's entries in the index.
+    It has the form of a `state_dict`. `own` has evener's entries in the index.
     """
     numbers = {name: number for number, name in enumerate(_names(sharded, optimizer))}
     state: dict[int, Any] = {}
@@ -482,7 +488,7 @@ def _read_optimizer(
 def _read_states(
     reader: _Reader, flat: Flat, stored: Iterable[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name, and this rank's part, of each stored optimizer state of a flat's parameters.
+    """Yield (name, this rank's part) for each stored optimizer state of a Flat.
 
     `stored` are the names of all stored states, such as "head.weight/exp_avg".
     """
@@ -512,10 +518,10 @@ class _Reader:
         self.fault = ""
 
     def open(self, sharded: AnyModel, model: Any, optimizer: Any) -> dict[str, Any]:
-        """Read the index, check that it belongs to this model, and return evener's entries in it.
+        """Check the checkpoint, and return evener's entries in its index.
 
-        The stored state of `optimizer` is checked, too, unless it is None. Raises RequestError on
-        every rank if the checkpoint can't be loaded.
+        The model's shapes are checked, and the state of `optimizer` unless it is None. Raises
+        RequestError on every rank if the checkpoint can't be loaded.
         """
         fault, own = "", dict[str, Any]()
         if self._reads:
@@ -570,10 +576,10 @@ class _Reader:
         return _safetensors().safe_open(self._folder / self._maps[name], "pt").get_slice(name)
 
     def read(self, flat: Flat, kind: str, dtype: Any) -> torch.Tensor:
-        """Return this rank's shard of a flat's parameters, or of one kind of their optimizer state.
+        """Return this rank's shard of a Flat's parameters or optimizer state.
 
-        `kind` is "" for the parameters, or for example "/exp_avg". Tensors that aren't in the
-        checkpoint become zeros. The result has the dtype `dtype`.
+        `kind` is "" for the parameters, or for example "/exp_avg". `dtype` is the result's dtype.
+        Tensors that aren't in the checkpoint become zeros.
         """
         whole = torch.zeros(flat.cuts[-1][1], dtype=dtype, device=flat.shard.device)
         for slot in flat.slots if self._reads else ():
@@ -587,7 +593,7 @@ class _Reader:
         return whole[flat.start : flat.stop]
 
     def choose(self, flats: Iterable[Flat]) -> list[Flat]:
-        """Return, on every rank, the flats that have at least one parameter in the checkpoint."""
+        """Return the Flats that have any parameter in the checkpoint, on every rank."""
         # a checkpoint of adapters has only some of the model's parameters
         listed = list(flats)
         names = [[name for slot in flat.slots for name in slot.names] for flat in listed]
@@ -595,9 +601,9 @@ class _Reader:
         return [flat for flat, has in zip(listed, have, strict=True) if has]
 
     def read_whole(self, names: Iterable[str], device: torch.device) -> Tensors:
-        """Return the tensors with these names, unsharded and on `device`, on every rank.
+        """Return the named tensors of the checkpoint, whole and on every rank.
 
-        Tensors that aren't in the checkpoint, or can't be read, are left out.
+        They are on `device`. Tensors that aren't in the checkpoint, or can't be read, are left out.
         """
         found = {name: self._read_tensor(name) for name in names if self._reads}
         listed = {name: each for name, each in found.items() if each is not None}

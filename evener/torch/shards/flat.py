@@ -263,9 +263,9 @@ class Flat:
     def _make_views(self, made: torch.Tensor | None = None) -> torch.Tensor:
         """Return the gradient of this rank's shard.
 
-        If the shard has none, `made` becomes its gradient, or zeros if `made` is None, and each
-        slot gets a view of its part of the gradient.
+        If there is none, `made` becomes the gradient, or zeros if `made` is None.
         """
+        # Each slot gets a view of its part of a new gradient.
         if self._grad_shard is None:
             self._grad_shard = torch.zeros_like(self.shard) if made is None else made
             self.held.add("gradients", byte_count(self._grad_shard))
@@ -275,7 +275,7 @@ class Flat:
         return self._grad_shard
 
     def _add_reduced(self, summed: torch.Tensor, keeps: bool = False) -> None:
-        """Add the reduced gradients `summed` to the gradients that this rank's shard already has.
+        """Add reduced gradients to the gradients of this rank's shard.
 
         If the shard has none, its gradient becomes a copy of `summed`, or `summed` itself with
         `keeps`.

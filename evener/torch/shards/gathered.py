@@ -103,9 +103,9 @@ class Gathered:
     def _pair_with(
         self, shard: torch.Tensor, start: int, stop: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return pairs of tensors (target, source); copying them writes `shard` to the block.
+        """Return the pairs of tensors (target, source) that copy `shard` to the block.
 
-        `shard` has this rank's elements, from `start` to `stop` in the flat.
+        `shard` has this rank's elements, from `start` to `stop` in the flat tensor.
         """
         # a rank measured without the others repeats its elements to fill each segment
         pairs = []
@@ -120,9 +120,10 @@ class Gathered:
 
 
 def _make_segments(slots: Sequence[Slot], elements: int) -> list[Segment]:
-    """Return the segments of a flat with these parameters, one for each dtype.
+    """Return the segments of a flat tensor, one for each dtype.
 
-    The last one includes the padding up to `elements`.
+    `slots` are the parameters in the tensor. The last segment includes the padding up to
+    `elements`.
     """
     made: list[Segment] = []
     byte = 0

@@ -165,7 +165,7 @@ def trains_shards_only(model: Any) -> bool:
 
 
 def _check_supported(training: PlannedTraining, model: Any) -> None:
-    """Raise RequestError if the model or an option of the training run doesn't support shards."""
+    """Raise RequestError if the model or an option doesn't support sharding."""
     check_normalization(model, training.weights.weigh, training.world)
     check_exchange(model)
     if find_wrapper(model) is not None or is_sharded(model) or unwrap_compiled(model) is not model:
@@ -197,11 +197,11 @@ def check_buffers(model: Any) -> None:
 def _choose_parts(
     training: PlannedTraining, state: Sequence[float] | None, beside: Callable[[], int]
 ) -> tuple[float, ...]:
-    """Return which part of the model's state each rank holds, as relative sizes.
+    """Return the relative size of each rank's part of the model's state.
 
-    The sizes are `state`, or without it the plan's parts. If the plan has none, they are
-    proportional to the memory left for state. `beside()` returns the bytes that a rank needs for
-    other things. Raises RequestError unless each rank has a part above 0.
+    `state` has the sizes. If it is empty, they come from the plan or, without sizes there, from the
+    memory left for state. `beside()` returns the bytes that a rank needs for other things. Raises
+    RequestError unless each rank has a part above 0.
     """
     planned = tuple(share.state for share in training.ranks.shares)
     parts = tuple(state or ()) or (
@@ -217,9 +217,9 @@ def _choose_parts(
 
 
 def _free_bytes_by_rank(training: PlannedTraining, beside: int) -> tuple[float, ...]:
-    """Return the bytes that each rank's GPU has left for state; 1 for a rank on a CPU.
+    """Return the bytes left for state on each rank's GPU.
 
-    `beside` is the number of bytes that a rank needs for other things.
+    The number is 1 for a rank on a CPU. `beside` are the bytes that a rank needs for other things.
     """
     # ranks on CPUs share their host's memory, so they get equal parts
     own = 1.0
@@ -320,9 +320,10 @@ def _list_shard_gradients() -> set[int]:
 
 
 def _sum_shard_norms(norm: Callable[..., Any], own: list[Any], kind: float) -> torch.Tensor:
-    """Return the norm of all ranks' gradient shards, in the widest of their dtypes.
+    """Return the norm of the gradient shards of all ranks.
 
-    `own` are this rank's shards, and `kind` is the order of the norm.
+    `own` are this rank's shards, and `kind` is the order of the norm. The result has the widest of
+    the shards' dtypes.
     """
     parts = [each for each in own if each.numel()]
     total = _norm_over_ranks(norm(parts, kind) if parts else None, kind, own[0].device)
@@ -400,9 +401,10 @@ def _before_step(optimizer: Any, _: Any, __: Any) -> None:
 
 
 def _check_optimizer(optimizer: Any, sharded: Sharded | None) -> None:
-    """Raise RequestError if an optimizer can't train pieces, or still has whole parameters.
+    """Raise RequestError if an optimizer can't train pieces of parameters.
 
-    `sharded` is the sharded model that it trains, or None.
+    The same error is raised for an optimizer with parameters from before sharding. `sharded` is the
+    sharded model that it trains, or None.
     """
     if any(
         parameter in _replaced for group in optimizer.param_groups for parameter in group["params"]

@@ -40,7 +40,10 @@ class DtypeRange(NamedTuple):
     byte: int
 
     def find_in(self, part: torch.Tensor) -> torch.Tensor:
-        """Return these elements in a rank's part, which is a tensor of bytes."""
+        """Return the elements of this range as a view of `part`.
+
+        `part` has the bytes of the rank that the elements belong to.
+        """
         size = (self.stop - self.start) * int(self.dtype.itemsize)
         return part[self.byte : self.byte + size].view(self.dtype)
 
@@ -162,9 +165,9 @@ class GradientSender:
         copies: Sequence[GradientCopy],
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
-        """Copy the gradients of one dtype, `dtype`, to the places that `copies` lists.
+        """Copy gradients of one dtype to the targets in `copies`.
 
-        If it is the dtype of the shards, also copy this rank's weight to the header of each part.
+        For the dtype of the shards, this rank's weight is also copied to the header of each part.
         """
         targets, sources = [], []
         for position, elements, target in copies:
@@ -221,7 +224,10 @@ def saves_memory(ranges: Sequence[tuple[int, int]]) -> bool:
 
 
 def _divide(segments: Sequence[Segment], start: int, stop: int) -> list[DtypeRange]:
-    """Return the pieces of a flat's elements from `start` to `stop`, one for each dtype."""
+    """Return one DtypeRange per dtype for one rank's range of a flat tensor.
+
+    The rank has the elements from `start` to `stop`.
+    """
     pieces: list[DtypeRange] = []
     byte = HEADER
     for segment in segments:  # the widest dtypes come first, so each piece is aligned
@@ -259,7 +265,10 @@ def _find_copies(
 
 
 def _weight_of(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weight in a part's header, as a tensor with one element of this dtype."""
+    """Return the weight in a part's header as a tensor with one element.
+
+    `dtype` is the dtype of the weight.
+    """
     return part[: dtype.itemsize].view(dtype)
 
 

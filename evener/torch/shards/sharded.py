@@ -243,7 +243,7 @@ class Sharded:
         unit.hide()  # a loop may clear gradients before the backward pass, or make its optimizer
 
     def _follow_outputs(self, unit: Unit, outputs: Any) -> bool:
-        """Register hooks on a unit's outputs that gather the unit in the backward pass.
+        """Register hooks on outputs that gather the unit in the backward pass.
 
         Return False if no output requires a gradient. Raises RequestError if the outputs' tensors
         can't be found.
@@ -385,7 +385,7 @@ class Sharded:
             flat.keep()
 
     def _check_kept(self, is_there: Callable[[Slot], bool]) -> None:
-        """Raise RequestError if the loop cleared gradients before a later pass could reduce them.
+        """Raise RequestError if the loop cleared gradients that wait for a reduction.
 
         `is_there` returns True if the gradient of a slot still exists.
         """
@@ -563,7 +563,7 @@ class UnitHooks:
 
 
 class _UnitInputs(torch.autograd.Function):  # type: ignore[misc]  # torch isn't followed
-    """Returns a unit's inputs unchanged, and reports when their gradients have been computed.
+    """Returns a unit's inputs unchanged, and reports when their gradients are computed.
 
     By then, the gradients of the unit's parameters are complete.
     """

@@ -52,7 +52,7 @@ def _find_outermost(
     takes: Callable[[Any], bool],
     enters: Callable[[Any], bool] = lambda _: True,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the names and modules of the outermost modules for which `takes` returns True.
+    """Yield the outermost modules for which `takes` returns True, with names.
 
     `name` is the prefix of the names, such as "encoder.". Other modules are searched if `enters`
     returns True for them.
@@ -137,7 +137,7 @@ def find_parameters(model: Any, units: Mapping[str, Any]) -> dict[str, list[Slot
 def _walk_with_units(
     path: str, module: Any, unit: str, units: Mapping[int, str]
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield the path of each module, the module itself, and the name of its unit.
+    """Yield the path, the module and the unit's name for each module.
 
     `path` is the path of `module`, and `unit` the unit around it. `units` has the units' names by
     the id of their module. A module in several places is yielded for each.
