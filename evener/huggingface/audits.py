@@ -169,7 +169,7 @@ class TrainerComputations:
         ]
 
     def _by_launcher(self, few: FewRows) -> Computation:
-        """Return the computation that the program's own launcher would do on the rows of `few`."""
+        """Return how the program's own launcher would compute these rows."""
         items = self.count_items(few.even)
         if not self._trainer.args.average_tokens_across_devices:
             own = [self.count_items([each]) for each in few.even]
@@ -191,10 +191,8 @@ class TrainerComputations:
             return private.count_items(trainer, batches, trainer.args.device)
 
     def _loss(self, batch: Any, items: Any, world: int) -> Any:
-        """Return a function that computes the trainer's loss of `batch`.
-
-        The trainer sees `world` processes.
-        """
+        """Return a function that computes the trainer's loss of a batch."""
+        # The trainer sees `world` processes during the computation.
         # `items` is the number that is passed to the loss; None if the trainer counts none
         return refuse_collectives(partial(self._compute, batch, items, world))
 
@@ -207,10 +205,11 @@ class TrainerComputations:
 
 
 def _weigh_parts(parts: Sequence[tuple[Any, int]], loss: TrainerLoss) -> list[float]:
-    """Return the weights with which the losses of the parts add up to the loss of all their rows.
+    """Return the weight of each part's loss.
 
-    A part is a batch with its number of rows.
+    The weighted losses add up to the loss of all rows.
     """
+    # a part is a batch with its number of rows
     if loss.mean_over == ITEMS:
         return [1.0] * len(parts)
     counts = [float(rows) for _, rows in parts]
@@ -220,10 +219,11 @@ def _weigh_parts(parts: Sequence[tuple[Any, int]], loss: TrainerLoss) -> list[fl
 
 
 def _cut_passes(batch: Any, rows: int, micro: int) -> list[tuple[Any, int]]:
-    """Cut a part into passes of up to `micro` rows; return each pass with its number of rows.
+    """Return the passes of a part, each with its number of rows.
 
-    The part is a single pass if it can't be cut, or if `micro` is 0.
+    A single pass if the part can't be cut, or if `micro` is 0.
     """
+    # Each pass has up to `micro` rows.
     if not micro or rows <= micro:
         return [(batch, rows)]
     firsts = range(0, rows, micro)

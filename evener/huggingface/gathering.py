@@ -185,11 +185,11 @@ class Gathering:
         return self._join_earlier_passes(call, gathered, is_scalar=tensor.ndim == 0)
 
     def _gather_call(self, call: int, tensor: torch.Tensor, rows: int) -> Any:
-        """Return the result of a gather call in a pass, or in a piece of it.
+        """Return the result of a gather call in a pass or piece.
 
-        `call` is the number of earlier gather calls in the pass or piece. In the pass's last piece,
-        the result has the values of all ranks and pieces.
+        In the pass's last piece, the result has the values of all ranks and pieces.
         """
+        # `call` is the number of earlier gather calls in the pass or piece.
         if call < len(self._gathered_calls):
             # the pass is repeated, and the other ranks' values were already gathered
             return self._gathered_calls[call]
@@ -217,7 +217,8 @@ class Gathering:
         return _weighted(joined, sums, rows)
 
     def _gather_pieces(self, pieces: list[tuple[torch.Tensor, int]]) -> Any:
-        """Return the result of one gather call, given each piece's tensor and number of rows."""
+        """Return the result of a gather call, given the values of pieces."""
+        # Each piece has a tensor and a number of rows.
         # other ranks' values are included only in the pass's last piece
         gather = self._gather if self._ends else lambda own: own
         values = [value for value, _ in pieces]
@@ -246,9 +247,9 @@ def _gather_scalar(
 ) -> Any:
     """Gather a scalar metric; return each rank's mean, number of rows and sum.
 
-    `values` and `rows` have one entry for each piece of this rank's pass. Ranks without rows are
-    left out of the result.
+    Ranks without rows are left out of the result.
     """
+    # `values` and `rows` have one entry for each piece of this rank's pass.
     own = torch.stack(values).double()
     count = own.new_tensor(rows)
     mean = (own * count).sum() / count.sum() if len(rows) > 1 else own[0]

@@ -221,9 +221,9 @@ class LossFinder:
         return self._world if own.size(largest) > half_way * reference.size(largest) else 1
 
     def _is_scaled(self, reference: Sketch) -> bool:
-        """True if the loss is a sum divided by the number of items that it receives.
+        """True if the loss is a sum divided by num_items_in_batch.
 
-        Raises RequestError if only a part of the loss is divided by it.
+        Raises RequestError if only a part of the loss is divided.
         """
         if self._computations.count_items([self._few.whole]) is None:
             return False
@@ -240,7 +240,7 @@ class LossFinder:
         )
 
     def _find_fitting(self, names: list[str], multiplied: int, reference: Sketch) -> list[str]:
-        """Return those of `names`, such as "labels", that the loss may be a mean over.
+        """Return which of `names`, such as "labels", the loss may average over.
 
         If only losses can be compared, the name that fits best comes first.
         """
@@ -266,7 +266,8 @@ class LossFinder:
         return fitting
 
     def _decide(self, own: bool) -> bool:
-        """Return `own`, or the first rank's `own` if all ranks have to compute the same passes."""
+        """Return this rank's decision, or the first rank's in a sharded model."""
+        # The ranks of a sharded model have to compute the same passes.
         return bool(broadcast_message(own)) if self._in_step else own
 
     def _agree_within_rounding(self, reference: Sketch, other: Sketch) -> bool:
@@ -302,10 +303,9 @@ class LossFinder:
         return self._decide(relative <= allowed)
 
     def _measure_rounding(self) -> None:
-        """Measure the effect of rounding: compute the reference again with random rounding errors.
-
-        The results are kept for later comparisons, so only the first call computes them.
-        """
+        """Compute the reference several times with random rounding errors."""
+        # The results show the effect of rounding. They are kept for later comparisons, so only the
+        # first call computes them.
         if not self._repeats:
             computation = self._computations.at_once(self._few)
             self._repeats = [
@@ -313,10 +313,8 @@ class LossFinder:
             ]
 
     def _refuse(self, loss: TrainerLoss) -> None:
-        """Raise RequestError if the rows' gradients or losses change when computed by shares.
-
-        A difference that comes from random numbers alone is accepted.
-        """
+        """Raise RequestError if shares change the rows' gradients or losses."""
+        # A difference that comes from random numbers alone is accepted.
         found = self._audit_shares(loss)
         if found is None:
             return
@@ -325,11 +323,11 @@ class LossFinder:
         raise RequestError(describe(difference, cause, self._few.sizes), remedies[cause])
 
     def _audit_shares(self, loss: TrainerLoss) -> tuple[GradientDifference, str] | None:
-        """Compare training by shares with training on one device, on a few rows.
+        """Compare a few rows' training by shares and on one device.
 
-        Return the difference of the gradients or, if these agree, of the losses, and its cause.
-        Return None if there is no difference.
+        Return the difference and its cause; None without a difference.
         """
+        # The difference is between the gradients or, if these agree, between the losses.
         computations = self._computations.make(self._few, loss)
         if self._in_step:  # an audit computes more passes on a rank that finds a difference
             found_loss = compare_losses(self._computations.sketcher(), computations)
@@ -345,10 +343,11 @@ class LossFinder:
 
 
 def _relate_losses(one: Sketch, other: Sketch) -> float:
-    """Return the difference of two losses relative to the larger one.
+    """Return the relative difference of two losses.
 
-    Return inf unless both losses are finite.
+    Infinite unless both losses are finite.
     """
+    # The difference is relative to the larger loss.
     size = max(abs(one.loss), abs(other.loss))
     if not math.isfinite(size):
         return math.inf
@@ -387,14 +386,14 @@ class _Finding(msgspec.Struct):
 def _find_on_first_rank(
     find: Callable[[], TrainerLoss | None], keeps_launcher: bool, in_shards: bool
 ) -> TrainerLoss | None:
-    """Call `find` on every rank; return the result of the lowest rank that found a loss, or None.
+    """Call `find` on every rank; return the lowest rank's result.
 
-    A RequestError on any rank is raised on every rank. Another error is only a warning, unless
-    `keeps_launcher` is True: then it is raised as a RequestError. Running out of memory is a
-    warning too; in a sharded model (`in_shards`), it raises DeviceError on this rank.
+    None if no rank found a loss. A RequestError on any rank is raised on every rank. In a sharded
+    model (`in_shards`), running out of memory raises DeviceError on this rank.
     """
-    # another error means that memory ran out, or that the program has an error, which its first
-    # step will raise again: it is a warning, unless `keeps_launcher`
+    # Another error means that memory ran out, or that the program has an error, which its first
+    # step will raise again. It is only a warning. With `keeps_launcher`, an error of the program is
+    # raised as a RequestError instead.
     own = _find_or_return_error(find, keeps_launcher, in_shards)
     every = [own]
     if dist.is_available() and dist.is_initialized():
@@ -428,11 +427,10 @@ def _find_or_return_error(
 
 
 def _mask_some_labels(few: FewRows) -> FewRows:
-    """Return the rows; if all have about equally many labels, ignore most labels of some rows.
-
-    Otherwise, a mean over rows would nearly equal a mean over labels, and the comparison couldn't
-    tell which of them the loss is.
-    """
+    """Return the rows; ignore some labels if rows have equally many."""
+    # With about equally many labels in all rows, a mean over rows nearly equals a mean over labels,
+    # and the comparison couldn't tell which of them the loss is. So most labels of some rows are
+    # ignored.
     counts = [count_labels(part).get("shifted labels", 0.0) for part in few.parts]
     weight = few.sizes[0] / few.rows
     telling = abs(counts[0] - weight * sum(counts)) > TELLING * weight * sum(counts)

@@ -78,7 +78,8 @@ def _weigh_by_labels(counts: list[list[float]], totals: list[float]) -> list[flo
 def _count_labels(
     loss: TrainerLoss, passes: list[Any], sizes: list[tuple[int, ...]]
 ) -> list[list[float]]:
-    """Return the number of labels over which the loss of each pass is averaged, by global batch."""
+    """Return the number of labels of each pass, by global batch."""
+    # These are the labels over which the loss of a pass is averaged.
     counts = []
     first = 0
     for step in sizes:

@@ -35,10 +35,9 @@ def report(trainer: Trainer) -> None:
 
 
 class _ReportCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no complete types
-    """Adds speed metrics to each log entry of the training loss.
+    """Adds speed metrics to each log entry of the training loss."""
 
-    It has to be the first callback, so that the trackers' callbacks receive the metrics.
-    """
+    # This has to be the first callback, so that the trackers' callbacks receive the metrics.
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -63,7 +62,8 @@ class _ReportCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
             self._clock.end(rows, () if index is None else (index,))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Interrupt the step clock, so that an evaluation's time doesn't count as a slow step."""
+        """Interrupt the step clock after an evaluation."""
+        # Otherwise, the evaluation's time would count as a slow step.
         if self._clock is not None:
             self._clock.interrupt()
 

@@ -284,10 +284,11 @@ def make_sampler(
 
 
 def _make_order(trainer: Any, sampler: Any, rows: int) -> RowOrder | None:
-    """Return the order in which one process would draw each epoch's rows without a plan.
+    """Return the order of each epoch's rows in training without a plan.
 
-    Return None if that is the order of the data set.
+    None if that is the order of the data set.
     """
+    # Without a plan, one process would draw all rows.
     if type(sampler) is SequentialSampler:
         return None
     seed = trainer.args.data_seed

@@ -213,10 +213,10 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Return the passes of an optimizer step, and the number of its items over all ranks.
+        """Return an optimizer step's passes and its number of items.
 
-        The passes are listed by global batch. The number is None if the trainer doesn't count
-        items.
+        The passes are listed by global batch. The number counts the items of all ranks; it is None
+        if the trainer doesn't count items.
         """
         self._planned.end()
         passes = list(islice(epoch_iterator, num_batches))  # a list for each global batch
@@ -236,9 +236,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return passes, items
 
     def _get_num_items_in_batch(self, batches: list[Any], device: torch.device) -> Any:
-        """Return num_items_in_batch for these batches together, as counted by this rank.
+        """Return this rank's num_items_in_batch for these batches together.
 
-        Return None if the trainer doesn't count items.
+        None if the trainer doesn't count items.
         """
         calls = self._gathering.calls  # transformers 4 gathers here even if one process counts
         # a copy to a GPU would make the host wait for the optimizer's step; `weigh_passes` moves it
@@ -259,10 +259,11 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _weigh_and_count(
         self, passes: list[Any], sizes: list[Any], totals: list[int], device: torch.device
     ) -> Any:
-        """Store the weight of each pass in its global batch; return the number of items.
+        """Store the weight of each pass; return the number of items.
 
-        Return None if the trainer doesn't count items.
+        None if the trainer doesn't count items.
         """
+        # The weight of a pass is its weight in the global batch.
         # `sizes` and `totals` as in `weigh_passes`; the items of all ranks are counted
         rows = [own for step in sizes for own in step]
         with self._gathering.local():
@@ -285,11 +286,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return items
 
     def _find_loss(self, ignores: bool, in_parts: int = 0) -> TrainerLoss:
-        """Return what the loss is a mean over, determined from the loss of a few rows.
-
-        If a single process is about to use smaller passes for the first time, `in_parts` is the
-        number of rows to check; otherwise, it is 0.
-        """
+        """Return what the loss is a mean over, judged by few rows."""
+        # `in_parts` is 0, except if a single process is about to use smaller passes for the first
+        # time. Then it is the number of rows to check.
         world = self._shares.world
         if not self._given.check or (world * sum(self._shares.passes) == 1 and not in_parts):
             # the user turned the check off, or one process computes each batch in one pass
@@ -305,10 +304,11 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         )
 
     def check_loss(self) -> None:
-        """Check the loss before the training, once its loader exists.
+        """Check the loss before the training.
 
         Raises RequestError on every rank if training with the plan would change what is learned.
         """
+        # Call this when the trainer's loader exists.
         # training with the plan changes what is learned if the loss isn't a mean over rows, labels
         # or items, or if the program's own launcher averages means over different numbers of labels
         few = self._fetch_few()
@@ -323,10 +323,11 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             )
 
     def _check_parts(self, part: Any, rows: int) -> None:
-        """Check the loss in a single process before it uses smaller passes for the first time.
+        """Check the loss before the first use of smaller passes.
 
         Raises RequestError if smaller passes would change what is learned.
         """
+        # Only a single process needs this check.
         # `part` is the pass that ran out of memory; up to `rows` of its rows are checked
         if self._shares.world * sum(self._shares.passes) == 1:
             self._loss = self._find_loss(has_ignored(part.batch), in_parts=rows)
@@ -334,7 +335,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def training_step(
         self, model: Any, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Train on the passes of a global batch, and return the sum of their losses."""
+        """Train on a global batch's passes; return the sum of their losses."""
         # weighted so that the mean over ranks is the loss of a single process
         parts = [Part(each, *self._to_come.popleft(), lambda loss: loss) for each in inputs]
         for part in parts:
@@ -370,10 +371,12 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     @property
     def excess(self) -> int:
-        """The factor by which the loss is left too large, as under the program's own launcher.
+        """The factor by which the loss is left too large.
 
-        Unless `keeps_launcher` is True, it is 1: the weights of the passes correct the loss.
+        It is 1 unless `keeps_launcher` is True.
         """
+        # The program's own launcher leaves the loss too large. Without `keeps_launcher`, the
+        # weights of the passes correct the loss.
         return self._loss.excess if self.keeps_launcher and self._loss is not None else 1
 
     def _train_part(self, model: Any, items: Any, part: Part, is_last: bool) -> torch.Tensor:
@@ -425,10 +428,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return sum(super(_PlanMixin, self).floating_point_ops(each) for each in inputs)
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """Log, save and evaluate as the class does.
-
-        In transformers 4, also average the unlogged losses over the ranks when the training ends.
-        """
+        """Log, save and evaluate as the class does."""
+        # In transformers 4, the unlogged losses are also averaged over the ranks when the training
+        # ends.
         result = super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
         ends = self.control.should_training_stop or self.state.global_step >= self.state.max_steps
         # transformers 4 has no `_finalize_training`
@@ -437,7 +439,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return result
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Average the unlogged losses over the ranks, then end the training as the class does."""
+        """Average the unlogged losses over the ranks and end the training."""
         # the trainer itself would use only the first rank's losses
         self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
         return super()._finalize_training(*args, **kwargs)
@@ -486,11 +488,12 @@ def _fetch_few(
     most: int = ROWS_COMPUTED,
     chooses: bool = True,
 ) -> FewRows | None:
-    """Return up to `most` rows for a check of the loss, the same rows on every rank.
+    """Return up to `most` rows for a check of the loss.
 
-    If `chooses`, they are chosen from more rows, to differ in class and length. Return None if
-    there are fewer than two rows.
+    None if there are fewer than two rows.
     """
+    # Every rank gets the same rows. With `chooses`, they are chosen from more rows, to differ in
+    # class and length.
     more = (TIMES - 1) * most if chooses else 0
     rows = sampler.sample_rows(most, more)
     return fetch_rows(dataset, collate, rows, min(most, ROWS_COMPUTED))

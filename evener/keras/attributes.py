@@ -102,9 +102,9 @@ class CallTensors:
             slot.container[slot.key] = value
 
     def _find_slots(self, containers: list[Any]) -> list[TensorPlace]:
-        """Return all places that hold tensors in the attributes of the model and its layers.
+        """Return all places in the model's and layers' attributes that hold tensors.
 
-        Each list or dict that was searched is appended to `containers`.
+        Appends each searched list or dict to `containers`.
         """
         return [
             slot
@@ -130,7 +130,7 @@ def _places_of_tensors(
 ) -> Iterator[TensorPlace]:
     """Yield the places within `container[key]` that hold tensors.
 
-    Lists and dicts that are searched are appended to `containers`.
+    Appends each searched list or dict to `containers`.
     """
     value = container[key]
     if isinstance(value, tf.Tensor | tuple):
@@ -149,10 +149,11 @@ def _places_of_tensors(
 
 
 def _open(value: Any) -> Any:
-    """Return the list or dict in which a value may hold tensors; None if it can't hold any.
+    """Return the list or dict in which a value may hold tensors.
 
-    For a plain object, it is the dictionary of the object's attributes.
+    None if the value can't hold tensors.
     """
+    # For a plain object, this is the dictionary of the object's attributes.
     if isinstance(value, list | dict):
         return value
     if isinstance(value, type) or callable(value) or not hasattr(value, "__dict__"):
@@ -170,7 +171,8 @@ def _copy(container: Any) -> Any:
 
 
 def _fill(container: Any, content: Any) -> None:
-    """Make a list or dict equal to `content`; items that are already the same aren't assigned."""
+    """Make a list or dict equal to `content`."""
+    # Items that are already the same aren't assigned.
     if isinstance(container, dict):
         for key in [key for key in container if key not in content]:
             del container[key]
@@ -215,7 +217,8 @@ def join_leaves(
 
 
 def _counted_rows(leaf: Any, size: Any) -> Any:
-    """Return a device's tensor, without its filler row if the device has no rows (`size` 0)."""
+    """Return a device's tensor without its filler row."""
+    # A device without rows (`size` 0) computes a filler row.
     return leaf[: tf.where(size > 0, tf.shape(leaf, tf.int64)[0], 0)]
 
 

@@ -172,11 +172,9 @@ class StepAudit:
         self._looks = True
 
     def _count_changes(self, begins_epoch: bool, is_loop: bool) -> None:
-        """Count a change if any watched variable has a new value since the last check.
-
-        The variables are checked when an epoch begins (`begins_epoch`) and, in one process, before
-        each step of the user's own loop (`is_loop`).
-        """
+        """Count a change if a watched variable has a new value."""
+        # The variables are checked when an epoch begins (`begins_epoch`) and, in one process,
+        # before each step of the user's own loop (`is_loop`).
         if not begins_epoch and not (is_loop and self._group is None):
             return
         self._looks = False
@@ -275,8 +273,8 @@ class StepAudit:
     # ---------------------------------------------------------------- rows and graphs
 
     def _take_rows(self, batch: Tensors) -> Tensors:
-        """Return a few rows (x, y, weight) of the whole batch, the same in every process."""
-        # None if the processes can't exchange their rows
+        """Return a few rows of the whole batch, as (x, y, weight)."""
+        # All processes get the same rows, or None if they can't exchange their rows.
         with tf.device(HOST):
             triple = read_triple(batch)
             whole = self._count_batch(batch)
@@ -288,11 +286,10 @@ class StepAudit:
             return self._gather_first_rows(triple, isinstance(batch, OwnRows), whole, rows)
 
     def _gather_first_rows(self, data: Tensors, is_own: bool, whole: int, rows: int) -> Tensors:
-        """Return the first rows of each process's share, `rows` in all; all processes get the same.
+        """Return the first rows of each process's share.
 
-        `data` has only this process's rows if `is_own`; otherwise, it is the whole batch of `whole`
-        rows. If a share has too few rows, the whole batch is returned. Return None if the data
-        aren't numbers.
+        All processes get the same `rows` rows, or the whole batch if a share has too few rows. None
+        if the data aren't numbers.
         """
         # `data` has only this process's rows if `is_own`; otherwise, the whole batch of `whole`
         # rows
@@ -371,8 +368,9 @@ class StepAudit:
 
     @contextmanager
     def _in_small_passes(self, rows: int) -> Iterator[None]:
-        """Return a context in which each device computes its part of `rows` rows in two passes."""
-        # the context has no effect if the engine doesn't use passes
+        """Return a context in which each device computes two passes."""
+        # The passes divide a device's part of `rows` rows. The context has no effect if the engine
+        # doesn't use passes.
         cut = self._engine.cut
         if not cut.in_passes:
             yield
@@ -386,7 +384,7 @@ class StepAudit:
     def _find_failure(
         self, plain: TracedStep, rows: Tensors, batch: Tensors, signature: Any
     ) -> tuple[Finding | None, Tensors]:
-        """Check whether the result for a row depends on the other rows of its batch.
+        """Check whether the result for a row depends on other rows.
 
         Return a finding, if any, and the rows on which the steps are to be compared.
         """
@@ -440,18 +438,16 @@ class StepAudit:
         return None
 
     def _are_close(self, one: Any, other: Any, whole: Any) -> bool:
-        """True if two sums of outputs are equal except for rounding.
-
-        The error that rounding may cause is relative to the largest absolute value in `whole`, the
-        sums of all rows' outputs.
-        """
+        """True if two sums of outputs are equal except for rounding."""
+        # The error that rounding may cause is relative to the largest absolute value in `whole`,
+        # the sums of all rows' outputs.
         kind = computes_in_half(self._model) or keras.config.floatx()
         largest = np.nanmax(np.abs(whole), initial=1e-30)
         near = OUTPUTS_DIFFER.get(kind, OUTPUTS_DIFFER["float32"]) * largest
         return bool(np.allclose(one, other, rtol=0, atol=near, equal_nan=True))
 
     def _needs_all_rows(self, plain: TracedStep, batch: Tensors, error: Exception) -> bool:
-        """True if a part of the batch raised `error` only because the step needs all rows."""
+        """True if `error` occurred because the step needs all rows."""
         if self._group is not None:  # no process has all rows
             return isinstance(error, tf.errors.InvalidArgumentError)
         return not isinstance(self._try(plain, read_triple(batch)), Exception)
@@ -485,10 +481,9 @@ class StepAudit:
             return error
 
     def _run_own_step_on_part(self, plain: TracedStep, rows: Tensors) -> StepResult | Exception:
-        """Return the result of Keras' own step on a part of the audited rows, or its exception.
+        """Return the result of Keras' own step on few rows, or its exception.
 
-        If the engine computes losses only for whole batches, and the step fails on the part, return
-        the result of the model's call alone.
+        If only the loss may need the whole batch, return the result of the model's call.
         """
         result = self._try(plain, rows)
         if not isinstance(result, Exception) or self._engine.judges_parts(self._trains):
@@ -524,11 +519,12 @@ class StepAudit:
         values: Mapping[int, Any],
         moved: str,
     ) -> Finding | None:
-        """Compare the steps' gradients, losses and states, with variables set to `values`.
+        """Compare the gradients, losses and states of two steps.
 
-        `moved` describes values or labels that were changed for this comparison. If it isn't empty,
-        only gradients are compared. Return a finding if there is a difference.
+        Return a finding if there is a difference.
         """
+        # Both steps run with variables set to `values`. `moved` describes values or labels that
+        # were changed for this comparison. If `moved` isn't empty, only gradients are compared.
         plain, shared = steps
         values = {**self._list_seeds(), **values}
         reference = None
@@ -574,7 +570,7 @@ class StepAudit:
     def _run_engine_step(
         self, shared: TracedStep, rows: Tensors, values: Mapping[int, Any]
     ) -> StepResult:
-        """Run the engine's step with variables set to `values`, and return its result.
+        """Run the engine's step with these variable values; return its result.
 
         Raises RequestError if the results of the parts can't be combined.
         """
@@ -588,10 +584,8 @@ class StepAudit:
             ) from error
 
     def _cause(self, training: bool) -> LikelyCause:
-        """Return the likeliest cause of a difference that an audit has found.
-
-        `training` is True for a training step, and False for an evaluation.
-        """
+        """Return the likeliest cause of a difference in an audit."""
+        # `training` is False for an evaluation.
         return IN_PARTS if self._engine.judges_parts(training) else IN_MODEL
 
     def _compare_results(
@@ -601,12 +595,12 @@ class StepAudit:
         moved: str,
         repeats: Sequence[StepResult] = (),
     ) -> GradientDifference | None:
-        """Return the largest difference of gradients or, if these agree, of losses.
+        """Return the largest difference of gradients or losses.
 
-        If `moved` isn't empty, only gradients are compared. `repeats` are results of the reference
-        with random rounding errors, which show what rounding may change. Return None if there is no
-        difference.
+        None if there is no difference.
         """
+        # Losses are compared only if the gradients agree and `moved` is empty. `repeats` are
+        # results of the reference with random rounding errors, which show what rounding may change.
         sketches = [repeat.gradients for repeat in repeats]
         found = compare(reference.gradients, trained.gradients, sketches)
         one, other = reference.gradients.loss, trained.gradients.loss
@@ -701,7 +695,8 @@ class StepAudit:
         return None
 
     def _compare_attributes(self, steps: StepPair, rows: Tensors) -> Finding | None:
-        """Return a finding if a plain attribute, such as a counter, differs after the two steps."""
+        """Return a finding if a plain attribute differs after the two steps."""
+        # A plain attribute is, for example, a counter.
         # the Python code of a traced step runs only once
         if not self._model.run_eagerly:
             return None
@@ -718,17 +713,16 @@ class StepAudit:
 
     @staticmethod
     def _teaches(plain: TracedStep, rows: Tensors, key: int, values: Sequence[Any]) -> bool:
-        """True if the gradient depends on which of two values the variable with this key has."""
+        """True if the gradient depends on the value of this variable."""
+        # The gradients of two values are compared.
         one, other = (plain.run(rows, {key: value}).gradients for value in values)
         return compare(one, other) is not None
 
     def _compare_decisions(self, steps: StepPair, rows: Tensors) -> Finding | None:
-        """Return a finding if the gradient may depend on whether rows are computed in parts.
-
-        It may if user code decides something by a comparison that isn't made for each row (see
-        `decisions.py`), the compared values are different for parts of the rows, and the gradient
-        depends on the decision.
-        """
+        """Return a finding if computing rows in parts may change decisions."""
+        # It matters if user code decides something by a comparison that isn't made for each row
+        # (see `decisions.py`), the compared values are different for parts of the rows, and the
+        # gradient depends on the decision.
         plain, shared = steps
         whole = plain.run(rows).margins
         if not whole:
@@ -796,10 +790,11 @@ class StepAudit:
     def _list_variants(
         self, plain: TracedStep, rows: Tensors
     ) -> Iterator[tuple[str, Mapping[int, Any], Tensors]]:
-        """Yield changes that may reveal a difference which the audited rows hide.
+        """Yield changes that may reveal a hidden difference of gradients.
 
-        Each change consists of a description, the values of variables, and the rows.
+        A change is a description, the values of variables, and the rows.
         """
+        # The audited rows themselves may hide the difference.
         values, names = raise_zeros(self._model, plain)
         if values:
             yield f"with {' and '.join(names[:2])} above 0", values, rows
@@ -821,7 +816,8 @@ class StepAudit:
         return steps if self._all(steps is not None) else None
 
     def _all(self, fine: bool) -> bool:
-        """True if `fine` is True in every process; all of them have to call this method."""
+        """True if `fine` is True in every process."""
+        # All processes have to call this method.
         if self._group is None:
             return fine
         (failed,) = self._group.sum_now([tf.constant(0.0 if fine else 1.0)])
@@ -861,11 +857,12 @@ class StepAudit:
         return " and ".join(str(size) for size in sizes if size)
 
     def _warn_once(self, why: str) -> None:
-        """Warn, once for each reason `why`, that this model can't be audited.
+        """Warn that this model can't be audited.
 
-        Raises RequestError instead if the loss of a batch isn't the mean or the sum of its parts'
-        losses, because only an audit could then show that the gradient is right.
+        Raises RequestError instead if the loss isn't the mean or the sum of its parts' losses.
         """
+        # Each reason `why` is reported once. With another kind of loss, only an audit could show
+        # that the gradient is right.
         engine, training = self._engine, self._trains
         if engine.judges_parts(training) and engine.kinds[training].loss == OTHER:
             raise RequestError(
@@ -894,7 +891,8 @@ def _plain_float32() -> Iterator[None]:
 
 
 def _open_unequal(one: Any, other: Any) -> Any:
-    """Return a tensor type that fits both types; axes of unequal length have length None."""
+    """Return a tensor type that fits both types."""
+    # Axes of unequal length have length None.
     if not isinstance(one, tf.TensorSpec) or one.shape.rank != other.shape.rank:
         return other
     sizes = zip(one.shape, other.shape, strict=True)
@@ -920,11 +918,12 @@ def _distance(one: Any, other: Any) -> float:
 
 
 def _states_differ(before: Any, one: Any, other: Any) -> bool:
-    """True if a state's values after two steps, `one` and `other`, differ by more than rounding.
+    """True if two values of a state differ by more than rounding.
 
-    `before` is the value before both steps: the more they change it, the larger is the difference
-    that is allowed. Values that aren't numbers never differ.
+    Values that aren't numbers never differ.
     """
+    # `one` and `other` are the values after two steps, and `before` is the value before both steps.
+    # The more the steps change the value, the larger is the difference that is allowed.
     if one.shape != other.shape or not _is_number(one):
         return False
     if not one.dtype.is_floating:
@@ -958,7 +957,8 @@ def _as_float64(value: Any) -> Any:
 
 
 def _summary(value: Any) -> Any:
-    """Return the sum and a weighted sum of a variable's absolute values, to compare processes."""
+    """Return two sums that summarize a variable's absolute values."""
+    # One sum is weighted by position. Processes compare the sums.
     if not _is_number(value):
         return tf.zeros([2], tf.float64)
     columns = value.shape[-1] if value.shape.rank else 1
@@ -1001,7 +1001,7 @@ def _mixed_labels(y: Any) -> Any:
 def _change_labels(y: Any, outputs: Tensors) -> Any:
     """Return the labels with a different change in each row.
 
-    Return None unless each output has one tensor of labels.
+    None unless each output has one tensor of labels.
     """
     labels = keras.tree.flatten(y)
     found = keras.tree.flatten(outputs)

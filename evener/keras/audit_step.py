@@ -218,7 +218,7 @@ class TracedStep:
 
     @contextmanager
     def _recording_loss_calls(self, calls: list[tuple[Any, ...]]) -> Iterator[None]:
-        """Return a context in which a plain step records the model call behind each loss."""
+        """Record the model call behind each loss of a plain step."""
         # a record has the fields of a `StepCall`, with the outputs' masks after the outputs
         if not self._plain:
             yield
@@ -239,7 +239,8 @@ class TracedStep:
             yield
 
     def _read_margins(self) -> list[Any]:
-        """Return the margin of each comparison in the graph being traced: left minus right side."""
+        """Return the margin of each comparison in the traced graph."""
+        # A margin is the left side minus the right side.
         found = list(list_decisions(tf.compat.v1.get_default_graph()))
         self._places[:] = [place for place, _ in found]
         margins = [read_margin(operation) for _, operation in found]
@@ -282,7 +283,7 @@ class PlainSteps:
             return self._find((training, repr(spec), True), call, spec)
 
     def _find(self, key: tuple[bool, str, bool], step: Any, spec: Tensors) -> TracedStep:
-        """Return the graph that is stored under `key`; if there is none, trace and store `step`."""
+        """Return the graph stored under `key`; trace `step` if there is none."""
         if key not in self._traced:
             self._traced[key] = self._trace(step, spec, training=key[0])
         found = self._traced[key]
@@ -299,7 +300,8 @@ class PlainSteps:
 
 
 def _call_without_loss(model: Any, training: bool, data: Tensors) -> dict[str, Any]:
-    """Call the model on the rows of `data` as Keras' own step does; return no logs."""
+    """Call the model on `data` as Keras' own step does."""
+    # The result has no logs.
     x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
     # a `TracedStep` picks the outputs up there
     model._compute_loss(y_pred=call_model(model, x, training))
@@ -356,10 +358,11 @@ def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
 
 
 def _with_masks(call: Any) -> StepCall | None:
-    """Return a `StepCall` made of the values in `call`; None if `call` is None.
+    """Return a `StepCall` with masks attached to the outputs.
 
-    `call` has outputs, their masks, losses and attributes. The masks are attached to the outputs.
+    None if `call` is None.
     """
+    # `call` has outputs, their masks, losses and attributes.
     if call is None:
         return None
     outputs, masks, losses, attributes = call
@@ -370,7 +373,7 @@ def _with_masks(call: Any) -> StepCall | None:
 
 
 def _is_here(tensor: Any) -> bool:
-    """True if a tensor is eager, or belongs to the graph that is being traced now."""
+    """True if a tensor is eager or belongs to the current graph."""
     here = tf.compat.v1.get_default_graph()
     return not tf.is_symbolic_tensor(tensor) or tensor.graph is here
 
@@ -401,7 +404,8 @@ def _project_gradients(gradients: Sequence[Any], shapes: Sequence[Any], seed: An
 
 
 def _sum_vectors(vectors: Sequence[Any], seed: Any) -> Any:
-    """Return the random sums of all gradients with only one row, such as gradients of biases."""
+    """Return the random sums of gradients that have one row."""
+    # Gradients of biases, for example, have one row.
     sizes = [vector.shape[1] for vector in vectors]
     # there are many of them, so they are computed together
     joined = tf.concat([tf.cast(vector, tf.float64) for vector in vectors], 1)
@@ -443,7 +447,8 @@ def _sum_rows(output: Any, seed: Any) -> Any:
 
 
 def _draw_signs(count: int, seed: Any) -> dict[Any, Any]:
-    """Return a random matrix of 1 and -1, `count` by PROJECTIONS, for each float type."""
+    """Return a matrix of random signs for each float type."""
+    # Each matrix has `count` rows and PROJECTIONS columns of 1 and -1.
     drawn = 2 * tf.random.stateless_uniform([count, PROJECTIONS], seed, 0, 2, tf.int32) - 1
     return {kind: tf.cast(drawn, kind) for kind in (tf.float32, tf.float64)}
 
@@ -456,7 +461,8 @@ def _read_scalars(logs: Any) -> dict[str, float]:
 
 
 def _name_weights(model: Any) -> dict[int, str]:
-    """Return the names of trainable weights by id: their paths, numbered if a path occurs twice."""
+    """Return the names of trainable weights by id."""
+    # The names are the weights' paths. A path that occurs twice is numbered.
     names: dict[int, str] = {}
     for weight in model.trainable_weights:
         path = weight.path
@@ -505,7 +511,8 @@ def _find_assigned(graph: Any) -> set[int]:
 
 
 def _list_operations(graph: Any) -> Iterator[str]:
-    """Yield the types of all operations in a graph and in the functions that it calls."""
+    """Yield the types of all operations in a graph."""
+    # The operations in functions that the graph calls are included.
     definition = graph.as_graph_def()
     yield from (node.op for node in definition.node)
     for function in definition.library.function:
