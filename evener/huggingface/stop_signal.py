@@ -40,7 +40,8 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers has 
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """After SIGTERM, save a checkpoint and end the training."""
-        # All ranks do so at the same step. Every rank calls this after each step, to exchange whether a rank got the signal
+        # All ranks do so at the same step. Every rank calls this after each step, to exchange
+        # whether a rank got the signal.
         if self._stop_signal is not None and self._stop_signal.is_agreed():
             control.should_save = control.should_training_stop = True
 
