@@ -483,7 +483,8 @@ class StepAudit:
     def _run_own_step_on_part(self, plain: TracedStep, rows: Tensors) -> StepResult | Exception:
         """Return the result of Keras' own step on few rows, or its exception.
 
-        If only the loss may need the whole batch, return the result of the model's call.
+        If the step fails and the engine computes losses only for whole batches, return the result
+        of the model's call.
         """
         result = self._try(plain, rows)
         if not isinstance(result, Exception) or self._engine.judges_parts(self._trains):
@@ -719,8 +720,8 @@ class StepAudit:
         return compare(one, other) is not None
 
     def _compare_decisions(self, steps: StepPair, rows: Tensors) -> Finding | None:
-        """Return a finding if computing rows in parts may change decisions."""
-        # It matters if user code decides something by a comparison that isn't made for each row
+        """Return a finding if computing rows in parts may change the gradient."""
+        # It may if user code decides something by a comparison that isn't made for each row
         # (see `decisions.py`), the compared values are different for parts of the rows, and the
         # gradient depends on the decision.
         plain, shared = steps

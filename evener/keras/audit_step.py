@@ -218,8 +218,9 @@ class TracedStep:
 
     @contextmanager
     def _recording_loss_calls(self, calls: list[tuple[Any, ...]]) -> Iterator[None]:
-        """Record the model call behind each loss of a plain step."""
-        # a record has the fields of a `StepCall`, with the outputs' masks after the outputs
+        """Return a context that records the model call behind each loss."""
+        # Only calls of a plain step are recorded. A record has the fields of a `StepCall`, with the
+        # outputs' masks after the outputs.
         if not self._plain:
             yield
             return

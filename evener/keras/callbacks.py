@@ -123,7 +123,8 @@ def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) 
 
 
 def _may_stop(callback: Any) -> bool:
-    """True if a callback runs a user's code for each batch, which may stop the training."""
+    """True if a callback runs a user's code for each batch."""
+    # Such code may stop the training.
     kind = type(callback)
     # Keras' and evener's callbacks do the same in every process, but a LambdaCallback runs the
     # user's code
@@ -136,10 +137,11 @@ def _may_stop(callback: Any) -> bool:
 
 
 def _only_judge(judge: Callable[..., bool], *values: Any, **named: Any) -> bool:
-    """Let a ModelCheckpoint update its best value, but return False, so that it saves nothing.
+    """Update a ModelCheckpoint's best value, but save nothing.
 
-    `judge` is the callback's own method, which says whether to save the model.
+    The result is False.
     """
+    # `judge` is the callback's own method, which says whether to save the model.
     judge(*values, **named)
     return False
 
@@ -163,7 +165,8 @@ def _save_backup(backup: Any) -> None:
 
 
 def _match_epoch(backup: Any) -> None:
-    """Set the model's initial epoch to the epoch of the weights that `backup` has restored."""
+    """Set the model's initial epoch to that of the restored weights."""
+    # `backup` has restored the weights.
     with suppress(OSError):
         note = json.loads(Path(backup._training_metadata_path).read_text())
         # another optimizer step: the last save was interrupted, so the weights are those of the one

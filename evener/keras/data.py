@@ -177,11 +177,10 @@ def check_padding(model: Any, batch: AssignedArrays) -> None:
 
 
 def _check_output(whole: Any, short: Any, steps: int, weights: list[Any]) -> None:
-    """Raise RequestError if a row's padding changes the row's output, or counts in the loss.
-
-    `whole` is the output of the padded row, and `short` that of the row without padding, which has
-    `steps` steps. The loss ignores padding that a mask or one of the `weights` excludes.
-    """
+    """Raise RequestError if padding changes a row's output or its loss."""
+    # `whole` is the output of the padded row, and `short` the output of the row without padding,
+    # which has `steps` steps. The loss ignores padding that a mask or one of the `weights`
+    # excludes.
     if whole.shape != short.shape:
         counted = [
             getattr(whole, "_keras_mask", None),
@@ -320,10 +319,9 @@ class ArrayBatches:
         return _gather(tensors, self._places(epoch, start, stop))
 
     def _places(self, epoch: Any, start: Any, stop: Any) -> Any:
-        """Return the array indices of the rows at the places `start` to `stop` in an epoch's order.
-
-        `epoch` is the epoch's random number, which determines that order.
-        """
+        """Return the array indices of an epoch's rows."""
+        # The rows are at the places `start` to `stop` in the epoch's order. `epoch` is the epoch's
+        # random number, which determines that order.
         places = tf.range(start, stop)
         if self._shuffle:
             key = tf.stack([tf.constant(self._seed, tf.int64), epoch])
@@ -427,7 +425,8 @@ def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
 
 
 def _are_samples(x: Sequence[Any], inputs: Sequence[Any]) -> bool:
-    """True if `x` has the shapes of single samples: each input's shape without the batch axis."""
+    """True if `x` has the shapes of single samples."""
+    # A sample has each input's shape without the batch axis.
     missing = sum(len(each.shape) for each in inputs) - sum(shape.rank for shape in x)
     if missing != len(inputs):
         return False
@@ -437,7 +436,10 @@ def _are_samples(x: Sequence[Any], inputs: Sequence[Any]) -> bool:
 
 
 def _lead_batches(shapes: Sequence[Any]) -> bool | None:
-    """True if these are shapes of batches, False if of single samples; None if it is unclear."""
+    """True for shapes of batches, False for shapes of single samples.
+
+    None if it is unclear.
+    """
     leading = {shape[0] for shape in shapes}
     # in batches, the first axis of every shape has an unknown length
     if leading == {None}:
@@ -477,7 +479,8 @@ def is_plain(chosen: dict[str, Any], model: Any) -> bool:
 
 
 def _are_dense_arrays(chosen: dict[str, Any]) -> bool:
-    """True if inputs, targets and sample weights, if any, are arrays of numbers or tensors."""
+    """True if all data are arrays of numbers or tensors."""
+    # The data are the inputs, the targets and the sample weights, if any.
     # not ragged or sparse tensors, datasets, generators, or arrays of Python objects
     given = tf.nest.flatten([chosen["x"], chosen["y"], chosen["sample_weight"]])
     leaves = [leaf for leaf in given if leaf is not None]
@@ -489,7 +492,8 @@ def _is_dense_array(leaf: Any) -> bool:
 
 
 def _weighs_nested_targets(chosen: dict[str, Any]) -> bool:
-    """True if a model with several targets is trained with weights for samples or classes."""
+    """True if weights are given for a model with several targets."""
+    # These are weights for samples or classes.
     is_weighted = chosen["sample_weight"] is not None or chosen["class_weight"] is not None
     return is_weighted and tf.nest.is_nested(chosen["y"])
 
@@ -531,7 +535,10 @@ def _gather(tensors: Any, places: Any) -> Any:
 
 
 def _to_tensor(array: Any) -> Any:
-    """Return a tensor in host memory; floats get Keras' float type, as in Keras' `fit`."""
+    """Return a tensor in host memory.
+
+    Floats get Keras' float type, as in Keras' `fit`.
+    """
     with tf.device("CPU:0"):
         tensor = array if isinstance(array, tf.RaggedTensor) else tf.convert_to_tensor(array)
         return tf.cast(tensor, keras.config.floatx()) if tensor.dtype.is_floating else tensor

@@ -144,10 +144,9 @@ def _take_seed(draw_seed: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make_equal_draw(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a substitute for a TensorFlow random function; it draws the same numbers for each row.
-
-    `draw` is the stateless version of that function, which is called with a fixed seed.
-    """
+    """Return a random function that draws the same numbers for each row."""
+    # The result replaces a TensorFlow random function. `draw` is the stateless version of that
+    # function, which is called with a fixed seed.
     once = _draw_once(lambda shape, *given, **words: draw(shape, SEED, *given, **words))
 
     def draw_alike(

@@ -58,10 +58,9 @@ def _dataset_of(seen: list[Tensors], spec: Any) -> Any:
 
 
 def _other_size(spec: Any, tensor: Any) -> Any:
-    """Return zeros that fit `spec`, but differ from `tensor` in each axis of unknown length.
-
-    These axes therefore stay unknown in the element spec of a dataset with both tensors.
-    """
+    """Return zeros of the type `spec`, with other lengths than `tensor`."""
+    # Only the axes of unknown length differ. They therefore stay unknown in the element spec of a
+    # dataset with both tensors.
     sizes = zip(spec.shape, tensor.shape, strict=True)
     return tf.zeros([int(have == 0) if size is None else size for size, have in sizes], spec.dtype)
 

@@ -101,7 +101,7 @@ class FitHooks:
         return functools.partial(self._own_step, name)
 
     def _noted(self, step: Any) -> Any:
-        """Return `step` with an op in its graph that records when the step's rows are available."""
+        """Return `step` with an op that records when the rows are available."""
         # XLA has no clock
 
         @functools.wraps(step)
@@ -136,16 +136,18 @@ class FitHooks:
         return method
 
     def _own_step(self, name: str, data: Any) -> Any:
-        """Run the model's own step on the whole batch, on the device that holds the weights."""
+        """Run the model's own step on the whole batch."""
+        # The device that holds the weights computes the step.
         with self.engine.scope():
             return getattr(type(self.model), name)(self.model, data)
 
     def _make_function(self, name: str, force: bool = False) -> Any:
-        """Make a train, test or predict function by Keras' method `name`, wrapped for the engine.
+        """Make a train, test or predict function for the engine.
 
-        With `force`, an existing function is replaced. Raises RequestError if the engine can't run
-        the model.
+        Raises RequestError if the engine can't run the model.
         """
+        # `name` is Keras' method, such as "make_train_function". With `force`, an existing function
+        # is replaced.
         model = self.model
         if name == "make_train_function":
             self._prepare_training()
@@ -173,10 +175,9 @@ class FitHooks:
         self._starts = False
 
     def _wrap_function(self, name: str, function: Any) -> Any:
-        """Wrap Keras' train, test or predict function with the engine's checks, audits and clocks.
-
-        `name` is the model's attribute for the function, such as "train_function".
-        """
+        """Add the engine's checks, audits and clocks to a Keras function."""
+        # `name` is the model's attribute for the train, test or predict function, such as
+        # "train_function".
         engine = self.engine
         training = name == "train_function"
         self._plain.clear(training)
@@ -324,10 +325,11 @@ class FitHooks:
         return self.engine.batches(arrays, endless=False), arrays.steps
 
     def _fit_dataset(self, chosen: dict[str, Any]) -> None:
-        """Batch the dataset in `chosen`, the arguments of `fit`, if it yields single samples.
+        """Batch the dataset of `fit` if it yields single samples.
 
         Raises RequestError if a group of processes is given a generator.
         """
+        # `chosen` has the arguments of `fit`, which are changed.
         data, name = chosen["x"], self.split.engine
         if isinstance(data, tf.data.Dataset):
             size = chosen["batch_size"] or self.split.global_batch
@@ -342,11 +344,9 @@ class FitHooks:
         self._prepare_validation(chosen, self.split.global_batch)
 
     def _prepare_validation(self, chosen: dict[str, Any], size: int | None) -> None:
-        """Batch the validation data in `chosen`, the arguments of `fit`, for the engine.
-
-        `size` is the default batch size for a split without passes. An argument
-        `validation_batch_size` takes precedence.
-        """
+        """Batch the validation data of `fit` for the engine."""
+        # `chosen` has the arguments of `fit`, which are changed. `size` is the default batch size
+        # for a split without passes. An argument `validation_batch_size` takes precedence.
         data = chosen["validation_data"]
         if data is None:
             return
@@ -373,7 +373,8 @@ class FitHooks:
 
 
 def _is_clone_model(frame: Any) -> bool:
-    """True for a frame of Keras' own `clone_model`, not of a user's function with that name."""
+    """True for a frame of Keras' own `clone_model`."""
+    # A user's function may have the same name.
     module = str(frame.f_globals.get("__name__", ""))
     return bool(frame.f_code.co_name == "clone_model" and module.startswith("keras."))
 

@@ -161,10 +161,11 @@ def _join_group(peers: tuple[str, ...], rank: int) -> Group:
 
 
 def _read_cluster(config: Any) -> tuple[list[str], int]:
-    """Return the addresses of the training processes and this process's rank, given TF_CONFIG.
+    """Return all training processes' addresses and this process's rank.
 
     Raises RequestError if this process isn't in the cluster.
     """
+    # `config` is the content of TF_CONFIG.
     # the chief comes first, as in TensorFlow
     cluster, task = config.get("cluster", {}), config.get("task", {})
     chiefs, workers = list(cluster.get("chief", [])), list(cluster.get("worker", []))
@@ -253,7 +254,8 @@ def digest_batch(data: Any) -> BatchDigests:
 
 
 def _digest_rows(data: Any) -> Any:
-    """Return a hash of these tensors; of a tensor with long rows, only row 0 counts."""
+    """Return a hash of these tensors."""
+    # Of a tensor with long rows, only row 0 counts.
     return digest(
         [
             leaf if (leaf.shape[1:].num_elements() or FEW + 1) <= FEW else leaf[:1]

@@ -147,10 +147,11 @@ def _map(function: Callable[[Any], Any], data: Tensors) -> Tensors:
 
 
 def _with_marks(result: Any, sources: Sequence[Any], combine: Callable[[list[Any]], Any]) -> Any:
-    """Attach the combined masks and logits of `sources` to `result`, and return `result`.
+    """Attach the combined masks and logits of `sources` to `result`.
 
-    Masks are attached only if all sources have one. The same is true for logits.
+    Return `result`.
     """
+    # Masks are attached only if all sources have one. The same is true for logits.
     masks = [getattr(source, "_keras_mask", None) for source in sources]
     if all(mask is not None for mask in masks):
         result._keras_mask = combine(masks)
@@ -403,10 +404,11 @@ def _headroom(model: Any) -> float:
 
 
 def _undo_headroom(gradient: Any, headroom: float, is_half: bool) -> Any:
-    """Return a gradient times `headroom`, the number by which `scale_loss` divides the loss.
+    """Return a gradient times `headroom`.
 
     With `is_half`, elements of a dense gradient that overflow in float16 become NaN.
     """
+    # `headroom` is the number by which `scale_loss` divides the loss.
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):

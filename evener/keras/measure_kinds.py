@@ -135,11 +135,12 @@ def measure_batch(
 
 
 def _warn_of_joined(names: Sequence[str]) -> None:
-    """Warn that an optimizer such as Adam won't update these tables as on one device.
+    """Warn that Adam won't update these tables as on one device.
 
-    `names` are tables that several calls of `tf.nn.embedding_lookup_sparse` read. The warning names
-    the first one. Without any, no warning is issued.
+    No warning is issued without names.
     """
+    # The same is true for other optimizers that square gradients. `names` are tables that several
+    # calls of `tf.nn.embedding_lookup_sparse` read. The warning names the first table.
     if names:
         warn(
             f"{names[0]} is read by several calls of tf.nn.embedding_lookup_sparse. An optimizer"
@@ -226,24 +227,25 @@ class Measured(NamedTuple):
         return [fitting[0] if fitting else OTHER for fitting in kinds]
 
     def _read_added(self, results: Sequence[StepResult]) -> list[tuple[float, ...]]:
-        """Return, for each loss that layers add, its value on all rows and on each part."""
+        """Return the values of each loss that layers add."""
+        # A loss has a value on all rows, and a value on each part.
         calls = [result.call for result in results if result.call is not None]
         added = [split_losses(self.model, call.losses)[0] for call in calls]
         values = [[float(tf.reduce_sum(loss)) for loss in losses] for losses in added]
         return list(zip(*values, strict=True))
 
     def _raise_zeros(self) -> tuple[Values, list[Tensors]]:
-        """Return nonzero values for variables that are 0, by key, and the rows of each run.
+        """Return nonzero values for variables that are 0, and the rows.
 
-        The step is run again with these values, because a variable that is 0 may hide a loss. The
-        rows aren't changed.
+        The values are listed by variable key. The rows of each run are unchanged.
         """
+        # The step is run again with these values, because a variable that is 0 may hide a loss.
         return raise_zeros(self.model, self.step)[0], self.every
 
     def _change_weights(self) -> tuple[Values, list[Tensors]]:
-        """Return the values of `_raise_zeros` with noise on the weights, and the rows of each run.
+        """Return noisy weights, and rows with negated inputs.
 
-        The inputs in these rows are negated.
+        The values include those of `_raise_zeros`. The rows are listed by run.
         """
         values, _ = self._raise_zeros()
         for number, variable in enumerate(self.model.trainable_variables):
@@ -326,14 +328,13 @@ class Measured(NamedTuple):
     def _find_possible_loss_kinds(
         self, batch: Sequence[Tensors], calls: Sequence[StepCall], training: bool
     ) -> list[str] | None:
-        """Return the possible kinds of the model's loss, judging by its values on `batch`.
+        """Return the possible kinds of the model's loss.
 
-        A kind is possible if it gives the loss of all rows when applied to the losses of their
-        parts. Return None if the loss can't be computed or isn't finite.
-
-        - `batch`: (x, y, outputs, weight).
-        - `calls`: the model's calls on all rows, then on each part.
+        None if the loss can't be computed or isn't finite.
         """
+        # A kind is possible if it gives the loss of all rows when applied to the losses of their
+        # parts. `batch` is (x, y, outputs, weight). `calls` are the model's calls on all rows, then
+        # on each part.
         values: list[float] = []
         counts: list[dict[str, float]] = []
         edges = (0, *np.cumsum(self.sizes).tolist())
@@ -357,11 +358,12 @@ class Measured(NamedTuple):
 
 
 def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> str:
-    """Return the kind of a state: how its changes on parts of a batch combine.
+    """Return how a state's changes on parts of a batch combine.
 
-    `start` is the state's value before the step. `whole` is its value after a step on all rows, and
-    `parts` are its values after a step on each part. `sizes` are the parts' numbers of rows.
+    The result is a kind, such as SUM.
     """
+    # `start` is the state's value before the step. `whole` is the value after a step on all rows,
+    # and `parts` are the values after a step on each part. `sizes` are the parts' numbers of rows.
     if whole.dtype.kind not in "iuf":
         return SAME if all(np.array_equal(whole, part) for part in parts) else OTHER
     values = [np.asarray(each, np.float64) for each in (start, whole, *parts)]
@@ -378,11 +380,12 @@ def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[i
 def _predict_whole_state(
     before: Any, parts: Sequence[Any], sizes: Sequence[int], near: float
 ) -> dict[str, Any]:
-    """Return, for each possible kind, the predicted value of a state after the whole batch.
+    """Return the predicted value of a state, by possible kind.
 
-    `before` is the state's value before the batch. `parts` are its values after each part, and
-    `sizes` the parts' numbers of rows. SAME is left out if `parts` differ by more than `near`.
+    SAME is left out if `parts` differ by more than `near`.
     """
+    # The value after the whole batch is predicted. `before` is the value before the batch, and
+    # `parts` are the values after each part. `sizes` are the parts' numbers of rows.
     changes = [part - before for part in parts]
     weighted = [size * change for size, change in zip(sizes, changes, strict=True)]
     predictions = {ROWS: before + sum(weighted) / sum(sizes), SUM: before + sum(changes)}
@@ -428,10 +431,11 @@ def _negate(leaf: Any) -> Any:
 
 
 def _list_variants(model: Any, rows: Tensors, call: StepCall) -> Iterator[tuple[Any, ...]]:
-    """Yield (x, y, outputs, weight) unchanged, then with other masks, weights and labels.
+    """Yield batches with other masks, weights and labels.
 
-    `call` is the model's call on `rows`.
+    Each is (x, y, outputs, weight). The first one is unchanged.
     """
+    # `call` is the model's call on `rows`.
     # on the unchanged rows, losses of different kinds may have the same value
     x, y, weight = rows
     outputs = call.outputs
@@ -446,12 +450,14 @@ def _list_variants(model: Any, rows: Tensors, call: StepCall) -> Iterator[tuple[
 
 
 def _ramp(values: Any) -> Any:
-    """Return a factor per row, from 0.1 to 2, with axes that broadcast to `values`."""
+    """Return a factor from 0.1 to 2 for each row."""
+    # The factors' axes broadcast to `values`.
     return np.linspace(0.1, 2.0, len(values)).reshape(-1, *[1] * (len(values.shape) - 1))
 
 
 def _pad_labels(padding: int, y: Any) -> Any:
-    """Return a copy of the labels; in each row, `padding` replaces a different number of them."""
+    """Return a copy of the labels with some replaced by `padding`."""
+    # A different number of labels is replaced in each row.
     # if rows have a single label, every third one is padding
     if y.ndim < 2 or y.shape[-1] < 2:
         return np.where(np.arange(len(y)).reshape(-1, *[1] * (y.ndim - 1)) % 3 == 0, padding, y)
@@ -460,7 +466,8 @@ def _pad_labels(padding: int, y: Any) -> Any:
 
 
 def _with_other_masks(outputs: Tensors) -> Tensors:
-    """Return the outputs with masks that select 1 time step of row 0, 2 of row 1, and so on."""
+    """Return the outputs with masks of increasing length."""
+    # The masks select 1 time step of row 0, 2 of row 1, and so on.
     changed = take_rows(outputs, len(keras.tree.flatten(outputs)[0]))
     for leaf in keras.tree.flatten(changed):
         mask = getattr(leaf, "_keras_mask", None)

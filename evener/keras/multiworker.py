@@ -263,9 +263,9 @@ class Workers:
         return functools.partial(self._run_one_by_one, run)
 
     def _run_one_by_one(self, run: Steps, batches: Any) -> Any:
-        """Run the steps of one Keras call one at a time, and return the last step's logs.
+        """Run the steps of one Keras call one at a time.
 
-        Raises StopIteration if there is no batch.
+        Return the last step's logs. Raises StopIteration if there is no batch.
         """
         # Keras would run the steps as a loop in one graph, whose all-reduces TensorFlow would
         # confuse
@@ -352,13 +352,10 @@ class Workers:
         result: PassSums,
         starts: list[Any],
     ) -> dict[str, Any]:
-        """Sum over the processes, update weights and states, and return the step's logs.
-
-        - `own`: this process's rows; `result` has their gradients, loss and states.
-        - `digest`: identifies the whole batch.
-        - `began`: when the step began, Unix time.
-        - `starts`: the values, from before the step, of the states in `result.updates`.
-        """
+        """Sum over the processes, update the model, and return the logs."""
+        # `own` are this process's rows, and `result` has their gradients, loss and states. `digest`
+        # identifies the whole batch. `began` is the Unix time at which the step began. `starts` has
+        # the values, from before the step, of the states in `result.updates`.
         part = _part(own)
         changes = [
             (start, change(update, start, part))
@@ -369,11 +366,11 @@ class Workers:
         return metrics.finish(summed, loss, *keras.utils.unpack_x_y_sample_weight(own.whole))
 
     def _compute_own_rows(self, own: OwnRows) -> tuple[PassSums, list[Any]]:
-        """Run the forward and backward pass on this process's rows, and return the results.
+        """Run the forward and backward pass on this process's rows.
 
-        The second result has the states that all processes change, with their values before the
-        step.
+        Return the results, and the earlier values of the states that all processes change.
         """
+        # The earlier values are those from before the step.
         model = self.model
         x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
         states = [(state, kind, tf.identity(state)) for state, kind in self._shared_states()]
@@ -391,18 +388,19 @@ class Workers:
         ]
 
     def _shared_states(self) -> list[tuple[Any, str]]:
-        """Return (state, kind) of each state whose change comes from the rows of all processes."""
+        """Return the states that the rows of all processes change.
+
+        Each is a pair of state and kind.
+        """
         found, states = self.kinds[True], self.model.non_trainable_variables
         kinds = kinds_of_states(self.model, found)
         every = [(states[place], kinds[id(states[place])]) for place in found.states]
         return [(state, kind) for state, kind in every if adds_up(kind)]
 
     def _part_of_loss(self, batch: tuple[Any, ...], training: bool, own: OwnRows) -> Any:
-        """Return what this process's rows contribute to the loss of the whole batch.
-
-        The contributions of all processes add up to that loss. `batch` is (x, y, outputs, weight)
-        of this process's rows.
-        """
+        """Return this process's part of the whole batch's loss."""
+        # The parts of all processes add up to that loss. `batch` is (x, y, outputs, weight) of this
+        # process's rows.
         found, part = self.kinds[training], _part(own)
         main = main_part(found.loss, part)
         if found.loss in COUNTS:
@@ -421,14 +419,12 @@ class Workers:
         digest: Any,
         sent: list[Any],
     ) -> tuple[list[Any], Any]:
-        """Sum the results of the processes, and update weights and states.
+        """Sum the processes' results, and update weights and states.
 
-        - `changes`: (value before the step, change by this process's rows) per state in
-          `result.updates`.
-        - `sent`: tensors that the metrics need.
-
-        Return the sums of `sent` over the processes, and the loss of the whole batch.
+        Return the sums of `sent`, and the loss of the whole batch.
         """
+        # `changes` has a pair for each state in `result.updates`: the value before the step, and
+        # the change by this process's rows. `sent` are tensors that the metrics need.
         gradients = result.gradients
         if tf.executing_eagerly():
             gradients = fill_gradients(self.model, self.group, gradients)
@@ -455,10 +451,8 @@ class Workers:
         times: tuple[Any, Any],
         kind: Any,
     ) -> list[Any]:
-        """Return the sums of `tensors` over the processes, and record all compute times.
-
-        `times` are the Unix times at which this process's step began and its tensors were ready.
-        """
+        """Sum `tensors` over the processes, and record all compute times."""
+        # `times` are the Unix times at which this process's step began and its tensors were ready.
         # compute times and batch digests travel in the same collective, converted to the type
         # `kind`
         began, ready = times
@@ -476,10 +470,8 @@ class Workers:
         return sums
 
     def _note_data(self, digest: BatchDigests, labels: Any, inputs: Any) -> None:
-        """Record which rank's batch differs from rank 0's, if any.
-
-        `labels` and `inputs` are vectors with the digests of all ranks' labels and inputs.
-        """
+        """Record which rank's batch differs from rank 0's, if any."""
+        # `labels` and `inputs` are vectors with the digests of all ranks' labels and inputs.
         for other, seen in ((self._other, labels), (self._other_inputs, inputs)):
             other.assign(tf.maximum(other, tf.argmax(tf.cast(seen != seen[0], tf.int32))))
         self._labels_vary.assign(tf.logical_or(self._labels_vary, digest.labels_vary))
@@ -514,10 +506,8 @@ class Workers:
 
 
 def _digest(data: Tensors) -> BatchDigests | None:
-    """Return the digests of a whole batch, to compare them among processes.
-
-    Return None for `OwnRows`, which come from a batch that is the same in all processes.
-    """
+    """Return the digests of a whole batch; None for `OwnRows`."""
+    # Processes compare the digests. `OwnRows` come from a batch that is the same in all processes.
     return None if isinstance(data, OwnRows) else digest_batch(data)
 
 
@@ -527,7 +517,8 @@ def _part(own: OwnRows) -> Any:
 
 
 def _own_batch(own: OwnRows, outputs: Tensors) -> tuple[Any, ...]:
-    """Return (x, y, outputs, weight) of this process's rows; only x may have a filler row."""
+    """Return (x, y, outputs, weight) of this process's rows."""
+    # Only x may have a filler row.
     x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
     return x, take_rows(y, own.size), outputs, take_rows(weight, own.size)
 
@@ -636,9 +627,9 @@ def _read(metrics: Any) -> list[tuple[Any, Any]]:
 def _row_bytes(outputs: Tensors) -> float:
     """Return the number of bytes of one row's outputs.
 
-    The result is infinite if the outputs can't be summed over processes, for example if their size
-    is unknown.
+    Infinite if the outputs can't be summed over processes.
     """
+    # They can't be summed, for example, if their size is unknown.
     total = 0.0
     for leaf in keras.tree.flatten(outputs):
         kind = leaf.dtype
@@ -650,7 +641,8 @@ def _row_bytes(outputs: Tensors) -> float:
 
 
 def _leaves(outputs: Tensors) -> list[Any]:
-    """Return the output tensors as a list, then the masks that Keras has attached to them."""
+    """Return the output tensors, then the masks attached to them."""
+    # Keras attaches the masks.
     found: list[Any] = keras.tree.flatten(outputs)
     return found + [
         mask for leaf in found if (mask := getattr(leaf, "_keras_mask", None)) is not None

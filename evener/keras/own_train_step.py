@@ -20,20 +20,18 @@ _inner: ContextVar[Step] = ContextVar("_inner")  # the step that super().train_s
 
 
 class _EngineStep(keras.Model):  # type: ignore[misc]
-    """A base class between the user's classes and `keras.Model`.
+    """A base class between the user's classes and `keras.Model`."""
 
-    The user's `super().train_step` calls this class's `train_step`, which runs the engine's step.
-    """
+    # The user's `super().train_step` calls this class's `train_step`, which runs the engine's step.
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
         return _inner.get()(data)
 
 
 def _view(model: Any) -> Any:
-    """Return an object like the model, whose `super().train_step` is the engine's step.
-
-    Both share their attributes, so what the step sets on the object is also set on the model.
-    """
+    """Return a view of the model for the user's `train_step`."""
+    # The view's `super().train_step` is the engine's step. Both share their attributes, so what the
+    # step sets on the view is also set on the model.
     kind = type(model)
     make_class: Any = type(kind)
     above = make_class(kind.__name__, (kind, _EngineStep), {"__module__": kind.__module__})

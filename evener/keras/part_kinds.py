@@ -74,9 +74,9 @@ def count_units(model: Any, y: Any, outputs: Any, weight: Any) -> dict[str, Any]
 
 
 def _spread(weight: Any, mask: Any) -> Any:
-    """Return the weight of each time step, 0 if the mask excludes it.
+    """Return the weight of each time step.
 
-    Without a mask, return `weight` unchanged.
+    It is 0 if the mask excludes the step. Without a mask, return `weight` unchanged.
     """
     if mask is None:
         return weight

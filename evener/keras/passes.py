@@ -94,7 +94,8 @@ class StepStates:
         return StateUpdate(state, value, self._kinds[id(state)])
 
     def _counts(self, state: Any) -> bool:
-        """True for the state of a metric, but not of one that tracks a single output's loss."""
+        """True for a metric's state, except for loss trackers."""
+        # A loss tracker is a metric that tracks a single output's loss.
         return id(state) in self._metrics and id(state) not in self._losses
 
     def after_pass(
@@ -298,11 +299,11 @@ class DevicePasses:
         return PassSums(joined, total, gradients, self._updates(values))
 
     def _run_pass(self, start: Any, stop: Any, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Run the pass on the device's rows from `start` to `stop`; this function is traced once.
+        """Run the pass on the device's rows from `start` to `stop`.
 
-        `values` are the states' values after the previous passes. Return the outputs, the
-        contribution to the loss, the gradients and the new values of the states.
+        Return the outputs, the contribution to the loss, the gradients and the states' new values.
         """
+        # This function is traced once. `values` are the states' values after the previous passes.
         model = self.model
         with tf.device(HOST):
             count = stop - start
@@ -336,10 +337,8 @@ class DevicePasses:
             )
 
     def _begin(self, values: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """Return (state, value) for each state, with the value from which a pass starts.
-
-        `values` are the states' values after the previous pass.
-        """
+        """Return each state with its value at the start of a pass."""
+        # `values` are the states' values after the previous pass.
         pairs = zip(self._starts, values, strict=True)
         return [
             (state, begin if self._states.restarts_each_pass(state) else value)
@@ -349,12 +348,10 @@ class DevicePasses:
     def _states_after_pass(
         self, start: Any, count: Any, values: Sequence[Any], states: Sequence[Any], scope: Any
     ) -> list[Any]:
-        """Return the states' values after a pass of `count` rows that begins at row `start`.
-
-        - `values`: the states' values after the previous passes.
-        - `states`: pairs of a state and the value from which this pass started.
-        - `scope`: has the values that this pass assigned.
-        """
+        """Return the states' values after a pass."""
+        # The pass has `count` rows and begins at row `start`. `values` are the states' values after
+        # the previous passes. `states` has pairs of a state and the value from which this pass
+        # started. `scope` has the values that this pass assigned.
         part, after = count / tf.maximum(self._size, 1), []
         for value, (state, begin) in zip(values, states, strict=True):
             new = scope.get_current_value(state)

@@ -111,10 +111,11 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return measured, hooks.engine.device_times() if self._devices() else ()
 
     def _whole(self) -> StepSums:
-        """Return the durations of the steps' parts, such as input, summed over all steps.
+        """Return the durations of the steps' parts, summed over all steps.
 
-        The result is empty if the model has no hooks of a split yet.
+        Empty if the model has no hooks of a split yet.
         """
+        # A part of a step is, for example, the wait for input.
         hooks = getattr(self.model.fit, "hooks", None) if self.model is not None else None
         return StepSums() if hooks is None else hooks.times.sums.whole
 
@@ -128,7 +129,10 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return plan.throughput.samples_per_second if same else 0.0
 
     def _count_rows(self, steps: int) -> int:
-        """Return the number of rows in the first `steps` steps of an epoch; 0 if unknown."""
+        """Return the number of rows in an epoch's first `steps` steps.
+
+        0 if unknown.
+        """
         hooks = getattr(self.model.fit, "hooks", None)
         own = self._split.global_batch if self._split is not None else self._rows
         batch = getattr(hooks, "batch", None) or own or 0
@@ -138,7 +142,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
     def _devices(self) -> Any:
         """Return the devices in the order of the split's shares.
 
-        The result is empty if there is no split, or if a group trains without a plan.
+        Empty without a split, or if a group trains without a plan.
         """
         split = self._split
         if split is None:

@@ -96,10 +96,10 @@ class Split:
             self._warn_of_engine(self.plan.layout.engine)
 
     def _check_processes(self) -> None:
-        """Check that the devices exist and that there are as many processes as devices.
+        """Check the devices and the number of processes.
 
-        Raises RequestError if the numbers differ, and DeviceError if TensorFlow doesn't see a
-        device.
+        Raises RequestError unless there are as many processes as devices, and DeviceError if
+        TensorFlow doesn't see a device.
         """
         if self.engine == "multiworker" and len(self.devices) != self.required_group.size:
             raise RequestError(
@@ -111,9 +111,9 @@ class Split:
             tf_devices.check_present(self.devices)
 
     def _make_changing_cut(self, rebalance: bool) -> ChangingCut | None:
-        """Return a cut whose shares adapt to the processes' compute time (own work).
+        """Return a cut that adapts to the processes' compute time (own work).
 
-        Return None without `rebalance`, or if a single device computes. Raises RequestError if the
+        None without `rebalance`, or if a single device computes. Raises RequestError if the
         processes disagree on `rebalance`, the engine has one process, or there is no global batch.
         """
         if self.engine == "multiworker":
@@ -244,11 +244,11 @@ class Split:
         return x if batch_rows(x) == size else x.rebatch(size)
 
     def _assign_rows(self, arrays: ArrayBatches, x: Any, lengths: Any) -> Any:
-        """Return global batches whose rows are assigned to devices by length.
+        """Return global batches with rows assigned to devices by length.
 
-        `arrays` are the batches of x and its labels. `lengths` are the rows' numbers of tokens.
         Raises RequestError with engine multiworker or with passes.
         """
+        # `arrays` are the batches of x and its labels. `lengths` are the rows' numbers of tokens.
         # with engine solo, there is nothing to assign
         if self.engine not in ("solo", "towers") or self.cut.in_passes:
             who = "A plan with passes" if self.cut.in_passes else f"engine={self.engine!r}"
@@ -303,7 +303,7 @@ class Split:
         ratios: Sequence[float] | None,
         global_batch: int | None,
     ) -> tuple[tuple[str, ...], Cut, int | None]:
-        """Return the computing devices, the cut of a batch among them, and the global batch.
+        """Return the computing devices, the batch's cut and the global batch.
 
         The global batch is None if neither the plan nor the caller specifies it.
         """
@@ -338,7 +338,7 @@ class Split:
         return tuple(share.device for share in self.rank_shares), cut, size
 
     def _check_against_plan(self, model: Any) -> None:
-        """Warn about each difference between this training and the plan's measured training.
+        """Warn about each difference between this training and the plan's.
 
         Raises PlanError if the plan is for another framework. With `strict`, any difference raises
         PlanError.
@@ -398,10 +398,10 @@ def _check_arguments(engine: str, noise: bool) -> None:
 
 
 def _read_plan(plan: Any, gpus: object, devices: object, ratios: object) -> Plan | None:
-    """Return the given plan, or the one that `evener launch` provides.
+    """Return the given plan, or the plan from `evener launch`.
 
-    Return None if devices are given instead. Raises RequestError unless exactly one of plan, gpus
-    and devices is available. Also raises it if both a plan and ratios are given.
+    None if devices are given instead. Raises RequestError unless exactly one of plan, gpus and
+    devices is available, or if both a plan and ratios are given.
     """
     if not isinstance(plan, Plan) and gpus is None and devices is None:
         plan = launched_plan(plan)
@@ -420,11 +420,9 @@ def _read_plan(plan: Any, gpus: object, devices: object, ratios: object) -> Plan
 def _choose_engine(
     asked: str, plan: Plan | None, group: Group | None, is_whole: bool
 ) -> tuple[str, str]:
-    """Return the engine's name, and a message that says why it was chosen.
-
-    `asked` is the requested engine. `is_whole` is True if one device computes each batch in one
-    pass.
-    """
+    """Return the engine's name, and why it was chosen."""
+    # `asked` is the requested engine. `is_whole` is True if one device computes each batch in one
+    # pass.
     if asked != "auto":
         return asked, f"engine={asked!r} was requested."
     if group is not None:
@@ -437,17 +435,18 @@ def _choose_engine(
 
 
 def _cut_in_passes(shares: list[int], micros: list[int]) -> Cut:
-    """Return the cut by these shares; `micros` has the maximum rows per pass of each device."""
+    """Return the cut by these shares and rows per pass."""
+    # `micros` has the maximum rows per pass of each device.
     # without passes if each share is a single one
     return Cut(shares, micros=() if micros == shares else micros)
 
 
 def _cut_by_ratios(devices: Sequence[str], ratios: Sequence[float] | None) -> Cut:
-    """Return a cut of batches among the devices in proportion to `ratios`.
+    """Return a cut of batches in proportion to `ratios`.
 
-    Each device's rows are rounded down, and the last device gets the rest. Without ratios, the
-    parts are equal. Raises RequestError unless each device has a ratio above 0.
+    Without ratios, the parts are equal. Raises RequestError unless each device has a ratio above 0.
     """
+    # Each device's rows are rounded down, and the last device gets the rest.
     chosen = [1.0] * len(devices) if ratios is None else list(ratios)
     if len(chosen) != len(devices):
         raise RequestError(

@@ -75,10 +75,11 @@ class SurvivingStep:
             ) from None
 
     def _run_with_retries(self, data: Tensors, before: list[Any]) -> Any:
-        """Run the passes and return their results; retry with smaller passes if memory runs out.
+        """Run the passes and return their results.
 
-        `before` has the states' values before the step, which are restored for a retry.
+        If memory runs out, smaller passes are tried.
         """
+        # `before` has the states' values before the step, which are restored for a retry.
         cut, rank, limit = self._engine.cut, self._engine.group.rank, self._limit
         size = cut.sizes(int(data.rows if isinstance(data, OwnRows) else count_rows(data)))[rank]
         most = (cut.micros or cut.weights)[rank]
@@ -106,10 +107,9 @@ class SurvivingStep:
         self._report_retry(Retreat(limit.step, rows, smaller, time.monotonic() - began, 0))
 
     def _trace_graphs(self, spec: Any, data: Tensors) -> None:
-        """Trace both graphs for batches of the type `spec`, unless they are already traced for it.
-
-        If `spec` is None, the type of the batch `data` is used, with any number of rows.
-        """
+        """Trace both graphs for batches of the type `spec`."""
+        # They may already be traced for that type. If `spec` is None, the type of the batch `data`
+        # is used, with any number of rows.
         spec = tf.nest.map_structure(open_rows, data) if spec is None else spec
         if spec == self._spec:
             return

@@ -145,11 +145,12 @@ def _visible_gpus() -> list[str] | None:
 
 
 def _index_among_visible(share: Share, visible: list[str] | None) -> int:
-    """Return TensorFlow's index of a plan's GPU: its position among the visible GPUs.
+    """Return TensorFlow's index of a plan's GPU.
 
-    `visible` are the entries of CUDA_VISIBLE_DEVICES; None if all GPUs are visible. Raises
-    DeviceError if the GPU isn't visible.
+    Raises DeviceError if the GPU isn't visible.
     """
+    # The index is the GPU's position among the visible GPUs. `visible` has the entries of
+    # CUDA_VISIBLE_DEVICES; None if all GPUs are visible.
     if visible is None:
         return share.index
     for position, entry in enumerate(visible):

@@ -213,12 +213,10 @@ class Towers(OneProcess):
         states: StepStates,
         starts: list[Any],
     ) -> Tower:
-        """Run the model on `part`, one device's rows, and return the result.
-
-        - `size`: number of these rows without filler rows.
-        - `rows`: number of rows of the whole batch.
-        - `starts`: the states with their values before the call.
-        """
+        """Run the model on one device's rows, and return the result."""
+        # `part` has these rows, and `size` is their number without filler rows. `rows` is the
+        # number of rows of the whole batch. `starts` has the states with their values before the
+        # call.
         model = self.model
         copies = [tf.identity(variable) for variable in model.trainable_variables]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -233,7 +231,8 @@ class Towers(OneProcess):
     def _join_attributes(
         self, towers: Sequence[Tower], x: Tensors, assigned: AssignedArrays | None, training: bool
     ) -> Leaves:
-        """Return the tensors that all towers stored in attributes, joined in the order of x."""
+        """Return the tensors that all towers stored in attributes."""
+        # Their rows are joined in the order of x.
         every = [tower.attributes for tower in towers]
         sizes, parts = [tower.size for tower in towers], [tower.part for tower in towers]
         kinds = self.kinds[training].attributes
@@ -243,10 +242,8 @@ class Towers(OneProcess):
     def _whole_loss(
         self, x: Any, y: Any, outputs: Any, weight: Any, towers: list[Tower], training: bool
     ) -> Any:
-        """Return the model's loss on the whole batch, including the losses that layers added.
-
-        `outputs` are the joined outputs of all towers.
-        """
+        """Return the model's loss on the whole batch."""
+        # It includes the losses that layers added. `outputs` are the joined outputs of all towers.
         model, found = self.model, self.kinds[training]
         added = [
             tf.add_n(
