@@ -219,10 +219,10 @@ def _fixed_instead_of_random(draw: _Draw) -> Any:
     None for any other operation.
     """
     # A permutation moves each entry to the place before it. Dropout keeps all values. A mask from
-    # bernoulli_(1 - p) is filled with 1 - p. If rows are mixed with others of their batch, as by
-    # mixup, the permutation gives a row other partners in a part than in the whole batch, so the
-    # audit finds the difference. Layers that drop by a mask divide the other values by 1 - p; the
-    # filled mask cancels this division.
+    # bernoulli_(1 - p) is filled with 1 - p, if that is at least 0.5. If rows are mixed with others
+    # of their batch, as by mixup, the permutation gives a row other partners in a part than in the
+    # whole batch, so the audit finds the difference. Layers that drop by a mask divide the other
+    # values by 1 - p; the filled mask cancels this division.
     arguments = draw.arguments
     if draw.name == "randperm":
         return torch.arange(*arguments, **draw.keywords).roll(-1)

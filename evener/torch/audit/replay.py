@@ -87,18 +87,17 @@ def audit_record(
 
 
 class _Interpretations:
-    """Audits a recorded loss with the same rows, but with different numbers read as row counts.
+    """Audits a recorded loss under different assumptions about its numbers."""
 
-    - `found`: the first audit that succeeded, or a later one that found no difference.
-    - `fault`: why `found` is None.
-    - `certain`: False if a number in the record may be an unrecognized count of its rows.
-    """
+    # An assumption says which numbers in the record are counts of rows. The rows are the same.
 
     def __init__(self, record: LossRecord, few: FewRows) -> None:
         self._record = record
         self._few = few
+        # the first audit that succeeded, or a later one that found no difference
         self.found: Audited | None = None
-        self.fault = ""
+        self.fault = ""  # why `found` is None
+        # False if a number in the record may be an unrecognized count of its rows
         self.certain = not record.may_count_rows()
 
     def audit(
@@ -108,11 +107,11 @@ class _Interpretations:
         count: int,
         moves: bool,
     ) -> None:
-        """Audit the record with one interpretation of its numbers, and save the result in `found`.
+        """Audit the record under one assumption about which numbers count rows.
 
-        `count` is the interpretation: AS_WRITTEN, ROW_COUNTS or MULTIPLES. See `audit_record` for
-        the other parameters.
+        `count` is AS_WRITTEN, ROW_COUNTS or MULTIPLES. The result is saved in `found`.
         """
+        # See `audit_record` for the other parameters.
         try:
             found = audit(
                 sketcher(), computations(self._few, partial(_compute, self._record, count)), moves
@@ -136,9 +135,9 @@ def _compute(record: LossRecord, counts: int, batch: Any, rows: int) -> Any:
 
 
 def _ignores_last_row(record: LossRecord, few: FewRows, sketcher: GradientSketcher) -> bool:
-    """True if neither the loss nor its gradient depends on the last row in `few`."""
-    # If it doesn't, the recorded calls don't cover all rows. To find out, the last row is replaced
-    # by a copy of the first one.
+    """True if neither the loss nor its gradient depends on the last row."""
+    # The row is the last one in `few`. If the loss doesn't depend on this row, the recorded calls
+    # don't cover all rows. To find out, the last row is replaced by a copy of the first one.
 
     def repeat_first(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor[:-1], tensor[:1]]) if tensor.ndim else tensor
@@ -156,8 +155,8 @@ def _ignores_last_row(record: LossRecord, few: FewRows, sketcher: GradientSketch
 
 
 def _is_padded_otherwise(first: FewRows, used: FewRows) -> bool:
-    """True if the rows in `used` are padded to other lengths than the rows in `first`."""
-    # axes but the first, which counts rows, differ
+    """True if `used` is padded to other lengths than `first`."""
+    # The rows then differ in axes other than the first, which counts rows.
     if first is used:
         return False
     shapes = [[tensor.shape[1:] for tensor in tensors_in(few.parts)] for few in (first, used)]

@@ -165,15 +165,19 @@ def choose_few_rows(
 
 
 def _rows_of_first_part(rows: int) -> int:
-    """Return the number of rows in the first of two unequal parts, about 3/8 of `rows`."""
+    """Return the number of rows in the first of two parts.
+
+    About 3/8 of `rows`.
+    """
     return max(1, rows * 3 // 8)
 
 
 def _choose(items: Sequence[Any], signs: Sequence[tuple[float, ...]], most: int) -> list[Any]:
-    """Return up to `most` of the items, evenly spaced when sorted by class and length.
+    """Return up to `most` of the items, chosen to differ.
 
-    `signs` has numbers for each item, such as its class and length.
+    `signs` has numbers for each item, such as class and length.
     """
+    # The chosen items are evenly spaced when sorted by these numbers.
     places = spread_places(signs, most)
     return [items[place] for place in places]
 
@@ -197,11 +201,12 @@ def spread_places(signs: Sequence[tuple[float, ...]], most: int = ROWS) -> list[
 
 
 def _pick_rows(batch: Any, rows: int, in_order: bool, most: int) -> Any:
-    """Return up to `most` rows of a collated batch that has `rows` rows.
+    """Return up to `most` rows of a collated batch.
 
-    If each tensor has an entry per row, `spread_places` chooses the rows. Otherwise the first rows
-    are returned. With `in_order`, the rows keep the batch's order.
+    With `in_order`, they keep the batch's order.
     """
+    # `rows` is the batch's number of rows. If each tensor has an entry per row, `spread_places`
+    # chooses the rows. Otherwise the first rows are returned.
     tensors = [each for each in tensors_in(batch) if each.ndim]
     if not tensors or any(len(tensor) != rows for tensor in tensors):
         return cut_rows(batch, 0, min(most, rows) // 2 * 2, rows)
@@ -230,10 +235,8 @@ def _join(rows: Sequence[Any]) -> Any:
 
 
 def _join_sequences(rows: Sequence[Any]) -> Any:
-    """Join tuples or lists of several rows element by element.
-
-    If the elements contain no tensors, concatenate the tuples or lists.
-    """
+    """Join tuples or lists of several rows element by element."""
+    # If the elements contain no tensors, the tuples or lists are concatenated.
     first = rows[0]
     kind = type(first)
     nested = any(isinstance(each, torch.Tensor | tuple | list | dict) for each in first)
@@ -244,9 +247,9 @@ def _join_sequences(rows: Sequence[Any]) -> Any:
 
 
 def _cut(whole: Any, first: int, rows: int) -> tuple[Any, Any] | None:
-    """Cut a collated batch of `rows` rows in two, after `first` rows.
+    """Cut a collated batch of `rows` rows after `first` rows.
 
-    Return None if the batch can't be cut by rows.
+    None if the batch can't be cut by rows.
     """
     try:
         return cut_rows(whole, 0, first, rows), cut_rows(whole, first, rows, rows)
@@ -255,10 +258,11 @@ def _cut(whole: Any, first: int, rows: int) -> tuple[Any, Any] | None:
 
 
 def _sign_item(item: Any, collated: Callable[[Sequence[Any]], Any]) -> tuple[float, ...]:
-    """Return numbers that distinguish a row, such as its class and length.
+    """Return numbers that distinguish a row, such as class and length.
 
-    Return () if the row can't be collated alone, for example because rows come in pairs.
+    () if the row can't be collated alone.
     """
+    # Collating fails, for example, if rows come in pairs.
     try:
         return tuple(_sign_rows(tensor[None])[0] for tensor in tensors_in(collated([item])))
     except Exception:
@@ -266,7 +270,7 @@ def _sign_item(item: Any, collated: Callable[[Sequence[Any]], Any]) -> tuple[flo
 
 
 def _sign_rows(tensor: torch.Tensor) -> list[float]:
-    """Return a number for each row of a tensor: its class, or its unpadded length."""
+    """Return the class or unpadded length of each row."""
     # An integer per row is taken for a class. Padding is 0 or -100 in integers, infinite or NaN in
     # others.
     exact = not tensor.is_floating_point() and not tensor.is_complex()

@@ -84,11 +84,12 @@ def summarize(dataset: Any, collate: Callable[[list[Any]], Any], sampler: Any) -
 def _sum_rows(
     dataset: Any, collate: Callable[[list[Any]], Any], numbers: Sequence[int]
 ) -> dict[str, list[TensorSums]]:
-    """Return the sums of each tensor of the rows that can be read, by the rows' indices.
+    """Return the sums of each readable row's tensors, by row index.
 
-    Return {} if reading a row again gives another result or draws other random numbers. The data
-    set then has a transform with its own generator, or keeps rows that this rank drew at random.
+    {} if a row isn't the same when read again.
     """
+    # If a row isn't the same again, the data set has a transform with its own generator, or keeps
+    # rows that this rank drew at random. Whether reading draws random numbers is compared, too.
     found: dict[str, list[TensorSums]] = {}
     ends = time.monotonic() + LONGEST_SECONDS
     for number in numbers:

@@ -80,16 +80,19 @@ class LossSettings:
 
 
 class _Known:
-    """The settings' values at the last check, and since when each of them has been the same."""
+    """The values of settings, and since when each has been the same."""
+
+    # The values are those of the last check.
 
     def __init__(self) -> None:
         self._values: dict[Key, tuple[Any, int]] = {}
 
     def note(self, settings: Mapping[Key, Any], check: int) -> bool:
-        """Save the settings; return True if one has changed after being the same for STILL checks.
+        """Save the settings; return True if a stable one has changed.
 
-        `settings` has the current values, and `check` is the number of this check.
+        A stable setting was the same for STILL checks.
         """
+        # `settings` has the current values, and `check` is the number of this check.
         changed = False
         before, self._values = self._values, {}
         for key, value in settings.items():
@@ -116,10 +119,11 @@ class _ModuleSettings:
         self._ids: dict[str, int] = {}  # of the tensors, to which no references are held
 
     def has_changed(self, check: int) -> bool:
-        """True if a setting has changed after it was the same for STILL checks.
+        """True if a stable setting of the module has changed.
 
-        `check` is the number of this check.
+        A stable setting was the same for STILL checks.
         """
+        # `check` is the number of this check.
         if self._is_flat and self._is_same():
             return False
         own = {name: each for name, each in self._held.items() if name not in _OF_EVERY_MODULE}
@@ -147,11 +151,13 @@ class _ModuleSettings:
 def _collect_settings(
     holder: int, name: Any, value: Any, depth: int, settings: dict[Key, Any]
 ) -> None:
-    """Add a setting, or the settings inside an object or function, to `settings`.
+    """Add the settings in an attribute or variable to `settings`.
 
-    `value` is the attribute or variable `name` of the object with the id `holder`. Nested objects
-    are read up to `depth` levels deep.
+    `holder` is the id of the object that has the attribute.
     """
+    # `name` and `value` are those of the attribute or variable. Its settings are the value itself,
+    # or the settings inside an object or function. Nested objects are read up to `depth` levels
+    # deep.
     if len(settings) >= MOST or depth < 0:
         return
     if isinstance(value, _PLAIN):
@@ -176,11 +182,9 @@ def _collect_settings(
 
 
 def _collect_object(value: Any, depth: int, settings: dict[Key, Any]) -> None:
-    """Add the attributes of an object and of its classes to `settings`.
-
-    Classes that a library defines are left out. Objects inside `value` are read up to `depth`
-    levels deep.
-    """
+    """Add the attributes of an object and of its classes to `settings`."""
+    # Classes that a library defines are left out. Objects inside `value` are read up to `depth`
+    # levels deep.
     for kind in type(value).__mro__:
         if kind is not object and not is_foreign(kind.__module__):
             _collect_held(kind, vars(kind), depth, settings)
@@ -190,10 +194,11 @@ def _collect_object(value: Any, depth: int, settings: dict[Key, Any]) -> None:
 def _collect_held(
     holder: Any, held: Mapping[Any, Any], depth: int, settings: dict[Key, Any]
 ) -> None:
-    """Add the settings in `held`, the attributes or items of `holder`, to `settings`.
+    """Add the settings among an object's attributes or items to `settings`.
 
     Private names are skipped. With `depth` 0, objects aren't read.
     """
+    # `held` has the attributes or items of the object `holder`.
     for name, each in list(held.items()):
         if isinstance(each, _PLAIN) or depth > 0:
             plain = not isinstance(name, str) or not name.startswith("_")

@@ -86,16 +86,13 @@ class Signs:
 
 
 class _Layout(msgspec.Struct, frozen=True, eq=False):
-    """How several gradients are arranged as lines of a matrix, one gradient after the other.
+    """The arrangement of several gradients as rows of a matrix."""
 
-    - `rests`: zeros that pad each gradient's last line.
-    - `signs`: signs of each line.
-    - `counts`: number of lines of each gradient.
-    """
+    # The gradients follow one another. A row of the matrix is called a line.
 
-    rests: list[torch.Tensor]
-    signs: torch.Tensor
-    counts: list[int]
+    rests: list[torch.Tensor]  # zeros that pad each gradient's last line
+    signs: torch.Tensor  # signs of each line
+    counts: list[int]  # number of lines of each gradient
 
 
 class LineSums(msgspec.Struct, frozen=True, eq=False):
@@ -182,8 +179,9 @@ def _widen(values: torch.Tensor) -> torch.Tensor:
 
 
 def _project_sparse(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
-    """Return the random sums of a sparse gradient; each stored row of it is one line."""
-    # a line's sign depends on its index in the dense gradient, not on the other stored lines
+    """Return the random sums of a sparse gradient."""
+    # Each stored row of the gradient is one line. A line's sign depends on its index in the dense
+    # gradient, not on the other stored lines.
     lines = torch.zeros(gradient._nnz(), dtype=torch.long, device=gradient.device)
     for index, size in zip(gradient.indices(), gradient.shape, strict=False):
         lines = lines * size + index
@@ -252,7 +250,7 @@ class GradientSums:
     def _differentiate(
         self, loss: torch.Tensor, trained: Mapping[str, torch.Tensor], retain_graph: bool | None
     ) -> dict[str, torch.Tensor]:
-        """Return the gradients of a loss with respect to the tensors in `trained`, by name.
+        """Return a loss's gradients with respect to `trained`, by name.
 
         Without `at_once`, each gradient is summed and freed instead, and the result is empty.
         """
@@ -269,8 +267,9 @@ class GradientSums:
         return {name: gradient for name, gradient in pairs if gradient is not None}
 
     def _exchange(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """Hook of a tensor: add its gradient to the sums, and return zeros in its place."""
-        # expanded from a single element, so that the gradient's memory is freed
+        """Add a gradient to the sums, and return zeros in its place."""
+        # This is a hook of the tensor `name`. The zeros are expanded from a single element, so that
+        # the gradient's memory is freed.
         with torch.no_grad(), without_modes():
             self._take(name, gradient)
             if gradient.is_sparse:
@@ -281,7 +280,9 @@ class GradientSums:
             return self._zeros[kind].expand(gradient.shape)
 
     def _take(self, name: str, gradient: torch.Tensor) -> None:
-        """Project the gradient of the tensor `name`, or save it until several can be projected."""
+        """Compute a gradient's random sums, now or later together with others."""
+        # `name` is the name of the gradient's tensor. A small gradient is saved until several can
+        # be projected together.
         if gradient.is_sparse or not 0 < gradient.numel() <= self._joined:
             self._add([name], LineSums([1], project(gradient, self._signs)[None]))
             return
@@ -328,12 +329,12 @@ def read_scalars(values: Sequence[torch.Tensor]) -> list[float]:
 
 
 def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:
-    """Return the name of the dtype whose precision limits a gradient.
+    """Return the name of the dtype that limits a gradient's precision.
 
-    `kind` is the gradient's dtype, and `computed` has the dtypes in which the loss was computed.
-    The result is bfloat16 or float16 if that is in `computed`, and otherwise `kind`. For a float64
-    gradient of a loss that was computed in float32, it is MIXED.
+    `kind` is the gradient's dtype. `computed` has the dtypes used for the loss.
     """
+    # The result is bfloat16 or float16 if that is in `computed`, and otherwise `kind`. For a
+    # float64 gradient of a loss that was computed in float32, it is MIXED.
     for coarse in (torch.bfloat16, torch.float16):
         if coarse in computed:
             return str(coarse).removeprefix("torch.")
@@ -344,10 +345,11 @@ def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:
 
 @contextmanager
 def _only_hook(tensor: torch.Tensor, function: Callable[[Any], Any] | None) -> Iterator[None]:
-    """Return a context in which `function` is a tensor's only gradient hook; None means no hook.
+    """Return a context with `function` as a tensor's only gradient hook.
 
-    The tensor's other hooks, which belong to the training step, are restored on exit.
+    None means no hook.
     """
+    # The tensor's other hooks, which belong to the training step, are restored on exit.
     own = dict(tensor._backward_hooks or {})
     if own:
         tensor._backward_hooks.clear()
@@ -362,7 +364,8 @@ def _only_hook(tensor: torch.Tensor, function: Callable[[Any], Any] | None) -> I
 
 
 def _plain(name: str) -> str:
-    """Return a weight's name in the model itself, without the prefixes of DDP and torch.compile."""
+    """Return a weight's name without the prefixes of DDP and torch.compile."""
+    # The result is the weight's name in the model itself.
     for wrapper in ("_orig_mod.", "module.", "_orig_mod."):
         name = name.removeprefix(wrapper)
     return name

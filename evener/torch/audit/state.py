@@ -26,18 +26,13 @@ _EMPTY = ()  # restores a container that was empty
 
 
 class _Items(msgspec.Struct, frozen=True, eq=False):
-    """The saved content of a dict, list or deque.
+    """The saved content of a dict, list or deque."""
 
-    - `keys`: the keys of a dict; None for others.
-    - `items`, `ids`: the items and their ids.
-    - `inner`: items that can change in place, with the data to restore them.
-    - `empty`: items that were empty containers; they are common, and faster to restore.
-    """
-
-    keys: list[Any] | None
+    keys: list[Any] | None  # the keys of a dict; None for others
     items: list[Any]
-    ids: list[int]
-    inner: list[tuple[Any, Any]]
+    ids: list[int]  # the ids of the items
+    inner: list[tuple[Any, Any]]  # items that can change in place, with the data to restore them
+    # items that were empty containers, which are common and faster to restore
     empty: list[Any]
 
 
@@ -74,7 +69,10 @@ def keep_with_frozen(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], N
 
 
 def _copy_frozen(holders: Iterable[Any]) -> list[Any]:
-    """Return the frozen weights with the data that restore them; [] if most weights are frozen."""
+    """Return the frozen weights with the data that restore them.
+
+    [] if most weights are frozen.
+    """
     every = [
         each
         for holder in holders
@@ -160,7 +158,10 @@ def _copy_items(value: Any, memo: dict[int, Any], most_bytes: float) -> _Items:
 
 
 def _copy_tensor(value: torch.Tensor, memo: dict[int, Any], most_bytes: float) -> Any:
-    """Return the version and a copy of a tensor, or None if it isn't copied."""
+    """Return the version and a copy of a tensor.
+
+    None for a tensor that isn't copied.
+    """
     # not copied: a parameter, one that requires a gradient, was made in inference mode, has more
     # than `most_bytes`, or has no memory, such as weights that FSDP1 has freed
     if isinstance(value, torch.nn.Parameter) or value.requires_grad or value.is_inference():

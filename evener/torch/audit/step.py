@@ -117,7 +117,10 @@ def audit(sketcher: GradientSketcher, computations: Computations, moves: bool = 
 def _try_quick_passes(
     sketcher: GradientSketcher, computations: Computations, moves: bool
 ) -> Audited | None:
-    """Audit with quick passes; return None if they find a difference or can't be used."""
+    """Return the result of an audit with quick passes.
+
+    None if they find a difference or can't be used.
+    """
     if not sketcher.may_be_quick:
         return None
     with sketcher.open(moves):
@@ -155,7 +158,7 @@ class _Comparison:
     def judge(self) -> Audited:
         """Compare both gradients, and return the audit's result.
 
-        A difference beyond rounding is in the result, with its cause.
+        The result has a difference beyond rounding, with its cause.
         """
         sketcher, computation = self._sketcher, self._computations.reference
         if compare(self._reference, self._trained) is None and not sketcher.measures:
@@ -171,7 +174,7 @@ class _Comparison:
     def _explain_difference(self, difference: GradientDifference) -> Audited:
         """Return a result with the difference and its cause.
 
-        The result has no difference if random numbers explain it.
+        If random numbers explain the difference, the result has none.
         """
         changes = self._computations.changes
         answers = {name: partial(self._is_right, each) for name, each in changes.items()}
