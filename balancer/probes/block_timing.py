@@ -183,10 +183,10 @@ class BlockTimer:
         )
 
     def _count_block_steps(self, last: Block) -> int:
-        """Return how many steps the next block needs to take as long as a block usually does.
+        """Return how many steps the next block should have.
 
-        The number is computed from the step time of the last block, and is at most 16 times that
-        block's number of steps.
+        With that many steps, it should take as long as a block usually does. The number is computed
+        from the step time of the last block, and is at most 16 times that block's number of steps.
         """
         wanted = (
             round(self._block_seconds / last.step_seconds)
@@ -221,9 +221,10 @@ class BlockTimer:
         return over
 
     def _start_second_round(self) -> bool:
-        """Start a second round of timing if the first one has a drift or throttling warning.
+        """Start a second round of timing if the first was unsteady.
 
-        Return True if it starts.
+        The first was unsteady if it has a warning about drift or throttling. Return True if the
+        second round starts.
         """
         # only the second round's blocks are reported, and it takes half of the time; a whole run
         # has none, because the user has requested its time or its number of steps
@@ -366,9 +367,10 @@ def step_time_interval(blocks: Sequence[Block], first_seconds: float = 0.0) -> I
 
 
 def _stays_too_imprecise(blocks: Sequence[Block], part: float) -> bool:
-    """True if the step time's error is predicted to exceed `TOO_IMPRECISE` at the probe's end.
+    """True if the step time is predicted to stay too imprecise.
 
-    `part` is the fraction of the probe's time that the blocks have taken.
+    That is, its relative error at the probe's end would exceed `TOO_IMPRECISE`. `part` is the
+    fraction of the probe's time that the blocks have taken.
     """
     times = [block.step_seconds for block in blocks]
     # the noise is the median difference between consecutive blocks: a single change of speed
@@ -378,7 +380,10 @@ def _stays_too_imprecise(blocks: Sequence[Block], part: float) -> bool:
 
 
 def _mean_own_seconds(blocks: Sequence[Block]) -> tuple[float | None, ...]:
-    """Return each device's compute time per step in seconds; None if any block lacks it."""
+    """Return each device's mean compute time per step, in seconds.
+
+    A device's time is None if any block lacks it.
+    """
     steps = sum(block.steps for block in blocks)
     columns = zip(*(block.own_seconds for block in blocks), strict=True)
     return tuple(
@@ -400,9 +405,9 @@ def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
 
 
 def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
-    """Return one rank's mean time in each part of a step, over all blocks.
+    """Return one rank's mean seconds in each part of a step.
 
-    A part that any block lacks is None.
+    The mean is over all blocks. A part that any block lacks is None.
     """
 
     def mean(seconds: Sequence[float | None]) -> float | None:
@@ -424,7 +429,7 @@ def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
 
 
 def _find_drift(means: Sequence[float]) -> tuple[float, bool]:
-    """Return the relative change of the step time, and whether it exceeds the noise.
+    """Return the relative change of the step time, and whether it exceeds noise.
 
     The later half of the blocks is compared with the earlier half.
     """

@@ -176,7 +176,10 @@ class ChildProber:
     def _run_probe(
         self, probe: Probe, progress: ProgressReporter, stop: threading.Event
     ) -> Observation | None:
-        """Run a probe on idle or new children; return its observation, or None if stopped."""
+        """Run a probe on idle or new children, and return its observation.
+
+        Return None if the probe was stopped.
+        """
         started = time.monotonic()
         # try again if another program took a port that the children need
         for tries_left in reversed(range(PORT_TRIES)):
@@ -200,7 +203,7 @@ class ChildProber:
         raise AssertionError("unreachable")
 
     def _host_failure(self, probe: Probe, lost: HostLostError) -> GroupError:
-        """Return the error for a lost host, as a failure of the first rank on it."""
+        """Return a lost host's error, as a failure of its first rank."""
         active = probe.layout.active
         rank = next(
             rank
@@ -248,9 +251,9 @@ class ChildProber:
         return seen
 
     def _keep_recovered_children(self, key: Layout, group: ChildGroup, error: GroupError) -> bool:
-        """Keep a failed probe's children if they have recovered from running out of memory.
+        """Keep a failed probe's children if they can be used again.
 
-        Return True if they are kept.
+        They can if they have recovered from running out of memory. Return True if they are kept.
         """
         if not error.recovered:
             # another failure, or a silent rank that may be waiting in an all-reduce
@@ -268,7 +271,10 @@ class ChildProber:
         return True
 
     def _wants_closer_look(self, probe: Probe) -> bool:
-        """True if the probe should also time steps without input, to show what limits its speed."""
+        """True if the probe should also time steps without input.
+
+        Such steps show what limits the probe's speed.
+        """
         # such steps are timed in a layout's first probes, if it may become the plan and its batches
         # come from host memory; once if it doesn't wait for input
         explores = probe.stage == Stage.SOLO and len(self._devices) > 1
@@ -295,7 +301,10 @@ class ChildProber:
         busy_cores: float | None,
         stop: threading.Event,
     ) -> None:
-        """Keep the children for later probes, and record the memory and CPU cores they used."""
+        """Keep the children for later probes.
+
+        Also record the memory and the CPU cores that they used.
+        """
         layout = seen.probe.layout
         group.fresh = False
         try:
@@ -319,10 +328,10 @@ class ChildProber:
             self._idle[key] = group
 
     def _measure_memory_of_others(self, key: Layout, clean: bool) -> tuple[int, ...]:
-        """Return how many bytes of each device's memory other processes hold; 0 where unknown.
+        """Return the bytes of each device's memory that other processes hold.
 
-        `clean` is True if no child of the layout `key` is running. Return an empty tuple for a
-        pack, or if nothing is known.
+        The bytes are 0 for a device where they are unknown. Return an empty tuple for a pack, or if
+        nothing is known. `clean` is True if no child of the layout `key` is running.
         """
         if key.traits.side_by_side:
             return ()  # under MPS, the memory counts as the daemon's
@@ -336,9 +345,10 @@ class ChildProber:
         return tuple(short.get(i, 0) for i in range(len(self._devices))) if is_known else ()
 
     def _warm_up_share(self, probe: Probe, group: ChildGroup) -> int:
-        """Return the most rows per device for the extra step that new TensorFlow children need.
+        """Return the most rows per device for an extra first step.
 
-        They run it before the first step of the probe. Return 0 for children that need none.
+        New TensorFlow children run this step before the first step of the probe. Return 0 for
+        children that need none.
         """
         request = self._resolved.request
         # TensorFlow traces the first batch size separately, and the second one for all sizes: the
@@ -351,9 +361,9 @@ class ChildProber:
     def _start_children(
         self, key: Layout, progress: ProgressReporter, stop: threading.Event
     ) -> ChildGroup:
-        """Start the children of a layout, build the workload in them, and return their group.
+        """Start a layout's children, and build the workload in them.
 
-        Raises GroupError if a child fails.
+        Return the group of the children. Raises GroupError if a child fails.
         """
         progress.enter("starting")
         assigned = assign_devices(self._resolved, key)
@@ -405,7 +415,7 @@ class ChildProber:
     def _measure_all_reduce(
         self, group: ChildGroup, key: Layout, stop: threading.Event
     ) -> KnownLink:
-        """Measure an all-reduce between the ranks, and return the link's speed and latency.
+        """Return the link's speed and latency, measured by an all-reduce.
 
         The speed is the lowest of all ranks, and the latency the highest. Both are 0 if the
         workload doesn't measure them. Raises GroupError if the all-reduce hangs or its sums are
@@ -433,7 +443,10 @@ class ChildProber:
         )
 
     def _child_environment(self, devices: Sequence[Device], key: Layout) -> ChildEnvironment:
-        """Return the environment of a child, or raise GroupError if it can't use these devices."""
+        """Return the environment of a child that uses these devices.
+
+        Raises GroupError if a child can't use them.
+        """
         if key.traits.side_by_side and key.placement == "mps":  # a resumed run of an older version
             raise GroupError(RankFailure(0, "unsupported", "Packs use MPS where its daemon runs."))
         try:
@@ -497,7 +510,10 @@ class ChildProber:
         return Failed(probe, failure.cause, detail, devices, elapsed_seconds, failure.user_code)
 
     def _find_devices(self, key: Layout, failure: RankFailure) -> tuple[int, ...]:
-        """Return the positions of the devices on which a rank has failed; empty if unknown."""
+        """Return the positions of the devices on which a rank has failed.
+
+        Return an empty tuple if they are unknown.
+        """
         if not runs_in_one_process(self._resolved, key):
             return (key.active[failure.rank % len(key.active)],)
         if len(key.active) == 1:
@@ -506,10 +522,9 @@ class ChildProber:
         return () if failure.gpu is None else key.active[failure.gpu : failure.gpu + 1]
 
     def _explain_stop(self, probe: Probe, progress: ProgressReporter, stack: Stack) -> None:
-        """Report in which phase, and at which line of code, a probe was stopped.
+        """Report in which phase and line of code a probe was stopped.
 
-        This is for a probe that hadn't measured anything yet. `stack` is the stack of one of its
-        children.
+        The probe hadn't measured anything yet. `stack` is the stack of one of its children.
         """
         labels = ", ".join(self._devices[i].label for i in probe.layout.active)
         # the stack is saved if it contains a line of the user's code

@@ -219,7 +219,10 @@ class Child(RunningChild):
         stream.close()
 
     def _put_message(self, message: Message) -> None:
-        """Put a message into the inbox; drop it if the inbox stays full for `WAIT_SECONDS`."""
+        """Put a message into the inbox.
+
+        If the inbox stays full for `WAIT_SECONDS`, drop the message.
+        """
         with suppress(queue.Full):
             self._inbox.put((self.rank, message), timeout=WAIT_SECONDS)
 
@@ -232,7 +235,10 @@ def _read(stream: BinaryIO) -> bytes:
 
 
 def _kernel_kills() -> int:
-    """Return how many processes the kernel has killed for lack of memory; 0 if unknown."""
+    """Return how many processes the kernel has killed for lack of memory.
+
+    Return 0 if the number is unknown.
+    """
     with suppress(OSError):
         lines = Path("/proc/vmstat").read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
@@ -295,7 +301,10 @@ class ChildGroup:
     def _collect_replies(
         self, expected: type[Reply], seconds: float, stop: threading.Event
     ) -> tuple[dict[int, Reply], dict[int, RankFailure]]:
-        """Wait for all ranks, for up to `seconds`; return their replies and failures by rank."""
+        """Wait for all ranks, and return their replies and failures by rank.
+
+        Wait for at most `seconds`.
+        """
         replies: dict[int, Reply] = {}
         failures: dict[int, RankFailure] = {}
         deadline = time.monotonic() + seconds
@@ -328,7 +337,7 @@ class ChildGroup:
         raise StoppedError(late[0].find_stack() if in_users_code else None)
 
     def _find_losses(self, silent: Sequence[int]) -> dict[int, RankFailure]:
-        """Return a failure for each of the `silent` ranks whose host was lost, by rank."""
+        """Return the failures of the `silent` ranks on lost hosts, by rank."""
         found = {}
         for rank in silent:
             loss = self.children[rank].find_loss()

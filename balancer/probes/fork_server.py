@@ -328,7 +328,10 @@ class ChildServer(ABC):
 
     @abstractmethod
     def _note_build(self, obstacle: str) -> None:
-        """Record that a child has built its workload, and the obstacle to sharing it, if any."""
+        """Record that a child has built its workload.
+
+        `obstacle` is the reason why other children can't share the build; empty if they can.
+        """
 
     @abstractmethod
     def _release(self) -> None:

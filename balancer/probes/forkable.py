@@ -148,7 +148,10 @@ def _run_and_exit(trial: Callable[[], object]) -> NoReturn:
 
 
 def _wait_for(pid: int, deadline: float) -> int | None:
-    """Return a child's exit code; kill it and return None if it still runs at `deadline`."""
+    """Wait for a child to exit, and return its exit code.
+
+    If it still runs at `deadline`, kill it and return None.
+    """
     while time.monotonic() < deadline:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:

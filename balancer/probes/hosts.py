@@ -123,10 +123,11 @@ class LocalHost:
         return self._starter.submit(start).result()
 
     def _find_server(self, environment: ChildEnvironment) -> tuple[ChildServer, int | None]:
-        """Return a server that can fork a child with this environment, and a descriptor.
+        """Return a server that can fork a child with this environment.
 
-        The new child should leave a copy of itself, which forks later children. The descriptor is
-        that copy's end of a channel for requests; None if no copy is wanted.
+        The second value is a descriptor if the new child should leave a copy of itself, which forks
+        later children. The descriptor is the copy's end of a channel for requests. It is None if no
+        copy is wanted.
         """
         # a server has already imported the framework, so it suits only children with the same
         # values of all variables that affect the import
@@ -338,10 +339,10 @@ class RemoteHost:
         return self.service.ask(method, *arguments, **how)
 
     def _recover(self, generation: int) -> bool:
-        """Start a new actor on the host; return False if that fails or the host was closed.
+        """Start a new actor on the host after one has exited.
 
         `generation` identifies the actor that has exited. Its children exited with it, so they are
-        reported as killed.
+        reported as killed. Return False if the start fails or the host was closed.
         """
         if self._closed.is_set() or not self.service.restart(generation):
             return False
@@ -402,7 +403,10 @@ class RemoteHost:
                     child.receive(message)
 
     def _mark_lost(self, error: Exception) -> None:
-        """Record that the host is lost, and report this to the groups of its children."""
+        """Record that the host is lost.
+
+        Report this to the groups of its children.
+        """
         if not isinstance(error, HostLostError):
             error = HostLostError(self._name, f"failed: {error}")
         self._lost = error

@@ -192,10 +192,10 @@ class InterferenceMonitor:
     def _read(
         self, positions: Iterable[int], wait_seconds: float, full: bool = False
     ) -> Mapping[int, Vitals]:
-        """Read the vitals of all devices at the same time, and return the latest ones by position.
+        """Return the latest vitals of these devices, by position.
 
-        The drivers have `wait_seconds` to answer. Only a `full` reading includes memory and
-        processes.
+        All drivers are asked at the same time, and have `wait_seconds` to answer. Only a `full`
+        reading includes memory and processes.
         """
         watches = self._find_watches(positions)
         asked = {i: watch.ask(full) for i, watch in watches.items()}
@@ -220,10 +220,11 @@ class InterferenceMonitor:
     ) -> int | None:
         """Return how many bytes of a device's memory other processes keep holding.
 
-        If the number is higher than last time, it is read again, because a process that holds
-        memory may be exiting. `own` are the pids of the session's children; if `clean`, none of
-        them runs on the device. Return None if the number is unknown.
+        `own` are the pids of the session's children; if `clean`, none of them runs on the device.
+        Return None if the number of bytes is unknown.
         """
+        # a number higher than last time is read again, because a process that holds memory may be
+        # exiting
         reported = self._short.get(position, 0) + _unclear_bytes(
             self._devices[position].memory_bytes or 0
         )
@@ -338,10 +339,11 @@ class ProbeInterference:
 def _add_throttled_time(
     part: PartSeconds, wall_seconds: float, before: Vitals | None, now: Vitals | None
 ) -> PartSeconds:
-    """Return a rank's time in a block (`part`) with the seconds lost to heat and to a power limit.
+    """Return `part` with the seconds that a rank lost to throttling.
 
-    Both reduce the clocks of the rank's device. `before` and `now` are its vitals at both ends of
-    the block. If the clocks are unknown, `part` is returned unchanged.
+    `part` has the rank's times in a block. Seconds lost to heat and to a power limit are separate;
+    both reduce the clocks of the rank's device. `before` and `now` are the device's vitals at both
+    ends of the block. If the clocks are unknown, `part` is returned unchanged.
     """
     if now is None or now.clock_fraction is None:
         return part
@@ -374,7 +376,7 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _unclear_bytes(memory_bytes: int) -> float:
-    """Return how many bytes of a GPU's used memory may belong to its driver.
+    """Return the bytes of used memory that may be the GPU driver's.
 
     `memory_bytes` is the GPU's whole memory.
     """
@@ -395,10 +397,10 @@ def _others_bytes(vitals: Vitals, own: Collection[int], clean: bool) -> int | No
 
 
 def _share_of_time(before: Vitals | None, now: Vitals, counter: str) -> float:
-    """Return the fraction of the time between two readings in which a condition held.
+    """Return the fraction of time for which a condition held.
 
-    `counter` is the field of `Vitals` that counts the condition's seconds, such as
-    "capped_seconds". Return 0 if it is unknown.
+    The time is that between the readings `before` and `now`. `counter` is the field of `Vitals`
+    that counts the condition's seconds, such as "capped_seconds". Return 0 if it is unknown.
     """
     if before is None or now.at_seconds <= before.at_seconds:
         return 0.0

@@ -153,10 +153,10 @@ def build_commands(
 
 
 def _make_stand_in(devices: int) -> tuple[float, ...]:
-    """Return how a model's state is divided while one device of a sharded training runs alone.
+    """Return each device's fraction of a sharded model's state.
 
-    The first fraction is the part of the state on that device. The rest is divided evenly among the
-    other `devices` - 1, which don't run.
+    The fractions are used while only the first device runs. The rest of the state is divided evenly
+    among the other `devices` - 1.
     """
     others = devices - 1
     return (MEASURED_PART, *((1 - MEASURED_PART) / others for _ in range(others)))
@@ -203,7 +203,10 @@ def _split_memory(device: Device, processes: int) -> Device:
 
 
 def _compute_share(device: Device) -> float:
-    """Return the fraction of full speed to which a device is limited; 1 for a GPU."""
+    """Return the fraction of full speed to which a device is limited.
+
+    Return 1 for a GPU, and for a device without a limit.
+    """
     # CPU slices with a limit are slowed by spinning; GPUs are limited by their driver
     percent = device.limit.percent if device.on_cpu else None
     return 1.0 if percent is None else percent / 100
@@ -316,7 +319,10 @@ class MemoryBudget:
         return needs
 
     def _estimate_need(self, position: int, rows: int) -> int | None:
-        """Return an upper bound on the bytes that passes of `rows` rows need; None if unknown."""
+        """Return the most bytes that passes of `rows` rows may need.
+
+        Return None if the bytes are unknown.
+        """
         peaks = self._peaks.get(position, {})
         # the memory held for other passes grows at most in proportion to the rows
         return min(
@@ -326,10 +332,11 @@ class MemoryBudget:
     def _lacks_memory(
         self, position: int, need: int | None, wanted: set[Layout], idle: HeldBytes
     ) -> bool:
-        """True if a GPU has too little memory for a child unless idle children are killed.
+        """True if a child needs more memory than a GPU has left.
 
-        `need` is the memory that the child needs, in bytes; None if unknown. The `wanted` groups
-        are reused for the next probes. `idle` has the bytes that each idle group holds.
+        Idle children must then be killed. `need` is the memory that the child needs, in bytes; None
+        if unknown. The `wanted` groups are reused for the next probes. `idle` has the bytes that
+        each idle group holds.
         """
         device = self._devices[position]
         if not find_backend(device.kind).own_memory:

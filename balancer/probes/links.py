@@ -347,10 +347,10 @@ class LinkGroup:
         task: RankTask,
         late_seconds: float | None = None,
     ) -> list[_Reply]:
-        """Return the reply of type `kind` from each rank in `members`, in that order.
+        """Return the reply of each rank in `members`, in that order.
 
-        All must arrive within `seconds`, and within `late_seconds` of the first one. Raises
-        LinkError if a rank fails or doesn't reply.
+        All replies must be of type `kind`. They must arrive within `seconds`, and within
+        `late_seconds` of the first one. Raises LinkError if a rank fails or doesn't reply.
         """
         began = time.monotonic()
         until = began + seconds
@@ -435,10 +435,10 @@ class _RankProcess:
         return b"\n" in self._buffer
 
     def receive(self) -> LinkReply | None:
-        """Return the next reply; None if the process has exited or has written something else.
+        """Return the next reply of the process.
 
-        Call it only when a part of the reply is there, because it blocks until the rest has
-        arrived.
+        Return None if the process has exited or has written something else. Call this only when a
+        part of the reply has arrived, because it blocks until the rest has.
         """
         while b"\n" not in self._buffer and len(self._buffer) < LONGEST_LINE:
             piece = os.read(self.replies, LONGEST_LINE)

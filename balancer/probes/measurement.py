@@ -240,7 +240,10 @@ class Measurement:
         self._keep_batch(False, stop)
 
     def _keep_batch(self, kept: bool, stop: threading.Event) -> bool:
-        """Make every rank reuse its next batch, or stop reusing it; False if a rank can't."""
+        """Make every rank reuse its next batch, or stop reusing it.
+
+        Return False if a rank can't.
+        """
         replies = self._group.call(lambda _: KeepBatch(kept), BatchKept, self._timeouts.block, stop)
         return all(cast(BatchKept, reply).able for reply in replies)
 
@@ -329,7 +332,10 @@ class Measurement:
         return msgspec.structs.replace(timing, parts=parts)
 
     def _find_not_finite(self, ran: Sequence[Ran]) -> tuple[MeasurementDoubt, ...]:
-        """Return a warning about the first loss that was NaN or infinite, or an empty tuple."""
+        """Return a warning about the first loss that was NaN or infinite.
+
+        Return an empty tuple if there was none.
+        """
         found = [
             (reply.not_finite_step, rank) for rank, reply in enumerate(ran) if reply.not_finite_step
         ]
@@ -349,7 +355,10 @@ class Measurement:
         )
 
     def _make_block(self, ran: Sequence[Ran]) -> Block:
-        """Return the measured block of the whole group, which lasts as long as its slowest rank."""
+        """Return the measured block of the whole group.
+
+        It lasts as long as the block of the slowest rank.
+        """
         if self._probe.layout.processes > 1:
             return self._make_pack_block(ran)
         ran = self._scale_to_mean_tokens(ran)
@@ -365,7 +374,10 @@ class Measurement:
         )
 
     def _own_seconds(self, ran: Sequence[Ran], wall_seconds: float) -> tuple[float | None, ...]:
-        """Return each rank's compute time (own work) in a block; empty if it is unknown."""
+        """Return each rank's compute time (own work) in a block.
+
+        Return an empty tuple if the times are unknown.
+        """
         if any(reply.waited_seconds is not None for reply in ran):
             return tuple(_subtract_waiting(wall_seconds, reply.waited_seconds) for reply in ran)
         if not self._ranks.own_cores or self._ranks.one_process:
@@ -378,7 +390,10 @@ class Measurement:
         )
 
     def _describe_parts(self, ran: Ran) -> PartSeconds:
-        """Return the parts of a rank's time in a block, such as waiting for input."""
+        """Return the parts of a rank's time in a block.
+
+        One of them is the time in which the rank waited for input.
+        """
         idle = None
         if self._ranks.own_cores and len(self._ranks.positions) == 1:
             # idle time: no thread computed, waited for a core or fetched rows
@@ -416,9 +431,10 @@ class Measurement:
         ]
 
     def _cpu_share(self, ran: Ran) -> float | None:
-        """Return the fraction of a block's time in which a process had all its CPU cores.
+        """Return the fraction of time in which a process had its CPU cores.
 
-        Return None if it is unknown, or if the process doesn't have its cores to itself.
+        The time is that of a block, and all cores of the process count. Return None if the fraction
+        is unknown, or if the process doesn't have its cores to itself.
         """
         if not self._ranks.own_cores:
             return None
@@ -456,7 +472,10 @@ class Measurement:
             self._progress.update(rate, relative_half_width(interval))
 
     def _by_position(self, values: Sequence[_T | None]) -> tuple[_T | None, ...]:
-        """Return one value per device, given one per rank; None for a device without a rank."""
+        """Return one value per device, given one value per rank.
+
+        The value is None for a device without a rank.
+        """
         by_position = dict(zip(self._ranks.positions, values, strict=False))
         return tuple(
             by_position.get(position) for position in range(len(self._probe.layout.shares))

@@ -111,9 +111,10 @@ class SimulatedProber:
         self._closed.set()
 
     def _wait_until(self, virtual: float, stop: threading.Event) -> bool:
-        """Advance the virtual clock to the time `virtual`, and wait for it in real time.
+        """Advance the virtual clock to the time `virtual`.
 
-        Return False if the wait was stopped, or if `virtual` is later than `end_seconds`.
+        Also wait for that time in real time. Return False if the wait was stopped, or if `virtual`
+        is later than `end_seconds`.
         """
         # no wait if `pace` is 0
         at = min(virtual, self._end)
@@ -206,7 +207,10 @@ class _SimulatedProbe:
         return "a simulated machine has no XLA and no other precision" if layout.knobs else ""
 
     def _simulate_step(self) -> tuple[float, tuple[float | None, ...]]:
-        """Return the seconds of a step and each device's compute time in it, without noise."""
+        """Return the seconds of a step, without noise.
+
+        Also return each device's compute time in the step.
+        """
         # the compute time is None for a device without rows
         layout = self._probe.layout
         machine = self._machine
@@ -291,10 +295,10 @@ class _SimulatedProbe:
     def _throttle(
         self, step: float, parts: tuple[float | None, ...], elapsed: float
     ) -> tuple[float, tuple[float | None, ...]]:
-        """Return the seconds of a throttled step, and each device's compute time in it.
+        """Return the seconds of a throttled step.
 
-        `step` and `parts` are the same times at full speed. `elapsed` is in seconds since the start
-        of the probe.
+        Also return each device's compute time in the step. `step` and `parts` are the same times at
+        full speed. `elapsed` is in seconds since the start of the probe.
         """
         at = self._start + elapsed
         speeds = [1 - self._machine.slowed(i, at) for i in range(len(parts))]
@@ -308,16 +312,19 @@ class _SimulatedProbe:
         return step + longest_held - longest, held
 
     def _slowed(self, elapsed: float) -> tuple[float, int]:
-        """Return the fraction of its speed that the most throttled device loses, and its position.
+        """Return how much speed the most throttled device loses, and its position.
 
-        The position is -1 if no device is throttled.
+        The loss is a fraction of its speed. The position is -1 if no device is throttled.
         """
         active = self._probe.layout.active
         slowed, position = max((self._machine.slowed(i, self._start + elapsed), -i) for i in active)
         return slowed, -position if slowed else -1
 
     def _find_lost_device(self, elapsed: float) -> Failed | None:
-        """Return the probe's failure if one of its devices is lost by now; otherwise, None."""
+        """Return the probe's failure if one of its devices is lost.
+
+        Return None if no device is lost by now.
+        """
         at = self._start + elapsed
         for i in self._probe.layout.active:
             if self._machine.lost(i, at):

@@ -306,7 +306,10 @@ class Worker:
         return 0.0
 
     def _run_slowed_step(self, workload: Workload, build: protocol.Build) -> float:
-        """Spin to imitate a slower device, then run a step; return the seconds spent spinning."""
+        """Run a step, and spin before it to imitate a slower device.
+
+        Return the seconds spent spinning.
+        """
         # spinning comes first, because the other ranks then wait for this one as for a slow device
         spun = _spin(self._busy_seconds * (1 / build.compute - 1))
         cpu, wall = time.process_time(), time.perf_counter()
@@ -344,7 +347,10 @@ def _encodable(text: str) -> str:
 
 
 def _without_middle(text: str) -> str:
-    """Return the text of an error, without its middle if it has over `LONGEST_TEXT` characters."""
+    """Return the text of an error, without the middle of a long text.
+
+    A text of at most `LONGEST_TEXT` characters is returned unchanged.
+    """
     if len(text) <= protocol.LONGEST_TEXT:
         return text
     # TensorFlow's errors begin with the place where an operation was made, which may take pages,
@@ -355,7 +361,10 @@ def _without_middle(text: str) -> str:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent exits; exit now if it already has."""
+    """Make the kernel kill this process when its parent exits.
+
+    If the parent has already exited, exit now.
+    """
     die_with_parent()
     if os.getppid() != parent:
         _exit_now()
@@ -392,7 +401,10 @@ def _read_lines(stream: BinaryIO, idle: Callable[[], None]) -> Iterator[bytes]:
 
 
 def _spin(seconds: float) -> float:
-    """Keep the core busy for `seconds`, to imitate a slower core; return the actual seconds."""
+    """Keep the core busy for `seconds`, to imitate a slower core.
+
+    Return the actual seconds.
+    """
     started = time.perf_counter()
     while (spent := time.perf_counter() - started) < seconds:
         pass
