@@ -247,7 +247,7 @@ class Budget:
     # ------------------------------------------------------------------ what probes cost
 
     def _warm_up_seconds(self, layout: Layout, step_seconds: float) -> float:
-        """Return the duration of the layout's shortest measured warm-up, in seconds.
+        """Return the layout's shortest measured warm-up, in seconds.
 
         If the layout never ran, return the duration of a typical warm-up. For this, `step_seconds`
         is the expected duration of the layout's step.
@@ -263,9 +263,10 @@ class Budget:
         return min(own, default=typical)
 
     def _further_warm_up_seconds(self, layout: Layout) -> float:
-        """Return how many seconds the next probe must warm up before it can time several steps.
+        """Return the seconds of warm-up that the next probe still needs.
 
-        Return 0 unless all probes of the layout so far timed a single step, without a warm-up.
+        After them, the probe can time several steps. Return 0 unless all probes of the layout so
+        far timed a single step, without a warm-up.
         """
         own = self._seen.timed_in(layout)
         if not own or not all(one.lone for one in own):
@@ -273,7 +274,10 @@ class Budget:
         return WARM_UP_STEPS * median(one.step_seconds for one in own)
 
     def _step_seconds(self, layout: Layout) -> float:
-        """Return the duration of a layout's step in seconds; 0 if none of the devices ran."""
+        """Return the duration of a layout's step, in seconds.
+
+        Return 0 if none of the devices ran.
+        """
         own = self._seen.timed_in(layout)
         if own:
             return median(one.step_seconds for one in own)

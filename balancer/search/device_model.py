@@ -219,7 +219,10 @@ class DeviceModel:
 
     @property
     def _may_use_passes(self) -> bool:
-        """True if the device may compute its share of a fixed batch in several passes."""
+        """True if the device may compute its share in several passes.
+
+        Only shares of a fixed batch are computed in several passes.
+        """
         fixed = self._problem.global_batch is not None
         # a free batch is reduced instead; after a failed probe with passes, the passes may be the
         # cause

@@ -74,7 +74,10 @@ class Evaluation:
         return tuple(msgspec.structs.replace(probe, after=turn) for probe in wanted)
 
     def _wanted_probes(self) -> Iterator[tuple[Probe, ...]]:
-        """Yield the next probes of each part of the search that has any, in order of priority."""
+        """Yield the next probes of each part of the search.
+
+        The parts come in order of priority. A part without further probes yields an empty tuple.
+        """
         # exploration interrupts the race until it has spent its part of the budget
         if not self._seen.timed(Stage.CHECK):
             yield self._explore(self.budget)
@@ -103,7 +106,10 @@ class Evaluation:
 
     @property
     def _check_seconds(self) -> float:
-        """The minimum duration of a check of the winner, in seconds; 0 before the race."""
+        """The minimum duration of a check of the winner, in seconds.
+
+        The duration is 0 before the race.
+        """
         winner = self.race.ranking[:1]
         return sum(self.budget.least_seconds(one.candidate.layout) for one in winner)
 
@@ -146,7 +152,10 @@ class Evaluation:
 
     @cached_property
     def _why_none(self) -> End | None:
-        """The reason why none of the devices can train; None if at least one can."""
+        """The reason why none of the devices can train.
+
+        None if at least one device can.
+        """
         return self.policy.why_none() if self.model.live else explain_no_device(self.model)
 
     def _why_over(self) -> End:
@@ -162,7 +171,10 @@ class Evaluation:
         return self._why_finished(tied)
 
     def _why_finished(self, tied: bool) -> End:
-        """Return why the search is over, if it wouldn't have gone on with a larger budget."""
+        """Return the reason why a finished search is over.
+
+        A finished search wouldn't have gone on with a larger budget.
+        """
         # `tied`: more measurements couldn't tell which of the two fastest layouts is faster
         best_is_known = self.best is None or is_known(self.best.throughput)
         if tied:
@@ -239,7 +251,10 @@ class Evaluation:
         return Sharding(problem, self._seen.sharded)
 
     def _lacks_memory(self) -> bool:
-        """True if a device ran out of memory in every probe, because the model is too large."""
+        """True if the model is too large for a device's memory.
+
+        The model is too large if the device ran out of memory in every probe.
+        """
         for position, device in enumerate(self.model.devices):
             # a device whose memory other processes use doesn't count
             all_its_own = self._seen.memory_limit(position) == self.problem.memory_bytes[position]
@@ -336,7 +351,10 @@ class Evaluation:
 
     @cached_property
     def _lone_error(self) -> float:
-        """The relative half-width of the 95 % interval of a probe that timed a single step."""
+        """The relative error of a probe that timed a single step.
+
+        The error is the half-width of the 95 % interval.
+        """
         lone = [timed for timed in self._seen.timed() if timed.lone]
         return lone_error_of([(one.first_step_seconds, one.step_seconds) for one in lone])
 
@@ -442,7 +460,7 @@ class Evaluation:
 
     @property
     def _growing_packs(self) -> tuple[Candidate, ...]:
-        """The next larger packs that should be measured but for which there was no time.
+        """The next larger packs that there was no time to measure.
 
         For each way in which trainings share a device, there is at most one: the next pack, if the
         largest that ran was also the fastest.
@@ -472,9 +490,10 @@ class Evaluation:
         return fmean(self.problem.lengths) if self.problem.lengths else 0.0
 
     def _network_seconds(self) -> tuple[float, ...]:
-        """Return how much longer an exchange of all devices takes over several hosts than on one.
+        """Return the extra seconds of an exchange over several hosts.
 
-        The result is in seconds, indexed by the number of hosts. It is empty for a single host.
+        The exchange is between all devices, and is compared with one on a single host. The seconds
+        are indexed by the number of hosts. Return an empty tuple if there is a single host.
         """
         exchange = self.machine.exchange
         if len(exchange) < 2:
@@ -482,7 +501,10 @@ class Evaluation:
         return tuple(costs[-1] - exchange[1][-1] for costs in exchange)
 
     def _curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return each device's curve in a layout, and the rows of a pass that certainly fit."""
+        """Return each device's curve in a layout, and its safe pass.
+
+        The safe pass is the number of rows in one pass that certainly fit.
+        """
         # without a split of rows, curves are empty and rows are 0
         sharding = self.sharding if layout.traits.sharded else None
         return (sharding or self.policy).curves(layout)

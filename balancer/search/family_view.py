@@ -105,10 +105,10 @@ class FamilyView:
         return [layout for layout in best.values() if layout is not None]
 
     def _logical_pack(self, plain: Layout) -> Layout:
-        """Return the pack with as many trainings as `plain`, each on a logical device of its own.
+        """Return the pack that gives each training a logical device.
 
-        If there is no time left to measure it, return the measured pack of this kind with the most
-        trainings.
+        The pack has as many trainings as `plain`. If there is no time left to measure it, return
+        the measured pack of this kind with the most trainings.
         """
         wanted = pack_on(plain, plain.processes, "logical")
         layouts = (timed.probe.layout for timed in self._seen.timed())

@@ -154,7 +154,7 @@ class MachineModel:
         return self._with_link(costs, max((k for k, *_ in samples), default=1))
 
     def _with_link(self, costs: ExchangeCosts, widest: int) -> ExchangeCosts:
-        """Return the exchange costs, with a lower bound for larger splits than were measured.
+        """Return the exchange costs, with a lower bound for large splits.
 
         `widest` is the most devices of a measured split. For more devices, the costs are at least
         the time that the exchange takes over the known link, if there is one.
@@ -207,7 +207,10 @@ class MachineModel:
         return len({self.hosts[i] for i in positions})
 
     def _exchange_sample(self, split: Timed) -> ExchangeSample:
-        """Return a split's exchange time: its step minus the longest compute time of a device."""
+        """Return the exchange time of a split, as one sample.
+
+        The exchange time is the split's step time minus the longest compute time of a device.
+        """
         active = split.probe.layout.active
         own = [split.device_seconds[i] for i in active]
         parts = [seconds for seconds in own if seconds]

@@ -157,16 +157,17 @@ class Observations:
 
     @property
     def _uncontended(self) -> tuple[Stage, ...]:
-        """The stages before the race in which no other probe ran at the same time."""
+        """The stages before the race with only one probe at a time."""
         stages: tuple[Stage, ...] = (Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.PACK)
         # a single device runs alone in the solo stage too
         return (*stages, Stage.SOLO) if self._problem.devices == 1 else stages
 
     def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
-        """Return a layout's checks and its turns since the first check, if it has become slower.
+        """Return the measurements that show that a layout has become slower.
 
-        It has become slower if the interval of every check is below those of all earlier turns.
-        Otherwise, return an empty dict.
+        They are its checks and its turns since the first check. The layout has become slower if the
+        interval of every check is below those of all earlier turns. Otherwise, return an empty
+        dict.
         """
         checks = self._valid_checks(timed)
         if not checks:
@@ -350,7 +351,10 @@ class Observations:
 
 
 def _is_plain_split(layout: Layout) -> bool:
-    """True if a layout is a split by number of rows, sets no knobs, and isn't sharded."""
+    """True if a layout is an ordinary split by number of rows.
+
+    An ordinary split sets no knobs, and isn't sharded.
+    """
     if not layout.traits.together or layout.traits.sharded:
         return False
     return layout.by_rows and not layout.knobs
@@ -394,7 +398,10 @@ def order_probe(probe: Probe) -> tuple[Any, ...]:
 
 
 def _undisturbed_turns(turns: Turns) -> Turns:
-    """Return the turns in which no device was throttled; if there are none, return all turns."""
+    """Return the turns in which no device was throttled.
+
+    If a device was throttled in every turn, use all turns.
+    """
     steady = {turn: one for turn, one in turns.items() if not one.held_back()} or turns
     # the error of a single step is unknown
     return {turn: one for turn, one in steady.items() if not one.lone} or steady

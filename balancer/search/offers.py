@@ -90,7 +90,11 @@ class Offers:
             yield Candidate(family if own else family_of(layout), layout, extra)
 
     def _replace_if_out_of_memory(self, candidate: Candidate) -> Candidate:
-        """Return the candidate, or a smaller one if it ran out of memory in the race."""
+        """Return the candidate, or a smaller one if it didn't fit.
+
+        It didn't fit if it ran out of memory in the race. The smaller one has smaller passes or a
+        smaller batch.
+        """
         fixed = self._problem.global_batch is not None
         if fixed and not (self._problem.micro and candidate.synchronous):
             return candidate

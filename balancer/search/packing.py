@@ -99,7 +99,10 @@ class Packing:
 
     @cached_property
     def _rates(self) -> dict[int, float]:
-        """The combined samples/s by number of trainings; 0 if no pack of that number can run."""
+        """The combined samples/s of a pack, by its number of trainings.
+
+        The samples/s are 0 if no pack of that number can run.
+        """
         rates = {1: self._policy.single_rate(self._single)}
         for size, tries in self._by_size.items():
             timed = [self._rate_of(seen.probe.layout) for seen in tries if isinstance(seen, Timed)]
@@ -108,7 +111,10 @@ class Packing:
         return rates
 
     def _may_retreat(self, size: int, tries: Sequence[Observation]) -> bool:
-        """True if packs of `size` trainings ran out of memory, but a smaller batch may fit."""
+        """True if packs of this size may fit with a smaller batch.
+
+        The packs have `size` trainings, and ran out of memory with larger batches.
+        """
         if self._problem.global_batch is not None or len(tries) >= RETREATS:
             return False
         return all(isinstance(seen, OutOfMemory) for seen in tries) and self._batch_for(size) > 0
@@ -119,7 +125,10 @@ class Packing:
         return throughput(self._policy.seen.turns(layout)).value
 
     def _batch_for(self, size: int) -> int:
-        """Return the batch size of each of `size` trainings side by side; 0 if none fits."""
+        """Return the batch size of each training in a pack.
+
+        `size` trainings run side by side. Return 0 if no batch fits.
+        """
         batch = self._single.global_batch
         if self._problem.global_batch is not None:
             return batch

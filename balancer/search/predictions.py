@@ -44,7 +44,10 @@ class Predictions:
         return fastest([self._fastest_split_over(devices), *map(self._best_alone, devices)])
 
     def _best_alone(self, device: DeviceCurve) -> Allocation | None:
-        """Return the allocation of the fixed or best batch to one device; None if none fits."""
+        """Return the allocation of the batch to one device alone.
+
+        The batch is the fixed one or, without one, the device's best. Return None if none fits.
+        """
         batch = self.problem.global_batch
         if batch is None:
             return waterfill.single_best(
@@ -79,10 +82,10 @@ class Predictions:
         return in_passes if gains else at_once
 
     def _is_limited_by_memory(self, found: Allocation | None) -> bool:
-        """True if a device has time for more rows than it can compute in one pass.
+        """True if a device has time for more rows than fit.
 
-        Only devices that may use several passes count. The time is that of a step of `found`; if it
-        is None, time is unlimited.
+        That is, for more rows than it can compute in one pass. Only devices that may use several
+        passes count. The time is that of a step of `found`; if it is None, time is unlimited.
         """
         seconds = found.seconds if found else math.inf
         for device in self._trusted_devices:
@@ -130,10 +133,10 @@ class Predictions:
     def _fastest_split_over(
         self, devices: Sequence[DeviceCurve], of: int | None = None
     ) -> Allocation | None:
-        """Return the fastest split over some or all of these devices; None if none fits.
+        """Return the fastest split over some or all of these devices.
 
-        `of` is the global batch. Without it, the requested batch is used or, for a free batch, the
-        best one.
+        Return None if none fits. `of` is the global batch. Without it, the requested batch is used
+        or, for a free batch, the best one.
         """
         batch = of or self.problem.global_batch
         limit = self.problem.max_global_batch

@@ -142,9 +142,9 @@ class Race:
     # ------------------------------------------------------------------ first turn
 
     def _first_turn(self, wanted: Sequence[Candidate]) -> tuple[Probe, ...]:
-        """Return a probe for the first turn of the most promising candidate in `wanted`.
+        """Return the first probe of the most promising candidate in `wanted`.
 
-        Return an empty tuple if there is none, or if the budget doesn't allow the probe.
+        Return an empty tuple if there is no candidate, or if the budget doesn't allow the probe.
         """
         if not wanted:
             return ()
@@ -163,7 +163,10 @@ class Race:
         return (Probe(layout, stage, seconds, FIRST_TURN),)
 
     def _first_turn_key(self, candidate: Candidate) -> tuple[bool, float]:
-        """Return a candidate's sort key for its first turn; the lowest key is measured first."""
+        """Return the sort key of a candidate for its first turn.
+
+        The candidate with the lowest key is measured first.
+        """
         comparable = [candidate]
         if not candidate.synchronous:
             # a pack or placement is expected to be as fast as the fastest other candidate
@@ -178,7 +181,10 @@ class Race:
     # ------------------------------------------------------------------ packs
 
     def _grow_packs(self) -> tuple[Probe, ...]:
-        """Return a probe of the next larger pack; if several modes have one, of the smallest."""
+        """Return a probe of the next larger pack.
+
+        If packs of several kinds can grow, the smallest of the next packs is probed.
+        """
         found = [packing.next_layout() for _, packing in self.offers.view.packings]
         wanted = sorted((one for one in found if one is not None), key=lambda one: one.processes)
         for layout in wanted:
@@ -194,11 +200,11 @@ class Race:
     def _next_turn(
         self, rivals: Sequence[Candidate], stage: Stage, settled: bool = False
     ) -> tuple[Probe, ...]:
-        """Return the next probe of the current turn or, after its end, of a new turn.
+        """Return the next probe of the current turn or a new one.
 
-        If the winner is known (`settled`), all rivals take part, and no time is kept for other
-        probes. Return an empty tuple if no rival needs a turn or the budget doesn't allow the
-        probe.
+        A new turn begins when all rivals have had the current one. If the winner is known
+        (`settled`), all rivals take part, and no time is kept for other probes. Return an empty
+        tuple if no rival needs a turn or the budget doesn't allow the probe.
         """
         taken = {rival.layout: set(self._seen.turns(rival.layout, stage)) for rival in rivals}
         # further turns replace those in which a device was throttled
@@ -223,7 +229,10 @@ class Race:
     def _rivals_in_turn(
         self, rivals: Sequence[Candidate], stage: Stage, turn: int
     ) -> list[Candidate]:
-        """Return the rivals that take part in a turn because they may still be the best."""
+        """Return the rivals that take part in a turn.
+
+        They may still be the best.
+        """
         # the first turn of the race is in `_first_turn`
         if turn == FIRST_TURN and stage == Stage.KNOBS:
             return list(rivals)

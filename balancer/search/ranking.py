@@ -170,7 +170,10 @@ def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Probl
 def _list_tolerable(
     ran: Sequence[Candidate], turns: TurnsByLayout, leader: Turns, tolerance: float
 ) -> list[Candidate]:
-    """Return the synchronous layouts that are slower than the leader by at most the tolerance."""
+    """Return the synchronous layouts that are nearly as fast as the leader.
+
+    They are slower than the leader by at most the tolerance.
+    """
     # other layouts have global batches that can't be compared with the leader's
     synchronous = [candidate for candidate in ran if candidate.synchronous]
     return [one for one in synchronous if is_tolerable(turns[one.layout], leader, tolerance)]
@@ -253,10 +256,10 @@ def throughput(turns: Turns) -> Interval:
 
 
 def _pooled_deviation(assumed: float, values: Sequence[float]) -> float:
-    """Return the standard deviation of a single turn, estimated from one value per turn.
+    """Return the standard deviation of single turns, estimated from their values.
 
-    `assumed` is the variance that is usual for turns. It counts as much as `DRIFT_WEIGHT` turns,
-    because a few turns may agree by chance.
+    `values` has one value per turn. `assumed` is the variance that is usual for turns. It counts as
+    much as `DRIFT_WEIGHT` turns, because a few turns may agree by chance.
     """
     mean = fmean(values)
     spread = math.fsum((value - mean) ** 2 for value in values)

@@ -160,9 +160,10 @@ class RowPolicy:
         return [layout for layout in layouts if self.machine.fits(layout)]
 
     def _most_efficient(self) -> list[Allocation]:
-        """Return the splits with the most predicted samples/s per unit of cost, such as per watt.
+        """Return the splits with the most samples/s per unit of cost.
 
-        The best comes first. Return an empty list before any cost is known.
+        A unit of cost is, for example, a watt. The samples/s are predicted. The best split comes
+        first. Return an empty list before any cost is known.
         """
         objective = find_objective(self.problem.objective)
         costs = objective.costs(self.seen.timed(), self.problem.devices)
@@ -188,7 +189,10 @@ class RowPolicy:
         return sorted(enough, key=value, reverse=True)[:LIKELY_SETS]
 
     def _list_device_sets(self, costs: list[tuple[float, float]]) -> Iterator[tuple[int, ...]]:
-        """Yield sets of at least two, but not all, devices that may be more efficient than all."""
+        """Yield sets of devices that may be more efficient than all devices.
+
+        Each set has at least two devices, but not all.
+        """
         # `costs` are the (active, idle) costs of each device
         counts = range(2, len(self.machine.live))
         if len(self.machine.live) <= MOST_TO_COMBINE:
@@ -283,9 +287,10 @@ class RowPolicy:
     def _smallest_within(
         self, turns: dict[Layout, Turns], leader: Turns, most: int
     ) -> Layout | None:
-        """Return the measured layout with the smallest batch within the tolerance of the leader.
+        """Return the measured layout with the smallest batch that is fast enough.
 
-        Return None if there is none.
+        A layout is fast enough if its speed is within the tolerance of the leader's. Return None if
+        there is none.
         """
         # a layout without a check must have a batch of at most `most`
         checked = {one.probe.layout for one in self.seen.in_stage(Stage.CHECK)}
@@ -343,10 +348,11 @@ class RowPolicy:
         return split_evenly(self.problem.devices, positions, safe * count, quantum)
 
     def _even_batch(self, positions: tuple[int, ...], splits: Sequence[Layout]) -> int:
-        """Return the global batch for an even split over these devices; 0 if none of them ran.
+        """Return the global batch for an even split over these devices.
 
         Each device gets as many rows as the first of `splits` has per device. If there are no
-        splits, it gets the smallest of the devices' best solo batches.
+        splits, it gets the smallest of the devices' best solo batches. Return 0 if none of the
+        devices ran.
         """
         count = len(positions)
         if splits:

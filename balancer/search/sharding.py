@@ -154,10 +154,11 @@ class Sharding:
         return () if whole and not self.parts else tuple(map(self._with_shards, probes))
 
     def _urgent_whole_step(self, budget: Budget) -> Probe | None:
-        """Return a probe of the first whole step if there is barely time left to start it.
+        """Return a probe of the first whole step if time is short.
 
-        Without a whole step there is no plan. Return None if one has run, or if there is time for
-        more measurements of single devices before it.
+        Time is short if there is barely enough to start the step. Without a whole step there is no
+        plan. Return None if one has run, or if there is time for more measurements of single
+        devices before it.
         """
         policy = self.policy
         if not self.parts or policy.machine.splits:
@@ -225,9 +226,10 @@ class Sharding:
     def _divide(
         self, limits: Sequence[int], without_rows: frozenset[int] = frozenset()
     ) -> StateDivision | None:
-        """Divide the state so that headroom remains on each device; None if it doesn't fit.
+        """Return a division of the state with headroom on each device.
 
-        Devices at the positions `without_rows` only hold state.
+        Return None if the state doesn't fit. Devices at the positions `without_rows` only hold
+        state.
         """
         failures, needs, problem = self._failures, self._row_demands, self._problem
         # headroom is doubled for each whole step that ran out of memory; if the state then doesn't
@@ -244,7 +246,7 @@ class Sharding:
 
     @property
     def _failures(self) -> list[int]:
-        """The number of whole steps that ran out of memory on each device, by position."""
+        """Each device's number of whole steps that ran out of memory."""
         counts = [0] * self._problem.devices
         for one in self._seen:
             if isinstance(one, OutOfMemory) and one.probe.layout.traits.together:
@@ -265,7 +267,7 @@ class Sharding:
         return [self._need(device) for device in devices if device.alone]
 
     def _measured_alone(self, position: int) -> list[Timed]:
-        """Return the measurements of a device alone, in the order in which they were taken."""
+        """Return the measurements of a device that ran alone, oldest first."""
         found = []
         for one in self._seen:
             layout = one.probe.layout
@@ -308,7 +310,10 @@ class Sharding:
         return [frozenset(order[:count]) for order in (slowest, smallest) for count in counts]
 
     def _probe_without_rows(self, budget: Budget) -> Probe | None:
-        """Return a probe of the training `without_rows` if it may be the fastest, or None."""
+        """Return a probe of the training `without_rows`.
+
+        Return None unless that training may be the fastest.
+        """
         wanted = self.without_rows
         if wanted is None or len(self._held) >= RETREATS or not self._may_win(wanted):
             return None
@@ -335,8 +340,11 @@ class Sharding:
         return everywhere is None or wanted.rate() > (1 + LEAST_GAIN) * everywhere.rate()
 
     def _surely_loses(self, layout: Layout) -> bool:
-        """True if a layout with rows on all devices should be far slower than a measured layout."""
-        # of trainings in which some devices hold state but have no rows
+        """True if a layout should be far slower than a measured one.
+
+        The layout has rows on all devices. In the measured one, some devices hold state but have no
+        rows.
+        """
         rates = [one.samples_per_second for one in self._held if isinstance(one, Timed)]
         if not rates or not layout.traits.together:
             return False
@@ -393,7 +401,10 @@ class Sharding:
         )
 
     def _bytes_without_state(self, timed: Timed) -> tuple[int | None, ...]:
-        """Return the bytes that each device's rows took; None if the state can't be subtracted."""
+        """Return the bytes that each device's rows took, without its state.
+
+        The bytes are None for a device if the state can't be subtracted.
+        """
         layout = timed.probe.layout
         parts = layout.state or (MEASURED_PART,) * len(layout.shares)
         held = [part * state_bytes_at_peak(self._state, layout.in_passes) for part in parts]
@@ -410,9 +421,10 @@ class Sharding:
     def _check_fit_beside_state(
         self, observation: Observation, left: Sequence[int | None]
     ) -> Observation:
-        """Return the observation, or OutOfMemory if its rows don't fit beside the state.
+        """Return OutOfMemory if the rows don't fit beside the state.
 
-        `left` has the bytes that each device's part of the state leaves free; None if unknown.
+        Otherwise, return the observation. `left` has the bytes that each device's part of the state
+        leaves free; None if unknown.
         """
         # a device measured alone held less of the state
         if (
@@ -447,7 +459,10 @@ class Sharding:
 
 
 def _subtract_bytes(sizes: Sequence[int | None], taken: Sequence[float]) -> tuple[int | None, ...]:
-    """Return each size minus the taken bytes, but at least 1; None if the size is unknown."""
+    """Return each size minus the taken bytes, but at least 1.
+
+    The result is None for an unknown size.
+    """
     pairs = zip(sizes, taken, strict=True)
     return tuple(size and max(1, size - round(state)) for size, state in pairs)
 
@@ -601,7 +616,10 @@ class StateRoom:
         return self._parts(rows)
 
     def _rows_in(self, seconds: float) -> list[float]:
-        """Return how many rows each device computes in `seconds`; 0 if it only holds state."""
+        """Return how many rows each device computes in `seconds`.
+
+        The number is 0 for a device that only holds state.
+        """
         found = [0.0] * len(self._row_demands)
         for i in self._computing:
             rows = max(self._fewest, self._row_demands[i].rows_in(seconds))
@@ -632,7 +650,10 @@ class StateRoom:
         return min(left) > 0 and sum(left) >= self._state
 
     def _rate(self, rows: Sequence[float]) -> float:
-        """Return the predicted samples/s of a step with these rows, if gathering took no time."""
+        """Return the predicted samples/s of a step with these rows.
+
+        The time to gather the state isn't counted.
+        """
         return sum(rows) / max(self._row_demands[i].seconds(rows[i]) for i in self._computing)
 
     def _parts(self, rows: Sequence[float]) -> StateDivision:

@@ -84,7 +84,10 @@ class SoloStage:
         return self._round(quick, self._turn)
 
     def _next_small_batches(self, turn: int) -> Batches:
-        """Return the next small batch of each device that took part in exactly `turn` rounds."""
+        """Return the next small batches to measure, by device.
+
+        The devices are those that took part in exactly `turn` rounds.
+        """
         due: Batches = {}
         for one in self._live:
             batch = self._small_batch(one)
@@ -108,10 +111,11 @@ class SoloStage:
         return self._is_new(device, self._small_batch(device))
 
     def _devices_worth_waiting_for(self, due: Batches) -> Batches:
-        """Choose the devices whose second batches (in `due`) the next round should measure.
+        """Return the second batches that the next round should measure.
 
-        Devices that would keep the others waiting for little gain are left out. Return an empty
-        dict if the round isn't worth its time, or the budget doesn't allow it.
+        `due` has the second batches by device. Devices that would keep the others waiting for
+        little gain are left out. Return an empty dict if the round isn't worth its time, or the
+        budget doesn't allow it.
         """
         costs = {one: self._probe_seconds(one, batch) for one, batch in due.items()}
         order = sorted(due, key=lambda one: costs[one])
@@ -141,7 +145,10 @@ class SoloStage:
         return self._budget.affords(layout, Stage.RACE, step_seconds)
 
     def _optimistic_round(self) -> tuple[Probe, ...]:
-        """Return a round with new batches of the optimistic layout, or else a cheap round."""
+        """Return a round with new batches of the optimistic layout.
+
+        If they aren't worth their time, return a cheap round.
+        """
         wanted = self._optimistic
         if wanted is None:
             return ()
@@ -152,7 +159,7 @@ class SoloStage:
         return self._cheap_round()
 
     def _add_other_devices(self, wanted: Batches) -> Batches:
-        """Return the round's batches, and a batch for each further device that joins the round."""
+        """Return the wanted batches, and those of other devices in the round."""
         # all devices should compute at the same time, like in a split
         longest = max(self._probe_seconds(one, batch) for one, batch in wanted.items())
         batches = dict(wanted)
@@ -178,7 +185,10 @@ class SoloStage:
         return due | idle
 
     def _cheap_round(self) -> tuple[Probe, ...]:
-        """Return a round that is cheap enough to run without an expected gain; may be empty."""
+        """Return a cheap round, which may be empty.
+
+        A cheap round may run without an expected gain.
+        """
         wanted: Batches = {}
         for one in self._devices_of_split:
             # the even share or, as the samples/s may have a peak there, the middle of a gap
@@ -193,9 +203,9 @@ class SoloStage:
         return self._round(self._add_other_devices(wanted), self._turn)
 
     def _gap_at_best(self, device: DeviceModel) -> int:
-        """Return the middle of the wider gap beside the batch with the most samples/s.
+        """Return the middle of the wider gap beside the fastest batch.
 
-        Return 0 if the gap is too narrow to hide a peak.
+        The fastest batch has the most samples/s. Return 0 if the gap is too narrow to hide a peak.
         """
         undivided = self._problem.global_batch is not None and not device.pass_rows
         if device.solo_curve is None or device.solo_curve.error > TIE or undivided:
@@ -221,7 +231,10 @@ class SoloStage:
 
     @cached_property
     def _devices_of_split(self) -> Sequence[DeviceModel]:
-        """The devices of the optimistic layout or, if that uses only one, all live devices."""
+        """The devices of the optimistic layout, or all live devices.
+
+        All live devices are used if the layout has only one device.
+        """
         shares = self._optimistic.shares if self._optimistic else ()
         devices = [self._machine.devices[i] for i, _ in shares]
         return devices if len(devices) > 1 else self._live
@@ -248,12 +261,18 @@ class SoloStage:
 
     @cached_property
     def _optimistic(self) -> Allocation | None:
-        """The layout that would be fastest if each device were as fast as its points allow."""
+        """The fastest layout if all devices were as fast as possible.
+
+        Each device is as fast as its points allow.
+        """
         return self._predictions.fastest_of(list(self._optimistic_curves.values()))
 
     @cached_property
     def _optimistic_batches(self) -> Batches:
-        """The batches of the optimistic layout that would show something new and fit the budget."""
+        """The batches of the optimistic layout that are worth measuring.
+
+        They would show something new and fit the budget.
+        """
         found: Batches = {}
         for position, share in self._optimistic.shares if self._optimistic else ():
             one = self._machine.devices[position]
@@ -267,7 +286,10 @@ class SoloStage:
 
     @cached_property
     def _optimistic_curves(self) -> dict[int, DeviceCurve]:
-        """The optimistic curves of the devices that ran, in one or several passes, by position."""
+        """The optimistic curves of the devices that ran, by position.
+
+        A curve is for one pass or for several passes, whichever is faster.
+        """
         return {
             one.position: one.with_best_passes(one.optimistic, one.guessed_alone_rows)
             for one in self._live
@@ -275,17 +297,17 @@ class SoloStage:
         }
 
     def _micro_batch(self, position: int, share: int) -> int:
-        """Return the rows of one pass for this share; the share itself if one pass is faster.
+        """Return the rows of one pass for this share.
 
-        The optimistic curves decide it.
+        If the optimistic curves show that a single pass is faster, return the share itself.
         """
         curve = self._optimistic_curves[position].curve
         return curve.rows if isinstance(curve, PassCurve) and share > curve.pass_limit else share
 
     def _expected_gain(self, wanted: Allocation) -> float:
-        """Return the expected relative gain of the optimistic layout over the best known one.
+        """Return the optimistic layout's expected gain over the best known one.
 
-        It is infinite if no layout is known yet.
+        The gain is relative. It is infinite if no layout is known yet.
         """
         ran = []
         for one in self._live:
@@ -327,13 +349,16 @@ class SoloStage:
         return self._budget.least_seconds(layout, _step_seconds(device, batch))
 
     def _has_time(self, seconds: float, step_seconds: float = 0.0) -> bool:
-        """True if a round may take `seconds` and still leave time for the first split."""
+        """True if a round of `seconds` leaves time for the first split."""
         # without the first split, there is no plan
         return self._budget.has_time(seconds, self._reserved_seconds, step_seconds)
 
     @cached_property
     def _reserved_seconds(self) -> float:
-        """The seconds to reserve for the first split or, for one device, for the fixed batch."""
+        """The seconds to reserve for the first split.
+
+        If there is one device, they are reserved for the fixed batch.
+        """
         # 0 once it has run
         if self._machine.splits or (self._machine.others_idle and len(self._live) == 1):
             return 0.0
@@ -348,9 +373,10 @@ class SoloStage:
         return self._budget.least_seconds(layout, plan.seconds)
 
     def _middle_of_widest(self, batches: Sequence[int], wider: float = 0.0) -> int:
-        """Return the middle of the widest gap between neighbors in a rising list of batches.
+        """Return the middle of the widest gap between neighboring batches.
 
-        The width of a gap is the ratio of its two batches. Return 0 if no ratio exceeds `wider`.
+        `batches` rise. The width of a gap is the ratio of its two batches. Return 0 if no ratio
+        exceeds `wider`.
         """
         low, high = max(pairwise(batches), key=lambda gap: gap[1] / gap[0], default=(0, 0))
         if high <= wider * low:
@@ -381,7 +407,10 @@ class SoloStage:
         return max(quantum, smaller // quantum * quantum)
 
     def _choose_second_batch(self, device: DeviceModel, first: int, second: int) -> int:
-        """Return the second batch, or a smaller one if running out of memory would be costly."""
+        """Return the second batch, or a smaller one to be safe.
+
+        It is smaller if running out of memory would be costly.
+        """
         surely = device.memory.largest_in_proportion()
         if surely is None:
             return second
@@ -397,7 +426,10 @@ class SoloStage:
         return max(first + self._quantum, min(second, wanted))
 
     def _first_two_batches(self, most: int) -> tuple[int, int]:
-        """Return the first two batches to measure on a device, at most `most` rows each."""
+        """Return the first two batches to measure on a device.
+
+        Each has at most `most` rows.
+        """
         # 8 and 64 rows or fewer, rounded up to multiples of the quantum
         quantum = self._quantum
         batch = self._problem.global_batch or self._problem.max_global_batch
@@ -412,7 +444,10 @@ class SoloStage:
 
 
 def _step_seconds(device: DeviceModel, batch: int) -> float:
-    """Return the expected duration of a step of this batch in seconds; 0 before any measurement."""
+    """Return the expected seconds of a step of this batch.
+
+    Return 0 before any measurement.
+    """
     if device.solo_curve is None:
         return 0.0
     if len(device.evidence.alone) == 1:
@@ -423,7 +458,10 @@ def _step_seconds(device: DeviceModel, batch: int) -> float:
 
 
 def _optimistic_rate(due: Batches, some: Sequence[DeviceModel]) -> float:
-    """Return the most samples/s that the devices in `some` could reach with batches in `due`."""
+    """Return the most samples/s that the devices in `some` could reach.
+
+    Their batches are those in `due`.
+    """
     ran = [device for device in some if device.evidence.alone]
     # the batches take no longer than the first batch that each device ran
     return math.fsum(due[one] / one.evidence.alone[0].seconds for one in ran)

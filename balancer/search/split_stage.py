@@ -61,7 +61,10 @@ class SplitStage:
         return self._budget.least_seconds(self._predictions.layout(wanted), wanted.seconds)
 
     def _make_probe(self, wanted: Allocation | None, after: float = 0.0) -> Probe | None:
-        """Return the probe of an allocation; None without one, or if the budget is too small."""
+        """Return the probe of an allocation.
+
+        Return None without an allocation, or if the budget is too small.
+        """
         # the probe must leave `after` seconds for later probes
         if wanted is None:
             return None
@@ -97,8 +100,8 @@ class SplitStage:
     def _use_passes_that_ran(self, layout: Layout, seconds: float) -> tuple[Layout, float]:
         """Return the layout to probe, and the seconds of its step.
 
-        If a device has run out of memory and there is no time for a second attempt, the layout has
-        only passes that ran before or certainly fit.
+        If a device has run out of memory and there is no time for a second attempt, the layout only
+        has passes that ran before or certainly fit.
         """
         least = self._budget.least_seconds(layout, seconds)
         full = any(self._machine.devices[i].memory.failure_count for i in layout.active)
@@ -131,7 +134,10 @@ class SplitStage:
         return wanted.samples_per_second > best * (1 + self._budget.least_gain)
 
     def _probe_first_single(self) -> Probe | None:
-        """Return a probe of the fastest device alone, if it should precede the first split."""
+        """Return a probe of the fastest device alone.
+
+        Return None unless the probe should precede the first split.
+        """
         # for a fixed batch: a short search could end with only a split, which may be much slower
         if self._problem.global_batch is None or not self._with_splits:
             return None
@@ -152,7 +158,10 @@ class SplitStage:
         return None
 
     def _longest_first_step(self, wanted: Allocation) -> float:
-        """Return how long, in seconds, a step of the first split may take within the budget."""
+        """Return how long a step of the first split may take.
+
+        The result is in seconds, and is limited by the budget.
+        """
         # `wanted` is the fastest split, whose steps take too long
         layout = self._predictions.layout(wanted)
         least = self._budget.least_seconds(layout, wanted.seconds, LONE_STEPS)
@@ -161,7 +170,10 @@ class SplitStage:
         return (self._budget.seconds - self._budget.spent - overhead) / LONE_STEPS
 
     def _next_single(self) -> Allocation | None:
-        """Return the device to measure next with the others idle, at its best batch, or None."""
+        """Return the next device to measure alone, with its best batch.
+
+        The other devices are idle during the probe. Return None if no device should be measured.
+        """
         others = len(self._machine.live) > 1
         if others and self._with_splits and not self._machine.splits:
             return None

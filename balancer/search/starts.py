@@ -74,7 +74,10 @@ class StartTimes:
 
     @cached_property
     def _by_children(self) -> dict[Layout, list[float]]:
-        """The start times of each group of child processes; 0 if they were already running."""
+        """The start times, in seconds, by group of child processes.
+
+        Each group has one time per measurement. It is 0 if the processes were already running.
+        """
         starts: defaultdict[Layout, list[float]] = defaultdict(list)
         for seen in self._timed:
             starts[seen.probe.layout.children].append(seen.restart_seconds)
@@ -88,7 +91,10 @@ class StartTimes:
 
     @cached_property
     def _exit_counts(self) -> defaultdict[Layout, int]:
-        """The number of times that each group of child processes exited because memory ran out."""
+        """How often each group of child processes has exited.
+
+        Only exits because memory ran out count.
+        """
         ends: defaultdict[Layout, int] = defaultdict(int)
         for seen in self._seen.in_stage(*STAGES):
             if isinstance(seen, OutOfMemory) and not seen.goes_on:

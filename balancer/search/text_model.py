@@ -100,9 +100,10 @@ def fit_rates(
 def _solve_non_negative(
     columns: Sequence[Sequence[float]], wanted: Sequence[float]
 ) -> tuple[tuple[float, ...], float]:
-    """Return the rates >= 0 with the least |wanted - sum of rate * column|², and that residual.
+    """Return the rates of a non-negative least-squares fit, and its residual.
 
-    `columns` have norm 1, or 0 if all their amounts are 0.
+    The rates are at least 0, and minimize the residual |wanted - sum of rate * column|². `columns`
+    have norm 1, or 0 if all their amounts are 0.
     """
     if not columns:
         return (), _dot(wanted, wanted)
@@ -207,7 +208,10 @@ class TextModel(MachineModel):
         return is_noise(gaps)
 
     def _points_alone(self, position: int) -> dict[tuple[int, ...], WorkPoint]:
-        """Return the measured steps of a device alone, by (rows, rows per pass, row length)."""
+        """Return the measured steps of a device that ran alone.
+
+        The keys are (rows, rows per pass, row length).
+        """
         # the row length is 0 for rows of several lengths
         found: dict[tuple[int, ...], WorkPoint] = {}
         for seen in self.tried_alone(position):
@@ -226,7 +230,10 @@ class TextModel(MachineModel):
         )
 
     def _contention_factor(self, position: int, alone: StepCost) -> float:
-        """Return how many times longer a device computes in splits than alone; 1 if unknown."""
+        """Return how many times longer a device computes in splits than alone.
+
+        Return 1 if this is unknown.
+        """
         own = 0.0
         expected = 0.0
         for split in self.splits:
@@ -239,7 +246,11 @@ class TextModel(MachineModel):
         return own / expected if own and expected else 1.0
 
     def _costs_of(self, positions: Sequence[int]) -> list[StepCost]:
-        """Return the devices' known costs in a split or, for a single device, its cost alone."""
+        """Return the known step costs of these devices.
+
+        Several devices have their costs in a split. A single device has its cost when it runs
+        alone.
+        """
         costs = self.costs if len(positions) > 1 else self.alone
         found = [costs[i] for i in positions]
         return [one for one in found if one]
@@ -267,7 +278,10 @@ class TextModel(MachineModel):
 
     @staticmethod
     def _token_limit(memory: Memory) -> int:
-        """Return the maximum padded tokens of one pass, given a device's memory; 0 if unknown."""
+        """Return the maximum padded tokens of one pass on a device.
+
+        `memory` is the device's memory. Return 0 if the maximum is unknown.
+        """
         most = memory.predict_largest()
         if most is None and memory.smallest_failed is None:
             return 0
@@ -424,7 +438,10 @@ class TextModel(MachineModel):
 def _draw_batches(
     ranks: tuple[RankCost, ...], lengths: tuple[int, ...], batch: int
 ) -> Sequence[RowAssignment]:
-    """Return global batches of rows drawn from these lengths, assigned by cost to the ranks."""
+    """Return global batches of rows, assigned to the ranks by cost.
+
+    The rows are drawn from these lengths.
+    """
     # the same rows in every search
     factor, prime = _DRAW
     rows = range(max(batch, DRAWN_ROWS // batch * batch))

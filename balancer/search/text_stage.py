@@ -66,7 +66,10 @@ class TextStage:
         return probes
 
     def _probe_alone(self, wanted: Mapping[int, Layout | None]) -> tuple[Probe, ...]:
-        """Return a probe of each device with a layout in `wanted`, if the budget allows all."""
+        """Return a probe of each device with a layout in `wanted`.
+
+        Return an empty tuple if the budget doesn't allow all of them.
+        """
         # the keys are positions; None means that the device has nothing to measure
         layouts = {i: layout for i, layout in wanted.items() if layout}
         costs_known = all(self._machine.alone[i] for i in wanted)
@@ -85,7 +88,10 @@ class TextStage:
     # ------------------------------------------------------------------ passes of one length
 
     def _next_passes(self, position: int) -> Layout | None:
-        """Return the next passes to measure on a device; None if all have been measured."""
+        """Return the next passes to measure on a device.
+
+        Return None if all have been measured.
+        """
         tried = [seen.probe.layout for seen in self._machine.tried_alone(position)]
         for layout in self._list_passes_to_measure(position):
             if layout not in tried:
@@ -93,7 +99,10 @@ class TextStage:
         return None
 
     def _list_passes_to_measure(self, position: int) -> Iterator[Layout]:
-        """Yield, in order, the passes over rows of one length that determine a device's cost."""
+        """Yield the passes to measure on a device, in order.
+
+        The rows of a pass have one length. The passes determine the device's cost.
+        """
         middle = self._quantile(MIDDLE)
         longest = self._problem.lengths[-1]
         tokens = max(SMALL * middle, longest)
@@ -110,7 +119,10 @@ class TextStage:
             yield self._equal_rows(position, length, largest)
 
     def _equal_rows(self, position: int, length: int, tokens: int, passes: int = 1) -> Layout:
-        """Return a layout with rows of one length on one device, in passes of up to `tokens`."""
+        """Return a layout with rows of one length on one device.
+
+        Each pass has up to `tokens` tokens.
+        """
         most = self._problem.global_batch or self._problem.max_global_batch or tokens
         rows = max(1, min(tokens // length, most))
         layout = solo(self._problem.devices, position, rows * passes, rows)
@@ -121,7 +133,10 @@ class TextStage:
         return max(1, lengths[int(part * (len(lengths) - 1))])
 
     def _worth_growing(self, position: int, length: int, tokens: int) -> bool:
-        """True if a larger pass, of `tokens` tokens in rows of `length`, is worth measuring."""
+        """True if a larger pass is worth measuring.
+
+        The pass has `tokens` tokens in rows of `length`.
+        """
         steps = self._machine.single_passes(position).values()
         if not steps:
             return False
@@ -137,9 +152,9 @@ class TextStage:
     # ------------------------------------------------------------------ global batches
 
     def _next_whole(self, position: int) -> Layout | None:
-        """Return the layout that runs the global batch on one device, to test the device's cost.
+        """Return the layout that runs the global batch on one device.
 
-        Return None if it has been measured, or if it can't run.
+        The layout tests the device's cost. Return None if it has been measured, or if it can't run.
         """
         tried = [one for one in self._machine.tried_alone(position) if one.probe.layout.costs]
         ended = len(tried) > RETREATS or any(isinstance(one, Timed | Failed) for one in tried)
@@ -150,7 +165,10 @@ class TextStage:
         return layout if all(one.probe.layout.tokens != layout.tokens for one in tried) else None
 
     def _next_split(self) -> tuple[Probe, ...]:
-        """Return a probe of the split that should be fastest, unless a similar one was measured."""
+        """Return a probe of the split that should be fastest.
+
+        Return an empty tuple if a similar split was measured, or if the budget is too small.
+        """
         tried = [
             one.probe.layout
             for one in self._machine.seen.in_stage(Stage.SPLIT)

@@ -103,9 +103,10 @@ class TimeLeft:
 
     @property
     def _lone_steps_save_time(self) -> bool:
-        """True if timing a single step saves much time compared with timing several.
+        """True if timing a single step saves much time.
 
-        False if the first step at a new size takes longer than all later steps of a probe together.
+        Timing several steps is the alternative. False if the first step at a new size takes longer
+        than all later steps of a probe together.
         """
         return self.tuning_steps <= CERTAIN_STEPS
 

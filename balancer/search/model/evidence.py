@@ -132,13 +132,16 @@ def _sort_by_use(by_rows: Iterable[Observation]) -> _ObservationsByUse:
 
 
 def _may_blame_passes(position: int, seen: Observation) -> bool:
-    """True if a probe with several passes on this device failed, perhaps because of the passes."""
+    """True if several passes on this device may have caused a failure."""
     failed = isinstance(seen, Failed) and seen.cause != "device"
     return failed and seen.probe.layout.passes(position) > 1
 
 
 def _read_memory_use(store: Observations, position: int, by_rows: list[Observation]) -> Memory:
-    """Return a device's memory use by batch size, and the batch sizes that ran or didn't fit."""
+    """Return a device's memory use by batch size.
+
+    The result also has the batch sizes that ran or didn't fit.
+    """
     # a batch size is the number of rows in one pass
     alone: dict[int, int] = {}
     in_splits: dict[int, int] = {}
@@ -163,7 +166,7 @@ def _read_memory_use(store: Observations, position: int, by_rows: list[Observati
 
 
 def _fits_no_rows(store: Observations, position: int, by_rows: Sequence[Observation]) -> bool:
-    """True if the model or its optimizer alone needed more memory than the device has.
+    """True if the model or its optimizer alone exceeded the device's memory.
 
     False if the device has ever computed rows.
     """
@@ -193,7 +196,10 @@ def _out_of_memory(store: Observations, position: int, seen: Observation) -> boo
 
 
 def _too_large(store: Observations, position: int, seen: Failed) -> bool:
-    """True if a device that ran alone failed at a batch larger than any that it had computed."""
+    """True if a device may have failed because its batch was too large.
+
+    The device ran alone, and the batch was larger than any that it had computed.
+    """
     layout = seen.probe.layout
     if layout.active != (position,) or layout.in_passes or seen.cause == "device":
         return False
@@ -220,7 +226,10 @@ def _why_left_out(store: Observations, position: int, explored: Sequence[Observa
 
 
 def _throttling_factor(store: Observations, position: int, own: _ObservationsByUse) -> float:
-    """Return the factor by which throttling now prolongs the device's steps; 1 if it doesn't."""
+    """Return the factor by which throttling now prolongs the device's steps.
+
+    Return 1 if throttling doesn't prolong them.
+    """
     throttled = _list_if_still_throttled(store, position)
     unthrottled = (*_steady_points(own.rounds, position), *_steady_points(own.splits, position))
     unthrottled_curve = fit_curve(unthrottled) if throttled else None
@@ -234,7 +243,10 @@ def _throttling_factor(store: Observations, position: int, own: _ObservationsByU
 
 
 def _list_if_still_throttled(store: Observations, position: int) -> list[Timed]:
-    """Return the measurements in which the device was throttled; empty if it no longer is."""
+    """Return the measurements in which the device was throttled.
+
+    Return an empty list if the device is no longer throttled.
+    """
     timed = store.timed(Stage.SPLIT, Stage.RACE, Stage.CHECK)
     later = [one for one in timed if one.probe.layout.shares[position]]
     checks = [one for one in later if one.probe.stage == Stage.CHECK]
@@ -330,10 +342,11 @@ def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
 
 
 def _list_drifts(devices: Sequence[DeviceEvidence]) -> Iterator[float]:
-    """Yield the drift between each two measurements of one device at similar batches.
+    """Yield the drift between any two similar measurements of a device.
 
-    The drift is the relative difference of the two times, minus what the difference of the batches
-    explains. It is 0 if the measurements' errors explain the rest.
+    Similar measurements have similar batches. The drift is the relative difference of the two
+    times, minus what the difference of the batches explains. It is 0 if the measurements' errors
+    explain the rest.
     """
     for device in devices:
         for a, b in combinations((*device.alone, *device.in_splits), 2):

@@ -100,11 +100,11 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return max(0, most - int(MARGIN * most))
 
     def _slope_increase(self) -> float:
-        """Return by how much the memory per sample grows from smaller to the largest batches.
+        """Return how much faster memory grows at the largest batches.
 
-        It is the slope from the last but one distinct point to the last, minus the slope up to the
-        last but one, in bytes per sample. Return 0 if memory doesn't clearly grow faster, or with
-        fewer than three points.
+        The result is the slope from the last but one distinct point to the last, minus the slope up
+        to the last but one, in bytes per sample. Return 0 if memory doesn't clearly grow faster, or
+        with fewer than three points.
         """
         if len(self.distinct_points) < 3:
             return 0.0

@@ -47,7 +47,7 @@ def optimistic_curve(points: Sequence[Point], curve: Curve) -> Curve:
 
 
 def _least_rise(points: Sequence[Point], curve: Curve) -> Curve:
-    """Return a level curve if the times of the two points differ by no more than noise.
+    """Return a level curve if noise may explain the points' different times.
 
     Otherwise, return `curve`.
     """
@@ -86,10 +86,10 @@ def bend_is_open(points: Sequence[Point], curve: Curve) -> bool:
 
 
 def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | None:
-    """Return the point (batch, seconds) of the optimistic curve in the middle of a gap.
+    """Return an optimistic point in the middle of a gap.
 
-    The gap is the one before point number `right`. Return None if the optimistic point isn't
-    clearly faster than the line across the gap.
+    The point is (batch, seconds). The gap is the one before point number `right`. Return None if
+    the optimistic point isn't clearly faster than the line across the gap.
     """
     one, other = points[right - 1], points[right]
     own = _slope(one, other)
@@ -106,9 +106,10 @@ def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | Non
 
 
 def _slope_before(points: Sequence[Point], right: int, own: float) -> float:
-    """Return the slope with which the time may begin to rise in the gap before a point.
+    """Return the slope with which the time may begin to rise.
 
-    `right` is the point's number, and `own` is the slope of the line across the gap.
+    The rise begins in the gap before point number `right`. `own` is the slope of the line across
+    the gap.
     """
     # the time may continue as in the gap before
     if right > 1:

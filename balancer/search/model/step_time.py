@@ -104,11 +104,11 @@ def _fit_points(points: tuple[Point, ...], among: int) -> Curve | None:
 
 
 def _level_curve(point: Point) -> Curve:
-    """Return a curve through a single point, as an upper bound for the time of other batches.
+    """Return a curve through a single point.
 
-    Smaller batches are assumed to take as long, and larger ones proportionally longer.
+    The curve is an upper bound for the time of other batches: smaller ones are assumed to take as
+    long, and larger ones proportionally longer.
     """
-    # fewer rows are assumed to take as long, and more rows proportionally longer
     batches = (0.0, float(point.batch))
     times = (point.seconds, point.seconds)
     return Curve(batches, times, point.seconds / point.batch, True, point.error)
@@ -131,7 +131,10 @@ def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Poin
 
 
 def _is_same(one: Point, other: Point, near: float) -> bool:
-    """True if two points have nearly the same batch and noise explains how their times differ."""
+    """True if two points are nearly the same, apart from noise.
+
+    Their batches are nearly equal, and noise explains how their times differ.
+    """
     errors = LINE_ERRORS * (one.sure_error + other.sure_error)
     # beyond noise, the time may jump between the batches
     larger = other.batch / one.batch - 1
@@ -150,9 +153,10 @@ def _average(group: Sequence[Point]) -> Point:
 
 
 def _simplest_curve(points: Sequence[Point]) -> tuple[Curve, float]:
-    """Fit a straight line or, if it doesn't fit well, a curve with a knee.
+    """Return the simplest curve that fits the points, and its residual.
 
-    Return the curve, and its residual at the worst point in standard errors.
+    The curve is a straight line or, if that doesn't fit well, has a knee. The residual is the one
+    at the worst point, in standard errors.
     """
     line = _straight_curve(*rising_line(_weighted(points)))
     worst = _worst_residual(points, line)
@@ -165,7 +169,10 @@ def _simplest_curve(points: Sequence[Point]) -> tuple[Curve, float]:
 
 
 def _knee_curve(points: Sequence[Point], cut: int) -> Curve:
-    """Return a curve that is level before point number `cut`, and straight from there on."""
+    """Return a curve with a level part, then a straight one.
+
+    The straight part begins at point number `cut`.
+    """
     before = points[:cut]
     rest = points[cut:]
     weights = math.fsum(p.weight for p in before)
@@ -198,10 +205,10 @@ def _worst_residual(points: Sequence[Point], line: Curve) -> float:
 
 
 def _bend_factors(points: Sequence[Point], line: Curve) -> list[tuple[int, float]]:
-    """Return factors that bend the line towards the points, as (batch, factor) pairs.
+    """Return factors that bend the line towards the points.
 
-    The time on the line at each batch is to be multiplied by the factor. Return an empty list if
-    noise explains all deviations from the line.
+    They are pairs (batch, factor): the time on the line at each batch is to be multiplied by the
+    factor. Return an empty list if noise explains all deviations from the line.
     """
     residuals = [p.seconds / line.seconds(p.batch) - 1 for p in points]
     noise = math.fsum(p.error**2 for p in points) / len(points)
@@ -358,7 +365,10 @@ def _shows_width(points: Sequence[Point], levels: Sequence[int]) -> bool:
 
 
 def _fit_stairs_to_levels(points: Sequence[Point], levels: Sequence[int]) -> Stairs | None:
-    """Return the step function that puts each point on its level; None if none does."""
+    """Return the step function that puts each point on its level.
+
+    Return None if none does.
+    """
     # levels are counted from 0 at the smallest batch
     samples = [
         (float(n), p.seconds, 1 / p.tolerance_seconds**2)
@@ -409,9 +419,10 @@ def _find_feasible_region(
 
 
 def _shifts(batches: Sequence[int], levels: Sequence[int], each: float) -> tuple[float, float]:
-    """Return the lowest and the highest `shift` of `Stairs` that put each batch on its level.
+    """Return the lowest and the highest possible `shift` of `Stairs`.
 
-    If no shift does, the lowest exceeds the highest. `each` is the number of levels per sample.
+    A shift is possible if it puts each batch on its level. If none is possible, the lowest exceeds
+    the highest. `each` is the number of levels per sample.
     """
     most = min(n - each * b for b, n in zip(batches, levels, strict=True))
     return max(n - 1 - each * b for b, n in zip(batches, levels, strict=True)), most
