@@ -238,7 +238,11 @@ def test_a_forked_child_reports_none_of_its_parent_s_steps(
     assert train() > 0
     child = os.fork()
     if not child:
-        os._exit(100 + train())
+        code = 1
+        try:
+            code = 100 + train()
+        finally:
+            os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 100
     assert train() > 0
 
