@@ -173,20 +173,20 @@ class TimedStep(NamedTuple):
 
 
 class _CpuTimes:
-    """The CPU times of one batch, in seconds; NaN until they are known.
+    """The CPU times of one batch, in seconds.
 
-    - `clock`: the timer's clock.
-    - `idle_s`: this thread's idle time (see `_idle_seconds`) when it requested the batch.
-    - `stands_for`: number of timed batches that this batch represents, because CPU times are
-      measured in only some timed batches.
+    NaN until they are known.
     """
 
     def __init__(self, clock: Any, idle_s: float, stands_for: int) -> None:
-        self.stands_for = stands_for  # number of batches since the last measurement
+        # CPU times are measured in only some timed batches. This batch represents all batches since
+        # the last measurement; `stands_for` is their number.
+        self.stands_for = stands_for
         self._clock = clock
         self._thread = get_ident()  # the thread in which own work began
         self._all_began_s = clock.computed_by_all()
         self._began_s = clock.computed()
+        # `idle_s` is this thread's idle time (see `_idle_seconds`) when it requested the batch
         self.idle_input_s = _idle_seconds() - idle_s
         self.own_s = math.nan  # CPU time of the loop's thread in own work
         self.all_own_s = math.nan  # CPU time of all threads in own work
@@ -199,9 +199,9 @@ class _CpuTimes:
 
 
 class _MarkedStep(NamedTuple):
-    """A finished step whose times aren't computed yet, because the device may still compute it."""
+    """A finished step with times that aren't computed yet."""
 
-    # a mark is a point in time of the device's clock
+    # The device may still be computing the step. A mark is a point in time of the device's clock.
 
     sizes: tuple[int, ...]
     asked: Any  # mark when this batch was requested; None if a loop began with it
@@ -221,10 +221,9 @@ class _MarkedStep(NamedTuple):
 
 
 class _Untimed(msgspec.Struct):
-    """How many batches have ended since the last timed batch, and their measured times.
+    """The untimed batches since the last timed one, and their times."""
 
-    Only the time for files and validation is measured for these batches, by the host.
-    """
+    # Only the time for files and validation is measured for these batches, by the host.
 
     batches: int = 0
     steps: int = 0  # number of these batches with gradients
@@ -366,18 +365,19 @@ class StepTimer:
                 self._begin_between()
 
     def _note_files(self, marks: list[tuple[Phase, Any]]) -> None:
-        """Count the phase between two steps as file time if files were written in it.
+        """Count the time between steps as file time if files were written.
 
-        `marks` are the beginnings of the latest phases. If the last one is the phase between two
-        steps, it is changed in place.
+        `marks` has the beginnings of the latest phases; the last one may be changed.
         """
-        # Bytes are counted only if the phase is long enough to matter, because counting takes
-        # microseconds. So the count may include bytes of earlier steps.
+        # If the last phase is the one between two steps, it is changed in place. Bytes are counted
+        # only if the phase is long enough to matter, because counting takes microseconds. So the
+        # count may include bytes of earlier steps.
         if marks and marks[-1][0] == BETWEEN and self._has_written():
             marks[-1] = (FILES, marks[-1][1])
 
     def _begin_between(self) -> None:
-        """Record the start of the time between two steps, in which files may be written."""
+        """Record the start of the time between two steps."""
+        # In this time, files may be written.
         self._files_from = time.perf_counter() + LEAST_FILE_SECONDS
 
     def _has_written(self) -> bool:
@@ -386,7 +386,8 @@ class StepTimer:
         return is_long and self._count_written() >= LEAST_FILE_BYTES
 
     def _note_untimed_files(self) -> None:
-        """Count the time between two untimed batches as file time if files were written in it."""
+        """Count file time between two untimed batches, if files were written."""
+        # The whole time between the batches then counts as file time.
         if self._has_written():
             began_s = self._files_from - LEAST_FILE_SECONDS
             self._untimed.files_s += time.perf_counter() - began_s
@@ -664,9 +665,9 @@ class StepTimer:
     def _finish_untimed(self, counts: bool) -> None:
         """Count a batch that wasn't timed.
 
-        `counts` is True if the batch is a step: its gradients were computed or an optimizer
-        stepped.
+        `counts` is True if the batch is a step.
         """
+        # A batch is a step if its gradients were computed or an optimizer stepped.
         if self._doing == BETWEEN and time.perf_counter() >= self._files_from:
             self._note_untimed_files()
         if self._validates:
@@ -683,11 +684,11 @@ class StepTimer:
         self._choose_at = 0 if self._choice is None else self._choice.find_next(number)
 
     def _finish_timed(self, done: Any, counts: bool) -> None:
-        """Save the marks of a batch that ended at `done`.
+        """Save the times recorded in a batch that ended at `done`.
 
-        `counts` is True if the batch is a step: its gradients were computed or an optimizer
-        stepped.
+        `counts` is True if the batch is a step.
         """
+        # A batch is a step if its gradients were computed or an optimizer stepped.
         step = _MarkedStep(
             self.sizes,
             self._asked,
@@ -712,7 +713,8 @@ class StepTimer:
             self._count_written()
 
     def _note_validated(self) -> None:
-        """Add the duration of a validation that has ended to the times of the untimed batches."""
+        """Add a validation's duration to the times of the untimed batches."""
+        # The validation has just ended.
         begun, ended = self._validated
         whole_s = time.perf_counter() - begun
         known_s = ended - begun if ended else whole_s
@@ -747,7 +749,8 @@ class StepTimer:
         return [self._make_timed_step(*step) for step in list(self._steps)[-(count - missing) :]]
 
     def _time_past(self) -> None:
-        """Compute the times of the steps that the device has finished since the last call."""
+        """Compute the times of the steps that the device has finished."""
+        # Steps that were finished at the last call have been removed from `_marked`.
         while self._marked and self._clock.is_past(self._marked[0].done):
             marked = self._marked.popleft()
             spent = self._time(marked)
@@ -760,12 +763,11 @@ class StepTimer:
                 self._clock.reuse(_list_marks(marked))
 
     def _add_to_sums(self, marked: _MarkedStep, spent: _StepDurations) -> None:
-        """Add a timed batch to `sums`, weighted by the number of batches that it represents.
-
-        `marked` is the batch, and `spent` has its times.
-        """
-        # Files and validation are measured in every batch, and each measurement of idle time covers
-        # all batches since the previous one. So these three aren't weighted.
+        """Add the times of a timed batch to `sums`."""
+        # `marked` is the batch, and `spent` has its times. They are weighted by the number of
+        # batches that the timed one represents. But files and validation are measured in every
+        # batch, and each measurement of idle time covers all batches since the previous one. So
+        # these three aren't weighted.
         untimed = marked.untimed
         seconds = sum(spent.sums[1:PARTS_END])
         if not untimed.batches:
@@ -809,7 +811,8 @@ class StepTimer:
         )
 
     def _time(self, marked: _MarkedStep) -> _StepDurations:
-        """Return the times of a step that the device has finished, computed from its marks."""
+        """Return the times of a step that the device has finished."""
+        # They are computed from the step's marks.
         asked, marks = marked.asked, marked.marks
         spans, last_s = _total_phases(self._clock.seconds, marks, marked.done)
         _add_last_batch(spans, last_s, marked.validations[1])
@@ -851,12 +854,13 @@ class StepTimer:
     def _list_step_sums(
         self, marked: _MarkedStep, spans: Mapping[Phase, float], input_s: float
     ) -> tuple[float, ...]:
-        """Return the times of a step, in seconds, in the order of the fields of StepSums.
+        """Return a step's times in seconds, in the order of StepSums' fields.
 
-        `spans` are the durations of its phases, and `input_s` is the time until its batch arrived.
+        `spans` has the durations of its phases.
         """
-        # If a loop began with the step, the time since the previous loop is included. Fetching the
-        # loop's first batch is a part of that time, unless `start_loop` was called before.
+        # `input_s` is the time until the step's batch arrived. If a loop began with the step, the
+        # time since the previous loop is included. Fetching the loop's first batch is a part of
+        # that time, unless `start_loop` was called before.
         own_s, meeting_s, undivided_s = spans.get(OWN, 0.0), spans.get(SUM, 0.0), 0.0
         files_s, validation_s = spans.get(FILES, 0.0), spans.get(VALIDATION, 0.0)
         between_s, idle_own_s, idle_input_s = spans.get(BETWEEN, 0.0), 0.0, 0.0
@@ -889,11 +893,12 @@ class StepTimer:
 
 
 def _list_marks(marked: _MarkedStep) -> list[Any]:
-    """Return the marks of a timed step for reuse, without duplicates.
+    """Return a step's recorded points in time, for reuse.
 
-    A mark that the next step shares with this one isn't returned.
+    A point that the next step shares isn't returned.
     """
-    # two phases may begin at the same mark; the next step may use the last one
+    # A mark is such a point. Two phases may begin at the same mark, which is returned once. The
+    # next step may use the last mark.
     marks = [] if marked.asked is None else [marked.asked]
     for _, mark in (*marked.apart, *marked.marks):
         if not marks or mark is not marks[-1]:
@@ -902,7 +907,10 @@ def _list_marks(marked: _MarkedStep) -> list[Any]:
 
 
 def _least(one: float, other: float) -> float:
-    """Return the smaller of two durations in seconds; NaN if one of them is NaN."""
+    """Return the smaller of two durations in seconds.
+
+    NaN if one of them is NaN.
+    """
     return math.nan if math.isnan(one) or math.isnan(other) else min(one, other)
 
 
@@ -914,11 +922,11 @@ def _positive(seconds: float) -> float:
 def _total_phases(
     seconds: Callable[[Any, Any], float], marks: Sequence[tuple[Phase, Any]], end: Any
 ) -> tuple[dict[Phase, float], float]:
-    """Return the total duration of each phase from the first mark to `end`, in seconds.
+    """Return the total duration of each phase until `end`, in seconds.
 
-    The second result is the time from the last mark to `end`. `seconds` measures the time between
-    two marks.
+    The second result is the time since the last phase began.
     """
+    # The first phase begins at the first mark. `seconds` measures the time between two marks.
     took_s = 0.0
     spans: dict[Phase, float] = {}
     phase, start = marks[0]
@@ -932,10 +940,11 @@ def _total_phases(
 def _add_last_batch(spans: dict[Phase, float], rest_s: float, batches: int) -> None:
     """Move the time of a validation's last batch to the phase VALIDATION.
 
-    `spans` are the durations of phases. `rest_s` is the time since the last batch began, which so
-    far counts as time between steps. `batches` is the validation's number of batches.
+    `spans` has the durations of phases, and is changed.
     """
-    # the last batch is assumed to take as long as each of the others
+    # `rest_s` is the time since the last batch began, which so far counts as time between steps.
+    # `batches` is the validation's number of batches. The last batch is assumed to take as long as
+    # each of the others.
     moved_s = min(_last_batch_seconds(spans.get(VALIDATION, 0.0), batches), rest_s)
     if moved_s > 0 and BETWEEN in spans:
         spans[VALIDATION] += moved_s
@@ -943,33 +952,35 @@ def _add_last_batch(spans: dict[Phase, float], rest_s: float, batches: int) -> N
 
 
 def _last_batch_seconds(others_s: float, batches: int) -> float:
-    """Return the estimated seconds of a validation's last batch; 0 if it is the only one.
+    """Return the estimated seconds of a validation's last batch.
 
-    The other batches take `others_s` in total.
+    The other batches take `others_s` in total. 0 without other batches.
     """
     return others_s / (batches - 1) if batches > 1 else 0.0
 
 
 def _is_after_sum(marks: Sequence[tuple[Phase, Any]]) -> bool:
-    """True if the last mark ends the phase in which gradients are summed over the ranks."""
+    """True if the summation of gradients over ranks has just ended."""
+    # The last mark ends the phase of this summation.
     return len(marks) > 1 and marks[-1][0] == BETWEEN and marks[-2][0] == SUM
 
 
 def _join_parts(sums: Sequence[float]) -> tuple[float, float, float, float]:
     """Return a step's times as the monitor shows them, in seconds.
 
-    The times are the wait for the batch, the compute time (own work), the wait for other ranks, and
-    the time between steps. `sums` has the step's times in the order of StepSums' fields.
+    They are the times for input, own work, waiting, and between steps.
     """
-    # if ranks wait for each other within a pass, that counts as compute time
+    # These are the wait for the batch, the compute time (own work), the wait for other ranks, and
+    # the time between steps. `sums` has the step's times in the order of StepSums' fields. If ranks
+    # wait for each other within a pass, that counts as compute time.
     step = StepSums(0, *sums[1:])
     return step.input_s, step.own_work_s + step.undivided_s, step.meeting_s, step.all_between_s
 
 
 def _idle_seconds() -> float:
-    """Return the thread's idle time in seconds, counted from an arbitrary starting point.
+    """Return the thread's idle time in seconds, from an arbitrary start.
 
-    The difference between two results is the idle time between the two calls.
+    The difference between two results is the idle time between the calls.
     """
     return time.perf_counter() - time.thread_time()
 
@@ -1079,10 +1090,8 @@ class StepReporter:
                 self._lines = len(lines)
 
     def _read_memory(self) -> tuple[int, int]:
-        """Return this process's peak memory on its device, and the device's memory, in bytes.
-
-        Both are read again every MEMORY_SECONDS.
-        """
+        """Return this process's peak memory and the device's memory, in bytes."""
+        # The peak is that of this process on its device. Both are read again every MEMORY_SECONDS.
         now = time.monotonic()
         if now >= self._memory_at + MEMORY_SECONDS:
             self._memory_at, self._memory = now, _read_memory(self.shares.device)
@@ -1124,10 +1133,11 @@ class StepReporter:
 
 
 def _read_memory(device: torch.device) -> tuple[int, int]:
-    """Return this process's peak memory on its device, and the device's memory, in bytes.
+    """Return this process's peak memory and the device's memory, in bytes.
 
     On a CPU, the second number is 0.
     """
+    # The peak is that of this process on `device`.
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         return torch.cuda.max_memory_reserved(device), total
@@ -1155,11 +1165,11 @@ def _note_updated(*_: Any) -> None:
 def _notify_timers_of_update(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Notify all timers that an optimizer begins to update the weights.
 
-    PyTorch calls this hook before each step; the first of `arguments` is the optimizer. If the step
-    has a closure that computes the gradients, return new arguments with a closure that notifies the
-    timers after them. Otherwise return None.
+    Return new arguments for a step with a closure, otherwise None.
     """
-    # the new closure calls the original one and then notifies the timers
+    # PyTorch calls this hook before each step; the first of `arguments` is the optimizer. A step's
+    # closure computes the gradients. The new arguments have a closure that calls the original one
+    # and then notifies the timers.
     closure = keywords.get("closure")
     kind: Any = type(arguments[0])
     is_first = len(arguments) > 1 and _takes_closure_first(kind)

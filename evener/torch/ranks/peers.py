@@ -148,7 +148,10 @@ class PeerWatcher:
             self.notes.setdefault(0, ExitNote("it was killed, or its output says why"))
 
     def _has_exited(self, rank: int) -> bool:
-        """True if the process of the rank `rank` was on this machine and has exited."""
+        """True if a rank's process on this machine has exited.
+
+        False for a process on another machine.
+        """
         key = self._key("process", rank)
         process, _, place = (
             self._store.get(key).decode() if self._store.check([key]) else ""
@@ -187,11 +190,12 @@ class PeerWatcher:
         return self.notes[rank].describe(rank)
 
     def _wait_for_gpu(self) -> Thread:
-        """Return a running thread that ends when the GPU has finished its work.
+        """Return a running thread that waits until the GPU has finished.
 
-        Without a GPU, it ends immediately.
+        Without a GPU, the thread ends immediately.
         """
-        # any call to the GPU may block until then, so the caller only checks the thread
+        # Any call to the GPU may block until the GPU has finished its work, so the caller only
+        # checks the thread.
         stream = torch.cuda.default_stream(self._device) if self.on_gpu else None
         thread = Thread(target=stream.synchronize if stream is not None else int, daemon=True)
         self._gpu_waits.append(thread)
@@ -215,10 +219,12 @@ class PeerWatcher:
                 self._exit()
 
     def _is_stuck(self, leaves: bool) -> bool:
-        """True if this rank still waits for an exited rank after WAIT_SECONDS.
+        """True if this rank still waits for an exited rank.
 
-        `leaves` is True while this rank leaves its process group; NCCL then waits for all ranks.
+        `leaves` is True while this rank leaves its process group.
         """
+        # That is checked after WAIT_SECONDS. While a rank leaves its process group, NCCL waits for
+        # all ranks.
         notes = list(self.notes.values())
         computed = self._wait_for_gpu() if any(note.error != "" for note in notes) else None
         if self._over.wait(WAIT_SECONDS):
@@ -230,7 +236,8 @@ class PeerWatcher:
         return waits or (computed is not None and (is_leaving() if leaves else computed.is_alive()))
 
     def _exit(self) -> None:
-        """Print the error that the main thread is handling, if any, and exit with status 1."""
+        """Print the main thread's error, if any, and exit with status 1."""
+        # The error is the one that the main thread is handling.
         error = find_error()
         if isinstance(error, Exception):
             sys.excepthook(type(error), error, error.__traceback__)

@@ -75,9 +75,9 @@ def find_process_rank() -> ProcessRank:
 def _check_set(world: int, *names: str) -> None:
     """Raise PlanError if an environment variable in `names` isn't set.
 
-    The variables are needed for the rendezvous of `world` processes. A single process doesn't need
-    them.
+    A single process doesn't need them.
     """
+    # The variables are needed for the rendezvous of `world` processes.
     missing = [name for name in names if name not in os.environ]
     if world > 1 and missing:
         raise PlanError(
@@ -262,11 +262,11 @@ def join(device: Any, backend: str | None) -> None:
 
 
 def _place_group(number: int) -> dict[str, Any]:
-    """Return the arguments that `init_process_group` needs to create another process group.
+    """Return the arguments of `init_process_group` for another process group.
 
-    `number` is the number of groups that this process has created before. For the first group, the
-    result is empty: PyTorch reads torchrun's environment variables.
+    `number` is the number of groups that this process has created before.
     """
+    # For the first group, the result is empty: PyTorch reads torchrun's environment variables.
     # Under torchrun, a second training run in a process uses the store in which the first group has
     # left its ranks' addresses. So each later group gets keys of its own.
     if number == 0:
@@ -406,7 +406,11 @@ def describe_own_rows(device: Any, rows: int, world: int) -> RankShares:
 
 
 def _name_gpu(device: Any, gpus: Mapping[str, int]) -> str:
-    """Return the UUID of this process's GPU, a key of `gpus`; "" if `device` isn't a GPU."""
+    """Return the UUID of this process's GPU.
+
+    "" if `device` isn't a GPU.
+    """
+    # The UUIDs are the keys of `gpus`.
     if device is None or device.type != "cuda":
         return ""
     return next((name for name, index in gpus.items() if index == device.index), "")
@@ -417,7 +421,7 @@ def _gather_agreed_infos(
 ) -> list[RankInfo]:
     """Return the RankInfo of all ranks, in rank order.
 
-    Raises RequestError or PlanError on every rank if the ranks have different plans or options.
+    Raises RequestError or PlanError on every rank if plans or options differ.
     """
     training = secrets.token_hex(8)
     own = msgspec.structs.replace(own, options=dict(options), training=training)
@@ -461,10 +465,11 @@ def _share_by_plan(
     ranks: Sequence[RankInfo],
     device: Any,
 ) -> RankShares:
-    """Return the shares of all ranks; shares are matched to ranks by their host and device.
+    """Return the shares of all ranks under a plan.
 
     Warn of `differences` between the plan and this training run.
     """
+    # Shares are matched to ranks by their host and device.
     active = plan.layout.active
     order = order_shares(active, ranks)
     for difference in differences:
@@ -490,11 +495,9 @@ def _share_by_plan(
 
 
 def _warn_of_limits(active: Sequence[Share]) -> None:
-    """Warn if the speed or memory of devices was limited when the plan was measured.
-
-    A training run has no such limits. In a device's name, `@` is followed by the limit, for example
-    "60%+8GiB".
-    """
+    """Warn if the plan was measured with limited devices."""
+    # A device's speed or memory may have been limited. A training run has no such limits. In a
+    # device's name, `@` is followed by the limit, for example "60%+8GiB".
     held = [f"{describe(share)} limited to {share.limit}" for share in active if share.limit]
     if held:
         warnings.warn(
@@ -504,10 +507,11 @@ def _warn_of_limits(active: Sequence[Share]) -> None:
 
 
 def _seen(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[str, ...] | None:
-    """Return the UUIDs of the GPUs that any rank sees, for comparison with the plan's devices.
+    """Return the UUIDs of the GPUs that any rank sees.
 
-    Return None if all devices in the plan are CPU slices.
+    None if all devices in the plan are CPU slices.
     """
+    # They are compared with the plan's devices. Without any such GPU, the result has "the CPU".
     if all(map(is_cpu, active)):
         return None
     return tuple(dict.fromkeys(name for info in ranks for name in info.visible)) or ("the CPU",)

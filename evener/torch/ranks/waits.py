@@ -38,11 +38,12 @@ def _is_current(stream: Any) -> bool:
 
 
 def _time_waits_in(kind: Any, name: str, counts: Callable[[Any], bool] | None = None) -> None:
-    """Replace a method of the class `kind` by one that notifies timers of the time spent in it.
+    """Measure the time spent in a method of the class `kind`.
 
-    `counts` is called with the method's object, and returns False if a call isn't to be timed. With
-    None, all calls are timed.
+    `counts` returns False for an object that isn't timed. None times all objects.
     """
+    # The method is replaced by one that notifies timers when it begins and ends. `counts` is called
+    # with the method's object.
     original: Callable[..., Any] = getattr(kind, name)
     if hasattr(original, "__wrapped__"):
         return
