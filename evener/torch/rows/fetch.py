@@ -243,7 +243,7 @@ class _CopyStream:
         return context
 
     def send(self, batch: Any) -> tuple[Any, Any]:
-        """Send a batch to the device; return the sent batch and an event for its arrival.
+        """Return a batch on the device, and an event for its arrival.
 
         If the device has too little memory, return the batch on the host, and None.
         """
@@ -263,12 +263,13 @@ class _CopyStream:
         return event
 
     def use_on_current_stream(self, batch: Any, arrived: Any) -> Any:
-        """Return a batch that the loop can use; the loop's stream waits until it has arrived.
+        """Return a batch that the training loop can use.
 
-        `arrived` is the event for the arrival. It is None if the device had too little memory when
-        the batch was prefetched; then the batch is sent now.
+        `arrived` is the event for its arrival, or None.
         """
-        # between steps, the loop's activations have been freed
+        # The loop's stream waits until the batch has arrived. `arrived` is None if the device had
+        # too little memory when the batch was prefetched. The batch is then sent now: between
+        # steps, the loop's activations have been freed.
         if arrived is None:
             return self._send(batch)
         stream = torch.cuda.current_stream(self._device)

@@ -90,7 +90,10 @@ class RowOrder:
 
 
 def _whole_numbers(given: Any) -> torch.Tensor | None:
-    """Return a copy of a sequence of integers as a 1-d int64 tensor, or None for other values."""
+    """Return a 1-d int64 copy of a sequence of integers.
+
+    None for other values.
+    """
     try:
         found = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError):
@@ -420,8 +423,9 @@ class _CudnnAttention:
     def disabled(self) -> Iterator[None]:
         """Return a context in which cuDNN's attention is off.
 
-        Contexts may overlap. The last one to end restores the setting from before the first.
+        Contexts may overlap.
         """
+        # The last one to end restores the setting from before the first.
         if not self._loops:
             self._before = torch.backends.cuda.cudnn_sdp_enabled()
         self._loops += 1

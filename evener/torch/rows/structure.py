@@ -131,9 +131,9 @@ def cut_rows(data: Any, start: int, stop: int, rows: int) -> Any:
 
 
 def _cut_tensor(data: Any, shape: Any, start: int, stop: int, rows: int) -> Any:
-    """Return rows `start` to `stop` - 1 of a tensor or array of `shape`, or a scalar unchanged.
+    """Return rows `start` to `stop` - 1 of a tensor or array.
 
-    Raises RequestError if the first dimension isn't `rows`.
+    A scalar is returned unchanged. Raises RequestError if the first dimension isn't `rows`.
     """
     if not shape:
         return data
@@ -147,7 +147,11 @@ def _cut_tensor(data: Any, shape: Any, start: int, stop: int, rows: int) -> Any:
 
 
 def _has_an_item_for_each_row(data: Any, rows: int) -> bool:
-    """True for a list or tuple without tensors that has one item per row, such as texts."""
+    """True for a list or tuple with one plain item per row.
+
+    An item is plain if it isn't a tensor, list, tuple or mapping.
+    """
+    # Texts are plain items, for example.
     if not isinstance(data, (list, tuple)) or not data or len(data) != rows:
         return False
     nested = (list, tuple, MutableMapping)
