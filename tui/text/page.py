@@ -108,7 +108,10 @@ def html_page(report: ReportData) -> str:
 
 
 def _verdict_html(report: ReportData) -> Iterator[str]:
-    """Yield the recommendation, the plan's gain over each rival, and the next commands."""
+    """Yield the recommendation, the plan's gains, and the next commands.
+
+    A gain is given over each rival.
+    """
     written = report.written
     first = plain(report.verdict.split("\n")[0], 1000)
     if written is not None:
@@ -141,9 +144,10 @@ def _remarks(report: ReportData) -> Sequence[str]:
 
 
 def _bar(*parts: tuple[float, str, float], most: float) -> Html:
-    """Return a horizontal bar whose segments (length, colour, opacity) are drawn side by side.
+    """Return a horizontal bar of segments that are drawn side by side.
 
-    A bar of length `most` fills the whole width.
+    Each part is a segment's length, colour and opacity. A bar of length `most` fills the whole
+    width.
     """
     scale = 100 / most if most else 0
     pieces = (
@@ -172,7 +176,10 @@ def _shares(report: ReportData) -> str:
 
 
 def _legend(report: ReportData) -> str:
-    """Return the legend of the curves: each device's colour and its best solo throughput."""
+    """Return the legend of the curves.
+
+    For each device, it has the colour and the best solo throughput.
+    """
     entries = []
     for number, curve in enumerate(report.curves):
         colour = SERIES[number % len(SERIES)]
@@ -182,9 +189,10 @@ def _legend(report: ReportData) -> str:
 
 
 def _describe_curve(curve: MeasuredCurve) -> str:
-    """Return the text after a device's name: its best solo throughput and the batch size for it.
+    """Return the text that follows a device's name.
 
-    The text begins with ": ". Without measurements, it is ": not measured alone".
+    The text begins with ": ". It has the device's best solo throughput and the batch size for it.
+    Without measurements, it is ": not measured alone".
     """
     if not curve.points:
         return ": not measured alone"
@@ -257,7 +265,10 @@ def _ranking_row(
 
 
 def _draw_timeline(report: ReportData) -> str:
-    """Return the timeline: when each probe ran, coloured by its stage, and its result."""
+    """Return the timeline of all probes.
+
+    Each probe has its times and its result, and the colour of its stage.
+    """
     labels = [device.label for device in report.header.devices]
     most = max((entry.at_seconds for entry in report.seen), default=0.0)
     rows = []
@@ -276,7 +287,10 @@ def _draw_timeline(report: ReportData) -> str:
 
 
 def _stage_legend(report: ReportData) -> str:
-    """Return the legend of the timeline's colours, for the stages that occur in it."""
+    """Return the legend of the colours in the timeline.
+
+    Only stages that occur in the timeline are listed.
+    """
     stages = dict.fromkeys(STAGE_WORDS[entry.seen.probe.stage] for entry in report.seen)
     colours = {stage: STAGES.get(stage, OTHER) for stage in stages}
     if not all(isinstance(entry.seen, Timed) for entry in report.seen):
@@ -309,10 +323,11 @@ def _draw_table(
     kind: str = "",
     rare: range = range(0),
 ) -> str:
-    """Return an HTML table; it has no row of headings if all of `head` are empty.
+    """Return an HTML table.
 
-    `numbers` are the indices of columns with numbers, and `rare` those of columns that are hidden
-    on a phone. `kind` is an additional CSS class.
+    There is no row of headings if all of `head` are empty. `numbers` are the indices of columns
+    with numbers, and `rare` those of columns that are hidden on a phone. `kind` is an additional
+    CSS class.
     """
 
     def classes(column: int) -> str:

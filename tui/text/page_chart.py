@@ -58,7 +58,10 @@ def round_log_ticks(low: float, high: float, most: int = MOST_TICKS) -> list[flo
 
 
 class _Axes:
-    """The axes of the chart, which map a batch size and a throughput to pixels."""
+    """The chart's axes.
+
+    They map a batch size and a throughput to pixels.
+    """
 
     def __init__(self, batches: Iterable[float], speeds: Iterable[float]) -> None:
         known = [batch for batch in batches if batch > 0]
@@ -70,12 +73,18 @@ class _Axes:
         self.top = 1.04 * max(speeds, default=1.0)
 
     def x(self, batch: float) -> float:
-        """Return the x coordinate of a batch size, in pixels from the left edge of the chart."""
+        """Return the x coordinate of a batch size in pixels.
+
+        The coordinate is counted from the left edge of the chart.
+        """
         part = math.log(max(batch, self.low) / self.low) / math.log(self.high / self.low)
         return LEFT + (WIDE - LEFT - RIGHT) * min(1.0, part)
 
     def y(self, speed: float) -> float:
-        """Return the y coordinate of `speed` samples/s, in pixels from the chart's top edge."""
+        """Return the y coordinate of `speed` samples/s in pixels.
+
+        The coordinate is counted from the chart's top edge.
+        """
         return ABOVE + (HIGH - ABOVE - BELOW) * (1 - speed / self.top)
 
 
@@ -103,7 +112,10 @@ def draw_curves(curves: Sequence[MeasuredCurve], frontier: Sequence[Point] = ())
 
 
 def _find_axes(curves: Sequence[MeasuredCurve], frontier: Sequence[Point]) -> _Axes:
-    """Return axes that contain all points, the frontier, and the sizes that ran out of memory."""
+    """Return axes that contain everything that the chart shows.
+
+    These are all points, the frontier, and the batch sizes that ran out of memory.
+    """
     batches: list[float] = []
     speeds: list[float] = []
     for curve in curves:

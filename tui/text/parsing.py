@@ -126,9 +126,10 @@ def parse_max_slowdown(text: str) -> float:
 
 
 def _parse_noise_scale(text: str) -> tuple[NoiseScale, int | None]:
-    """Parse a noise scale: a number of rows, or the id of the training that measured it.
+    """Parse a noise scale.
 
-    Also return the batch size of that training, or None if there is none.
+    The text is a number of rows, or the id of the training that measured the scale. Also return the
+    batch size of that training, or None if there is none.
     """
     if not _LIKE_ROWS.fullmatch(text):
         measured = load_noise(text)
@@ -140,7 +141,7 @@ def _parse_noise_scale(text: str) -> tuple[NoiseScale, int | None]:
 
 
 def _default_framework(workload: str | None) -> str:
-    """Return the framework of a workload if the user hasn't chosen a framework."""
+    """Return a workload's framework if the user chose none."""
     # A built-in workload has one, and a user's file imports one. Otherwise it is the installed one;
     # tensorflow comes before torch.
     installed = next((each for each in _FRAMEWORKS if find_spec(each)), _FRAMEWORKS[0])
@@ -155,9 +156,9 @@ def _default_framework(workload: str | None) -> str:
 
 
 def _misread(option: str, text: str, kind: str, example: str) -> RequestError:
-    """Return the RequestError for an option whose text isn't of the expected kind.
+    """Return the RequestError for an option that can't be read.
 
-    `kind` names what is expected, and `example` is a valid text.
+    `kind` names what the text should be, and `example` is a valid text.
     """
     return RequestError(f"{option} {text!r} is not {kind}.", f"Write it like {example}.")
 

@@ -101,7 +101,10 @@ def _find_frontier(end: Finished | None) -> Sequence[Point]:
 
 
 def _label(device: Device) -> str:
-    """Return a device's label, followed by its compute or memory limit if it has one."""
+    """Return a device's label, followed by its limits.
+
+    These are compute or memory limits, if it has any.
+    """
     limit = plain(write_limit(device.limit), 32)
     return f"{device.label} @{limit}" if limit else device.label
 
@@ -124,7 +127,7 @@ def _curve(record: JournalContents, position: int) -> MeasuredCurve:
 
 
 def _rank(plan: Plan) -> tuple[Evidence, ...]:
-    """Return the plan and the rivals that the ranking shows, the fastest first."""
+    """Return the plan and the ranked rivals, the fastest first."""
     # Three kinds of rivals are left out: layouts on one device, which the chart of curves shows;
     # larger batches; and the plan's own layout under another name.
     rivals = []

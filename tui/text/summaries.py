@@ -144,7 +144,10 @@ def observation_text(seen: Observation, labels: Sequence[str]) -> str:
 
 
 def _stage_text(seen: Observation) -> str:
-    """Return the stage of a measurement, padded to 6 characters so that log lines are aligned."""
+    """Return the stage of a measurement in 6 characters.
+
+    Spaces fill the text, to align the lines of the log.
+    """
     return f"{STAGE_WORDS[seen.probe.stage]:<6}"
 
 
@@ -350,9 +353,10 @@ def write_part(share: Share) -> str:
 
 
 def _explain_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]) -> list[str]:
-    """Return lines that explain the column "alone": the solo throughput of each device.
+    """Return lines that explain the column "alone".
 
-    `alone` has the solo measurements by device index. Without any, return no lines.
+    The column has each device's solo throughput. `alone` has the solo measurements by device index.
+    Without any, return no lines.
     """
     # They also name the devices that were measured alone with another batch size than the plan's.
     batch = plan.layout.global_batch
@@ -385,7 +389,7 @@ def frontier_table(found: Verdict | None) -> Table:
 
 
 def _write_energy(throughput: Throughput) -> str:
-    """Return the samples per joule of all devices, and their power in watts."""
+    """Return the samples per joule and the watts of all devices."""
     # If some devices of the plan are idle, the power of active and of idle devices follows.
     efficiency, active, idle = energy_cells(
         throughput.samples_per_second, throughput.active_watts, throughput.idle_watts
@@ -446,9 +450,9 @@ def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> l
 
 
 def _write_other_batch(own: RatedLayout, rival: RatedLayout) -> str:
-    """Return text such as " = 1024 samples a step" if a rival's batch isn't the plan's; else "".
+    """Return a rival's batch as text such as " = 1024 samples a step".
 
-    `own` is the plan.
+    The text is "" if the rival has the batch of the plan (`own`).
     """
     # The line itself says it in two cases: for a rival on one device, whose share is its whole
     # batch, and for a larger batch, whose name contains its size.
@@ -460,9 +464,9 @@ def _write_other_batch(own: RatedLayout, rival: RatedLayout) -> str:
 
 
 def _only_notes(own: RatedLayout, rival: RatedLayout) -> str:
-    """Return the notes of a rival's line if the plan's gain is left out; "" without notes.
+    """Return a rival's notes for a line without the plan's gain.
 
-    `own` is the plan.
+    The text is "" without notes. `own` is the plan.
     """
     # For the sum of solo throughputs, the note is the fraction of the sum that the plan reaches.
     # For other rivals, it is why no gain is known.
@@ -476,7 +480,10 @@ def _write_earlier(rival: RatedLayout) -> str:
 
 
 def _write_rate(interval: Interval) -> str:
-    """Return the samples/s as text, with the error ("± ...") only if it is large (`is_rough`)."""
+    """Return the samples/s as text.
+
+    The error ("± ...") is included only if it is large (`is_rough`).
+    """
     if not is_rough(interval):
         return f"{rate(interval.value)} samples/s"
     error = half_width(interval.value, interval.low, interval.high)
@@ -484,7 +491,10 @@ def _write_rate(interval: Interval) -> str:
 
 
 def _why_unsaid(own: RatedLayout, rival: RatedLayout) -> str:
-    """Return why a rival's line doesn't give the gain of the plan (`own`) over the rival."""
+    """Return why a rival's line doesn't give the plan's gain.
+
+    `own` is the plan. The gain is that of the plan over the rival.
+    """
     if not is_known(rival.rate):
         return "; too uncertain to compare"
     if not is_known(own.rate):
@@ -498,7 +508,10 @@ def _why_unsaid(own: RatedLayout, rival: RatedLayout) -> str:
 
 
 def _write_plan_gain(own: RatedLayout, rival: RatedLayout) -> str:
-    """Return the gain of the plan (`own`) over a rival, or why no gain is given."""
+    """Return the gain of the plan (`own`) over a rival.
+
+    If no gain is given, the text says why.
+    """
     gain = rival.gain_of(own)
     if gain is None:
         return _why_unsaid(own, rival)
@@ -542,7 +555,10 @@ def training_report(training: RecordedTraining) -> Iterator[str]:
 
 
 def _report_entries(training: RecordedTraining) -> Iterator[str]:
-    """Yield a line for each start, each change of shares or speed, and the end of a training."""
+    """Yield a line for each event of a training.
+
+    Events are each start, each change of shares or speed, and the end.
+    """
     last_printed = 0.0
     apart = NoiseEntry | StepsEntry
     entries = [entry for entry in training.entries if not isinstance(entry, apart)]
@@ -570,7 +586,10 @@ def _report_entries(training: RecordedTraining) -> Iterator[str]:
 
 
 def _noise_sentences(training: RecordedTraining) -> Iterator[str]:
-    """Yield a sentence with the last measured noise scale, or nothing if none was measured."""
+    """Yield a sentence with the last measured noise scale.
+
+    Nothing is yielded if none was measured.
+    """
     # If the first measured value was clearly different, the sentence has both values.
     found = [entry for entry in training.entries if isinstance(entry, NoiseEntry)]
     for entry in found[-1:]:

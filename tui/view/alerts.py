@@ -140,9 +140,9 @@ def _is_silent(report: Training, now: float) -> bool:
 
 
 def _part_of_plan(reports: Sequence[Training]) -> float | None:
-    """Return a training's samples/s as a fraction of the samples/s that its plan predicts.
+    """Return a training's samples/s as a fraction of the plan's prediction.
 
-    Return None if the training has no plan, or if some of its ranks don't report on this machine.
+    None if the training has no plan, or if some of its ranks don't report on this machine.
     """
     plan = max(report.plan_samples_per_second for report in reports)
     ranks = {report.rank for report in reports}

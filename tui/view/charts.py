@@ -226,9 +226,9 @@ def graph(
 
 
 def _count_steps(number: float | None, highest: float, most: int) -> int:
-    """Return the height of a value's column in steps; a cell has eight steps.
+    """Return the height of a value's column in eighths of cells.
 
-    A value of `highest` has `most` steps, and an unknown value has none.
+    A value of `highest` has `most` eighths. An unknown value has none.
     """
     # A known value has at least one step, so that it is visible.
     if number is None or highest <= 0 or not math.isfinite(number):
@@ -238,10 +238,10 @@ def _count_steps(number: float | None, highest: float, most: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _stack(count: int, height: int, levels: str, shade: str) -> tuple[str, ...]:
-    """Return a column of `height` cells, from top to bottom, that is filled up to `count` steps.
+    """Return a column of cells filled up to `count` steps.
 
-    `levels` are the characters for the topmost filled cell, from empty to full. The cells below it
-    have the character `shade`.
+    The column has `height` cells, from top to bottom. `levels` are the characters for the topmost
+    filled cell, from empty to full. The cells below it have the character `shade`.
     """
     each = len(levels) - 1
     belows = range((height - 1) * each, -1, -each)

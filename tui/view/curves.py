@@ -42,7 +42,10 @@ def _group_alike(found: Sequence[ChartedCurve]) -> list[list[ChartedCurve]]:
 
 
 def _are_alike(one: ChartedCurve, other: ChartedCurve) -> bool:
-    """True if both devices were measured at the same batch sizes with about the same throughput."""
+    """True if two devices have nearly the same curve.
+
+    They were measured at the same batch sizes with about the same throughput.
+    """
     if not one.measured or len(one.measured) != len(other.measured):
         return False
     for (batch, speed), (other_batch, other_speed) in zip(
@@ -118,7 +121,10 @@ def _by_point(state: SessionState) -> dict[tuple[int, int, float], tuple[int, Ti
 
 
 def _mark_failed_batches(state: SessionState, found: Sequence[ChartedCurve]) -> tuple[Zone, ...]:
-    """Return a vertical line at each device's smallest batch size that ran out of memory."""
+    """Return a vertical line at each device's smallest failed batch size.
+
+    A batch size has failed if it ran out of memory.
+    """
     # From the largest of these batch sizes on, the chart is hatched.
     failed = [
         (curve.failed_batch, curve.device) for curve in found if curve.failed_batch is not None

@@ -159,7 +159,10 @@ def _facts_together(samples: Sequence[DeviceSample]) -> Iterator[tuple[Span, ...
 
 
 def _read(samples: Sequence[DeviceSample], field: str) -> list[float]:
-    """Return the current values of `field`; missing and stale values are left out."""
+    """Return the current values of `field`.
+
+    Missing and stale values are left out.
+    """
     return _current([getattr(sample, field) for sample in samples])
 
 
@@ -206,7 +209,10 @@ def _devices(row: PanelRow) -> tuple[DeviceRow, ...]:
 
 
 def _reports(*fields: str) -> Callable[[PanelRow], bool]:
-    """Return a predicate that is True for a row if one of its devices supports one of `fields`."""
+    """Return a predicate for rows that support one of `fields`.
+
+    A row supports a field if one of its devices does.
+    """
     # A column with these fields is shown only if the predicate is True for some row.
     return lambda row: any(
         getattr(each.sample, field).state is not State.UNSUPPORTED
@@ -247,8 +253,8 @@ def _reading(
 
     - `least_width`: the width in cells without a bar.
     - `draw`: formats the value.
-    - `tone`: the tone of all values, or a function that returns, for a sample, a function from a
-      value to its tone.
+    - `tone`: the tone of all values, or a function of a sample. This function returns another one
+      from a value to its tone.
     - `limit`: the field that has the maximum, or "".
     - `full`: the value that fills the bar if there is no `limit`; 0 for no bar.
 
@@ -334,9 +340,10 @@ def _links(row: DeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _work(row: DeviceRow, width: int) -> tuple[Span, ...]:
-    """Draw compute time (own work) as a percentage of the sum of compute and waiting time.
+    """Draw the percentage of time that a device computes.
 
-    If there is room, draw a bar of both times too.
+    Compute time (own work) is compared with the sum of compute and waiting time. If there is room,
+    a bar of both times is drawn, too.
     """
     if row.work is None:
         return (Span(Mark.NONE, "dim"),)

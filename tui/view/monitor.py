@@ -213,9 +213,10 @@ def _reading(
 
 
 def _limited(text: Callable[[float], str], whole: Reading) -> Callable[[float], str]:
-    """Return a formatter for a value followed by its maximum `whole`, such as "300 W of 700 W".
+    """Return a formatter for a value and its maximum `whole`.
 
-    If the maximum is unknown, only the value is formatted, by `text`.
+    An example is "300 W of 700 W". If the maximum is unknown, only the value is formatted, by
+    `text`.
     """
     return lambda number: f"{text(number)} of {text(whole.value)}" if whole.value else text(number)
 
@@ -288,9 +289,10 @@ def device_details(
 
 
 def _fold_unreported(facts: Sequence[Line], width: int) -> tuple[Line, ...]:
-    """Return the lines of metrics with a value, and one sentence that names all other metrics.
+    """Return the lines of supported metrics, and one sentence about the others.
 
-    `facts` has a line for each metric.
+    `facts` has a line for each metric. The sentence names the metrics that the device doesn't
+    support.
     """
     # The device doesn't support a metric without a value.
     missing = [fact for fact in facts if fact.spans[-1].text == STATE_WORDS[State.UNSUPPORTED]]
@@ -362,7 +364,7 @@ def _reading_column(
 
 
 def _sorted_by(reading: Reading) -> float:
-    """Return the sort key of a reading: its value, or -1 without one."""
+    """Return a reading's value as a sort key, or -1 without one."""
     return -1.0 if reading.value is None else reading.value
 
 
@@ -380,7 +382,10 @@ def _text(
 
 
 def _draw_busy(row: ProcessRow, width: int) -> tuple[Span, ...]:
-    """Draw a bar of the percentage of time in which the process computes on its device."""
+    """Draw a bar of the time that a process computes.
+
+    The bar shows the percentage of time on the process's device.
+    """
     busy = row.sample.sm_percent.current
     return () if busy is None else bar(busy / 100, width)
 
@@ -455,7 +460,10 @@ def process_rows(snapshot: Snapshot, ended: Sequence[ProcessSample] = ()) -> tup
 
 
 def _as_old(sample: ProcessSample) -> ProcessSample:
-    """Return the sample of a process that has ended, with its last values marked as stale."""
+    """Return the sample of a process that has ended.
+
+    The last values of the sample are marked as stale.
+    """
     fields = ("memory_bytes", "sm_percent", "cpu_percent", "samples_per_second")
     known = {
         field: reading for field in fields if (reading := getattr(sample, field)).value is not None

@@ -184,7 +184,10 @@ def work_by_device(snapshot: Snapshot) -> Work:
 
 
 def _name(live: LiveDevice) -> str:
-    """Return a name for a device that the monitor doesn't see, made from the training's report."""
+    """Return a device's name from the training's report.
+
+    It is used for a device that the monitor doesn't see.
+    """
     name = live.id or (f"device {live.index}" if live.index >= 0 else "")
     return plain("/".join(part for part in (live.host, name) if part), 80)
 
@@ -211,9 +214,10 @@ def find_causes(
 
 
 def _name_rank(row: RankRow, rows: Sequence[RankRow]) -> str:
-    """Return the name of a rank: its device, or its number if several ranks use that device.
+    """Return the name of a rank.
 
-    `rows` are all ranks of the training.
+    The name is the rank's device, or its number if several ranks use that device. `rows` are all
+    ranks of the training.
     """
     if row.device and sum(other.device == row.device for other in rows) == 1:
         return row.device
@@ -250,9 +254,10 @@ def _find_holding(silent: Sequence[RankRow]) -> list[RankRow]:
 
 
 def _are_all_at_one(rows: Sequence[RankRow], holding: Sequence[RankRow]) -> bool:
-    """True if all ranks of a training are silent in the same part of a step, which is known.
+    """True if all ranks are silent in the same part of a step.
 
-    `rows` are all ranks, and `holding` are the silent ranks that the others wait for.
+    The part is known. `rows` are all ranks of a training, and `holding` are the silent ranks that
+    the others wait for.
     """
     # A rank that isn't in `holding` has made more progress. A single rank isn't waited for.
     at = {row.doing for row in rows}
@@ -284,7 +289,7 @@ def _describe_silent(row: RankRow, name: str, waits: bool, unknown: bool) -> Cau
 
 
 def _describe_silence(row: RankRow) -> str:
-    """Return in which part of a step a rank is silent, and for how long."""
+    """Return where in a step a rank is silent, and how long."""
     perhaps = ", perhaps in an evaluation or a checkpoint" if row.doing == "between steps" else ""
     return f"{DOING[row.doing]} for {duration(row.silent_s)}{perhaps}"
 
@@ -294,13 +299,19 @@ def _waiting_for_it(others: bool) -> str:
 
 
 def _silence_kind(row: RankRow) -> str:
-    """Return the kind of cause for the part of the step in which a rank is silent."""
+    """Return the kind of cause for a rank's silence.
+
+    The kind follows from the part of the step in which the rank is silent.
+    """
     kinds: dict[Doing, str] = {"input": LimitKind.INPUT, "between steps": LimitKind.BETWEEN}
     return kinds.get(row.doing, SILENT)
 
 
 def _progress(row: RankRow) -> tuple[int, int]:
-    """Return a rank's progress as a sort key: the number of its batch, then the step's part."""
+    """Return a rank's progress as a sort key.
+
+    The key is the number of the rank's batch, then the step's part.
+    """
     # A rank requests its next batch either before or after its work between steps. So these two
     # parts of a step count as equally far.
     return row.batch, min(ORDER.index(row.doing), ORDER.index("between steps"))

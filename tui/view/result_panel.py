@@ -75,7 +75,10 @@ def count_rows(state: SessionState, width: int) -> int:
 
 
 def _shares(state: SessionState, width: int) -> list[Line]:
-    """Return the shares as one bar with a legend; empty for a layout on one device."""
+    """Return the shares as one bar with a legend.
+
+    There are no lines for a layout on one device.
+    """
     chosen = chosen_layout(state)
     if chosen is None or len(chosen.active) < 2 or width < 20:
         return []
@@ -140,7 +143,10 @@ def _written(finished: Finished) -> VerdictText | None:
 
 
 def _keys_line(keys: Sequence[KeyHint], width: int) -> Line:
-    """Return the keys with their labels in one line, as many as fit; a click presses a key."""
+    """Return as many keys with labels as fit in one line.
+
+    A click on one presses the key.
+    """
     spans: list[Span] = []
     for hint in keys:
         action = f"app.simulate_key('{hint.key}')"
@@ -191,9 +197,10 @@ def everything_lines(state: SessionState, width: int, path: str = "") -> tuple[L
 
 
 def _verdict_texts(finished: Finished) -> list[str]:
-    """Return the verdict's gains, its doubts, the plan's other warnings, and the verdict's remarks.
+    """Return the verdict's texts in order.
 
-    Return an empty list for a run of an older version, which stored only the verdict's text.
+    They are the gains, the doubts, the plan's other warnings, and the remarks. The list is empty
+    for a run of an older version, which stored only the verdict's text.
     """
     written = _written(finished)
     if written is None:

@@ -120,7 +120,10 @@ def difference_lines(one: StoredRun, other: StoredRun, width: int) -> tuple[Line
 
 
 def _heading(one: str, other: str, cells: int) -> Line:
-    """Return the heading: the names of the runs above their values, in columns of `cells` cells."""
+    """Return the heading: the names of both runs above their values.
+
+    Each column has `cells` cells.
+    """
     runs = " ".join(fit(plain(run), cells) for run in (one, other))
     return line(Span(f" {'':<{LABEL_CELLS}}{runs} change", "title"))
 
@@ -137,7 +140,10 @@ def _draw(each: ComparedFact, cells: int, room: int) -> Line:
 
 
 def _last_part(text: str, cells: int) -> str:
-    """Return `text`, or only the file's name at its end if `text` doesn't fit in `cells`."""
+    """Return `text`, or only the file's name if `text` is too long.
+
+    `cells` is the room for the text. The file's name is at the end of `text`.
+    """
     text = plain(text)
     return text if len(text) <= cells else text.rpartition("/")[2]
 

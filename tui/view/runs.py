@@ -40,7 +40,10 @@ def _devices(row: RunSummary, width: int) -> tuple[Span, ...]:
 
 
 def _workload(row: RunSummary, width: int) -> tuple[Span, ...]:
-    """Draw the name of the workload, without directories, or why the run can't be read."""
+    """Draw the name of the workload without directories.
+
+    If the run can't be read, the text says why instead.
+    """
     # A run on simulated devices has a mark in front, which is never cut off.
     mark = f"{Mark.SIMULATED} " if row.simulated else ""
     text = row.workload.rpartition("/")[2] or row.trouble
@@ -128,13 +131,13 @@ def has_failed(summary: RunSummary) -> bool:
 
 
 def _end_state(run: StoredRun) -> SessionState:
-    """Return the state of the session at the end of a run, without its measurements."""
+    """Return a session's state at the end, without the measurements."""
     state = first_state(run.header.devices, run.header.workload, run.header.run)
     return msgspec.structs.replace(state, finished=run.end, ended=True)
 
 
 def _with_measurements(run: StoredRun) -> SessionState:
-    """Return the state of the session at the end of a run, with all its measurements."""
+    """Return a session's state at the end, with all measurements."""
     seen = run.record.seen
     return msgspec.structs.replace(_end_state(run), seen=seen, probes=len(seen))
 
@@ -204,9 +207,10 @@ def plan_lines(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
 
 
 def _measurements(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
-    """Return the newest measurements of a run as a table of `height` lines.
+    """Return a table of the newest measurements of a run.
 
-    The result is empty without measurements, or if `height` is below `LEAST_MEASUREMENTS`.
+    The table has `height` lines. The result is empty without measurements, or if `height` is below
+    `LEAST_MEASUREMENTS`.
     """
     state = _with_measurements(run)
     if not state.seen or height < LEAST_MEASUREMENTS:

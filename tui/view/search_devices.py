@@ -86,10 +86,10 @@ def _doing(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _monitor_column(key: str, widths: tuple[int, ...], needs: int = 0) -> Column[SearchDeviceRow]:
-    """Return the Monitor screen's column with this key, but with these widths.
+    """Return a column of the Monitor screen with other widths.
 
-    The column is hidden if the table is narrower than `needs` cells, and in a replay, which has no
-    samples.
+    `key` is the column's key, and `widths` are the new widths. The column is hidden if the table is
+    narrower than `needs` cells. A replay has no samples, and hides the column, too.
     """
 
     def draw(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
@@ -137,7 +137,7 @@ def _interval(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _draw_best_alone(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
-    """Draw a device's best solo throughput and the batch size at which it was measured."""
+    """Draw a device's best solo throughput and the batch size there."""
     # If there is room, a bar precedes them; a full bar is the throughput of the fastest device.
     spans = _alone_spans(row.state, row.device)
     if span_cells(spans) > width:
@@ -155,7 +155,7 @@ def _draw_best_alone(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _alone_spans(state: SessionState, device: int) -> tuple[Span, ...]:
-    """Return a device's best solo throughput, and the batch size at which it was measured."""
+    """Return a device's best solo throughput and the batch size there."""
     solo = best_solo(state, device)
     if solo is None:
         return (Span(Mark.NONE, "dim"),)
@@ -164,9 +164,10 @@ def _alone_spans(state: SessionState, device: int) -> tuple[Span, ...]:
 
 
 def _draw_largest_batch(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
-    """Draw the largest batch that fits in memory, and the smallest that ran out of memory.
+    """Draw the largest batch that fits, and the smallest that doesn't.
 
-    A predicted batch size is preceded by ~.
+    The smaller one fits in memory; the larger one ran out of memory. A predicted batch size is
+    preceded by ~.
     """
     # The numbers are never truncated. If the chosen layout cuts the device's share into several
     # passes, the share and the number of passes follow if there is room.
@@ -180,9 +181,9 @@ def _draw_largest_batch(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _largest_that_fits(row: SearchDeviceRow) -> str:
-    """Return the largest batch that fits in memory; "" if it is unknown.
+    """Return the largest batch that fits in memory.
 
-    A predicted batch size is preceded by ~.
+    The text is "" if the batch is unknown. A predicted batch size is preceded by ~.
     """
     ran = largest_run(row.state, row.device)
     curves = row.state.belief.curves if row.state.belief else ()

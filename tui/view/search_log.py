@@ -71,11 +71,12 @@ def log_rows(state: SessionState) -> list[LogRow]:
 
 
 def _find_news(seen: Observation, fastest: float, alone: dict[int, dict[int, float]]) -> str:
-    """Return a note on a measurement for the log: its doubts, or else its gain; "" without either.
+    """Return a note on a measurement for the log.
 
-    A solo measurement is compared with the device's next smaller batch size; `alone` has the solo
-    samples/s by device index and batch size. A measurement on several devices is compared with
-    `fastest`, the highest samples/s so far, and has a gain only if it is faster.
+    The note is the doubts or, without doubts, the gain; "" without either. A solo measurement is
+    compared with the device's next smaller batch size. `alone` has the solo samples/s by device
+    index and batch size. A measurement on several devices is compared with `fastest`, the highest
+    samples/s so far. It has a gain only if it is faster.
     """
     if not isinstance(seen, Timed):
         return ""
@@ -194,9 +195,9 @@ def _reason(seen: Observation, width: int) -> tuple[Line, ...]:
 
 
 def _device_line(row: LogRow, place: int) -> Line:
-    """Return a device's rows, its compute time (own work) in a step, and its peak memory.
+    """Return a device's rows, compute time and peak memory.
 
-    `place` is the device's index.
+    Compute time is the device's own work in a step. `place` is the device's index.
     """
     seen = row.seen
     spans = [

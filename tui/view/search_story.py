@@ -125,7 +125,10 @@ def _pause_text(state: SessionState) -> str:
 
 
 def _running_text(state: SessionState) -> str:
-    """Return which layouts are being measured, in which phase, and for how long."""
+    """Return as text what is being measured.
+
+    The text has the layouts, the phase, and for how long the phase has lasted.
+    """
     # If several layouts are measured at the same time, the text has the phase that has lasted
     # longest.
     if not state.running:
@@ -139,7 +142,10 @@ def _running_text(state: SessionState) -> str:
 
 
 def _phase_line(state: SessionState, width: int) -> Line:
-    """Return the phases, each with its mark, and the remaining time at the right end."""
+    """Return the line of phases and remaining time.
+
+    Each phase has a symbol. The time is at the right end.
+    """
     now, marks = current_phase(state), _phase_marks(state)
     spans: list[Span] = [Span(" ")]
     for phase, (mark, tone) in marks.items():
@@ -155,7 +161,10 @@ def _phase_line(state: SessionState, width: int) -> Line:
 
 
 def _phase_marks(state: SessionState) -> dict[Phase, tuple[str, Tone]]:
-    """Return the mark and tone of each phase: done, running, or still to come."""
+    """Return the symbol and the tone of each phase.
+
+    They show if the phase is done, running, or still to come.
+    """
     # A search on one device measures no splits, so the phase for splits is left out.
     now = current_phase(state)
     seen = {phase_of(entry.seen.probe.stage) for entry in state.seen}
@@ -171,9 +180,9 @@ def _phase_marks(state: SessionState) -> dict[Phase, tuple[str, Tone]]:
 
 
 def _time_spans(state: SessionState, room: int) -> tuple[Span, ...]:
-    """Return the remaining budget, with a bar of the used budget if there is room.
+    """Return the remaining budget, with a bar of the used budget.
 
-    Without a time limit, return the time used.
+    The bar is left out if there is no room. Without a time limit, return the time used.
     """
     left = seconds_left(state)
     if left is None:
@@ -228,7 +237,10 @@ def best_chart(state: SessionState) -> Chart:
 def _best_series(
     state: SessionState, label: str, tone: Tone, points: Sequence[BestPoint], end: float
 ) -> Series:
-    """Return a series that is a step function: a step at each point, up to the time `end`."""
+    """Return a series that rises in a step at each point.
+
+    The series continues up to the time `end`.
+    """
     steps: list[tuple[float, float]] = []
     for place, each in enumerate(points):
         until = points[place + 1].at_seconds if place + 1 < len(points) else end
@@ -244,6 +256,6 @@ def _best_series(
 
 
 def _best_text(state: SessionState, point: BestPoint) -> str:
-    """Return the text that is shown when the chart's cursor is at this point."""
+    """Return the text for a point under the chart's cursor."""
     layout = point.layout
     return f"{rate(point.samples_per_second)} samples/s: {name_layout(layout, state.devices)}"

@@ -52,9 +52,10 @@ def share_lines(
 def _draw_lanes(
     rows: Sequence[RankRow], changes: Sequence[ShareChange], ends: Sequence[int], room: int
 ) -> Iterator[tuple[Span, ...]]:
-    """Draw a horizontal bar of `room` cells for each rank of `rows`: its shares over time.
+    """Draw each rank's shares over time as a horizontal bar.
 
-    `ends` has the cell of each change, at which the previous shares end.
+    `rows` has the ranks. A bar has `room` cells. `ends` has the cell of each change, at which the
+    previous shares end.
     """
     most = max(max(*change.before, *change.after) for change in changes)
     for rank, row in enumerate(rows):
@@ -64,9 +65,9 @@ def _draw_lanes(
 
 
 def _number_changes(ends: Sequence[int], room: int) -> str:
-    """Return a line of `room` cells with the numbers of the changes, from 1.
+    """Return a line with the numbers of the changes, from 1.
 
-    `ends` has the cell of each change, in order of time, at which its number begins.
+    The line has `room` cells. `ends` has the cells at which the numbers begin, in order of time.
     """
     # The sentences about the training's changes use the same numbers.
     marks = [" "] * room
@@ -79,9 +80,10 @@ def _number_changes(ends: Sequence[int], room: int) -> str:
 def _cell_of_change(
     change: ShareChange, every: Sequence[ShareChange], at_seconds: float, room: int
 ) -> int:
-    """Return the cell in which a change is drawn; `room` is the number of cells of the time axis.
+    """Return the cell in which a change is drawn.
 
-    `every` has all changes, and `at_seconds` is now, the right end of the axis.
+    `room` is the number of cells of the time axis. `every` has all changes, and `at_seconds` is
+    now, the right end of the axis.
     """
     first = every[0].at
     whole = max(at_seconds - first, 1e-9) / (1 - MARGIN)
@@ -92,7 +94,9 @@ def _cell_of_change(
 def _draw_lane(
     shares: Sequence[int], ends: Sequence[int], most: int, room: int, tone: Tone
 ) -> Iterator[Span]:
-    """Draw one rank's shares over time as a bar, whose height in a cell is the share at that time.
+    """Draw one rank's shares over time as a bar.
+
+    The bar's height in a cell is the share at that time.
 
     - `shares`: the rank's shares, one more than there are changes.
     - `ends`: the cells of the changes.

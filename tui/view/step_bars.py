@@ -68,9 +68,10 @@ def part_bar(step: RankStep, longest_s: float, width: int) -> tuple[Span, ...]:
 
 
 def _stack_parts(seconds: Sequence[float], longest_s: float, width: int) -> tuple[Span, ...]:
-    """Return the parts of a step side by side, padded to `width` cells.
+    """Return the parts of a step side by side.
 
-    Parts of 0 cells are left out. The full width stands for `longest_s` seconds.
+    Spaces fill the rest of the `width` cells. Parts of 0 cells are left out. The full width stands
+    for `longest_s` seconds.
     """
     if longest_s <= 0 or width <= 0:
         return (Span(" " * max(0, width)),)
@@ -84,9 +85,10 @@ def _stack_parts(seconds: Sequence[float], longest_s: float, width: int) -> tupl
 
 
 def _count_cells(seconds: Sequence[float], longest_s: float, width: int) -> list[int]:
-    """Return the number of cells of each part; `width` cells stand for `longest_s` seconds.
+    """Return the number of cells of each part of a step.
 
-    Compute time (own work) has at least one cell unless it is 0.
+    `width` cells stand for `longest_s` seconds. Compute time (own work) has at least one cell
+    unless it is 0.
     """
     counts, so_far_s, drawn = [], 0.0, 0
     for part_s in seconds:
@@ -101,9 +103,10 @@ def _count_cells(seconds: Sequence[float], longest_s: float, width: int) -> list
 
 
 def _widen_to_one_cell(counts: list[int], place: int, width: int) -> None:
-    """Add a cell to the part at index `place`, by changing `counts` in place.
+    """Add a cell to the part at index `place`.
 
-    If all `width` cells are taken, the cell is taken from the widest part.
+    `counts` is changed in place. If all `width` cells are taken, the cell is taken from the widest
+    part.
     """
     if sum(counts) >= width:
         counts[max(range(len(counts)), key=counts.__getitem__)] -= 1
@@ -138,7 +141,10 @@ def lane_lines(rows: Sequence[RankRow], width: int, height: int) -> tuple[Line, 
 
 
 def _choose_steps(lanes: Sequence[RankRow], most: int) -> tuple[list[Sequence[LastStep]], str]:
-    """Return at most `most` steps of each rank, and a text that says which steps they are."""
+    """Return some steps of each rank, and a text about them.
+
+    There are at most `most` steps of a rank. The text says which steps they are.
+    """
     # These are the same steps for all ranks if the reports have enough in common. Otherwise they
     # are each rank's own last steps.
     first = max(row.last_steps[0].number for row in lanes)
@@ -162,9 +168,9 @@ def _seconds(step: LastStep) -> float:
 def _draw_lane(
     steps: Sequence[LastStep], exchange_s: float, span_s: float, width: int
 ) -> list[Span]:
-    """Draw the steps of one rank over `width` cells, which stand for `span_s` seconds.
+    """Draw the steps of one rank over `width` cells.
 
-    `exchange_s` is the mean time of the exchange.
+    The width stands for `span_s` seconds. `exchange_s` is the mean time of the exchange.
     """
     # A step of at least `LEAST_WITH_GAP` cells is followed by a blank.
     if span_s <= 0:

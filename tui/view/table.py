@@ -150,9 +150,9 @@ def _heading(
     more: str,
     width: int,
 ) -> Line:
-    """Return the line of titles; the column by which rows are sorted has an arrow.
+    """Return the line of column titles.
 
-    `more` is a text at the right end of the line.
+    The column by which rows are sorted has an arrow. `more` is a text at the right end of the line.
     """
     # A click on a title sorts by its column.
     spans: list[Span] = [Span(" ")]
@@ -249,7 +249,10 @@ def table_lines(
 
 
 def _hidden_rows(above: int, below: int) -> Iterator[str]:
-    """Yield the numbers of hidden rows above and below the visible ones, each with an arrow."""
+    """Yield the numbers of hidden rows, each with an arrow.
+
+    The rows above the visible ones come first, then those below. A number of 0 is left out.
+    """
     if above:
         yield f"{Mark.ASCENDING}{above}"
     if below:

@@ -148,16 +148,19 @@ def draw_columns(
 
 
 def _count(number: float, scale: float, most: int) -> int:
-    """Return the height of a value in dots, from 1 to `most`; `scale` is the dots per unit."""
+    """Return the height of a value in dots.
+
+    The height is from 1 to `most`. `scale` is the dots per unit.
+    """
     return max(1, min(most, round(number * scale)))
 
 
 @lru_cache(maxsize=16384)
 def _stack(left: int, right: int, rows: int) -> tuple[str, ...]:
-    """Return the braille characters of one column of cells, from the top down.
+    """Return the braille characters of one column of cells.
 
-    `left` and `right` are the heights, in dots, of the cells' two columns of dots. A cell without
-    dots is a space.
+    They are ordered from the top down. `left` and `right` are the heights, in dots, of the cells'
+    two columns of dots. A cell without dots is a space.
     """
     signs = []
     for row in range(rows - 1, -1, -1):

@@ -127,7 +127,7 @@ def place_graphs(
 
 
 def _has_past(sample: DeviceSample, metric: GraphMetric, past: PastTicks) -> bool:
-    """True if a device reports a metric now, or reported it in the stored ticks."""
+    """True if a device reports a metric, now or in stored ticks."""
     value = getattr(sample, metric.field).value
     if value or (value is not None and metric.top(sample)):
         return True  # a metric without an upper end, such as samples/s, isn't drawn while it is 0
@@ -162,9 +162,9 @@ def draw_timelines(
 
 
 def _read_past(plan: GraphPlan, past: PastTicks, newest: int) -> Histories:
-    """Return the values of all drawn devices and metrics at the newest ticks.
+    """Return all drawn values at the newest ticks.
 
-    `newest` is the number of ticks.
+    There are values for each drawn device and metric. `newest` is the number of ticks.
     """
     histories: Histories = {}
     for sample in plan.devices:
@@ -175,13 +175,19 @@ def _read_past(plan: GraphPlan, past: PastTicks, newest: int) -> Histories:
 
 
 def _join_parts(parts: Sequence[Sequence[tuple[Span, ...]]], width: int) -> Iterator[Line]:
-    """Yield lines of `width` cells in which the given blocks, of equal height, are side by side."""
+    """Yield the lines of blocks that are drawn side by side.
+
+    A line has `width` cells. All blocks have the same height.
+    """
     for row in zip(*parts, strict=True):
         yield Line(pad(tuple(span for part in row for span in part), width))
 
 
 def _common_tops(plan: GraphPlan, histories: Histories) -> dict[str, float]:
-    """Return the upper end of each metric's axis if all devices share one scale."""
+    """Return the upper end of each metric's common axis.
+
+    The result is used if all devices share one scale.
+    """
     # It is the highest of the ends that the axes of the single devices would have.
     tops: dict[str, float] = {}
     for sample in plan.devices:
@@ -213,9 +219,10 @@ def _heading(plan: GraphPlan, width: int) -> Line:
 def _draw_label(
     sample: DeviceSample, rows: int, width: int, chosen: bool
 ) -> list[tuple[Span, ...]]:
-    """Return the lines in front of a device's graphs: its label, its product name, and blank lines.
+    """Return the lines at the left of a device's graphs.
 
-    `chosen` is True for the device under the cursor.
+    They are the device's label, its product name, and blank lines. `chosen` is True for the device
+    under the cursor.
     """
     room = width - 2
     label = cut(sample.device.label.rpartition("/")[2], room)
@@ -237,9 +244,10 @@ def _draw_graph(
     rows: int,
     column: int | None,
 ) -> Iterator[tuple[Span, ...]]:
-    """Yield the lines of a graph with its gutter, from the top down.
+    """Yield the lines of a graph from the top down.
 
-    `dots` has the value of each column of dots. `column` is the cell under the cursor, or None.
+    Each line begins with the cells at the left of the graph. `dots` has the value of each column of
+    dots. `column` is the cell under the cursor, or None.
     """
     gutter = _draw_gutter(sample, metric, top, dots, rows, column)
     for row, text in enumerate(draw_columns(dots, metric.low, top, rows)):
@@ -256,7 +264,10 @@ def _draw_graph(
 
 
 def _row_tone(sample: DeviceSample, metric: GraphMetric, top: float, rows: int, row: int) -> Tone:
-    """Return the tone of a row of a graph, counted from the top; higher rows are brighter."""
+    """Return the tone of a row of a graph.
+
+    `row` counts from the top. Higher rows are brighter.
+    """
     # In a graph of temperatures, a row has the tone of a warning if its temperature calls for one.
     height = (rows - row) / rows
     if metric.field == "temperature_celsius":
@@ -274,10 +285,11 @@ def _draw_gutter(
     rows: int,
     column: int | None,
 ) -> list[tuple[Span, ...]]:
-    """Return the cells at the left of each line of a graph: the ends of the axis, and a value.
+    """Return the cells at the left of each line of a graph.
 
-    The value is that at the cursor, which is in the cell `column`; without a cursor (None), it is
-    the newest one. A graph of at least `MIDDLE_ROWS` lines also has the middle of the axis.
+    They show the ends of the axis, and a value. The value is that at the cursor, which is in the
+    cell `column`. Without a cursor (None), it is the newest value. A graph of at least
+    `MIDDLE_ROWS` lines also has the middle of the axis.
     """
     room = GUTTER_CELLS - 1
     if column is None:

@@ -104,14 +104,17 @@ def training_graph_lines(
 
 
 def _graph_cells(width: int, columns: int) -> int:
-    """Return the width of each of `columns` graphs side by side, in cells."""
+    """Return the width in cells of each of `columns` graphs.
+
+    The graphs are side by side.
+    """
     return (width - BETWEEN_CELLS * (columns - 1)) // columns - GUTTER_CELLS
 
 
 def _most_columns(width: int, most: int, ticks: float) -> int:
-    """Return the largest number of graphs side by side that still show each tick separately.
+    """Return how many graphs fit side by side.
 
-    The result is from 1 to `most`. A graph needs a column of dots for each of `ticks` ticks.
+    The result is from 1 to `most`. Each of `ticks` ticks needs its own column of dots in a graph.
     """
     # A cell has two columns of dots.
     fine = [each for each in range(1, most + 1) if 2 * _graph_cells(width, each) >= ticks]
@@ -119,9 +122,9 @@ def _most_columns(width: int, most: int, ticks: float) -> int:
 
 
 def _least_columns(count: int, most: int, height: int) -> int:
-    """Return the smallest number of columns in which each of `count` graphs is high enough.
+    """Return the smallest number of columns for `count` graphs.
 
-    The result is at most `most`. A graph needs `GOOD_HEIGHT` of the `height` lines.
+    The result is at most `most`. Each graph needs `GOOD_HEIGHT` of the `height` lines.
     """
     for columns in range(1, most):
         if -(-count // columns) * GOOD_HEIGHT <= height:
@@ -133,7 +136,7 @@ ALL, POWER, NOISE = "all devices", "power", "noise scale"
 
 
 def _list_captions(row: TrainingRow, keys: Mapping[str, str], most: int) -> list[str]:
-    """Return the captions of the graphs to draw, at most `most` of them."""
+    """Return the captions of at most `most` graphs to draw."""
     # The first graph shows all devices together; it is left out if some ranks don't report here. A
     # graph for each device (the labels in `keys`) follows if all graphs fit. The last are power and
     # noise scale, if they are known.
@@ -147,9 +150,10 @@ def _list_captions(row: TrainingRow, keys: Mapping[str, str], most: int) -> list
 def _make_graphs(
     row: TrainingRow, keys: Mapping[str, str], captions: Sequence[str], reader: Reader
 ) -> list[Graph]:
-    """Return a graph for each caption; the graphs of single devices share a scale.
+    """Return a graph for each caption.
 
-    `keys` has the keys of the training's devices by label.
+    The graphs of single devices share a scale. `keys` has the keys of the training's devices by
+    label.
     """
     speeds = {label: reader.read(key, "samples_per_second") for label, key in keys.items()}
     top = nice_ceiling(_highest(speeds.values()))
@@ -169,7 +173,10 @@ def _make_graphs(
 
 
 def _graph_all(row: TrainingRow, values: Values) -> Graph:
-    """Return the graph of all devices together, with the plan's samples/s marked as a level."""
+    """Return the graph of all devices together.
+
+    A dashed line shows the samples/s of the plan.
+    """
     plan = row.plan_samples_per_second
     top = nice_ceiling(max(plan, _highest([values])))
     newest = samples_rate(row.samples_per_second)
@@ -210,7 +217,10 @@ def _draw_graphs(
 
 
 def _draw_graph(graph: Graph, reader: Reader, width: int, height: int) -> list[tuple[Span, ...]]:
-    """Return a graph in exactly `height` lines: caption, columns of dots, and time axis."""
+    """Return a graph in exactly `height` lines.
+
+    They are the caption, columns of dots, and the time axis.
+    """
     rows = height - 2
     window = reader.window
     lines = draw_columns(window.dots(graph.values), 0.0, graph.top, rows)
@@ -226,14 +236,20 @@ def _draw_graph(graph: Graph, reader: Reader, width: int, height: int) -> list[t
 
 
 def _caption(graph: Graph, width: int) -> tuple[Span, ...]:
-    """Return the caption with the newest value and, at the right, what the dashed line means."""
+    """Return the caption with the newest value.
+
+    The right end says what the dashed line means.
+    """
     head = (Span(f" {graph.caption} ", "title"), Span(graph.newest, graph.tone))
     words = Span(f"{Mark.TRACK} {graph.level_text}" if graph.level_text else "", "warn")
     return spread(head, (words,), width).spans if graph.level_text else pad(head, width)
 
 
 def _mark(text: str, tone: Tone) -> tuple[Span, ...]:
-    """Return a line of a graph with the level marked: its empty cells become dashes."""
+    """Return a line of a graph with dashes in its empty cells.
+
+    The dashes show the level.
+    """
     spans = []
     for sign in text:
         free = sign in " \u2800"
@@ -256,5 +272,8 @@ def _newest(values: Values) -> float:
 
 
 def _highest(histories: Iterable[Values]) -> float:
-    """Return the highest value of all histories; 0 if there are no values."""
+    """Return the highest value of all histories.
+
+    The result is 0 if there are no values.
+    """
     return max((value for values in histories for value in filter(None, values)), default=0.0)

@@ -101,7 +101,10 @@ def _input(row: TrainingRow, _width: int) -> tuple[Span, ...]:
 
 
 def _draw_causes(row: TrainingRow, width: int) -> tuple[Span, ...]:
-    """Draw the descriptions of the causes if they fit, else only the names of the causes."""
+    """Draw the causes of a slow training.
+
+    They are drawn as descriptions if these fit, else only as names.
+    """
     # For an ended training, draw how long ago it ended.
     if row.ended_s:
         words = f"ended {duration(row.ended_s)} ago"
@@ -117,7 +120,10 @@ def _indent(draw: Cell[TrainingRow]) -> Cell[TrainingRow]:
 
 
 def _name(row: TrainingRow) -> str:
-    """Return the name of the workload without a file's directories, or else the framework."""
+    """Return the name of the workload, or else the framework.
+
+    The directories of a file are left out.
+    """
     # A narrow column would show only the beginning of a path.
     return row.workload.rpartition("/")[2] or row.framework
 
@@ -214,7 +220,10 @@ def _part(seconds: Callable[[RankRow], float]) -> Cell[RankRow]:
 
 
 def _write_part(seconds: float) -> str:
-    """Return the duration of a part of a step as text; below `LEAST_PART_S` it is "0 ms"."""
+    """Return the duration of a step's part as text.
+
+    Below `LEAST_PART_S` it is "0 ms".
+    """
     return step_time(seconds) if seconds >= LEAST_PART_S else "0 ms"
 
 
@@ -296,7 +305,10 @@ def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Lin
 
 
 def _cause_lines(row: TrainingRow, late: bool, width: int) -> Iterator[Line]:
-    """Yield lines on what slows a training down, or what slowed it down before it ended."""
+    """Yield lines on what slows a training down.
+
+    For an ended training, they say what slowed it down before.
+    """
     # If the training is slower than its plan (`late`) without a known cause, the lines are about
     # the causes that were ruled out.
     if row.ended_s and row.causes:
@@ -308,16 +320,20 @@ def _cause_lines(row: TrainingRow, late: bool, width: int) -> Iterator[Line]:
 
 
 def _ended_lines(row: TrainingRow, width: int) -> Iterator[Line]:
-    """Yield when the training ended, and its summary if it has one already."""
+    """Yield when the training ended, and then its summary.
+
+    The summary is left out if there is none yet.
+    """
     yield from text_lines(f"Ended {duration(row.ended_s)} ago.", width, 1, "strong")
     for each in row.summary:
         yield from _marked(each, "text", Mark.DOT, width)
 
 
 def _list_excluded_causes(row: TrainingRow) -> str:
-    """Return which causes were ruled out for a training that is slower than its plan.
+    """Return which causes can't explain why a training is slow.
 
-    The text says that no cause was found, and gives the measurements that rule out the usual ones.
+    The training is slower than its plan. The text says that no cause was found, and gives the
+    measurements that rule out the usual ones.
     """
     # It lists the causes that were ruled out, with the measurements that ruled them out.
     steps = [rank.step for rank in row.ranks if rank.step.step_s]
@@ -339,7 +355,10 @@ def _list_excluded_causes(row: TrainingRow) -> str:
 
 
 def _describe_faster_shares(row: TrainingRow) -> Iterator[str]:
-    """Yield which shares would be faster, and whether the training will adopt them by itself."""
+    """Yield which shares would be faster.
+
+    The text says whether the training will adopt them by itself.
+    """
     # For an ended training, yield why it didn't adopt them. If the current shares are the fastest,
     # yield nothing.
     if row.advice is None:
@@ -376,9 +395,9 @@ def _explain_stay(row: TrainingRow) -> Iterator[str]:
 
 
 def _list_remedies(row: TrainingRow) -> Iterator[str]:
-    """Yield the remedy for each limit other than unequal shares, with the expected gain.
+    """Yield the remedy for each limit, with the expected gain.
 
-    An ended training has none.
+    Unequal shares are left out. An ended training has no remedies.
     """
     # If several limits have the same remedy, it is given once.
     mentioned = set()
@@ -391,7 +410,10 @@ def _list_remedies(row: TrainingRow) -> Iterator[str]:
 
 
 def _write_gain(gain: float) -> str:
-    """Return a gain as text, such as "+43 %", or "over +900 %" for `MOST_GAIN` or more."""
+    """Return a gain as text, such as "+43 %".
+
+    A gain of `MOST_GAIN` or more is "over +900 %".
+    """
     return f"over +{percent(MOST_GAIN)}" if gain >= MOST_GAIN else f"+{percent(gain)}"
 
 

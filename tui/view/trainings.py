@@ -108,7 +108,10 @@ class EndedTrainings:
         return (*rows, *reversed(kept))
 
     def _make_ended(self, row: TrainingRow, seen_at: float, at_seconds: float) -> TrainingRow:
-        """Return an ended training with its last metrics; `seen_at` is when it last reported."""
+        """Return an ended training with its last metrics.
+
+        `seen_at` is when it last reported.
+        """
         # Of the causes that slowed the training down, only unequal compute times are kept: the next
         # run can avoid them with the advised shares. Nothing can be done about the other causes any
         # more.
@@ -179,7 +182,10 @@ def _join(reports: Sequence[Training], samples: SamplesByDevice, snapshot: Snaps
 
 
 def _add_load(row: TrainingRow, host: HostSample) -> TrainingRow:
-    """Add the host's load as a cause if a training is slower than its plan for no known reason."""
+    """Add the host's load as a cause of a slow training.
+
+    The load is added if the training is slower than its plan for no known reason.
+    """
     # A high load only suggests that the training's threads wait for cores. It is used because not
     # every kernel reports how long threads wait.
     late = 0 < row.of_plan < AS_PLANNED
@@ -193,9 +199,10 @@ def _add_load(row: TrainingRow, host: HostSample) -> TrainingRow:
 
 
 def _add_totals(row: TrainingRow) -> TrainingRow:
-    """Add the training's total samples/s and tokens/s, over all ranks that aren't silent.
+    """Add the training's total samples/s and tokens/s.
 
-    Also add the samples per joule, and the fraction of the plan's samples/s that is reached.
+    The totals are over all ranks that aren't silent. Also add the samples per joule, and the
+    fraction of the plan's samples/s that is reached.
     """
     # If some ranks don't report on this machine, two values would be wrong and are 0: the samples
     # per joule, and the fraction of the plan's samples/s.
@@ -214,14 +221,18 @@ def _add_totals(row: TrainingRow) -> TrainingRow:
 
 
 def _largest_value(reports: Sequence[Training], name: str) -> Any:
-    """Return the largest value of the field `name` in the reports of all ranks."""
+    """Return the largest value of the field `name` in all reports.
+
+    There is a report for each rank.
+    """
     return max(getattr(report, name) for report in reports)
 
 
 def _judge(placed: Sequence[tuple[Training, RankOnDevice]], missing: int) -> TrainingAnalysis:
-    """Return an analysis of what limits the steps of the ranks that report.
+    """Return an analysis of what limits the steps of a training.
 
-    `missing` is the number of ranks without a report on this machine.
+    The ranks that report are analysed. `missing` is the number of ranks without a report on this
+    machine.
     """
     rows = [place.row for _, place in placed]
     reporting = [
@@ -232,7 +243,10 @@ def _judge(placed: Sequence[tuple[Training, RankOnDevice]], missing: int) -> Tra
 
 
 def _add_steps(rows: Sequence[RankRow], judged: TrainingAnalysis) -> tuple[RankRow, ...]:
-    """Add the parts of the mean step to each rank, except to silent ranks."""
+    """Add the parts of the mean step to each rank.
+
+    Silent ranks are left unchanged.
+    """
     steps = iter(judged.steps)
     return tuple(
         row if row.silent_s else msgspec.structs.replace(row, step=next(steps)) for row in rows
@@ -240,9 +254,9 @@ def _add_steps(rows: Sequence[RankRow], judged: TrainingAnalysis) -> tuple[RankR
 
 
 def _watts(places: Sequence[RankOnDevice]) -> float:
-    """Return the power of a training's devices in watts; each device counts once.
+    """Return the power of a training's devices in watts.
 
-    Return 0 if the power of any device is unknown.
+    Each device counts once. The result is 0 if the power of any device is unknown.
     """
     samples = {place.sample.device.label: place.sample for place in places if place.sample}
     watts = [sample.power_watts.current for sample in samples.values()]

@@ -193,7 +193,10 @@ class BalanceView(UsesApp, Widget):
             self.query_one(LogPanel).set_data(state)
 
     def _place_panels(self) -> None:
-        """Set the panels' heights; charts and log get what the other panels leave."""
+        """Set the height of each panel.
+
+        Charts and log get what the other panels leave.
+        """
         width, height = self.size
         frame = 0 if self.screen.has_class("-bare") else 2
         narrow = self.screen.has_class("-narrow")
@@ -233,7 +236,10 @@ class BalanceView(UsesApp, Widget):
         return max(2, min(len(story_lines(self.state, width)), 6) + notes) + frame
 
     def _fact_rows(self, width: int, frame: int, narrow: bool) -> int:
-        """Return the height of the panels with shares and rivals; 0 if they are hidden."""
+        """Return the height of the panels with shares and rivals.
+
+        The height is 0 if they are hidden.
+        """
         # They are hidden as long as there is nothing to compare, and after the search, because the
         # result contains them. On a `narrow` terminal, only the rivals are shown.
         if self.shows_result or len(rivals(self.state)) < LEAST_COMPARED:
@@ -244,7 +250,10 @@ class BalanceView(UsesApp, Widget):
         return max(4, compared, self._share_rows(width)) + frame
 
     def _share_rows(self, width: int) -> int:
-        """Return the number of lines for the shares: the bar, the legend and the global batch."""
+        """Return the number of lines for the shares.
+
+        These lines are the bar, the legend and the global batch.
+        """
         # One line is always reserved for a second bar, which shows the split being measured.
         each = 26 if len(self.state.devices) <= DETAILED_SHARES else 15
         legend = max(1, -(-len(self.state.devices) // max(1, (width // 2 - 2) // each)))

@@ -39,7 +39,10 @@ _BOLD = ("strong", "headline", "bad", "key", "tab")
 
 
 class _Drawn(NamedTuple):
-    """What a widget drew last, kept to reuse the rows that haven't changed."""
+    """The rows that a widget drew last.
+
+    They are kept to reuse those that haven't changed.
+    """
 
     crop: Region
     rows: list[Strip]  # frame included
@@ -132,10 +135,10 @@ class Lines(UsesApp, Widget):
         return rows
 
     def _rows_to_reuse(self, crop: Region, rows: list[Strip]) -> _Drawn | None:
-        """Return the rows of the whole widget for reuse at the next drawing.
+        """Return the rows of the whole widget for the next drawing.
 
-        Return None if they can't be reused: if a part of the widget is hidden, or if filters change
-        the colours.
+        None if they can't be reused: if a part of the widget is hidden, or if filters change the
+        colours.
         """
         top, right, bottom, left = self.gutter
         lines = range(top, crop.height - bottom)
