@@ -46,7 +46,10 @@ def digits(rows: int, seed: int = 0) -> tuple[Any, Any]:
 
 
 def _draw_digits() -> Any:
-    """Return pictures (10, height, width) of the ten digits, with 0 and 1 as values."""
+    """Return pictures of the ten digits.
+
+    The shape is (10, height, width). The values are 0 and 1.
+    """
     # Each dot of the font becomes a square of several pixels.
     glyphs = []
     for text in _FONT:

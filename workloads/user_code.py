@@ -218,7 +218,10 @@ def find_function(name: str, settings: Mapping[str, Any]) -> UserFunction:
 
 
 def _needs_model(function: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:
-    """True if a function has a parameter `model` without a default, and no argument for it."""
+    """True if a function needs a model that isn't in `arguments`.
+
+    Such a function has a parameter `model` without a default.
+    """
     parameter = inspect.signature(function).parameters.get(MODEL)
     if parameter is None or MODEL in arguments:
         return False
@@ -226,7 +229,10 @@ def _needs_model(function: Callable[..., Any], arguments: Mapping[str, Any]) -> 
 
 
 def _check_arguments(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Raise RequestError if the user's function `name` can't be called with these arguments."""
+    """Raise RequestError if `function` can't be called with these arguments.
+
+    `name` is the name of the user's function.
+    """
     parameters = inspect.signature(function)
     try:
         parameters.bind(**arguments)
@@ -360,9 +366,9 @@ def _is_small_file(path: Path) -> bool:
 
 
 def _list_models(path: Path) -> list[str]:
-    """Return the functions of a file that could build a model and have no required arguments.
+    """Return the functions of a file that could build a model.
 
-    The result is empty if the file imports no framework.
+    They have no required arguments. The result is empty if the file imports no framework.
     """
     if not script_framework(path):
         return []
@@ -394,7 +400,10 @@ def _rank_model(name: str) -> int:
 
 
 def _could_build(function: ast.FunctionDef) -> bool:
-    """True if a function is public, returns a value, and isn't one of the data functions."""
+    """True if a function could build a model.
+
+    Such a function is public, returns a value, and isn't one of the data functions.
+    """
     # The data functions are `sample_batch`, `training_data` and `lengths`.
     if function.name.startswith("_") or function.name in _DATA_FUNCTIONS:
         return False
@@ -402,7 +411,10 @@ def _could_build(function: ast.FunctionDef) -> bool:
 
 
 def _own_returns(function: ast.FunctionDef) -> Iterator[ast.Return]:
-    """Yield the return statements of a function, except those in nested functions and classes."""
+    """Yield the return statements of a function.
+
+    Those in nested functions and classes are left out.
+    """
     left: list[ast.AST] = [*function.body]
     while left:
         node = left.pop()

@@ -85,7 +85,10 @@ class KerasSteps:
         self._use_split(self._devices, passes=False)
 
     def _use_split(self, devices: tuple[str, ...], passes: bool) -> None:
-        """Make the model use the `Split` for these devices, with or without passes."""
+        """Make the model use the `Split` for these devices.
+
+        `passes` says if the step is divided into passes.
+        """
         # The model's train function for that `Split` is created on first use.
         model = self.model
         split = self.split
@@ -182,9 +185,10 @@ def slice_rows(data: Any, start: int, stop: int) -> Any:
 
 
 def _put(data: Any, scope: AbstractContextManager[Any]) -> Any:
-    """Convert nested arrays to tensors in host memory, and copy these to a device.
+    """Copy nested arrays to a device as tensors.
 
-    `scope` is a context in which TensorFlow uses that device.
+    They are first converted to tensors in host memory. `scope` is a context in which TensorFlow
+    uses that device.
     """
     with tf.device("CPU:0"):
         loaded = keras.tree.map_structure(tf.convert_to_tensor, data)

@@ -86,9 +86,10 @@ class Tiles:
 
 
 def _within(positions: tuple[int, int], first: int) -> slice:
-    """Return the slice of a tile that covers the half-open range `positions` of the whole image.
+    """Return the part of a tile that covers these positions.
 
-    `first` is the position at which the tile begins.
+    `positions` is a half-open range of the whole image. `first` is the position at which the tile
+    begins.
     """
     # Positions outside the tile are left out.
     begin, end = positions
@@ -96,7 +97,10 @@ def _within(positions: tuple[int, int], first: int) -> slice:
 
 
 def _join(parts: Sequence[Tensor], dimension: int) -> Tensor:
-    """Concatenate the non-empty parts along a dimension; if all are empty, return one of them."""
+    """Concatenate the non-empty parts along a dimension.
+
+    If all are empty, one of them is returned.
+    """
     held = [part for part in parts if part.numel()]
     return torch.cat(held, dimension) if len(held) > 1 else held[0] if held else parts[0]
 
@@ -178,7 +182,10 @@ def _normalise(layer: nn.BatchNorm2d, tiles: Tiles) -> Tiles:
 
 
 def _total(tiles: Tiles, home: torch.device) -> Tensor:
-    """Return the sum over samples and pixels of all tiles, per channel, on `home`."""
+    """Return the sum of all tiles per channel, on `home`.
+
+    The sum is over samples and pixels.
+    """
     return torch.stack(
         [part.sum(dim=(0, 2, 3)).to(home, non_blocking=True) for part in tiles.every]
     ).sum(dim=0)

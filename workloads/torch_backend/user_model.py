@@ -227,7 +227,10 @@ class TrainerSteps:
         return loss
 
     def _work_before_update(self, *given: Any) -> None:
-        """Do what the Trainer does before an optimizer step; otherwise steps would be too fast."""
+        """Do what the Trainer does before an optimizer step.
+
+        Without this work, measured steps would be too fast.
+        """
         # The Trainer waits for the loss, counts the operations of each pass (which visits all
         # parameters), and clips the gradients.
         trainer, loss = self._trainer, self._loss
@@ -244,7 +247,10 @@ class TrainerSteps:
 
 
 def _enable_checkpointing(trainer: Any) -> None:
-    """Enable activation checkpointing in the Trainer's model if the Trainer's arguments want it."""
+    """Enable activation checkpointing if the Trainer's arguments want it.
+
+    It is enabled in the Trainer's model.
+    """
     # The Trainer does that in `train`, which a probe doesn't call. Newer versions of transformers
     # have new names for the arguments and for the model's method.
     arguments, model = trainer.args, trainer.model
@@ -318,7 +324,10 @@ def _from_lightning(name: str, module: Any, given: Any) -> Recipe:
 
 
 def _read_data(given: Any) -> Data:
-    """Return a data set, or the data set and loader options of a DataLoader, as `Data`."""
+    """Return a data set or a DataLoader as `Data`.
+
+    A DataLoader gives its data set and its loader options.
+    """
     if isinstance(given, DataLoader):
         return _to_data(given.dataset, given.collate_fn, given.num_workers, given.pin_memory)
     return _to_data(given, default_collate)
@@ -351,12 +360,18 @@ def _to_data(rows: Any, collate: Any, workers: int = 0, pinned: bool = False, **
 
 
 def _collate(collate: Any, rows: list[Any]) -> tuple[dict[str, Any], torch.Tensor]:
-    """Collate rows to keyword arguments of the module, and add dummy targets that nobody reads."""
+    """Collate rows to keyword arguments of the module.
+
+    Dummy targets that nobody reads are added.
+    """
     return {"batch": collate(rows)}, torch.zeros(len(rows))
 
 
 def _is_a(value: Any, package: str, name: str) -> bool:
-    """True if `value` is an instance of a package's class; the package isn't imported for that."""
+    """True if `value` is an instance of a package's class.
+
+    The package isn't imported for this check.
+    """
     kinds = type(value).__mro__
     return any(
         kind.__name__ == name and f"{kind.__module__}.".startswith((package, f"pytorch_{package}"))

@@ -264,9 +264,9 @@ class TorchWorkload(Workload, StepListener):
         self._count(self._batches.works(batch), passes)
 
     def _step_in_passes(self, batch: Any, exchanges: Sequence[Exchange]) -> int:
-        """Compute a batch in its passes, as in a training run; return the number of passes.
+        """Compute a batch in its passes, and return the number of passes.
 
-        `exchanges` are the all-reduces of the group.
+        The passes are the same as in a training run. `exchanges` are the all-reduces of the group.
         """
         # A pass of a group that runs out of memory is computed again in smaller passes, because the
         # other ranks wait in the all-reduce. `read_shortage` then returns the error.
@@ -300,7 +300,10 @@ class TorchWorkload(Workload, StepListener):
             )
 
     def _note_held(self) -> None:
-        """Record the bytes allocated at the start of a step, in the first `NOTED_STEPS` steps."""
+        """Record the bytes allocated at the start of a step.
+
+        Only the first `NOTED_STEPS` steps are recorded.
+        """
         # Later steps start with the same number, because the optimizer has created its state by
         # then.
         if self._noted < NOTED_STEPS:
