@@ -176,11 +176,11 @@ def _compare_tensor(
     largest: float,
     noises: Mapping[str, float],
 ) -> GradientDifference | None:
-    """Return the difference between two gradients of the tensor `name`; None if both are 0.
+    """Return the difference between two gradients of a tensor; None if both are 0.
 
-    `largest` is the norm of the reference's largest gradient. `noises` is the result of
-    `find_noises`.
+    `largest` is the norm of the reference's largest gradient.
     """
+    # `noises` is the result of `find_noises`
     sizes = reference.size(name), trained.size(name)
     scale = _scale(name, reference, trained, largest)
     if scale == 0.0:
@@ -219,12 +219,11 @@ def find_noises(reference: Sketch, repeats: Sequence[Sketch]) -> dict[str, float
 
 
 def _scale(name: str, one: Sketch, other: Sketch, largest: float) -> float:
-    """Return the norm by which a tensor's difference is divided, to make it relative.
-
-    It is at least SMALL times `largest`, the norm of the largest gradient.
-    """
-    # A gradient that is 0 except for rounding, such as that of a bias before a softmax, has no
-    # meaningful norm: its rounding is a fraction of the summed terms, which are as large as others.
+    """Return the norm by which a tensor's difference is divided."""
+    # The quotient is the relative difference. The norm is at least SMALL times `largest`, the norm
+    # of the largest gradient: A gradient that is 0 except for rounding, such as that of a bias
+    # before a softmax, has no meaningful norm, and its rounding is a fraction of the summed terms,
+    # which are as large as others.
     return max(one.size(name), other.size(name), SMALL * largest)
 
 

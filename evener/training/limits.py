@@ -223,11 +223,9 @@ def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
 
 
 def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
-    """Return the parts, each without the time that it spent waiting for a core.
-
-    The lack of cores itself (`HOST_STARVED`) and parts of `APART` kinds are returned unchanged.
-    """
-    # a lack of cores slows all other parts by the same fraction
+    """Return the parts of a step without the time spent waiting for cores."""
+    # A lack of cores slows all other parts by the same fraction. That lack itself (`HOST_STARVED`)
+    # and parts of `APART` kinds are returned unchanged.
     apart_s = sum(part.seconds for part in parts if part.kind in APART)
     starved_s = sum(part.seconds for part in parts if part.kind is LimitKind.HOST_STARVED)
     room_s = step_s - apart_s
@@ -241,10 +239,11 @@ def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]
 def _without_slowed(part: StepPart, parts: Sequence[StepPart]) -> StepPart:
     """Return unequal work without the losses that `parts` lists separately.
 
-    The losses are the time that the same device loses to heat, power or a neighbour (another
-    process on the device). A part of any other kind is returned unchanged.
+    A part of any other kind is returned unchanged.
     """
-    # only unequal work includes such losses, because the other devices wait for a slowed device
+    # The losses are the time that the same device loses to heat, power or another process on the
+    # device. Only unequal work includes such losses, because the other devices wait for a slowed
+    # device.
     if part.kind is not LimitKind.UNEQUAL:
         return part
     slowed_s = sum(each.seconds for each in parts if each.kind in SLOWED and each.by == part.by)
@@ -282,7 +281,7 @@ def least_gain(kind: LimitKind) -> float:
 
 
 class _RemainingTime(NamedTuple):
-    """The expected duration of a step after a remedy, with its 95 % interval, in seconds."""
+    """A step's expected seconds after a remedy, with the 95 % interval."""
 
     seconds: float
     least_s: float
@@ -290,7 +289,10 @@ class _RemainingTime(NamedTuple):
 
 
 def _find_remaining_time(step_s: float, part: StepPart) -> _RemainingTime:
-    """Return the expected duration of a step of `step_s` seconds after the remedy for `part`."""
+    """Return how long a step is expected to take after a remedy.
+
+    `step_s` is the step's duration now, and `part` is what the remedy shortens.
+    """
     # A measured duration without the part comes before an estimate.
     if part.without_s is not None:
         error_s = part.without_error_s
@@ -322,10 +324,10 @@ def _describe(step_s: float, part: StepPart) -> TrainingLimit:
 
 
 def _gain(step_s: float, left_s: float) -> float:
-    """Return the gain in samples/s if a step takes `left_s` instead of `step_s` seconds.
+    """Return the gain in samples/s if a step takes `left_s` seconds.
 
-    A gain of 0.5 means 50 % more. The gain is never negative.
+    The step takes `step_s` seconds now. A gain of 0.5 means 50 % more.
     """
-    # a remedy that slows the training run needn't be applied
+    # the gain is never negative, because a remedy that slows the training run needn't be applied
     left = min(max(left_s, LEAST_STEP_LEFT * step_s), step_s)
     return step_s / left - 1

@@ -146,9 +146,10 @@ def _interval(
 ) -> tuple[float, float]:
     """Return the 95 % interval of mean(noise) / mean(signal), by Fieller's theorem.
 
-    The upper end is ENDLESS if the signal isn't significantly above 0.
+    The upper end is ENDLESS without a significant signal.
     """
-    # The interval has every ratio r for which mean(noise) - r * mean(signal) may be 0.
+    # A signal is significant if it is significantly above 0. The interval has every ratio r for
+    # which mean(noise) - r * mean(signal) may be 0.
     a = _mean(weights, noise)
     b = _mean(weights, signal)
     parts = [weight / math.fsum(weights) for weight in weights]
@@ -174,11 +175,11 @@ def _interval(
 
 
 def _student(freedom: float) -> float:
-    """Return the two-sided 95 % quantile of Student's t with `freedom` degrees of freedom.
+    """Return the two-sided 95 % quantile of Student's t distribution.
 
-    It is computed by the Cornish-Fisher expansion, whose relative error is below 2 % for
-    4 or more degrees of freedom.
+    `freedom` are the degrees of freedom.
     """
+    # The Cornish-Fisher expansion has a relative error below 2 % for 4 or more degrees of freedom.
     z = 1.959964
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 

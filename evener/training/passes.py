@@ -219,7 +219,10 @@ class PassQueue:
         return Pass(taken.number, taken.start, rows, planned, ends, not self._left)
 
     def _cut_first(self, most: int, least: Callable[[], int]) -> None:
-        """Cut the first range into pieces of up to `most` rows, but of at least `least()` rows."""
+        """Cut the first range into pieces of up to `most` rows.
+
+        Pieces have at least `least()` rows.
+        """
         first = self._left[0]
         rows = first.stop - first.start
         if rows <= most:

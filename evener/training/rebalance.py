@@ -271,9 +271,9 @@ class Rebalancer:
     ) -> None:
         """Set the maximum rows that fit in each rank's memory from now on.
 
-        `observe` describes the parameters. If a rank then needs another number of passes, the past
-        windows are dropped.
+        The parameters are those of `observe`.
         """
+        # if a rank then needs another number of passes, the past windows are dropped
         ranks = range(len(self.shares))
         self._rooms = list(map(self._find_room, ranks, fits, passes_fit))
         self._limited = list(map(self._limit_room, self._rooms, limits))
@@ -298,27 +298,29 @@ class Rebalancer:
         return Room(at_once, passes_fit if divides else 0)
 
     def _limit_room(self, room: Room, limit: int) -> Room:
-        """Return `room`, reduced to `limit` rows per pass if larger passes ran out of memory.
+        """Return `room` with at most `limit` rows per pass.
 
         `limit` is 0 if no pass has run out of memory.
         """
+        # larger passes than `limit` have run out of memory
         if not limit or limit >= room.at_once:
             return room
         return Room(limit, limit * self._passes)
 
     def _learn(self) -> bool:
-        """Learn the cost of passes and the fixed part of compute time from the last change.
+        """Learn the cost of passes and fixed compute times from the last change.
 
-        Return True if anything was learned, so that predictions have changed.
+        True if anything was learned.
         """
+        # predictions have changed in that case
         passes, fixed = self._learn_extras(), self._learn_fixed()
         self._before = []
         return passes or fixed
 
     def _learn_fixed(self) -> bool:
-        """Learn the fixed part of the compute time of ranks whose curve wasn't measured.
+        """Learn the fixed part of ranks' compute times without a measured curve.
 
-        Return True if anything was learned.
+        True if anything was learned.
         """
         # The compute time of n rows is t = a + b * n. So the fixed part a follows from the times
         # before and after a change of the rows. A noisy measurement gets less weight.
@@ -342,9 +344,9 @@ class Rebalancer:
         return learned
 
     def _learn_extras(self) -> bool:
-        """Learn the cost of a further pass from a change in the number of passes.
+        """Learn the cost of a further pass from changed numbers of passes.
 
-        Return True if it was learned.
+        True if it was learned.
         """
         # The compute time of k passes is F * (t(rows in k passes) + (k - 1) * extra), where `extra`
         # is the cost. The unknown factor F is the same before and after the change, so it cancels
@@ -368,12 +370,10 @@ class Rebalancer:
         return learned
 
     def _list_extras(self) -> list[float]:
-        """Return the seconds that a further pass adds on each rank.
-
-        They are for the speed that the rank's curve describes; for its current speed, multiply them
-        by its factor (measured / predicted compute time). A rank without a learned value gets the
-        mean of the learned values, or 0 if there are none.
-        """
+        """Return the seconds that a further pass adds on each rank."""
+        # They are for the speed that the rank's curve describes; for its current speed, multiply
+        # them by its factor (measured / predicted compute time). A rank without a learned value
+        # gets the mean of the learned values, or 0 if there are none.
         known = [each for each in self._extras if each is not None]
         usual = math.fsum(known) / len(known) if known else 0.0
         return [usual if each is None else each for each in self._extras]
@@ -382,12 +382,12 @@ class Rebalancer:
         return tuple(own / planned for own, planned in zip(own_work_s, self._planned, strict=True))
 
     def _update_noise(self, factors: tuple[float, ...]) -> None:
-        """Update each rank's noise: how much its factor varies from one window to the next.
+        """Update how much each rank's compute time varies between rounds of measurements.
 
-        `factors` are the ranks' measured compute times in the newest window, divided by the
-        predicted ones.
+        `factors` are the measured times, divided by the predicted ones.
         """
-        # The noise is the standard deviation of the factor's logarithm.
+        # The factors are from the newest window. A rank's noise is the standard deviation of the
+        # factor's logarithm from one window to the next.
         if not self._windows:
             return
         for rank, (now, before) in enumerate(zip(factors, self._windows[-1].factors, strict=True)):
@@ -399,12 +399,13 @@ class Rebalancer:
     def _find_faster_shares(
         self, span: int
     ) -> tuple[tuple[int, ...], tuple[float, ...], float] | None:
-        """Return shares that would have made the last `span` windows faster; None if none would.
+        """Return shares that would have been faster; None if there are none.
 
-        The ranks' factors (measured / predicted compute time) and the gain are returned with them.
+        Return them with the ranks' factors and the gain. `span` counts the last windows.
         """
-        # The gain over all windows must reach `_needed_gain`. There must also be a gain in each of
-        # the last two windows, and in at least three quarters of all.
+        # A factor is measured / predicted compute time. The gain over the last `span` windows must
+        # reach `_needed_gain`. There must also be a gain in each of the last two windows, and in at
+        # least three quarters of all.
         recent = list(self._windows)[-span:]
         factors = _medians([each.factors for each in recent])
         rest_s = median(each.rest_s for each in recent)
@@ -426,8 +427,7 @@ class Rebalancer:
     def _solve_for_shares(self, factors: Sequence[float]) -> tuple[int, ...] | None:
         """Return the shares with which all ranks finish at the same time.
 
-        `factors` are the measured compute times of the ranks, divided by the predicted ones. Return
-        None if the rows don't fit in the ranks' memory.
+        None if they don't fit in memory. `factors` are measured / predicted compute times.
         """
         curves = [scale(curve, factor) for curve, factor in zip(self._curves, factors, strict=True)]
         extras = list(map(mul, factors, self._list_extras()))
@@ -439,11 +439,11 @@ class Rebalancer:
     ) -> float:
         """Return the minimum gain for a change of shares after `span` windows.
 
-        `seconds` times `factors` are the ranks' compute times; `rest_s` is the rest of a step's
-        time.
+        `rest_s` is the rest of a step's time.
         """
-        # The minimum gain rises with the variation from one window to the next (noise) and over
-        # many windows (drift). The longer a rank computes in a step, the more its variation counts.
+        # `seconds` times `factors` are the ranks' compute times. The minimum gain rises with the
+        # variation from one window to the next (noise) and over many windows (drift). The longer a
+        # rank computes in a step, the more its variation counts.
         own = [factor * each for factor, each in zip(factors, seconds, strict=True)]
         weights = [each / (max(own) + rest_s) for each in own]
         noise: float = max(map(mul, self._noise, weights))
@@ -456,23 +456,25 @@ class Rebalancer:
         return needed if self._last else max(needed, FIRST_SURE / math.sqrt(span))
 
     def _find_drifts(self, count: int) -> list[float]:
-        """Return each rank's drift: how much its speed varies relative to the other ranks.
+        """Return how much each rank's speed varies relative to the other ranks.
 
-        It is measured in the first `count` windows with the current shares. If `count` is below 16,
-        return the drifts that were measured with earlier shares; [] if there are none.
+        Empty if that was never measured.
         """
+        # This drift is measured in the first `count` windows with the current shares. If `count` is
+        # below 16, the result is the drifts that were measured with earlier shares.
         if count < FEWEST_DRIFT:
             return self._drifts
         factors = [_relative_to_others(window.factors) for window in list(self._windows)[:count]]
         return list(map(_deviation, zip(*factors, strict=True)))
 
     def _estimate_largest_gain(self, factors: Sequence[float], rest_s: float) -> float:
-        """Estimate the largest possible gain from the slopes of the curves at the current shares.
+        """Estimate the largest possible gain from the slopes of the curves.
 
-        `factors` are measured compute times divided by predicted ones; `rest_s` is the rest of a
-        step's time.
+        `rest_s` is the rest of a step's time.
         """
-        # `_find_faster_shares` checks this first, because solving for the shares takes far longer.
+        # `factors` are measured compute times divided by predicted ones. The slopes are those at
+        # the current shares. `_find_faster_shares` checks this estimate first, because solving for
+        # the shares takes far longer.
         own: list[float] = list(map(mul, factors, self._planned))
         rates = [1 / (factor * slope) for factor, slope in zip(factors, self._slopes, strict=True)]
         level = _common_compute_time(own, rates)
@@ -496,8 +498,9 @@ class Rebalancer:
     def _gain(self, windows: Sequence[Window], seconds: Sequence[float]) -> float:
         """Return the relative gain that new shares would have had in these windows.
 
-        `seconds` are the times that the curves predict for each rank's new share.
+        `seconds` are the new shares' predicted times by rank.
         """
+        # the curves predict these times
         rest = math.fsum(window.rest_s for window in windows)
         before, after = (
             rest + math.fsum(max(map(mul, window.factors, some)) for window in windows)
@@ -522,12 +525,13 @@ class Rebalancer:
         return Change(shares, micros, reason, gain)
 
     def _explain_change(self, factors: tuple[float, ...], span: int) -> str:
-        """Return the reason for a change, such as "GPU:1 slower by 38 % since step 1 204".
+        """Return the reason for a change of shares, as text.
 
-        If no device's speed has changed, the reason is a device that has been slow from the start,
-        or one that takes several passes. `factors` are the measured compute times in the last
-        `span` windows, divided by the predicted ones.
+        An example is "GPU:1 slower by 38 % since step 1 204".
         """
+        # If no device's speed has changed, the reason is a device that has been slow from the
+        # start, or one that takes several passes. `factors` are the measured compute times in the
+        # last `span` windows, divided by the predicted ones.
         windows = list(self._windows)
         usual = _medians([window.factors for window in windows[:-span]]) or self._usual or factors
         shifts = [math.log(now / before) for now, before in zip(factors, usual, strict=True)]
@@ -635,25 +639,27 @@ def _deviation(ratios: Sequence[float]) -> float:
 
 
 def _common_compute_time(own: Sequence[float], rates: Sequence[float]) -> float:
-    """Return every rank's compute time if rows are moved until all ranks finish together.
+    """Return each rank's compute time after moving rows until all finish together.
 
-    `own` are the current compute times. `rates` are the rows that each rank computes per additional
-    second.
+    `own` are the current compute times, and `rates` are in rows per second.
     """
+    # a rate is how many rows a rank computes per additional second
     return math.fsum(map(mul, own, rates)) / math.fsum(rates)
 
 
 def _slope(curve: Curve, share: int) -> float:
     """Return the slope of a curve just below a share, in seconds per row.
 
-    The slope is above 0 even where the curve is level.
+    The slope is always above 0.
     """
+    # this also holds where the curve is level
     rise = (curve.seconds(share) - curve.seconds(NEAR * share)) / ((1 - NEAR) * share)
     return max(rise, curve.seconds(share) / share / 100)
 
 
 def _reverses(before: Sequence[int], now: Sequence[int], then: Sequence[int]) -> bool:
-    """True if a change to `then` undoes at least half of the change from `before` to `now`."""
+    """True if shares `then` undo at least half of the previous change."""
+    # the previous change is from `before` to `now`
     made = [b - a for a, b in zip(before, now, strict=True)]
     undone = sum((a - b) * c for a, b, c in zip(now, then, made, strict=True))
     return undone >= REVERSED * sum(each * each for each in made)
@@ -665,7 +671,8 @@ def _is_past_half(factor: float, usual: float, shift: float) -> bool:
 
 
 def _is_proportional(curve: Curve) -> bool:
-    """True if a curve wasn't measured and only assumes that time is proportional to rows."""
+    """True if a curve only assumes that time is proportional to rows."""
+    # such a curve wasn't measured
     return curve.batches == (0.0,) and curve.times == (0.0,)
 
 

@@ -65,10 +65,9 @@ class AssignmentSearch:
         return max(longest, 1 / sum(1 / each for each in alone))
 
     def _seconds_alone(self, stops: Sequence[int], rows: int) -> list[float]:
-        """Return the seconds that each rank would need to compute the first `rows` rows by itself.
+        """Return each rank's seconds to compute the first `rows` rows by itself.
 
-        The rows are cut into runs of consecutive rows, which are one pass each; `stops` are the row
-        indices at which the runs end.
+        `stops` are the row indices at which passes end.
         """
         cuts = [0, *(stop for stop in stops if stop <= rows)]
         return [
@@ -94,12 +93,12 @@ class AssignmentSearch:
                     yield partial
 
     def _list_cuts(self) -> Iterator[list[int]]:
-        """Yield several ways to cut the sorted batch into runs: consecutive rows, one pass each.
+        """Yield several ways to cut the sorted batch into passes.
 
-        Each item is the list of the row indices at which the runs end.
+        Each item lists the row indices at which passes end.
         """
-        # The ways differ in the assumed price of a pass. Without passes to save padding, the whole
-        # batch is one run.
+        # Each pass is a run of consecutive rows. The ways differ in the assumed price of a pass.
+        # Without passes to save padding, the whole batch is one run.
         if not self._saves_padding:
             yield [len(self._lengths)]
             return
@@ -109,14 +108,15 @@ class AssignmentSearch:
                 yield self._cut_cheapest(price)
 
     def _cut_cheapest(self, price: float) -> list[int]:
-        """Cut the sorted batch into runs (one pass each) at the least cost; return where they end.
+        """Return where passes end if the sorted batch is cut at least cost.
 
-        The cost is the time that the fastest device would take for all runs, but with the fixed
-        time of a pass multiplied by `price`. So a higher price gives fewer runs.
+        A higher `price` of a pass gives fewer passes.
         """
-        # For a given start of the last run, the total cost is a linear function of the run's end: a
-        # line. A later start gives a flatter line. Therefore the lowest line is only searched
-        # forward, and lines that are never the lowest are dropped (the convex hull trick).
+        # Passes are runs of consecutive rows. The cost is the time that the fastest device would
+        # take for all runs, but with the fixed time of a pass multiplied by `price`. For a given
+        # start of the last run, the total cost is a linear function of the run's end: a line. A
+        # later start gives a flatter line. Therefore the lowest line is only searched forward, and
+        # lines that are never the lowest are dropped (the convex hull trick).
         fast = self._by_speed[0]
         fixed, seconds = self._fixed[fast] * price, self._seconds[fast]
         lines: list[_Line] = []
@@ -138,9 +138,9 @@ class AssignmentSearch:
         return stops[::-1]
 
     def _list_places(self) -> Iterator[int]:
-        """Yield the row indices at which the sorted batch may be cut; the last one is its end."""
-        # So that there are few places, the row at each is at least 3 % shorter than at the previous
-        # one.
+        """Yield the row indices at which the sorted batch may be cut."""
+        # The last index is the batch's end. So that there are few indices, the row at each is at
+        # least 3 % shorter than at the previous one.
         next_length = _NEXT_PLACE * self._lengths[0]
         for row, length in enumerate(self._lengths):
             if length <= next_length and row:
@@ -149,10 +149,9 @@ class AssignmentSearch:
         yield len(self._lengths)
 
     def _assign_blocks(self, rows: int, stops: Sequence[int]) -> PartialAssignment | None:
-        """Assign the first `rows` rows in blocks: consecutive rows for each rank.
+        """Give each rank consecutive rows from the first `rows` rows.
 
-        `stops` are the row indices at which a new pass must begin. Return None if a row fits on no
-        rank.
+        None if a row fits on no rank. A new pass begins at each index in `stops`.
         """
         # All ranks must finish within the same time limit; bisection finds the shortest one.
         if not rows:
@@ -171,11 +170,13 @@ class AssignmentSearch:
     def _fill_blocks(
         self, rows: int, stops: Sequence[int], limit: float
     ) -> PartialAssignment | None:
-        """Assign the first `rows` rows in order, filling one rank after another, fastest first.
+        """Assign the first `rows` rows in order, to the fastest rank first.
 
-        A rank is full when the next row would exceed `limit` seconds. It begins a new pass at each
-        row index in `stops`, and where its memory requires it. Return None if rows are left over.
+        None if rows are left over.
         """
+        # One rank after another is filled. A rank is full when the next row would exceed `limit`
+        # seconds. It begins a new pass at each row index in `stops`, and where its memory requires
+        # it.
         partial, row, run = PartialAssignment(len(self._ranks)), 0, 0
         for rank in self._by_speed:
             fixed, seconds, finish = self._fixed[rank], self._seconds[rank], 0.0
@@ -196,9 +197,12 @@ class AssignmentSearch:
         return partial if row == rows else None
 
     def _assign_run(self, partial: PartialAssignment, start: int, stop: int) -> None:
-        """Assign each row from `start` to `stop` (a run) to the rank that would finish it first."""
-        # A rank's first row of the run begins a new pass, and so does a row that exceeds the rank's
-        # limits for the current pass.
+        """Assign each of some consecutive rows to the rank that finishes it first.
+
+        The rows are those from index `start` to `stop`.
+        """
+        # These rows are called a run. A rank's first row of the run begins a new pass, and so does
+        # a row that exceeds the rank's limits for the current pass.
         finish, passes, fixed, seconds = partial.finish, partial.passes, self._fixed, self._seconds
         opened: list[list[int]] = [[] for _ in finish]
         space: list[float] = [0] * len(finish)  # rows that the open pass may still take
@@ -222,11 +226,11 @@ class AssignmentSearch:
             )
 
     def _opened(self, rank: int, row: int, finish: float) -> float:
-        """Return when a rank would finish if the row with index `row` began a new pass.
+        """Return when a rank would finish if a row began a new pass.
 
-        `finish` is when it finishes without that row. The result is infinite if the row doesn't
-        fit.
+        `finish` is the time without that row. Infinite if the row doesn't fit.
         """
+        # `row` is the row's index
         fits = self._ranks[rank].most_rows(self._lengths[row]) >= 1
         return finish + self._fixed[rank] + self._seconds[rank][row] if fits else math.inf
 
@@ -379,7 +383,7 @@ def make_row_assigner(
 
 
 def _give_each_a_row(passes: list[list[list[int]]]) -> None:
-    """Move a row to each rank that has none, from a rank that has several."""
+    """Move a row to each rank without rows, from a rank with several."""
     # The shortest row among all ranks with several rows is moved.
     for own in passes:
         givers = [each for each in passes if sum(map(len, each)) > 1]

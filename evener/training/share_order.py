@@ -101,7 +101,10 @@ def check_places(active: Sequence[Share], places: Sequence[int | None]) -> tuple
 
 
 def _find_by_device(active: Sequence[Share], info: RankInfo) -> int | None:
-    """Return the index in `active` of the share of a process's device; None if it isn't found."""
+    """Return the index in `active` of the share of a process's device.
+
+    None if there is none.
+    """
     # If the device's name is unknown, the plan's GPUs that the process can see are counted: local
     # rank 0 has the first, local rank 1 the second. A process that sees only one GPU has that one.
     here = {share.device: i for i, share in enumerate(active) if info.host in ("", share.host)}
@@ -114,11 +117,12 @@ def _find_by_device(active: Sequence[Share], info: RankInfo) -> int | None:
 
 
 def _find_by_local_rank(active: Sequence[Share], info: RankInfo) -> int | None:
-    """Return the index in `active` of a process's share, found by its host and its local rank.
+    """Return the index of the share of a process's local rank; None if missing.
 
-    The local rank is an index into the shares of that host. Return None if the host has too few
-    shares. Raises PlanError if the plan doesn't have the host.
+    Raises PlanError if the plan doesn't have the host.
     """
+    # The result is an index in `active`. The local rank is an index into the shares of the
+    # process's host. The share is missing if that host has too few.
     if not any(share.host == info.host for share in active):
         hosts = ", ".join(dict.fromkeys(share.host for share in active))
         raise PlanError(

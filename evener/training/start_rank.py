@@ -46,13 +46,12 @@ def main() -> None:
 
 
 def _count_restarts(folder: str) -> dict[str, str]:
-    """Return TORCHELASTIC_RESTART_COUNT, corrected to count the restarts of all hosts.
+    """Return the variable TORCHELASTIC_RESTART_COUNT, corrected for all hosts.
 
-    The result is a dictionary of environment variables; {} if PyTorch's agent doesn't restart
-    ranks.
+    {} if PyTorch's agent doesn't restart ranks.
     """
     # The agent counts only restarts that processes of its own host caused. Therefore each start is
-    # also recorded in a file in `folder`.
+    # also recorded in a file in `folder`. The result is a dictionary of environment variables.
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         return {}
     own, most = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"]

@@ -136,11 +136,13 @@ def _find_step_seconds(steps: Sequence[RankStep]) -> float:
 def _list_single_parts(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, competitors: str
 ) -> Iterator[StepPart]:
-    """Yield every part of a step that may limit training, except the ranks' unequal compute times.
+    """Yield the parts of a step that may limit training, except unequal work.
 
-    `steps` are the ranks' mean steps, `step_s` is the duration of a step, and `competitors` names
-    the other programs that used cores which the training needed.
+    `competitors` names the other programs that used the cores.
     """
+    # Unequal work is that of the ranks' unequal compute times. `steps` are the ranks' mean steps,
+    # and `step_s` is the duration of a step. The training needed the cores that the other programs
+    # used.
     found = _Finder(ranks, steps, step_s)
     yield from found.find(LimitKind.INPUT, "input_s", alone=LimitKind.RANK_INPUT)
     yield from found.find(LimitKind.OPTIMIZER, "update_s", spared=HALF)
@@ -152,7 +154,7 @@ def _list_single_parts(
 
 
 class _Finder:
-    """Finds the parts of a step that take long on the ranks that reach the exchange last."""
+    """Finds slow parts of a step on the ranks that reach the exchange last."""
 
     def __init__(
         self, ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
@@ -163,13 +165,13 @@ class _Finder:
     def find(
         self, kind: LimitKind, name: str, spared: float = 1.0, alone: LimitKind | None = None
     ) -> Iterator[StepPart]:
-        """Yield the part that the StepSums field `name` measures, if it is at least 5 % of a step.
+        """Yield the part that a StepSums field measures, unless it is short.
 
-        `spared` is the fraction of this time that a remedy saves. The part's kind is `kind`. If
-        another rank needs less than half as long, it is `alone` instead, unless that is None.
+        `name` is the field. `spared` is the fraction of the time that a remedy saves.
         """
-        # A rank has it alone if another needs less than half as long. A remedy then saves at most
-        # the time that the others wait for that rank.
+        # A part below 5 % of a step is short. The part's kind is `kind`. A rank has the part alone
+        # if another rank needs less than half as long; its kind is then `alone`, unless that is
+        # None. A remedy then saves at most the time that the others wait for that rank.
         means = [rank.sums.mean(name) for rank in self._ranks]
         place = max(self._last, key=means.__getitem__)
         seconds = means[place]
@@ -205,9 +207,9 @@ class _Finder:
         )
 
     def _find_lead(self, place: int) -> float:
-        """Return how long all other ranks wait for the rank at index `place`, in seconds per step.
+        """Return how long all other ranks wait for a rank, in seconds per step.
 
-        The result is negative if another rank is busy longer.
+        Negative if another rank is busy longer. `place` is the rank's index.
         """
         # Busy times show it better than measured waits. Waits are timed in only some of the steps,
         # so a long wait in a single step may be missed; files and validation are timed in all
@@ -218,11 +220,12 @@ class _Finder:
 
 
 def _find_rest_error(seconds: float, step_s: float) -> float:
-    """Return the margin of error of the rest of a step after a remedy: half of its 95 % interval.
+    """Return the margin of error of a step's rest after a remedy.
 
-    The remedy removes `seconds` from a step of `step_s` seconds. The rest of the step may then take
-    more or less time than before.
+    The remedy removes `seconds` from a step of `step_s` seconds.
     """
+    # The margin is half of the 95 % interval. The rest of the step may take more or less time than
+    # before.
     return bound_error(seconds, step_s, REST_ERROR, REST_ERROR)
 
 
@@ -243,9 +246,9 @@ def list_last(steps: Sequence[RankStep], step_s: float) -> list[int]:
 def _find_exchange(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> Iterator[StepPart]:
-    """Yield the gradient exchange if it takes at least 10 % of a step on every rank."""
-    # Only the time after the last gradient counts: an exchange during the computation costs no
-    # time.
+    """Yield the gradient exchange if it takes long on every rank."""
+    # At least 10 % of a step is long. Only the time after the last gradient counts: an exchange
+    # during the computation costs no time.
     if len(ranks) < 2:
         return
     seconds = min(step.exchange_s for step in steps)
@@ -263,11 +266,12 @@ def _find_exchange(
 def _find_host_waits(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, competitors: str
 ) -> Iterator[StepPart]:
-    """Yield the parts of a step in which the ranks that finish last wait for their host.
+    """Yield parts of a step in which the last ranks wait for hosts.
 
-    A part is one of three waits: for cores, for the start of kernels, or for the training's own
-    code on the CPU. `competitors` names the programs that used the cores.
+    `competitors` names the programs that used the cores.
     """
+    # A part is one of three waits: for cores, for the start of kernels, or for the training's own
+    # code on the CPU. The last ranks are those that finish last.
     last = list_last(steps, step_s)
     place = max(last, key=lambda each: ranks[each].starved)
     starved_s = ranks[place].starved * step_s
@@ -303,13 +307,14 @@ def _find_host_waits(
 def _wait_for_starved(
     ranks: Sequence[MeasuredRank], step: RankStep, place: int, step_s: float
 ) -> float:
-    """Return the seconds per step that a rank waits for others because all ranks lack cores.
+    """Return a rank's seconds per step of waiting because all ranks lack cores.
 
-    Return 0 if any rank has enough cores.
+    0 if any rank has enough cores.
     """
-    # If all are, each rank is the last one in some steps, and the others wait for it. A rank may
-    # also be starved while it waits; that time is already counted as starved. So the result is at
-    # most the rest of a step after starved time, computing and the exchange.
+    # The rank waits for other ranks: if all lack cores, each rank is the last one in some steps,
+    # and the others wait for it. A rank may also be starved while it waits; that time is already
+    # counted as starved. So the result is at most the rest of a step after starved time, computing
+    # and the exchange.
     if not all(rank.starved >= LEAST_SHARE for rank in ranks):
         return 0.0
     sums = ranks[place].sums
@@ -322,12 +327,13 @@ def _wait_for_starved(
 def _find_unequal_work(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> StepPart | None:
-    """Return the part of a step that training loses because compute times are unequal.
+    """Return the part of a step that is lost to unequal compute times.
 
-    Its duration is the compute time of the slowest rank, minus the time in which all ranks would
-    finish together. Return None if this difference, or the longest wait of another rank, is within
-    noise or below 5 % of a step, or if fewer than two compute times are known.
+    None if this part is within noise, short or unknown.
     """
+    # Its duration is the compute time of the slowest rank, minus the time in which all ranks would
+    # finish together. The result is None if this difference, or the longest wait of another rank,
+    # is within noise or below 5 % of a step, or if fewer than two compute times are known.
     timed = [place for place, rank in enumerate(ranks) if rank.own_work_s > 0]
     if len(timed) < 2:
         return None
@@ -343,7 +349,8 @@ def _find_unequal_work(
 
 
 def _even_seconds(ranks: Sequence[MeasuredRank]) -> float:
-    """Return the compute time that all ranks would have if their shares matched their speeds."""
+    """Return the compute time that all ranks would have with balanced shares."""
+    # balanced shares match the ranks' speeds
     shares = [rank.share or 1 for rank in ranks]
     rates = [share / each.own_work_s for share, each in zip(shares, ranks, strict=True)]
     total = math.fsum(rates)
@@ -396,6 +403,7 @@ def _read_curves(ranks: Sequence[MeasuredRank]) -> Sequence[Curve]:
 
 
 def _is_plausible(seconds: float) -> bool:
-    """True if a step can have this compute time: from a microsecond to about a day."""
-    # Other processes report this time, and their reports may be wrong.
+    """True if a step can have this compute time."""
+    # This is from a microsecond to about a day. Other processes report the time, and their reports
+    # may be wrong.
     return LEAST_WORK_S < seconds < MOST_WORK_S

@@ -155,12 +155,13 @@ def compare(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> Comparis
 
 
 def _gain_at_present_speed(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> float | None:
-    """Return how much faster the last shares are than the first, at the devices' final speed.
+    """Return how much faster the last shares are than the first.
 
-    Return None if a rank's compute time is unknown.
+    None if a rank's compute time is unknown.
     """
-    # The time of steps with the first shares is computed from the newest compute times. They are
-    # assumed to be proportional to the rows, and the rest of a step's time to be the same.
+    # The comparison is at the devices' final speed. The time of steps with the first shares is
+    # computed from the newest compute times. They are assumed to be proportional to the rows, and
+    # the rest of a step's time to be the same.
     now, then = [], []
     for rank, metrics in enumerate(last):
         if metrics.own_work_s <= 0:
@@ -172,7 +173,10 @@ def _gain_at_present_speed(first: Sequence[ShareTimes], last: Sequence[ShareTime
 
 
 def _error(steps: Sequence[float]) -> float:
-    """Return the standard error of the median of step times, in seconds; 0 for too few steps."""
+    """Return the standard error of the median step time, in seconds.
+
+    0 for too few steps.
+    """
     # Consecutive steps are correlated, so each group of TOGETHER steps counts as a single step.
     if len(steps) < FEWEST_STEPS:
         return 0.0
