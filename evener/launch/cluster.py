@@ -133,11 +133,12 @@ def _train_once(
     caught: Sequence[int],
     end_seconds: float,
 ) -> tuple[int, set[str]]:
-    """Start the training run once on the agents' hosts and wait until it ends.
+    """Start one training run on all hosts and wait until it ends.
 
-    `make` creates a HostLaunch on a host. A signal in `caught` ends the wait. A launch that doesn't
-    stop within `end_seconds` is killed. Return the exit code and the names of the lost hosts.
+    Return the exit code and the names of the lost hosts.
     """
+    # `make` creates a HostLaunch on a host. A signal in `caught` ends the wait. A launch that
+    # doesn't stop within `end_seconds` is killed.
     parts: list[RemoteLaunch] = []
     lost: set[str] = set()
     try:
@@ -227,17 +228,18 @@ def wait_for_hosts(parts: Sequence[RemoteLaunch], caught: Sequence[int]) -> int:
 
 
 def _find_failure(parts: Sequence[RemoteLaunch]) -> int:
-    """Return the exit code of the first launch that has failed; 0 if none has."""
+    """Return the exit code of the first failed launch; 0 if none has failed."""
     codes = (part.code for part in parts)
     return next((code for code in codes if code), 0)
 
 
 def _check_head(answered: float) -> float:
-    """Check Ray's head node unless it answered recently, and return the time of its last answer.
+    """Check Ray's head node, and return the time of its last answer.
 
-    `answered` is the time of the previous answer, by the monotonic clock. Raises DeviceError if
-    there has been no answer for HEAD_SILENT_SECONDS.
+    A node that answered recently isn't checked. Raises DeviceError if it has been silent too long.
     """
+    # `answered` is the time of the previous answer, by the monotonic clock. A silence of
+    # HEAD_SILENT_SECONDS is too long.
     now = time.monotonic()
     if now < answered + HEAD_SECONDS:
         return answered

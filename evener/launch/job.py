@@ -227,8 +227,7 @@ def make_job(
 def _is_one_process(plan: Plan, framework: str, own: Sequence[Share]) -> bool:
     """True if one process trains on all devices of this host.
 
-    `own` are this host's shares. Raises PlanError if one process would have to train on several
-    hosts.
+    `own` are this host's shares. Raises PlanError if the process needs several hosts.
     """
     if framework == "torch" or plan.layout.engine == "multiworker":
         return False
@@ -242,11 +241,12 @@ def _is_one_process(plan: Plan, framework: str, own: Sequence[Share]) -> bool:
 
 
 def _choose_rendezvous(plan: Plan, rendezvous: str | None) -> tuple[str, int]:
-    """Return the host and port of the rendezvous.
+    """Return the host and port at which the ranks meet.
 
-    `rendezvous` is HOST:PORT, or None for the plan's first host and the default port. Raises
-    DeviceError if the host's name can't be resolved.
+    `rendezvous` is HOST:PORT or None. Raises DeviceError for an unknown host.
     """
+    # None stands for the plan's first host and the default port; a host is unknown if its name
+    # can't be resolved
     if rendezvous:
         host, port = _parse_rendezvous(rendezvous)
     else:
@@ -293,9 +293,9 @@ def check_plan(plan: Plan, command: Sequence[str]) -> None:
 
 
 def _choose_framework(plan: Plan, script: str) -> str:
-    """Return the plan's framework, or the one that `script` imports; "torch" by default.
+    """Return the plan's framework, or the one that `script` imports.
 
-    Raises PlanError if the plan and the script are for different frameworks.
+    The default is "torch". Raises PlanError if the plan and the script differ.
     """
     imported = script_framework(Path(script)) if script != "-m" else ""
     if plan.framework not in FRAMEWORKS:

@@ -71,8 +71,9 @@ class GroupExit(msgspec.Struct, frozen=True):
 
 
 def _order(code: int) -> int:
-    """Return the sort key of an exit code; the most likely cause of all failures comes first."""
-    # a killed process makes others abort or raise, then the launcher sends SIGTERM to the rest
+    """Return the sort key of an exit code, from likely causes to consequences."""
+    # The lowest key is the most likely cause of all failures. A killed process makes others abort
+    # or raise an error, and then the launcher sends SIGTERM to the rest.
     return {-signal.SIGKILL: 0, -signal.SIGTERM: 3}.get(code, 1 if code < 0 else 2)
 
 
@@ -122,7 +123,7 @@ def named_output(
 class _LineNames:
     """Provides the prefix of a process's output lines.
 
-    The prefix is empty until `has_several` returns True, and then the process's name.
+    The prefix is the process's name, or empty until `has_several` returns True.
     """
 
     def __init__(self, name: str, has_several: Callable[[], bool]) -> None:
@@ -131,13 +132,13 @@ class _LineNames:
         self._is_named = False
 
     def find(self) -> bytes:
-        """Return the process's name as a prefix; b"" if there has been only one process so far."""
+        """Return the process's name; b"" if there has been only one process."""
         self._is_named = self._is_named or self._has_several()
         return self._name if self._is_named else b""
 
 
 def _end_copy(write: int, end: bytes, thread: threading.Thread) -> None:
-    """Stop the thread that copies from a pipe, after it has copied everything in the pipe.
+    """Stop the thread that copies a pipe, once the pipe is empty.
 
     The marker `end` is written to `write`, the pipe's writing end.
     """
@@ -148,11 +149,12 @@ def _end_copy(write: int, end: bytes, thread: threading.Thread) -> None:
 
 
 def _copy_output(read: int, end: bytes, names: _LineNames, stream: int) -> None:
-    """Copy lines from a pipe to a stream, each with the current prefix, until `end` is read.
+    """Copy lines, with a prefix, from a pipe to a stream until `end`.
 
     `read` and `stream` are file descriptors.
     """
-    # if the stream is closed, reading stops, so that the process gets an error when it writes
+    # The end is a marker in the pipe. If the stream is closed, reading stops, so that the process
+    # gets an error when it writes.
     begun = found = b""
     with suppress(OSError), os.fdopen(read, "rb", 0) as pipe:
         while not found:
@@ -238,18 +240,16 @@ def _find_address() -> str:
 
 
 def _describe_rendezvous(address: str) -> str:
-    """Create a file for the processes' rendezvous; return the value of the variable RENDEZVOUS.
-
-    The value consists of `address`, which is the HOST:PORT that PyTorch would use without the file,
-    and the file's path.
-    """
+    """Create a file where processes meet; return the value of the variable RENDEZVOUS."""
+    # The value is `address`, a space and the file's path. PyTorch would use the HOST:PORT in
+    # `address` without the file.
     return f"{address} {make_memory_file()}"
 
 
 def _list_tf_configs(job: HostJob) -> list[dict[str, str]]:
     """Return TF_CONFIG for each process of this host, in the plan's order.
 
-    The list is empty unless the plan's engine is "multiworker" with several processes.
+    Empty unless the engine is "multiworker" with several processes.
     """
     active = job.plan.layout.active
     if len(active) == 1 or job.plan.layout.engine != "multiworker":
@@ -268,7 +268,7 @@ def _list_tf_configs(job: HostJob) -> list[dict[str, str]]:
 def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> dict[int, int]:
     """Wait until all processes have exited, one has failed, or a signal arrives.
 
-    Return the exit codes by index in `running`; an empty dictionary after a signal.
+    Return exit codes by index in `running`; {} after a signal.
     """
     while not caught:
         polled = enumerate(process.poll() for process in running)
@@ -307,10 +307,11 @@ FORCE_SECONDS = 25  # a process that exits this long after the first failure was
 
 
 def _describe_agent(job: HostJob, address: str) -> dict[str, str]:
-    """Return the environment variables of the agent, which its processes inherit.
+    """Return the environment variables for PyTorch's agent and its processes.
 
-    `address` is a HOST:PORT. On a single host, the processes rendezvous through a file instead.
+    `address` is a HOST:PORT; on a single host, a file is used instead.
     """
+    # ranks meet at this address or, on a single host, through the file
     more = {}
     if job.attempt:
         more["TORCHELASTIC_RESTART_COUNT"] = str(job.attempt)
@@ -322,9 +323,9 @@ def _describe_agent(job: HostJob, address: str) -> dict[str, str]:
 def _read_failures(job: HostJob, failures: Mapping[int, Any]) -> GroupExit:
     """Return how the processes ended, with the ranks that failed by themselves.
 
-    `failures` has the `exitcode` and `timestamp` that the agent reports for each failed rank.
+    `failures` has the `exitcode` and `timestamp` of each failed rank.
     """
-    # the agent kills other ranks FORCE_SECONDS after the first failure
+    # The agent reports these failures. It kills other ranks FORCE_SECONDS after the first failure.
     first = min(failure.timestamp for failure in failures.values())
     ended = {}
     for rank, failure in failures.items():

@@ -140,9 +140,9 @@ def _refuse_isolation(options: Sequence[str]) -> None:
 
 
 def _skip_options(words: Sequence[str]) -> list[str]:
-    """Return the arguments of Python without the options before the script, `-m` or `-c`.
+    """Return Python's arguments from the script, `-m` or `-c` on.
 
-    The result is empty if there is no such argument.
+    Empty if there is no such argument.
     """
     left = list(words)
     while left and left[0].startswith("-") and left[0] not in ("-m", "-c", "-"):
@@ -267,7 +267,7 @@ def make_plan(identity: str, templates: Sequence[Share], batches: Sequence[int])
 def _find_last_plan(even: Plan, command: ProgramCommand) -> ChosenPlan | None:
     """Return the plan that was saved after this command's last training run.
 
-    Return None if the command has never run on the devices of the plan `even`.
+    None if there is no such run on the devices of the plan `even`.
     """
     wanted = _digest_command(command, even)
     for path in sorted(runs_folder().glob(f"*/{SAVED_FILE}"), reverse=True):

@@ -94,11 +94,12 @@ def _start(job: HostJob, restarts_of_agents: int) -> GroupExit:
 
 
 def _make_job_without(first: HostJob, broken: Sequence[Device]) -> HostJob:
-    """Return the job without the broken devices, with a new plan for the remaining ones.
+    """Return the job without its broken devices, with a new plan.
 
-    `first` is the job with all devices. Raises PlanError if the job's plan file has changed. Raises
-    DeviceError if no device is left, or if a device of a job with several hosts is broken.
+    Raises PlanError if the plan file has changed, and DeviceError if no job is possible.
     """
+    # `first` is the job with all devices. No job is possible if no device is left, or if a device
+    # of a job with several hosts is broken.
     if load_plan(first.path) != first.plan:
         raise PlanError(
             f"{first.path} has changed since the training began.",
@@ -129,7 +130,8 @@ def _make_job_without(first: HostJob, broken: Sequence[Device]) -> HostJob:
 
 
 def _print_changes(before: Plan, after: Plan) -> None:
-    """Print which devices are left out or used again, with their rows before and after."""
+    """Print which devices are left out or used again, with their rows."""
+    # the rows are those before and after the change
     rows = compare_rows(before, after)
     for old, new in zip(before.layout.share, after.layout.share, strict=True):
         if bool(old.batch) != bool(new.batch):

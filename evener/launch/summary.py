@@ -180,12 +180,9 @@ def summarize_training(
 
 
 class _MatchedRank(NamedTuple):
-    """One of a rank's devices, together with its part of the rank's record and its metrics.
+    """One of a rank's devices, with its part of the rank's record."""
 
-    - `record`: the rank's record.
-    - `live`: the device's entry in this record.
-    - `measured`: the device's metrics.
-    """
+    # `live` is the device's entry in the rank's record, and `measured` are the device's metrics
 
     record: LiveRecord
     live: LiveDevice
@@ -194,8 +191,9 @@ class _MatchedRank(NamedTuple):
     def summarize(self, step: RankStep | None) -> RankSummary:
         """Return the device's summary.
 
-        `step` has the rank's mean time per step for each activity; None if unknown.
+        `step` has the rank's mean seconds per activity; None if unknown.
         """
+        # these are the rank's mean times in a step
         live, record = self.live, self.record
         memory = record.memory_bytes, record.memory_of_bytes
         return RankSummary(self.measured.name, live.batch, live.micro, step, *memory)
@@ -227,7 +225,7 @@ def _speed(record: LiveRecord) -> float:
 def _measure(record: LiveRecord, live: LiveDevice, name: str) -> MeasuredRank:
     """Return a rank's step metrics over the whole training run.
 
-    If its record has no sums over the whole run, the metrics are from its last steps.
+    If the record has no sums over it, they are from the last steps.
     """
     sums = record.whole if record.whole.steps else recent_sums(record, live)
     return measure_rank(record, live, name, sums, live.micro, record.starved_so_far)
@@ -299,7 +297,8 @@ def _describe_remedies(summary: TrainingSummary) -> str:
 
 
 def _write_gain(gain: float) -> str:
-    """Return a gain as text, such as "+43 %"; from MOST_GAIN on, it is "over +900 %"."""
+    """Return a gain as text, such as "+43 %" or "over +900 %"."""
+    # gains from MOST_GAIN on are written with "over"
     return f"over +{percent(MOST_GAIN)}" if gain >= MOST_GAIN else f"+{percent(gain)}"
 
 
@@ -316,7 +315,10 @@ def _describe_ranks(summary: TrainingSummary) -> list[str]:
 
 
 def _describe_share(rank: RankSummary) -> str:
-    """Return a share and its compute time as text, such as "48 on GPU:1 (60 ms of own work)"."""
+    """Return a share and its compute time as text.
+
+    An example is "48 on GPU:1 (60 ms of own work)".
+    """
     if not rank.share:
         return f"none on {rank.device}, which holds a part of the state"
     return f"{write_share(rank.share, rank.micro)} on {rank.device}{_describe_own_work(rank)}"
@@ -333,10 +335,8 @@ def _describe_own_work(rank: RankSummary) -> str:
 
 
 def _describe_changes(summary: TrainingSummary) -> str:
-    """Return the first shares, the number of changes and the gain of the last shares, as text.
-
-    The result is empty if shares never changed.
-    """
+    """Return how shares have changed, as text; "" if they never did."""
+    # this is the first shares, the number of changes and the gain of the last shares
     first = summary.first
     if first is None:
         times = len(summary.changes)
@@ -376,7 +376,8 @@ def _describe_memory(rank: RankSummary) -> str:
 
 
 def _describe_record(summary: TrainingSummary) -> list[str]:
-    """Return a line that says how to show the run's record; an empty list if there is none."""
+    """Return a line with the command that shows this run; [] if none."""
+    # the command shows the run's record, so the list is empty without a record
     if not (runs_folder() / summary.run / TRAINING_JOURNAL).exists():
         return []
     return [f"record: evener runs show {summary.run}"]
