@@ -273,12 +273,12 @@ def _read_folder(folder: Path) -> Iterator[Training]:
 
 
 def _read_small(name: str, folder: int) -> bytes:
-    """Return the content of the file `name` in the folder with the descriptor `folder`.
+    """Return a file's content, up to one byte over the size limit.
 
-    The result is empty unless the file is regular and only this user can access it. At most one
-    byte over the size limit is read.
+    Empty unless the file is regular and only this user can access it.
     """
-    # a pipe must not block the reader
+    # `name` is in the folder with the descriptor `folder`. The file is opened so that a pipe
+    # doesn't block the reader.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with os.fdopen(os.open(name, flags, dir_fd=folder), "rb", buffering=0) as stream:
         status = os.fstat(stream.fileno())
@@ -287,10 +287,11 @@ def _read_small(name: str, folder: int) -> bytes:
 
 
 def _read_record(name: str, folder: int) -> LiveRecord | None:
-    """Return the record in the file `name` of the folder with the descriptor `folder`.
+    """Return the record in the file `name` of an open folder.
 
-    Return None unless the file is small, well-formed and accessible to this user only.
+    None unless the file is small, well-formed and accessible to this user only.
     """
+    # `folder` is the folder's descriptor
     try:
         return parse_record(_read_small(name, folder))
     except OSError:

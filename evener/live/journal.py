@@ -325,7 +325,10 @@ class TrainingJournal:
         )
 
     def _note_speed(self, record: LiveRecord) -> None:
-        """Record the speed since the last speed entry, and the noise scale if it is known."""
+        """Record the speed since the last speed entry.
+
+        The noise scale is also recorded if it is known.
+        """
         # the first report only marks the start of the measured time
         earlier = self._from
         self._from = record
@@ -358,7 +361,8 @@ class TrainingJournal:
         self._flush()
 
     def _flush(self) -> None:
-        """Write the entries in `_unwritten`; if that fails, keep them for later and warn once."""
+        """Write the entries in `_unwritten`; if that fails, warn once."""
+        # entries that couldn't be written are kept for later
         try:
             if self._descriptor < 0:
                 self._descriptor = _open_journal(self._run)
@@ -408,7 +412,7 @@ def _cut_incomplete_line(descriptor: int) -> None:
 def _write_whole(descriptor: int, line: bytes) -> None:
     """Append a line to the file.
 
-    If that fails, remove what was written of the line and raise OSError.
+    If that fails, remove the incomplete line and raise OSError.
     """
     before = os.fstat(descriptor).st_size
     try:

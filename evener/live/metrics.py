@@ -56,7 +56,7 @@ def metrics() -> dict[str, float]:
 
 
 def _find_local_ranks(own: LiveRecord) -> Sequence[LiveRecord]:
-    """Return the newest record of each rank of this training run on this machine.
+    """Return each rank's newest record of this training run on this machine.
 
     `own` is the record of this process.
     """
@@ -80,9 +80,9 @@ def join_metrics(ranks: Sequence[LiveRecord]) -> dict[str, float]:
 
 
 def _join_training(ranks: Sequence[LiveRecord]) -> dict[str, float]:
-    """Return the metrics of the whole training run from the records of its ranks.
+    """Return the whole training run's metrics from the records of its ranks.
 
-    Rates are summed over the ranks. Times are the slowest rank's.
+    Rates are summed, and times are the slowest rank's.
     """
     speed = sum(rank.samples_per_second for rank in ranks)
     plan = max(rank.plan_samples_per_second for rank in ranks)
@@ -101,7 +101,7 @@ def _join_training(ranks: Sequence[LiveRecord]) -> dict[str, float]:
 
 
 def _describe_device(device: LiveDevice, rows: int) -> dict[str, float]:
-    """Return the metrics of a device; `rows` is the number of rows in a global batch."""
+    """Return a device's metrics; `rows` is the size of a global batch."""
     own = {
         "rows": device.batch,
         "share": device.batch / rows if rows else 0.0,
@@ -122,7 +122,7 @@ def _drop_zeros(metrics: Mapping[str, float]) -> dict[str, float]:
 def _number_devices(record: LiveRecord) -> Sequence[tuple[int, LiveDevice]]:
     """Return pairs (number, device) for the devices of a process.
 
-    A single device has the process's rank as its number. Several devices are numbered from 0.
+    A single device has the rank's number; several are numbered from 0.
     """
     devices = record.devices or (LiveDevice("", -1, 0, record.samples_per_second),)
     first = max(0, record.rank) if len(devices) == 1 else 0

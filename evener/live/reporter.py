@@ -123,7 +123,8 @@ class _Cores:
         self._whole_s = self._starved_s = 0.0
 
     def read_last(self) -> None:
-        """Take a last reading when the training run ends; in a short run, it is the only one."""
+        """Take the last reading, when the training run ends."""
+        # in a short run, it is the only one
         self._update(LAST_CORE_SECONDS)
 
     def _update(self, seconds: float) -> None:
@@ -137,10 +138,11 @@ class _Cores:
             self._starved_s += seen.starved_s
 
     def read(self) -> tuple[float, float]:
-        """Return the fraction of time in which threads waited for CPU cores, recently and in total.
+        """Return the recent and total fraction of time spent waiting for CPU cores.
 
         Both are updated at most every CORE_SECONDS.
         """
+        # this is the time of all threads
         self._update(CORE_SECONDS)
         wall_s = sum(each.wall_s for each in self._last)
         starved_s = sum(each.starved_s for each in self._last)
@@ -256,7 +258,8 @@ class Reporter:
         return True
 
     def _note_step(self, now: float) -> None:
-        """Record that a step ended at `now` (monotonic seconds); write the file if it is due."""
+        """Record that a step ended at `now`; write the file if due."""
+        # `now` is in seconds of the monotonic clock
         self._reported_at = now
         if self._step == FIRST_STEPS:
             self._counted_from = self._count(now)
@@ -302,7 +305,8 @@ class Reporter:
                     self._kept_file(kept).unlink(missing_ok=True)
 
     def _note_end(self) -> None:
-        """Record the last steps, which aren't in a file yet, for the journal and the launcher."""
+        """Record the last steps for the journal and the launcher."""
+        # they aren't in a file yet
         kept = launched_records()
         if self._last_call is None or self._ticks is None:
             return
@@ -319,9 +323,9 @@ class Reporter:
                 self._keep(record, kept)
 
     def _leave_out(self, seconds: float, *counts: int) -> None:
-        """Exclude a step from the rates.
+        """Exclude a step of `seconds` from the rates.
 
-        `seconds` is the step's duration, and `counts` are its samples and tokens.
+        `counts` are the step's samples and tokens.
         """
         # the step's time and samples are added to the earlier counts
 
@@ -336,10 +340,11 @@ class Reporter:
         return _Counts(now, self._samples, self._tokens, self._padded)
 
     def _recent_rates(self, now: float) -> tuple[float, float, float] | None:
-        """Return samples/s, tokens/s and the fraction of padding, over the last WINDOW_SECONDS.
+        """Return samples/s, tokens/s and the padding's fraction over the last WINDOW_SECONDS.
 
-        Return None at the first call, because rates need two points in time.
+        None at the first call.
         """
+        # rates need two points in time
         points = self._points
         points.append(self._count(now))
         while len(points) > 2 and now - points[0].at > WINDOW_SECONDS:
@@ -373,10 +378,9 @@ class Reporter:
         batches: Sequence[int] | None,
         rates: tuple[float, float, float] | None,
     ) -> None:
-        """Record a report in the journal and, if `rates` are known, write it to the file.
-
-        Also schedule the next write, and start the thread that notices steps that hang.
-        """
+        """Record a report in the journal, and write known rates to the file."""
+        # This also schedules the next write, and starts the thread that notices steps that hang.
+        # Rates are None if they are unknown.
         if rates is None and self._journal is None:
             return
         began = time.monotonic()
@@ -439,7 +443,8 @@ class Reporter:
         )
 
     def _keep(self, record: LiveRecord, folder: Path) -> None:
-        """Copy the record to the launcher's folder, to be read after this process has exited."""
+        """Copy the record to the launcher's folder."""
+        # the launcher reads the copy after this process has exited
         with contextlib.suppress(OSError):
             replace_file(self._kept_file(folder), msgspec.json.encode(record))
 
@@ -532,8 +537,9 @@ def report(
 
 
 def _is_launched_alone() -> bool:
-    """True if this process reports for all devices of a training run started by evener launch."""
-    # such a process is the run's only one or, in Keras, the first of its group
+    """True if this process reports for all devices of an evener launch."""
+    # `evener launch` has then started the training run. Such a process is the run's only one or, in
+    # Keras, the first of its group.
     return bool(launched_run()) and os.environ.get("WORLD_SIZE", "1") == "1"
 
 
@@ -544,11 +550,11 @@ def _has_journal() -> bool:
 def _describe_devices(
     devices: Devices, batches: Sequence[int] | None, rate: float, times: Sequence[DeviceTimes]
 ) -> tuple[LiveDevice, ...]:
-    """Return the devices that compute, each with its part of the samples/s and its times.
+    """Return the devices that compute, with their samples/s and their times.
 
-    `devices` and `batches` are arguments of `report`. `rate` is all devices' samples/s, and `times`
-    are the devices' times.
+    `rate` is all devices' samples/s, and `times` are the devices' times.
     """
+    # `devices` and `batches` are arguments of `report`
     named = [_identify_device(device) for device in devices]
     sizes = (
         [device.batch for device in named]
@@ -576,10 +582,8 @@ def _describe_devices(
 
 
 def _identify_device(device: str | int | Share) -> LiveDevice:
-    """Return a LiveDevice that identifies `device`, without its samples/s and times.
-
-    For a plan's share, it also has the samples per step and per pass, the curve and the limit.
-    """
+    """Return a LiveDevice that identifies `device`, without its samples/s and times."""
+    # for a plan's share, it also has the samples per step and per pass, the curve and the limit
     if isinstance(device, Share):
         index = max(-1, device.index)
         host = clean(device.host)
