@@ -98,7 +98,7 @@ def _check_world(plan: Plan, world: int | None, framework: str | None) -> None:
 def _list_differences(
     plan: Plan, devices: Sequence[str] | None, workload_digest: str | None, framework: str | None
 ) -> Iterator[str]:
-    """Yield a message for each difference between this training run and the measured one.
+    """Yield a message for each difference from the measured training run.
 
     Arguments that are None aren't compared.
     """

@@ -251,10 +251,9 @@ def parse_plan(text: bytes, source: str = "plan") -> Plan:
 
 
 def _add_missing_kinds(plan: Plan) -> Plan:
-    """Return the plan with the missing kinds in its `evidence` filled in, such as "one_device".
-
-    Plans of evener 0.1 and 0.2 have only the names of comparisons, from which the kinds follow.
-    """
+    """Return the plan with missing kinds in its `evidence` filled in."""
+    # "one_device" is such a kind. Plans of evener 0.1 and 0.2 have only the names of comparisons,
+    # from which the kinds follow.
     names: dict[str, EvidenceKind] = {
         EVEN_SPLIT: "equal_shares",
         BEST_SPLIT: "other_shares",
@@ -323,9 +322,9 @@ def with_current_schema(plan: Plan) -> Plan:
 
 
 def _upgrade_layout(layout: PlanLayout) -> PlanLayout:
-    """Return a copy of the layout in which every share has a number of rows per pass.
+    """Return a layout in which every share has its rows per pass.
 
-    A share that has none gets a single pass.
+    A share without that number gets a single pass.
     """
     shares = (
         msgspec.structs.replace(share, micro=share.micro or share.batch) for share in layout.share
@@ -368,7 +367,10 @@ def _as_printable(data: Any) -> Any:
 
 
 def _check_whole_numbers(data: Any, where: str) -> None:
-    """Raise PlanError for an integer that doesn't fit in 64 bits; `where` is the key of `data`."""
+    """Raise PlanError for an integer that doesn't fit in 64 bits.
+
+    `where` is the key of `data`.
+    """
     # msgspec doesn't check such integers against a field's limits
     if isinstance(data, int) and not -(1 << 63) <= data < 1 << 63:
         raise PlanError(f"{where} is larger than any number of a plan.", "Correct that key.")

@@ -207,7 +207,7 @@ def complete_layout(layout: Any) -> Any:
 
 
 def _read_batch(share: dict[str, Any]) -> int:
-    """Return a share's rows, or 0 if its `batch` isn't a valid number of rows."""
+    """Return a share's rows; 0 if its `batch` isn't valid."""
     # the invalid number is reported when the share itself is read
     batch = share.get("batch")
     return batch if type(batch) is int and 0 <= batch <= MOST_ROWS else 0
@@ -268,7 +268,7 @@ def _check_named_once(layout: PlanLayout, where: str) -> None:
 def _check_states(layout: PlanLayout, where: str) -> None:
     """Raise PlanError if the devices' parts of the model's state are invalid.
 
-    In a sharded layout, the parts have to sum to 1; in any other layout, they have to be 0.
+    The parts must sum to 1 in a sharded layout, and otherwise be 0.
     """
     states = [share.state for share in layout.share]
     if not layout.traits.sharded:
@@ -288,7 +288,7 @@ def _check_states(layout: PlanLayout, where: str) -> None:
 def _has_valid_state(share: Share) -> bool:
     """True if the share's part of the sharded state is valid.
 
-    The part may be 0 only if the share has no rows.
+    The part may be 0 only without rows.
     """
     if not share.state:
         return not share.batch

@@ -93,10 +93,8 @@ def pass_rows(shares: Sequence[int], pass_limits: Sequence[int]) -> tuple[int, .
 
 
 def _join_knots(knots: Knots) -> Curve:
-    """Return the piecewise linear curve through the knots (rows, seconds).
-
-    It continues beyond the last knot with the slope of the last segment.
-    """
+    """Return the piecewise linear curve through points (rows, seconds)."""
+    # the curve continues beyond the last point with the slope of the last segment
     (rows, seconds), (last, end) = knots[-2:]
     batches, times = zip(*knots, strict=True)
     return Curve(batches, times, (end - seconds) / (last - rows))
@@ -145,9 +143,9 @@ def leave_out(plan: Plan, gone: Collection[tuple[str, str]]) -> Plan:
 
 
 def _divide_batch(layout: PlanLayout, left: Sequence[Share], part: float) -> PlanLayout:
-    """Return the layout with the whole batch divided among the shares in `left`.
+    """Return the layout with the whole batch divided among certain shares.
 
-    `part` is the fraction of the batch that these shares had before.
+    `left` are these shares, and `part` is the fraction of the batch that they had before.
     """
     rows, micros = _divide_rows(layout, left)
     held = sum(share.state for share in left)
@@ -190,7 +188,8 @@ def _divide_rows(
 
 
 def _largest_pass(share: Share) -> int:
-    """Return the most rows per pass that certainly fit on a device; 0 if the plan has no limit."""
+    """Return the most rows per pass that fit on a device; 0 if unknown."""
+    # as many rows certainly fit; the number is unknown if the plan has no limit
     if share.most:
         return share.most
     return share.micro if share.micro < share.batch else 0
@@ -199,10 +198,11 @@ def _largest_pass(share: Share) -> int:
 def _solve_by_curves(
     layout: PlanLayout, left: Sequence[Share], pass_limits: tuple[int, ...]
 ) -> Sequence[int] | None:
-    """Return the rows of each share in `left` that are fastest by the devices' curves.
+    """Return the fastest rows of each share, by the devices' curves.
 
-    Return None if the rows don't fit in memory, even in several passes.
+    None if the rows don't fit in memory, even in several passes.
     """
+    # the shares are those in `left`
     curves = read_curves(left)
     in_passes = any(share.micro < share.batch for share in layout.active)
     if not in_passes:

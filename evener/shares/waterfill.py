@@ -110,15 +110,14 @@ def _try_fewer(
     least: float,
     shares: dict[int, int],
 ) -> Allocation:
-    """Return the given shares as an allocation, or a faster allocation to fewer devices.
+    """Return the given shares, or a faster allocation to fewer devices.
 
-    - `costs`: seconds of gradient exchange by number of devices.
-    - `fewest`: minimum number of devices.
-    - `least`: finish time of the given shares, without the gradient exchange.
-    - `shares`: the given shares, by index in `devices`.
+    `costs` are the seconds of gradient exchange by number of devices.
     """
-    # Fewer devices may be faster, because their exchange is cheaper. The search halves the range of
-    # device counts recursively, and skips ranges that can't be faster.
+    # `fewest` is the minimum number of devices. `least` is the finish time of the given shares,
+    # without the gradient exchange. `shares` are by index in `devices`. Fewer devices may be
+    # faster, because their exchange is cheaper. The search halves the range of device counts
+    # recursively, and skips ranges that can't be faster.
     best = _allocation(devices, shares, _slowest(devices, shares) + costs[len(shares)])
     ranges = [(fewest, len(shares) - 1)]
     while ranges:
@@ -271,7 +270,7 @@ def _samples_by(
 ) -> int:
     """Return how many samples the best k devices can finish within `seconds`.
 
-    Returns 0 if fewer than `active` devices can finish a quantum by then.
+    0 if fewer than `active` devices can finish a quantum.
     """
     sizes = _largest_shares(devices, seconds, quantum)
     if active and sum(1 for size in sizes if size) < active:
@@ -282,11 +281,12 @@ def _samples_by(
 def _split_among_count(
     devices: Sequence[DeviceCurve], k: int, batch: int, quantum: int, least: float, active: int
 ) -> tuple[float, dict[int, int]] | None:
-    """Return the earliest finish time at which k devices compute `batch` samples, and their shares.
+    """Return the earliest time at which k devices finish a batch, with shares.
 
-    The finish time is at least `least`. At least `active` devices get samples. Shares are keyed by
-    index in `devices`. Returns None if the devices' limits don't allow the batch.
+    None if the devices' limits don't allow the batch.
     """
+    # The finish time is at least `least`. At least `active` devices get samples. Shares are by
+    # index in `devices`.
     late = max(device.curve.seconds(device.limit) for device in devices)
     if _samples_by(devices, k, late, quantum, active) < batch:
         return None
@@ -307,12 +307,13 @@ def _split_among_count(
 def _divide_batch(
     devices: Sequence[DeviceCurve], k: int, batch: int, quantum: int, early: float, late: float
 ) -> dict[int, int]:
-    """Return whole shares of up to k devices that sum to `batch`, by index in `devices`.
+    """Return whole shares of up to k devices that sum to `batch`.
 
-    Each device gets what it finishes by `early`, but at least one quantum. Then single quanta are
-    added, up to what the device finishes by `late`.
+    They are by index in `devices`.
     """
-    # each of these goes to the device that would finish it first
+    # Each device gets what it finishes by `early`, but at least one quantum. Then single quanta are
+    # added, up to what the device finishes by `late`. Each of these quanta goes to the device that
+    # would finish it first.
     most = _largest_shares(devices, late, quantum)
     chosen = _largest(most, min(k, batch // quantum))
     shares = {
@@ -367,11 +368,13 @@ def _best_within_seconds(
     limit: int | None,
     fewest: int,
 ) -> Allocation | None:
-    """Return the allocation with the highest samples/s whose devices finish within `seconds`.
+    """Return the allocation with the most samples/s that finishes within `seconds`.
 
-    Each of its devices computes as much as it can in that time. Returns None if fewer than `fewest`
-    devices can compute a quantum, or if the `fewest` largest shares already exceed `limit` samples.
+    None if too few devices can compute, or `limit` samples are too few.
     """
+    # Each device of the allocation computes as much as it can in that time. Fewer than `fewest`
+    # devices are too few; a device must compute a quantum. The `fewest` largest shares must not
+    # exceed `limit` samples.
     sizes = _largest_shares(devices, seconds, quantum)
     order = _largest(sizes, len(sizes))
     best = 0
@@ -420,10 +423,10 @@ def _improve_nearby(
 
 
 class _Crossing(NamedTuple):
-    """The first interval of finish times in which a number of devices reaches a given samples/s.
+    """The first interval in which a number of devices reaches given samples/s.
 
-    - `samples`: maximum number of samples that so many devices can compute by `late`.
-    - `early`, `late`: the interval in seconds, without the gradient exchange.
+    - `samples`: the most samples that these devices can compute by `late`.
+    - `early`, `late`: the interval of finish times, in seconds without the gradient exchange.
     - `devices`: the number of devices.
     """
 
@@ -436,11 +439,12 @@ class _Crossing(NamedTuple):
 def _find_crossings(
     devices: Sequence[DeviceCurve], costs: Costs, rate: float, quantum: int, fewest: int
 ) -> list[_Crossing]:
-    """Return, for each number of devices, the first interval of finish times that allows `rate`.
+    """Return the first interval that allows `rate`, for each number of devices.
 
-    `rate` is in samples/s. `costs` are the seconds of gradient exchange by number of devices.
-    Numbers of devices below `fewest`, and those that never reach `rate`, are left out.
+    Numbers of devices that never reach `rate` samples/s are left out.
     """
+    # The intervals are of finish times. `costs` are the seconds of gradient exchange by number of
+    # devices. Numbers below `fewest` are also left out.
     found: dict[int, _Crossing] = {}
     for early, late in pairwise((0.0, *finish_times(devices, quantum))):
         largest_first = sorted(_largest_shares(devices, late, quantum), reverse=True)
@@ -455,9 +459,9 @@ def _find_crossings(
 def _earliest_reaching(
     devices: Sequence[DeviceCurve], costs: Costs, rate: float, crossing: _Crossing, quantum: int
 ) -> Allocation | None:
-    """Return the allocation that reaches `rate` samples/s at the earliest time in `crossing`.
+    """Return the allocation that reaches `rate` samples/s earliest in `crossing`.
 
-    Returns None if no device has samples.
+    None if no device has samples.
     """
     _, earliest, latest, k = crossing
     for _ in range(HALVINGS // 2):

@@ -108,10 +108,10 @@ def _whole_parts(ratios: Sequence[float]) -> list[int]:
 def _correct_sum(sizes: list[int], quotas: dict[int, int], unit: int, batch: int) -> None:
     """Add or remove single samples until `sizes` sum to `batch`.
 
-    `quotas` are the exact sizes by device, multiplied by `unit` so that they are whole numbers.
     Each device in `quotas` keeps at least one sample.
     """
-    # at the device whose size differs most from its quota
+    # Samples are added or removed at the device whose size differs most from its quota. The quotas
+    # are the exact sizes by device, multiplied by `unit` so that they are whole numbers.
     while sum(sizes) != batch:
         if sum(sizes) < batch:
             i = max(quotas, key=lambda k: (quotas[k] - sizes[k] * unit, -k))
