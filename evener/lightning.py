@@ -144,7 +144,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return loader
 
     def _begin_loop(self, rows: UnevenBatchSampler) -> None:
-        """Turn off shuffling at the start of a training loop if `overfit_batches` is set.
+        """Turn off shuffling for `overfit_batches` when a training loop starts.
 
         Nothing changes if the user has given an order of rows.
         """
@@ -154,8 +154,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def _end_batch(self) -> None:
         """End the previous step when the trainer requests its next batch.
 
-        Raises RequestError if the trainer uses another strategy, which wouldn't weight losses.
+        Raises RequestError if the trainer uses another strategy.
         """
+        # another strategy wouldn't weight losses
         if not self.trains:
             raise _other_strategy()
         self._planned.end()
@@ -195,14 +196,12 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._rendezvous_on_hosts()
 
     def _rendezvous_on_hosts(self) -> None:
-        """Make the first rank tell the others, before each batch, whether it has received SIGTERM.
-
-        If another rank receives SIGTERM but the first doesn't, that rank stops by itself one batch
-        later.
-        """
-        # Lightning's own handler would synchronize with the other ranks immediately, while they may
-        # be in a step's all-reduce; the one installed here only records the signal. The ranks meet
-        # over gloo, on their hosts, so that Lightning's loop doesn't wait for its GPU.
+        """Make the first rank tell the others of SIGTERM before each batch."""
+        # If another rank receives SIGTERM but the first doesn't, that rank stops by itself one
+        # batch later. Lightning's own handler would synchronize with the other ranks immediately,
+        # while they may be in a step's all-reduce; the one installed here only records the signal.
+        # The ranks meet over gloo, on their hosts, so that Lightning's loop doesn't wait for its
+        # GPU.
         loop, trainer, group = (
             self._trainer.fit_loop.epoch_loop,
             self._trainer,
@@ -299,8 +298,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def _searches(self) -> bool:
-        """True if LBFGS or a learning-rate finder is used; both decide by the value of the loss."""
-        # all ranks must then see the same loss
+        """True if LBFGS or a learning-rate finder is used."""
+        # both decide by the value of the loss, so all ranks must see the same loss
         finds_rate = any(map(private.searches_rate, self._trainer.callbacks))
         return finds_rate or self._has_lbfgs
 
@@ -335,10 +334,11 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self._rows, self._parts, self._begins = sum(sizes), self._cut(batch, sizes), True
 
     def _cut(self, batch: Any, sizes: tuple[int, ...]) -> list[Part]:
-        """Return the passes of this rank's share, with their weights in the global batch's loss.
+        """Return the passes of this rank's share, with their weights.
 
-        `sizes` are the ranks' numbers of rows. A pass without rows gets one row with weight 0.
+        `sizes` are the ranks' row counts. A pass without rows gets one row with weight 0.
         """
+        # the weights are those in the global batch's loss
         rank = self._planned.rank
         parts = make_parts(batch, sizes[rank], max(1, sizes[rank]), lambda loss: loss, self._passes)
         if self._count is not None:
@@ -381,7 +381,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._audit.after_step(loader, self._newest, self._arguments[1:])
 
     def _compute_next_pass(self) -> Any:
-        """Compute the next pass, or the next piece of a pass that ran out of memory.
+        """Compute the next pass, or a piece of one that ran out of memory.
 
         Return the result of training_step, or None after the last pass.
         """
@@ -408,11 +408,11 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._planned.weights.in_pass = False
 
     def _share_loss(self, result: Any) -> Any:
-        """Return training_step's result with its loss replaced by the global batch's loss.
+        """Replace the loss in training_step's result by the global batch's loss.
 
         Gradients are still computed from this rank's loss.
         """
-        # so that code that decides by the loss decides the same on all ranks
+        # code that decides by the loss thus decides the same on all ranks
         loss = loss_of(result)
         loss = self.reduce(loss.detach().clone()) + (loss - loss.detach())
         return {**result, "loss": loss} if isinstance(result, Mapping) else loss

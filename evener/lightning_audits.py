@@ -93,9 +93,9 @@ class ModuleAudit:
     def _compute_manually(
         self, others: Sequence[Any], sketcher: GradientSketcher, part: Part
     ) -> None:
-        """Run training_step, and give `sketcher` each loss that it passes to manual_backward.
+        """Run training_step, and give `sketcher` each loss passed to manual_backward.
 
-        Raises RequestError if it never calls manual_backward.
+        Raises RequestError if there is none.
         """
         # weights that training_step itself changes are restored
         module = self._strategy.lightning_module
@@ -126,7 +126,7 @@ def _list_weights(module: Any) -> list[torch.Tensor]:
 def _kept_steps(strategy: Any) -> Iterator[None]:
     """Return a context in which no optimizer, schedule or step counter advances.
 
-    Gradients are restored on exit. Raises RequestError if the weights are larger than MOST_BYTES.
+    Gradients are restored on exit. Raises RequestError if the weights exceed MOST_BYTES.
     """
     # the audit copies them
     weights = _list_weights(strategy.lightning_module)
@@ -151,8 +151,9 @@ def _kept_steps(strategy: Any) -> Iterator[None]:
 def _list_stubs(strategy: Any) -> Iterator[tuple[Any, str, Any]]:
     """Yield the methods by which training_step may advance optimizers and schedules.
 
-    Each item is (object, method name, stub), where the stub replaces the method during an audit.
+    Items are (object, method name, stub).
     """
+    # the stub replaces the method during an audit
     yield strategy, "optimizer_step", lambda _, closure, *__, **___: closure()
     for optimizer in strategy.optimizers:
         yield optimizer, "step", lambda closure=None: None if closure is None else closure()

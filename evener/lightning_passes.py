@@ -200,11 +200,11 @@ class PassMetrics:
             self._part, (module._current_fx_name, logged.batch_size) = None, before
 
     def _average_steps(self, before: dict[str, Any]) -> None:
-        """Replace each step metric that isn't reduced over ranks by its mean over the passes.
+        """Replace step metrics that ranks don't reduce by means over the passes.
 
-        `before` has the metrics' values before this pass. Metrics that the pass didn't log are
-        skipped.
+        `before` has the metrics' values before this pass.
         """
+        # metrics that the pass didn't log are skipped
         for name, metric in self._logged.items():
             meta, own = metric.meta, metric._forward_cache
             alone = (
@@ -249,10 +249,10 @@ class PassMetrics:
     ) -> torch.Tensor:
         """Return a metric combined with its values in earlier pieces and passes.
 
-        - `key`: identifies the metric within a pass.
-        - `own`: its value in this piece.
-        - `reduce`: reduces a tensor over ranks, once per pass and metric.
+        `own` is the metric's value in this piece.
         """
+        # `key` identifies the metric within a pass, and `reduce` reduces a tensor over ranks, once
+        # per pass and metric
         assert self._part is not None
         if key not in self._reduced:
             own = _add(op, self._pieces.get(key), own)

@@ -84,7 +84,7 @@ def trainer(
 def _hold_other_gpus(plan: Plan, nodes: dict[str, Node]) -> list[Any]:
     """Reserve the GPUs that the plan leaves unused on its hosts.
 
-    Return the handles of the reservations, which last as long as the handles.
+    Return the reservations' handles, which keep them alive.
     """
     # Ray might assign an unused GPU to a worker
     held = []
@@ -112,20 +112,18 @@ def _check(plan: Plan, options: dict[str, Any]) -> None:
 
 
 def _choose_resources(plan: Plan, nodes: dict[str, Node]) -> dict[str, float]:
-    """Return the resources of each worker on `nodes`, by resource name.
-
-    A worker gets one CPU, or a fraction if a host has fewer CPUs than workers. If the plan uses
-    GPUs, it also gets one GPU.
-    """
-    # Ray requires all workers to have the same resources
+    """Return the resources of each worker on `nodes`, by resource name."""
+    # Ray requires all workers to have the same resources. A worker gets one CPU, or a fraction if a
+    # host has fewer CPUs than workers. If the plan uses GPUs, it also gets one GPU.
     shares = [share.host for share in plan.layout.active]
     resources = {"CPU": min(1.0, *(node.cpus / shares.count(host) for host, node in nodes.items()))}
     return resources if all(map(is_cpu, plan.layout.active)) else {**resources, "GPU": 1}
 
 
 def _with_plan(plan: Plan, train_loop: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the training loop wrapped so that `Split()` finds the plan and the worker's device."""
-    # by the environment variables that `evener launch` uses
+    """Return the training loop wrapped so that `Split()` finds the plan."""
+    # `Split()` also finds the worker's device. Both are passed by the environment variables that
+    # `evener launch` uses.
     text = to_toml(plan)
 
     @functools.wraps(train_loop)
