@@ -222,6 +222,7 @@ def test_a_loader_with_an_iterator_of_its_own_is_left_alone(
     assert not hooks._is_over
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_child_reports_none_of_its_parent_s_steps(
     reported: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
