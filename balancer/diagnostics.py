@@ -123,11 +123,13 @@ def check_machine() -> tuple[Check, ...]:
 def check_links(
     devices: Sequence[Device], driver: str, report: Callable[[LinkMeasurement], None]
 ) -> tuple[tuple[Check, ...], tuple[LinkMeasurement, ...]]:
-    """Measure the links between devices of this machine and save the results.
+    """Measure the links between devices of this machine, and save the results.
 
-    `driver` is the version of the GPUs' driver. `report` is called after each measurement. Return
-    the checks and the measurements. There is one check for each pair of devices, and one for all
-    devices together. For a single device, or without PyTorch, return a note and no measurements.
+    `driver` is the version of the GPUs' driver. `report` is called after each measurement.
+
+    Return the checks and the measurements. There is one check for each pair of devices, and one for
+    all devices together. For a single device, or without PyTorch, return a note and no
+    measurements.
     """
     if len(devices) < 2:
         found = f"{devices[0].label} alone has no links"
@@ -145,7 +147,7 @@ def check_links(
 
 
 def describe_link(measurements: Sequence[LinkMeasurement], here: Transport = "as it is") -> Check:
-    """Return the check of the link between a set of devices, from its measurements.
+    """Return the check of the link between some devices.
 
     `measurements` has one measurement for each way of exchanging data (transport), the default
     first. `here` is the transport that this process's environment variables select.
@@ -207,10 +209,10 @@ def _name_variables(transport: Transport) -> str:
 
 
 def write_link(measurement: LinkMeasurement) -> str:
-    """Return one measurement as text: the transport, its speed and its latency.
+    """Return one measurement as text: transport, speed and latency.
 
-    For example, `as it is 6.1 GB/s, 28 µs`, where `as it is` names the default transport. If the
-    measurement failed, the text says what went wrong instead.
+    An example is `as it is 6.1 GB/s, 28 µs`, where `as it is` names the default transport. For a
+    failed measurement, the text says what went wrong.
     """
     if measurement.outcome == "ok":
         speed = f"{measurement.bytes_per_second / 1e9:.3g} GB/s"
@@ -385,10 +387,11 @@ class HostReport(msgspec.Struct, frozen=True):
 
 
 def check_cluster(spec: str, address: str) -> tuple[Check, ...]:
-    """Check the hosts of a Ray cluster that have the devices named in `spec`.
+    """Check the hosts of a Ray cluster.
 
-    `address` is the cluster's address. The software, its versions, the ports and the devices are
-    checked. A host that can't be reached becomes a failed check.
+    Only hosts with devices named in `spec` are checked. `address` is the cluster's address. The
+    checks cover the software, its versions, the ports and the devices. A host that can't be reached
+    has a failed check.
     """
     terms = parse_request(spec)
     try:
@@ -471,10 +474,10 @@ def _check_interface(other: str) -> Check:
 
 
 def merge_checks(by_host: Mapping[str, Sequence[Check]]) -> tuple[Check, ...]:
-    """Return the checks of several hosts, with equal results merged.
+    """Merge equal checks of several hosts, and return all checks.
 
     The order is that of the first host's checks. Unless all hosts have the same result, each result
-    begins with the names of the hosts that have it.
+    begins with the names of its hosts.
     """
     hosts: dict[str, dict[Check, list[str]]] = {}  # by the check's name and result
     for host, checks in by_host.items():

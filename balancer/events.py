@@ -62,10 +62,10 @@ Report = Callable[[ProbeProgress], None]  # may be called from any thread
 
 
 class Observed(msgspec.Struct, frozen=True, tag=True):
-    """A measurement ended, was written to the journal, and was passed to the search.
+    """A measurement has ended.
 
-    `belief` is what the search now predicts for each device. `best` is the result of the best
-    layout so far, if there is one.
+    The measurement is in the journal, and the search knows it. `belief` is what the search now
+    predicts for each device. `best` is the result of the best layout so far, if there is one.
     """
 
     seen: Observation
@@ -103,11 +103,11 @@ Event = Started | ProbeStarted | ProbeProgress | Observed | Paused | Finished
 class EventThread:
     """Does work and reports events about it.
 
-    `run` does the work on the caller's thread. `events` starts a separate thread for it. A subclass
-    implements `_work`, which reports events with `_emit`. `_work` must wait for `_going` before it
-    starts anything new, and return once `_halt` is set.
+    `run` does the work on the caller's thread. `events` starts a separate thread for it. The
+    remaining events can still be read after `stop`, which a signal handler may call.
 
-    `stop` may be called from a signal handler. The remaining events can still be read after it.
+    A subclass implements `_work`, which reports events with `_emit`. `_work` must wait for `_going`
+    before it starts anything new, and return once `_halt` is set.
     """
 
     def __init__(self) -> None:

@@ -56,10 +56,11 @@ class SearchView(Protocol):
 
     @property
     def common_batch(self) -> int | None:
-        """The global batch for layouts whose own best batch wasn't measured, such as placements.
+        """The global batch for layouts whose best batch wasn't measured.
 
-        It is the user's batch or, without one, a batch that exploration has tried on one device.
-        None until it is known, or if rows are assigned by cost.
+        A placement is such a layout. The batch is the user's or, without one, a batch that
+        exploration has tried on one device. None until the batch is known, or if rows are assigned
+        by cost.
         """
 
     @property
@@ -87,9 +88,10 @@ class SearchView(Protocol):
 
     @property
     def packs(self) -> Sequence[Layout]:
-        """The best measured pack for each way to share a device, such as plain processes or MPS.
+        """The best measured pack for each way to share a device.
 
-        If none has been measured yet for one of these ways, the list has the pack to measure first.
+        Such ways are plain processes and MPS. If no pack has been measured yet for a way, the list
+        has the pack to measure first.
         """
 
 
@@ -206,10 +208,10 @@ def device_counts(devices: int) -> tuple[int, ...]:
 def split_evenly(
     devices: int, positions: tuple[int, ...], batch: int, quantum: int = 1
 ) -> Layout | None:
-    """Divide the batch evenly among the devices at `positions`, in multiples of `quantum` rows.
+    """Divide the batch evenly among the devices at `positions`.
 
-    `devices` is the number of devices of the request. Return None if the batch isn't a multiple of
-    the quantum, or is too small to give each device one quantum.
+    Each part is a multiple of `quantum` rows. `devices` is the number of devices of the request.
+    Return None if the batch isn't a multiple of the quantum, or has fewer quanta than devices.
     """
     if batch // quantum < len(positions) or batch % quantum:
         return None

@@ -323,9 +323,11 @@ def make_comparison_job(
     """Make a job that compares layouts on these devices.
 
     The request is checked as in `make_job`. `layouts` are the names of the layout families to
-    compare; None for all. `knobs` are the names of options to try. If a family or an option was
-    named but is impossible here, a message in the job's `request.compare.left_out` says why. Raises
-    RequestError for an unknown name, or if no layout is possible.
+    compare; None for all. `knobs` are the names of options to try.
+
+    Some named families or options may be impossible here. Messages in the job's
+    `request.compare.left_out` say why. Raises RequestError for an unknown name, or if no layout is
+    possible.
     """
     families = find_families(_choose("--layouts", layouts or tuple(FAMILIES), tuple(FAMILIES)))
     tried = _choose("--try", knobs, tuple(KNOBS))
@@ -385,11 +387,11 @@ def _sort_families(
 
 
 def make_job_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
-    """Make a job whose search also measures the best layout with each of these knobs.
+    """Make a job whose search also tries knobs on the best layout.
 
     A knob is an option to tune. The only knob allowed here is `workers`, which tries several
-    numbers of loader worker processes. If that is impossible on these devices,
-    `request.compare.left_out` of the job says so. Raises RequestError for any other name.
+    numbers of loader worker processes. If this is impossible on these devices, the job's
+    `request.compare.left_out` says so. Raises RequestError for any other name.
     """
     tried = _choose("--try", knobs, (WORKERS,))
     resolved = make_job(request)

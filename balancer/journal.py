@@ -156,10 +156,10 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def clock_seconds(self) -> float:
-        """The time on the session's clock, in seconds, from which a resumed run continues.
+        """The time from which a resumed run continues, in seconds.
 
-        It is the time at which the pending probes were requested. If none are pending, it is the
-        time of the last observation.
+        The time is that of the session's clock. It is when the pending probes were requested or,
+        without any, when the last observation was made.
         """
         pending = self.pending
         if pending is not None:
@@ -406,10 +406,11 @@ def _timed_sound(seen: Timed, devices: int) -> bool:
 
 
 def read_trusted(path: Path, *, foreign: bool = False) -> bytes:
-    """Return the content of a regular file of at most `LARGEST_FILE_BYTES`.
+    """Return the content of a small regular file.
 
-    Raises RequestError for any other file, or if another user owns the file or may write to it. A
-    `foreign` file may belong to anybody.
+    Raises RequestError for a file of more than `LARGEST_FILE_BYTES`, or for one that isn't regular.
+    Also raises RequestError if another user owns the file or may write to it. A `foreign` file may
+    belong to anybody.
     """
     follow = 0 if foreign else os.O_NOFOLLOW
     with (

@@ -41,10 +41,10 @@ class TrainingMethod(msgspec.Struct, frozen=True):
         return int(min(limits) / (self.divided_bytes + self.whole_bytes))
 
     def largest_sharded(self, limits: Sequence[int]) -> int:
-        """Return the most parameters that a model can have if it is sharded over the devices.
+        """Return the parameters of the largest model that can be sharded.
 
         `limits` are the devices' memory in bytes. The device with the least memory may set the
-        limit, because each device also holds the bytes that aren't sharded.
+        limit. Each device also holds the bytes that aren't sharded.
         """
         most = sum(limits) / (self.divided_bytes + len(limits) * self.whole_bytes)
         return int(min(most, min(limits) / self.whole_bytes) if self.whole_bytes else most)

@@ -56,10 +56,10 @@ STATE_ONLY = "state only"  # in place of a share: the device holds state and com
 
 
 def write_share(batch: int, micro: int) -> str:
-    """Return a share as text, with its passes of up to `micro` rows.
+    """Return a share as text, with its passes.
 
-    Examples are 820 for one pass, and 820 = 2 × 410 or 820 = 2 × 273 + 274 for several. If `micro`
-    is 0, the share is one pass.
+    Examples are 820 for one pass, and 820 = 2 × 410 or 820 = 2 × 273 + 274 for several. A pass has
+    up to `micro` rows. If `micro` is 0, the share is one pass.
     """
     passes = Counter(split_passes(batch, micro or batch or 1))
     if passes.total() < 2:
@@ -69,10 +69,11 @@ def write_share(batch: int, micro: int) -> str:
 
 
 def relative_error(value: float, low: float, high: float) -> float:
-    """Return the relative error of a value, from the bounds of its 95 % interval.
+    """Return the relative error of a value.
 
-    It is half of the interval's width, or the distance from the value to the upper bound if that is
-    larger, divided by the value. Return 0 for a value of 0.
+    `low` and `high` are the bounds of the value's 95 % interval. The error is half of the
+    interval's width, or the distance from the value to `high` if that is larger. Either is divided
+    by the value. Return 0 for a value of 0.
     """
     # near 0, an interval may be lopsided
     return max(high - value, (high - low) / 2) / value if value else 0.0

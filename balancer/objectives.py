@@ -19,9 +19,9 @@ from .types import Power, Timed
 class Objective(msgspec.Struct, frozen=True):
     """A metric to maximize; samples/s unless a subclass overrides it.
 
-    If `trades_speed`, the search chooses among the layouts that are at most a given fraction slower
-    than the fastest. Of these, it takes the layout with the highest `value`. Otherwise it chooses
-    by speed.
+    With `trades_speed`, the search takes the layout with the highest `value` among fast layouts. A
+    fast layout is at most a given fraction slower than the fastest. Without `trades_speed`, the
+    search chooses by speed.
     """
 
     name: str  # its name on the command line, in journals and in JSON
@@ -40,11 +40,13 @@ class Objective(msgspec.Struct, frozen=True):
         return samples_per_second
 
     def costs(self, seen: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
-        """Return two costs per second for each device, such as its power in watts.
+        """Return two costs per second for each device.
 
-        The first is the cost while the device trains, and the second while only other devices
-        train. To predict the value of a split, its samples/s are divided by the sum of all devices'
-        costs. `seen` are all measurements so far. Return an empty list if the costs are unknown.
+        A cost is, for example, the device's power in watts. The first is the cost while the device
+        trains, the second while only other devices train.
+
+        The samples/s of a split, divided by the sum of all devices' costs, predict its value.
+        `seen` are all measurements so far. Return an empty list if the costs are unknown.
         """
         return []
 
@@ -74,11 +76,11 @@ class Energy(Objective, frozen=True):
         return (power.samples_per_joule(samples_per_second) or 0.0) if power else 0.0
 
     def costs(self, seen: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
-        """Return each device's power in watts: while it trains, and while only other devices train.
+        """Return each device's power in watts, when training and when idle.
 
-        If a device was measured several times, the first power is the highest of those measured,
-        and the second the lowest. An unknown power is 0. Return an empty list if no device reports
-        its power while it trains.
+        An idle device waits while only other devices train. Of several measurements of a device,
+        the first power is the highest, and the second the lowest. An unknown power is 0. Return an
+        empty list if no device reports its power while it trains.
         """
         active = [0.0] * devices
         idle: list[list[float]] = [[] for _ in range(devices)]

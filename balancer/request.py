@@ -123,10 +123,10 @@ def allows_passes(request: Request, framework: str) -> bool:
 
 
 def assigns_by_cost(request: Request, framework: str) -> bool:
-    """True if rows of unequal length are assigned to devices by their cost.
+    """True if devices get rows by cost because lengths differ.
 
-    This requires that passes are allowed, that PyTorch takes its batches from the host, and that
-    the search's objective takes lengths into account.
+    Passes must be allowed. PyTorch must take its batches from the host. The search's objective must
+    take lengths into account.
     """
     possible = (
         framework == "torch" and request.input == "host" and allows_passes(request, framework)

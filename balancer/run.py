@@ -74,11 +74,11 @@ class OpenRun(msgspec.Struct):
 def open_run(
     request: Request, *, resume: str | None = None, extend_seconds: float | None = None
 ) -> OpenRun:
-    """Open a new run for this request, or resume the run whose id is `resume`.
+    """Open a new run for this request, or resume a run.
 
-    A run that had ended continues if the request raises its budget or if `extend_seconds` is given.
-    Its best layouts are then measured again until the additional time is used up. Raises
-    RequestError or DeviceError if the run can't start.
+    `resume` is the id of the run to resume. A run that had ended continues if the request raises
+    its budget or if `extend_seconds` is given. Its best layouts are then measured again until the
+    additional time is used up. Raises RequestError or DeviceError if the run can't start.
     """
     if resume is not None:
         return reopen(resume, request, extend_seconds)

@@ -45,10 +45,12 @@ FIRST_SECONDS = {
 class Session(EventThread):
     """One run, new or resumed. Iterate over `events` to run it.
 
-    The session closes the run when it ends. The last event is Finished; without a plan,
-    NoLayoutError is raised instead. If the journal can't be written, the session ends with the
-    results that the journal holds. UnwrittenError is then raised, after Finished if there is a
-    plan. Raises RequestError or DeviceError if the session can't begin.
+    The session closes the run when it ends. The last event is Finished. Without a plan,
+    NoLayoutError is raised instead.
+
+    If the journal can't be written, the session ends with the results that the journal holds.
+    UnwrittenError is then raised, after Finished if there is a plan. Raises RequestError or
+    DeviceError if the session can't begin.
     """
 
     def __init__(self, run: OpenRun) -> None:

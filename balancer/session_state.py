@@ -25,10 +25,11 @@ RivalKind = EvidenceKind | Literal["plan", "sum"]
 
 
 class SessionState(msgspec.Struct, frozen=True):
-    """What a session has reported so far, with its last `KEPT_OBSERVATIONS` observations.
+    """What a session has reported so far.
 
-    `running` holds the latest report of each running probe. `belief` is what the search predicts
-    for each device. `best` is the best layout so far.
+    The last `KEPT_OBSERVATIONS` observations are kept. `running` holds the latest report of each
+    running probe. `belief` is what the search predicts for each device. `best` is the best layout
+    so far.
     """
 
     run: str = ""
@@ -180,9 +181,9 @@ def largest_run(state: SessionState, device: int) -> int:
 class RatedLayout(NamedTuple):
     """A layout with its measured samples/s.
 
-    `batches` has the samples of each device of the request. It is empty for the rival that adds up
-    the samples/s of all devices alone. `device` is the device's label if the layout uses
-    one device of several; otherwise, "".
+    `batches` has the samples of each device of the request. One rival adds up the samples/s of all
+    devices alone, and has no `batches`. `device` is the device's label if the layout uses one
+    device of several; otherwise, "".
     """
 
     kind: RivalKind
@@ -195,10 +196,10 @@ class RatedLayout(NamedTuple):
     earlier: float = 0.0  # earlier samples/s of one device at this batch, if they were higher
 
     def gain_of(self, other: RatedLayout) -> float | None:
-        """Return the gain of `other`, such as the plan, over this layout: 0.17 for 17 % faster.
+        """Return the gain of `other` over this layout.
 
-        It was measured in turns, or is computed from the rates as they are printed. Return None if
-        the layouts can't be compared.
+        `other` is, for example, the plan. A gain of 0.17 is 17 %. It was measured in turns, or is
+        computed from the rates as they are printed. Return None if the layouts can't be compared.
         """
         if not is_comparable(other.rate, other.batches, self.rate, self.batches):
             return None
@@ -297,14 +298,14 @@ def plan_rate(plan: Plan, labels: tuple[str, ...]) -> RatedLayout:
 def plan_rivals(
     plan: Plan, labels: tuple[str, ...], at_batch: bool = False
 ) -> tuple[RatedLayout, ...]:
-    """Return the layouts to compare a plan with, followed by the sum of all devices alone.
+    """Return the layouts to compare a plan with.
 
-    The layouts are a split, one device alone, and a layout with a larger batch, as far as they were
+    These are a split, one device alone, and a layout with a larger batch, as far as they were
     measured. The split is the even split or, for a plan of one device, the faster of the even and
     the best split.
 
-    The sum adds up the samples/s of all devices alone, each at its fastest batch. With `at_batch`,
-    it prefers measurements at the plan's batch.
+    The last entry is the sum of all devices' samples/s, each alone at its fastest batch. With
+    `at_batch`, the sum prefers measurements at the plan's batch.
     """
     found: dict[EvidenceKind, list[Evidence]] = {}
     for evidence in plan.evidence:

@@ -61,11 +61,11 @@ def find_correlation(values: Sequence[float]) -> float:
 
 
 def lone_error(first_seconds: float, seconds: float) -> float:
-    """Return the relative half-width of the 95 % interval of a step that was timed only once.
+    """Return the relative error of a step that was timed only once.
 
-    `seconds` is the step's duration, and `first_seconds` the duration of the step before. The error
-    is estimated from the usual variance of steps (`LONE_ERROR`) and from the difference of these
-    two steps.
+    The error is half of the width of the 95 % interval. `seconds` is the step's duration, and
+    `first_seconds` the duration of the step before. The estimate uses the difference of these two
+    and the usual variance of steps (`LONE_ERROR`).
     """
     # a first step that took over 20 % longer also traced or tuned kernels
     usual = 0 < first_seconds <= USUAL * seconds
@@ -73,10 +73,10 @@ def lone_error(first_seconds: float, seconds: float) -> float:
 
 
 def lone_error_of(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return the relative half-width of the 95 % interval of a step that was timed only once.
+    """Return the relative error of steps that were timed only once.
 
-    It is estimated from many pairs of steps. A pair has the durations of a first step and of the
-    step after it.
+    The error is half of the width of the 95 % interval. It is estimated from many pairs of steps. A
+    pair has the durations of a first step and of the step after it.
     """
     ratios = [first / step - 1 for first, step in pairs if first > 0]
     # first steps may take longer in general

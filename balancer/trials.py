@@ -66,10 +66,10 @@ class ProbeLength(msgspec.Struct, frozen=True):
 
 
 class ProbeRepeat(msgspec.Struct, frozen=True):
-    """The result of one run of a layout that is run several times in a row.
+    """The result of one of several runs of a layout.
 
     `samples` and `samples_per_second` include all earlier runs. `own` has the samples/s that each
-    device would reach if it didn't wait for other devices; None if unknown.
+    device would reach without waiting for other devices; None if unknown.
     """
 
     samples: int
@@ -92,10 +92,10 @@ def _count(number: int, thing: str) -> str:
 def choose_layout(
     devices: int, positions: Sequence[int] | None, batches: Sequence[int], micro: Sequence[int] = ()
 ) -> Layout:
-    """Return the layout that gives `batches` to the devices at `positions`, in that order.
+    """Return the layout with `batches` on the devices at `positions`.
 
     - `devices`: the number of devices of the request.
-    - `positions`: if it is None, the first devices are used.
+    - `positions`: the devices, in the order of `batches`; None for the first devices.
     - `micro`: the maximum rows per pass for each batch; if it is empty, each batch is one pass.
 
     Raises RequestError if the arguments don't fit together.
@@ -146,11 +146,11 @@ def _check_micro(batches: Sequence[int], micro: Sequence[int]) -> None:
 def repeat_probe(
     resolved: Job, layout: Layout, repeat: int, length: ProbeLength, stop: threading.Event
 ) -> Iterator[Iterator[ProbeRepeat]]:
-    """Lock the layout's devices and yield an iterator that runs the layout `repeat` times.
+    """Lock the layout's devices, and yield an iterator that runs the layout.
 
-    The iterator yields each run's result when the run ends, and returns early once `stop` is set.
-    Devices aren't locked if the request shares them. Raises NoLayoutError if the batch doesn't fit
-    or the training fails, and DeviceError if another session has a device.
+    The iterator runs the layout `repeat` times, and yields each result when a run ends. It ends
+    early once `stop` is set. Devices aren't locked if the request shares them. Raises NoLayoutError
+    if the batch doesn't fit or the training fails, and DeviceError if another session has a device.
     """
     with _locked_prober(resolved, layout.active) as prober:
         yield _runs(prober, layout, resolved.devices, repeat, length, stop)
@@ -334,10 +334,11 @@ class DryRunResult(msgspec.Struct, frozen=True):
 
 
 def dry_run(resolved: Job, report: Report, stop: threading.Event) -> DryRunResult | None:
-    """Build the workload on the first device, run steps of two batches, and estimate what fits.
+    """Estimate what fits, from steps of two batches on one device.
 
-    Progress is passed to `report`. Return None if `stop` is set before both batches have run.
-    Raises NoLayoutError if the workload fails, or if it runs no step within the budget.
+    The workload is built on the first device. Progress is passed to `report`. Return None if `stop`
+    is set before both batches have run. Raises NoLayoutError if the workload fails, or if it runs
+    no step within the budget.
     """
     alone = _limit_to_first_device(resolved)
     with _locked_prober(alone) as prober:
@@ -479,7 +480,7 @@ def _predict_sizes(resolved: Job, timed: Sequence[Timed]) -> DryRunResult:
 
 
 def find_largest_model(job: Job) -> LargestModel | None:
-    """Return how large a model the memory of the job's devices allows, in parameters.
+    """Return the size in parameters of the largest model that fits.
 
     There is one size if each device holds the whole model, and one if the model is sharded over all
     devices. Return None if the workload can't be sharded, there is only one device, or the memory

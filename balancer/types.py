@@ -150,7 +150,7 @@ def solo(devices: int, position: int, batch: int, micro: int = 0) -> Layout:
 def layout_of(shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> Layout:
     """Return a solo layout if only one device has samples; otherwise, a split.
 
-    `shares` and `micro` have one entry per device. Passes have at most `micro` rows; if it is
+    `shares` and `micro` have one entry per device. Passes have at most `micro` rows. If `micro` is
     empty, each share is one pass.
     """
     kind: Kind = "solo" if shares.count(0) == len(shares) - 1 else "split"

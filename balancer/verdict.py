@@ -70,10 +70,11 @@ class MeasuredRate(msgspec.Struct, frozen=True):
 
 
 class RateGap(msgspec.Struct, frozen=True):
-    """The plan's samples/s divided by a rival's, minus 1, with a 95 % interval.
+    """The plan's gain over a rival, with a 95 % interval.
 
-    `alternately` is True if the layouts were measured in alternating turns. The gap may then be
-    more precise than the samples/s of either layout, and may differ from their quotient.
+    The gain is the plan's samples/s divided by the rival's, minus 1. `alternately` is True if the
+    layouts were measured in alternating turns. The gap may then be more precise than the samples/s
+    of either layout, and may differ from their quotient.
     """
 
     value: float
@@ -151,9 +152,8 @@ class Rival(msgspec.Struct, frozen=True):
 class SplitLoss(msgspec.Struct, frozen=True):
     """Why the best split is slower than one device.
 
-    With the cause "longest_part", the device with the largest share takes too long, and the others
-    wait for it. With "exchange", synchronization takes too long. Times are in seconds per step;
-    None if unknown.
+    With the cause "longest_part", the others wait for the device with the largest share. With
+    "exchange", synchronization takes too long. Times are in seconds per step; None if unknown.
     """
 
     cause: Literal["longest_part", "exchange", "unexplained"]
@@ -164,10 +164,10 @@ class SplitLoss(msgspec.Struct, frozen=True):
 
 
 class SumLoss(msgspec.Struct, frozen=True):
-    """Why the plan reaches much less than the sum of the samples/s of all devices alone.
+    """Why the plan is much slower than all devices' summed speeds.
 
-    Times are in seconds per step. `lost_seconds` is how much longer a step takes than it would at
-    the summed speed.
+    Each device's speed is measured alone. Times are in seconds per step. `lost_seconds` is how much
+    longer a step takes than at the summed speed.
     """
 
     # both: the two causes together explain it, and neither does alone
@@ -204,10 +204,10 @@ class VerdictDoubt(msgspec.Struct, frozen=True):
 
 
 class LeftOut(msgspec.Struct, frozen=True):
-    """A device, layout, family of layouts or host that the plan doesn't use, and the reason.
+    """Something that the plan doesn't use, and the reason.
 
-    `kind` says what `name` is, such as a device. For the kind "request", `detail` is a message
-    about the user's request. Numbers that don't apply to the reason are 0.
+    `kind` says what `name` is: a device, layout, family of layouts or host. For the kind "request",
+    `detail` is a message about the user's request. Numbers that don't apply to the reason are 0.
     """
 
     kind: Literal["device", "layout", "family", "host", "request"]
@@ -237,10 +237,11 @@ class LeftOut(msgspec.Struct, frozen=True):
 
 
 class ReplacedLayout(msgspec.Struct, frozen=True):
-    """A layout that ran out of memory in the race, and the smaller one that was measured instead.
+    """A layout that a smaller one replaced in the race.
 
-    `name` is the layout's name. `original` and `replacement` are the samples per device before and
-    after, as text, such as 820 + 568.
+    The layout had run out of memory; the smaller one was measured instead. `name` is the layout's
+    name. `original` and `replacement` are the samples per device before and after, as text, such as
+    820 + 568.
     """
 
     name: str
@@ -306,7 +307,7 @@ class ShortBudget(msgspec.Struct, frozen=True):
 
 
 class PassStatistics(msgspec.Struct, frozen=True):
-    """A layer whose statistics are computed over the rows of one pass.
+    """A layer that computes statistics over the rows of one pass.
 
     An example is batch normalization. If a share is computed in several passes, the statistics
     don't cover the whole share. `rows` is the number of rows per pass.
@@ -329,11 +330,12 @@ class ObjectiveReached(msgspec.Struct, frozen=True):
 
 
 class Learning(msgspec.Struct, frozen=True):
-    """How the batch affects learning, if the noise scale or the script's own batch is known.
+    """How the batch affects learning.
 
-    A sample of the batch improves the model `worth` times as much as a sample of a tiny batch. To
-    reach the same loss, `extra_samples` times as many samples are needed as with the script's own
-    batch. Both have the bounds of their 95 % intervals.
+    A sample of the batch improves the model `worth` times as much as a sample of a tiny batch.
+    Compared with the script's own batch, `extra_samples` times as many samples are needed to reach
+    the same loss. Both have the bounds of their 95 % intervals. There is no Learning unless the
+    noise scale or the script's own batch is known.
     """
 
     global_batch: int

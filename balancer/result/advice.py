@@ -75,10 +75,11 @@ def _lacks_comparison(verdict: Verdict) -> bool:
 
 
 def find_single(verdict: Verdict) -> Rival | None:
-    """Return one device that is as fast as a plan of several devices; None if none is.
+    """Return one device that is as fast as the plan's several.
 
     The device must have been measured with the plan's batch, or with a smaller one if the user set
-    no batch. Its speed must be equal to the plan's in the sense of `is_equal`.
+    no batch. Its speed must be equal to the plan's in the sense of `is_equal`. Return None if there
+    is no such device.
     """
     batch = verdict.chosen.global_batch
     for rival in verdict.rivals:

@@ -235,11 +235,12 @@ def _explain_end(header: Header, ran: bool, end: SearchEnd) -> NoLayoutError:
 def find_unfinished(
     workload: str, devices: Sequence[Device], running: Sequence[ProbeProgress]
 ) -> tuple[Unfinished, ...]:
-    """Return the phases of the running probes that haven't timed any steps yet.
+    """Return the phases of probes that haven't timed a step yet.
 
     `running` are the latest reports of the running probes. A phase is, for example, "building".
-    Each entry has the labels of the devices in that phase, the longest time that a probe has spent
-    in it, and the line of the user's code if that is known.
+
+    Each entry has the labels of the devices in that phase, and the longest time that a probe has
+    spent there. It also has the line of the user's code if known.
     """
     found = []
     for phase in ("importing", "loading", "building", "preparing", "warming up"):
@@ -276,8 +277,8 @@ def _name_phase(phase: str, workload: str) -> tuple[str, str]:
 def find_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> list[str]:
     """Return a clause for each device that failed, with the reason.
 
-    Of several failures of a device, the one with the fewest rows counts. If all devices failed for
-    the same reason, return a single clause.
+    Of a device's failures, the one with the fewest rows counts. If all devices failed for the same
+    reason, return a single clause.
     """
     smallest = dict(sorted(_find_smallest(seen).items()))
     reasons = []

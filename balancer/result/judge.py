@@ -219,10 +219,11 @@ def find_ratios(layout: Layout, row_tokens: float) -> tuple[float, ...]:
 
 
 def cost_ratios(costs: Sequence[Cost | None], row_tokens: float) -> tuple[float, ...]:
-    """Return each device's fraction of a batch's cost if all devices finish at the same time.
+    """Return each device's fraction of a batch's cost.
 
-    `costs` are the cost models of the devices; None for an unused one. The fractions are computed
-    for passes of `USUAL_ROWS` rows of `row_tokens` tokens.
+    With these fractions, all devices finish at the same time. `costs` are the cost models of the
+    devices; None for an unused one. The fractions are computed for passes of `USUAL_ROWS` rows of
+    `row_tokens` tokens.
     """
     speeds = [1 / cost.seconds(USUAL_ROWS, round(row_tokens)) if cost else 0.0 for cost in costs]
     return tuple(speed / sum(speeds) for speed in speeds)
@@ -247,10 +248,10 @@ def padding_share(seen: Sequence[Timed]) -> float:
 
 
 def work_gap(seen: Sequence[Timed]) -> float | None:
-    """Return the relative gap between the longest and the shortest compute time of the devices.
+    """Return how unequal the devices' compute times are.
 
-    The gap is divided by the longest time, and averaged over the measurements `seen`. Return None
-    if a compute time is unknown.
+    The gap between the longest and the shortest time is divided by the longest. The result is the
+    mean over the measurements `seen`. Return None if a compute time is unknown.
     """
     own = _own_seconds(seen)
     if own is None or any(max(each) <= 0 for each in own):
@@ -274,10 +275,10 @@ def _own_seconds(seen: Sequence[Timed]) -> list[list[float]] | None:
 
 
 def list_alone(report: SearchReport) -> list[ComparedLayout]:
-    """Compare each device alone with the plan, at the plan's batch if possible.
+    """Compare each device alone with the plan.
 
-    A device that wasn't measured alone at the plan's batch is compared at its fastest batch. If the
-    plan is one device, that device has the plan's samples/s.
+    A device is compared at the plan's batch or, if that wasn't measured, at its fastest batch. If
+    the plan is one device, that device has the plan's samples/s.
     """
     chosen, batch = report.chosen, report.chosen.layout.global_batch
     found = []
@@ -299,8 +300,8 @@ def list_alone(report: SearchReport) -> list[ComparedLayout]:
 def compare_alone(chosen: Result, result: Result) -> ComparedLayout:
     """Return the comparison of a device alone with the chosen layout.
 
-    `result` is the result of the device alone. If the chosen layout is that very device and batch,
-    the samples/s of `chosen` are used instead of those in `result`.
+    `result` is that of the device alone. If the chosen layout is this device with this batch, the
+    samples/s of `chosen` are used.
     """
     interval = chosen.throughput if result.layout == chosen.layout else result.throughput
     return compare(chosen, Candidate(SOLO, result.layout), interval)
@@ -601,7 +602,7 @@ def _find_slow_bfloat16(record: JournalContents, layout: Layout) -> tuple[str, .
 
 
 def find_objective_reached(report: SearchReport) -> ObjectiveReached | None:
-    """Return the objective's value for the chosen layout, if the objective isn't speed.
+    """Return the objective's value for the chosen layout.
 
     With an objective such as samples per joule, a slower layout may have a higher value. Return
     None if the objective is speed, or if the value is unknown.

@@ -20,10 +20,11 @@ Point = tuple[int, float, float]
 
 
 def find_learning(request: Request, report: SearchReport) -> Learning | None:
-    """Return how the plan's batch affects learning, with a learning rate for it.
+    """Return how the plan's batch affects learning.
 
-    Return None if neither the noise scale nor the script's own batch is known, or if the plan's
-    layout isn't a single training in which each device computes a share.
+    The result includes a learning rate for the batch. Return None if neither the noise scale nor
+    the script's own batch is known. Also return None unless the plan is a single training in which
+    each device computes a share.
     """
     layout = report.chosen.layout
     scale = request.noise_scale

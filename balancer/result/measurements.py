@@ -35,12 +35,14 @@ CHANGED = 0.1  # relative difference of two measurements of one layout
 def find_doubts(
     seen: Sequence[Observation], chosen: Layout, error: float | None = None
 ) -> tuple[MeasurementDoubt, ...]:
-    """Return the doubts about the chosen layout's measurements; of each kind, only the worst.
+    """Return the worst doubt of each kind about the chosen layout.
 
-    Two kinds are reported for every measured layout: a loss that was NaN or infinite, and repeated
-    measurements that differ. `error` is the relative error of the samples/s. If given, it decides
-    whether the measurements were too noisy. If every probe of the layout timed only a single
-    step, one doubt about this replaces the doubts about noise and about short measurements.
+    The doubts concern its measurements. Two kinds are reported for every measured layout: a loss
+    that was NaN or infinite, and repeated measurements that differ.
+
+    `error` is the relative error of the samples/s. If given, it decides whether the measurements
+    were too noisy. If every probe of the layout timed only a single step, one doubt about this
+    replaces the doubts about noise and about short measurements.
     """
     worst: dict[str, MeasurementDoubt] = {}
     for doubt in chain(_doubts_about(seen, chosen), _compare_repeats(seen)):
@@ -149,9 +151,10 @@ def find_taken_memory(
 
 
 def find_pass_statistics(chosen: Layout, layer: str) -> PassStatistics | None:
-    """Return a warning if a layer computes statistics over a pass, not over a device's whole share.
+    """Return a warning if a layer computes statistics of single passes.
 
-    `layer` names such a layer; "" if the model has none. Return None if every share is one pass.
+    The statistics then don't cover a device's whole share. `layer` names such a layer; "" if the
+    model has none. Return None if every share is one pass.
     """
     rows = [chosen.pass_rows[i] for i in chosen.active if chosen.passes(i) > 1]
     return PassStatistics(layer, min(rows)) if layer and rows else None
@@ -205,9 +208,8 @@ def find_unequal_devices(
 ) -> UnequalDevices | None:
     """Return the two equal devices whose solo speeds differ most.
 
-    Devices are equal if they have the same product name, and the same limit on compute and memory,
-    if any. Speeds are compared at the same batch. Return None if no such speeds differ by at least
-    25 %.
+    Equal devices have the same product name, and the same limits on compute and memory. Speeds are
+    compared at the same batch. Return None if no such speeds differ by at least 25 %.
     """
     best: dict[tuple[int, int], float] = {}
     for observation in seen:
@@ -251,7 +253,7 @@ def find_left_out(
 ) -> tuple[LeftOut, ...]:
     """Return the devices that can't be used, with the reasons.
 
-    A device can't be used if every probe since its first failure has failed. If it had succeeded
+    Every probe of such a device since its first failure has failed. If the device had succeeded
     before, it is returned only if it was lost or the plan doesn't use it.
     """
     found: dict[int, LeftOut] = {}
@@ -287,10 +289,10 @@ def _why_left_out(
 
 
 def find_short_epoch(chosen: Layout, rows: int) -> ShortEpoch | None:
-    """Return a warning if an epoch has fewer than 100 steps, too few to learn much.
+    """Return a warning if an epoch has fewer than 100 steps.
 
-    `rows` is the number of rows of the training data. Return None if it is 0 (unknown) or large
-    enough.
+    The model would learn little in it. `rows` is the number of rows of the training data. Return
+    None if there are enough rows, or if `rows` is 0 (unknown).
     """
     batch = chosen.global_batch
     if not 0 < rows < FEW_STEPS * batch:

@@ -35,7 +35,7 @@ def name_layout(
     """Return a layout's name for tables, such as `best split, XLA`.
 
     `devices` is the number of devices of the request. With `another`, the name is for a second
-    layout of its family. With `with_shares`, the samples per device are added.
+    layout of its family. With `with_shares`, the name includes the samples per device.
     """
     layout = candidate.layout
     knobs = "".join(f", {KNOBS.get(knob, knob)}" for knob in layout.knobs)
@@ -44,10 +44,11 @@ def name_layout(
 
 
 def name_all(candidates: Sequence[Candidate], devices: int) -> tuple[str, ...]:
-    """Return a distinct name for each layout. `candidates` is sorted, the fastest first.
+    """Return a distinct name for each layout.
 
-    Of two layouts of one family, the slower one gets a name such as `another split`. If the first
-    layout is a split of any kind, no later one is named `best split`.
+    `candidates` is sorted, the fastest first. Of two layouts of one family, the slower one gets a
+    name such as `another split`. If the first layout is a split of any kind, no later one is named
+    `best split`.
     """
     names: list[str] = []
     for candidate in candidates:
@@ -121,10 +122,11 @@ def compare_all(
 ) -> tuple[ComparedLayout, ...]:
     """Compare every layout in the ranking with the chosen one.
 
-    If the chosen layout won the race, the layouts are compared by their turns of the race;
-    otherwise, by samples/s. If the plan is one device or a pack, the fastest split in `results`
-    comes first, even if it wasn't in the race. If no single device was in the race, the best one
-    (`single`) comes last.
+    If the chosen layout won the race, the turns of the race are compared. Otherwise, the samples/s
+    are.
+
+    For a plan of one device or a pack, the fastest split in `results` comes first, even if it
+    wasn't in the race. If no single device was in the race, the best one (`single`) comes last.
     """
     won = ranking and ranking[0].candidate.layout == chosen.layout
     others = [ranked for ranked in ranking if ranked.candidate.layout != chosen.layout]
@@ -163,8 +165,10 @@ def compare(
     """Compare a rival with the chosen layout by their samples/s.
 
     `interval` is the rival's samples/s. `in_turn` is the rival's result in the race; None if it
-    wasn't raced. The gain is that of the samples/s. But if only the turns of the race show which
-    layout is faster, or if the samples/s contradict them, it is the gain measured in these turns.
+    wasn't raced.
+
+    The gain is usually that of the samples/s. It is measured in the turns of the race in two cases:
+    only these turns show which layout is faster, or the samples/s contradict them.
     """
     own, layout = chosen.throughput, rival.layout
     comparable = is_comparable(own, chosen.layout.shares, interval, layout.shares)
@@ -222,10 +226,11 @@ def name_rivals(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) 
 
 
 def find_larger(chosen: Result, rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
-    """Return the fastest layout that has a larger batch than the chosen layout and is faster.
+    """Return the fastest layout with a larger batch than the chosen one.
 
-    Layouts of several trainings don't count. Return None if there is no such layout, or if the
-    chosen layout isn't a single training in which each device computes a share.
+    It must also be faster than the chosen layout. Layouts of several trainings don't count. Return
+    None if there is no such layout, or if the chosen layout isn't a single training in which each
+    device computes a share.
     """
     if not chosen.layout.traits.by_shares:
         return None

@@ -242,7 +242,7 @@ def _find_even_split(verdict: Verdict) -> Rival | None:
 
 
 def find_best_split(verdict: Verdict) -> Rival | None:
-    """Return the best split, to compare with a plan that isn't a split itself.
+    """Return the best split to compare with another kind of plan.
 
     Such a plan is a single device, a pack (several trainings on one device) or a placement. Return
     None if no split was measured near the plan's batch.
@@ -1169,11 +1169,11 @@ def write_end(verdict: Verdict, words: str) -> str:
 
 
 def write_next_steps(run: str, finished: Finished, path: str, measured: bool) -> tuple[str, ...]:
-    """Return what to run after a search, as lines of text, the most useful first.
+    """Return what to run after a search, the most useful first.
 
-    `run` is the run's id. `path` is the plan's file; "" if it wasn't written. `measured` is False
-    if the run had already ended, so that this session measured nothing. If the verdict advises
-    against the plan, no line uses it.
+    Each line of text is one command or hint. `run` is the run's id. `path` is the plan's file; ""
+    if it wasn't written. `measured` is False if the run had already ended, and this session
+    measured nothing. If the verdict advises against the plan, no line uses it.
     """
     steps = [f"plan written to {path}"] if path else []
     if recommends_plan(finished):

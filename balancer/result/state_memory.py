@@ -22,11 +22,11 @@ FEW = 0.1  # fraction of a model's parameters: if no more are trained, they are 
 def find_state_memory(
     facts: Facts, seen: Sequence[Observation], devices: Sequence[Device], chosen: Layout | None
 ) -> StateMemory | None:
-    """Return the memory of the model's state, and the memory that training adapters would need.
+    """Return the memory that the model's state takes.
 
-    `chosen` is the plan's layout; None without a plan. Return None if no shards were tried, because
-    the state's size is then unknown. There are no estimates for adapters if the training already
-    trains adapters only.
+    Estimates for training adapters are included, unless the training already trains adapters only.
+    `chosen` is the plan's layout; None without a plan. Return None if no shards were tried: the
+    state's size is then unknown.
     """
     state = facts.state
     if state is None or not state.parameters:

@@ -70,10 +70,10 @@ KERAS_INPUT = (
 def find_training_limits(
     report: SearchReport, seen: Sequence[Observation], devices: Sequence[Device]
 ) -> tuple[TrainingLimit, ...]:
-    """Return the limits of the chosen layout, the largest first; empty if no parts were measured.
+    """Return the limits of the chosen layout, the largest first.
 
     `seen` are all observations of the run. The last limit may be one that the plan has removed: the
-    waiting that equal shares would cause.
+    waiting that equal shares would cause. The result is empty if no parts of a step were measured.
     """
     chosen = report.chosen
     layout = chosen.layout

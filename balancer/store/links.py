@@ -57,7 +57,7 @@ def save_links(
 
 
 def note_link(devices: Sequence[Device], driver: str, path: str, bytes_per_second: float) -> None:
-    """Save the speed that a search has measured for the link between all of these devices.
+    """Save the measured speed of the link between these devices.
 
     `path` names the path between them, such as NVLink. The speed is saved for the transport that
     the environment chooses. Measurements of other transports by `evener doctor --links` are kept.
@@ -89,10 +89,10 @@ def find_links(devices: Sequence[Device], driver: str) -> LinkRecord | None:
 
 
 def list_links(devices: Sequence[Device], driver: str) -> tuple[Link, ...]:
-    """Return the links between these devices as they were last measured, pairs first.
+    """Return the last measurements of the links between these devices.
 
-    A link is between two devices or more. It is left out unless its measurement succeeded, with the
-    transport of this process's environment.
+    Links of two devices come first; a link may have more. Only successful measurements with the
+    transport of this process's environment count.
     """
     labels = {device.id: device.label for device in devices}
     found = []

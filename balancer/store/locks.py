@@ -88,10 +88,10 @@ def lock_job(job: Job, positions: Iterable[int] | None = None, run: str = "") ->
 
 
 def lock_devices(run: str, devices: Sequence[Device]) -> ExitStack:
-    """Lock devices on their hosts, against sessions of this user and of other users.
+    """Lock devices on their hosts until the returned stack is closed.
 
-    `run` is the run's id, which other sessions show when they find the devices locked. Closing the
-    returned stack releases the devices. Raises DeviceError if another session holds any of them.
+    Other sessions can't lock them then, whether of this user or of others. These sessions show
+    `run`, the run's id. Raises DeviceError if another session holds any of the devices.
     """
     with ExitStack() as held:
         for host, own in group_by_host(devices).items():
@@ -177,9 +177,10 @@ def _lock_kernel_file(held: ExitStack, device: Device, path: Path) -> None:
 
 
 def kernel_files(device: Device) -> list[Path]:
-    """Return the paths of the files by which the kernel shows a device; empty if unknown.
+    """Return the files by which the kernel shows a device.
 
-    A CPU slice has one file per core. A GPU has one file, in the folder of its PCI address.
+    A CPU slice has one file per core. A GPU has one file, in the folder of its PCI address. The
+    result is empty if no file is known.
     """
     if device.on_cpu:
         return [SYS / f"devices/system/cpu/cpu{core}/topology/core_id" for core in device.cores]
@@ -188,10 +189,10 @@ def kernel_files(device: Device) -> list[Path]:
 
 
 def try_lock(descriptor: int) -> int | None:
-    """Try to lock an open file, so that no other process can lock it.
+    """Try to lock an open file against other processes.
 
-    Return None on success; otherwise, the pid of the process that holds the lock, or 0 if the
-    kernel doesn't report it.
+    Return None on success. Otherwise, return the pid of the process that holds the lock, or 0 if
+    the kernel doesn't report it.
     """
     for _ in range(TRIES):
         try:

@@ -46,9 +46,10 @@ class QuickWindow(NamedTuple):
 
 
 class QuickStep(NamedTuple):
-    """The duration of a training's quick step on a CPU core at full speed, in seconds per sample.
+    """How long a training's quick step takes on a CPU core at full speed.
 
-    `error` is half of the width of its 95 % interval, relative to the duration.
+    A quick step is shorter than almost all steps of its training. `seconds` is its duration per
+    sample. `error` is half of the width of the 95 % interval, relative to the duration.
     """
 
     seconds: float
@@ -58,15 +59,15 @@ class QuickStep(NamedTuple):
 def compare_quick_steps(
     trainings: Sequence[Sequence[QuickWindow]], same_loop: bool
 ) -> tuple[list[QuickStep], float]:
-    """Return each training's quick step at full speed, and the error of the two steps' ratio.
+    """Return each training's quick step at full speed, and an error.
+
+    The error is that of the ratio of both steps, as far as correcting the steps for slow cores
+    causes it. It is half of the width of the 95 % interval, as a fraction of the ratio.
 
     `trainings` has the windows of two trainings. In each window, a fixed loop measures the speed of
-    the CPU core. If `same_loop`, the loop takes equally long in both trainings on equally fast
+    the CPU core. With `same_loop`, the loop takes equally long in both trainings on equally fast
     cores. Otherwise, for example with another version of Python, the cores are assumed to be
     equally fast.
-
-    The error is the part that comes from correcting the steps for slow cores. It is half of the
-    width of the ratio's 95 % interval, as a fraction of the ratio.
     """
     slowed = _find_slowed(trainings, same_loop)
     steps = []

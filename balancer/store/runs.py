@@ -166,8 +166,8 @@ def find_any(name: str) -> str:
     """Return the id of the search or training that `name` refers to.
 
     `name` is an id, a unique prefix of an id, or `last` for the newest run that began. A run that
-    was killed at once hasn't begun: its folder is empty. Raises RequestError if no run or several
-    runs match.
+    was killed at once never began, and has an empty folder. Raises RequestError if no run or
+    several runs match.
     """
     runs = _list_ids()
     last = next(filter(_has_begun, reversed(runs)), None) if name == "last" else None
@@ -481,10 +481,10 @@ def read_run(name: str) -> JournalContents:
 
 
 def recorded_events(record: JournalContents) -> Iterator[Event]:
-    """Yield the events of a session again, from its journal alone.
+    """Yield the events of a session again from its journal.
 
-    A new search is told the recorded observations, and so makes the same predictions again. If the
-    run failed, its error is raised at the end, as in its session.
+    A new search gets the recorded observations, and makes the same predictions again. If the run
+    failed, its error is raised at the end, as in its session.
     """
     header = record.header
     request = header.request
