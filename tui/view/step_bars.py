@@ -1,7 +1,8 @@
-"""Draws the steps of a training in five parts: input, own work, waiting, exchange, between steps.
+"""Draws the five parts of a training's steps as bars.
 
-There are bars of mean steps, lanes of the last steps, and the legend. Own work is compute time;
-exchange is the communication of gradients.
+A rank waits for input, computes, waits for other ranks, exchanges gradients, and works between
+steps. Compute time is also called own work. The module draws bars of mean steps, bars of each
+rank's last steps (lanes), and the legend.
 """
 
 from __future__ import annotations

@@ -113,11 +113,14 @@ def ticks_per_dot(span_seconds: float, interval_seconds: float, width: int) -> i
 
 
 def scale_young(per_dot: int, ticks: int, width: int) -> tuple[int, int]:
-    """Return the ticks per column of dots, and the columns of dots per tick, for a young graph.
+    """Return the horizontal scale of a graph with a short history.
 
-    A history of only `ticks` ticks is stretched over about half of the graph's `width` cells, so
-    one of the two numbers is 1. `per_dot` is the number of ticks per column of dots for a history
-    that fills the graph.
+    The first result is the ticks per column of dots, the second the columns of dots per tick. One
+    of them is 1.
+
+    `ticks` is the length of the history. If it is short, it is stretched over about half of the
+    graph's `width` cells. `per_dot` is the number of ticks per column of dots for a history that
+    fills the graph.
     """
     # The scale changes only by factors of 2, so that it changes rarely while the history grows.
     while per_dot > 1 and ticks < width * per_dot // 2:
