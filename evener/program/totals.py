@@ -109,11 +109,12 @@ class Totals:
     def _follow_parts(
         self, function: Any, tensors: list[torch.Tensor], result: Any, parts: list[str]
     ) -> str:
-        """Mark a result that joins all ranks' gathered sums, as torch.stack does.
+        """Track the result of a function that is called with gathered sums.
 
-        Return "" in this case, and otherwise the first of `parts`.
+        Return "" if the result joins the sums of all ranks, and otherwise the first of `parts`.
         """
-        # `parts` are the collectives that gathered the sums
+        # `parts` are the collectives that gathered the sums. A function such as torch.stack joins
+        # tensors.
         are_all = len(set(map(id, tensors))) == len(parts) == dist.get_world_size()
         if function not in _JOINS or not are_all:
             return parts[0]
@@ -136,7 +137,10 @@ class Totals:
 
 
 def _find_places(marks: TensorMarks, tensors: list[torch.Tensor]) -> list[str]:
-    """Return the places of the marked tensors."""
+    """Return the collective that computed each tracked tensor.
+
+    Tensors that aren't in `marks` are left out.
+    """
     return [place for place in map(marks.find, tensors) if place]
 
 

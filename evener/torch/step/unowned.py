@@ -169,11 +169,12 @@ class TensorGroup:
         self._came[place] = self._came[place] + own if place in self._came else own
 
     def _call_at_the_end(self, task: int) -> None:
-        """Schedule the group's all-reduce for the end of the backward pass.
+        """Schedule this group's all-reduce for the end of a backward pass.
 
-        The sums of all wrapped models come first. `task` is the number of the backward pass.
+        `task` is the number of the backward pass.
         """
-        # so the order of collectives is the same on every rank
+        # The gradients of all wrapped models are summed first, so the order of collectives is the
+        # same on every rank.
         own = weakref.ref(self)
 
         def end() -> None:
