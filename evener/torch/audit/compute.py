@@ -40,25 +40,22 @@ COPIED, SAMPLED = 1 << 14, 64
 
 
 class Piece(msgspec.Struct, frozen=True, eq=False):
-    """One pass of a computation; the gradients of all its passes are added up.
+    """One pass of a computation; the gradients of all its passes are added up."""
 
-    - `loss`: returns the loss of the pass.
-    - `weight`: factor of the pass's gradient in the sum.
-    - `scale`: factor of the loss before the backward pass; the gradients are then multiplied by
-      `weight / scale`. None multiplies the loss by `weight` instead.
-    """
-
-    loss: Callable[[], Any]
-    weight: Any = 1.0
+    loss: Callable[[], Any]  # returns the loss of the pass
+    weight: Any = 1.0  # factor of the pass's gradient in the sum
+    # factor of the loss before the backward pass; the gradients are then multiplied by
+    # `weight / scale`. None multiplies the loss by `weight` instead.
     scale: float | None = None
 
 
 class GradientSketcher:
-    """Computes sketches of the gradients of `tensors`, a mapping from names to tensors.
+    """Computes sketches of the gradients of `tensors`.
 
-    A sketch has a few random sums of each gradient (sketch.py), which suffice to compare gradients.
-    All methods are called inside the context `open`.
+    A sketch has a few random sums of each gradient (sketch.py), enough to compare gradients. All
+    methods are called inside the context `open`.
 
+    - `tensors`: the tensors by name.
     - `holders`: objects that change when a loss is computed, such as a trainer; they are restored.
     - `apart`: attributes of these objects that aren't restored, such as data loaders.
     - `function`: a function of the program that the losses call.
@@ -67,11 +64,7 @@ class GradientSketcher:
       sketches then contain only the loss.
     - `keeps_autocast`: True if the model needs the program's autocast.
     - `measures`: True if audits always measure how much rounding changes the gradient.
-    - `known`: what earlier audits have found out about the run's passes; new findings are added.
-    - `changed`: names of buffers that a pass changes.
-    - `draws`: number of random operations of PyTorch in all sketches so far, without dropout.
-    - `drawn`: digests of the states of Python's and NumPy's random generators after each piece of
-      the last sketch.
+    - `known`: what earlier audits have found out about passes; new findings are added.
     """
 
     def __init__(
@@ -99,8 +92,11 @@ class GradientSketcher:
         self._keeps_autocast = keeps_autocast
         self.measures = measures
         self._known = KnownPasses() if known is None else known
-        self.changed: set[str] = set()
+        self.changed: set[str] = set()  # names of buffers that a pass changes
+        # number of random operations of PyTorch in all sketches so far, without dropout
         self.draws = 0
+        # digests of the states of Python's and NumPy's random generators after each piece of the
+        # last sketch
         self.drawn: set[int] = set()
         self._adds: Callable[..., None] | None = None  # set within a piece
         self._restores: list[Callable[[], None]] = []  # set while open
@@ -108,11 +104,13 @@ class GradientSketcher:
 
     @contextmanager
     def open(self, moves: bool = False) -> Iterator[GradientSketcher]:
-        """Return a context in which `sketch` has no side effects; its value is this sketcher.
+        """Return a context in which `sketch` has no side effects.
 
-        With `moves`, noise is added to weights whose values are all equal, until the context's
-        exit. Such weights, as in a head initialized to zero, can make the gradients of others zero.
+        The context's value is this sketcher. With `moves`, noise is added to each weight with only
+        equal values, until the context's exit.
         """
+        # Weights with only equal values, as in a head initialized to zero, can make the gradients
+        # of others zero.
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
@@ -138,12 +136,13 @@ class GradientSketcher:
     def sketch(
         self, computation: Sequence[Piece], disturbance: int = 0, seed: int = SEED
     ) -> Sketch:
-        """Run the pieces of a computation, and return a sketch of the sum of their gradients.
+        """Return a sketch of the sum of a computation's gradients.
 
-        `seed` determines the random numbers of each piece. If `disturbance` isn't 0, it is the seed
-        of random errors that change the gradient about as much as rounding may. Exceptions that the
-        program's own code raises aren't caught.
+        `seed` determines the random numbers of each pass. `disturbance` is the seed of simulated
+        rounding errors; 0 for no errors.
         """
+        # These errors change the gradient about as much as rounding may. Exceptions that the
+        # program's own code raises aren't caught.
         sums = GradientSums(self._tensors, SIGNS, self._at_once)
         computed: set[torch.dtype] = set()
         self.drawn = set()

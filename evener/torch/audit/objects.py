@@ -61,13 +61,13 @@ def find_objects(data: Any) -> list[Any]:
 
 
 def remake(fresh: Any, recorded: Any, known: Mapping[int, Any]) -> Any:
-    """Return the object that replaces the argument `recorded` when a recorded call is repeated.
+    """Return the object that replaces an argument of a repeated call.
 
-    - `fresh`: the object of the same class, such as a graph, in the batch with which the call is
-      repeated. The result is a copy of it.
-    - `recorded`: the object that was passed to the recorded call.
-    - `known`: replacements of recorded tensors, by id. Where `recorded` has such a tensor, the copy
-      has its replacement.
+    The result is a copy of `fresh`, with the tensors that `known` has for those of `recorded`.
+
+    - `fresh`: the object in the batch with which the call is repeated.
+    - `recorded`: the object of the same class that was passed to the recorded call.
+    - `known`: replacements of recorded tensors, by id.
     """
     return _remake(fresh, recorded, known, set())
 

@@ -41,19 +41,19 @@ without_modes: Callable[[], Any] = torch._C._DisableTorchDispatch
 class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     """A context in which random operations return the same numbers for every row.
 
-    - `seed`: determines these numbers.
-    - `disturbance`: seed of simulated rounding errors, which are added to sums of many terms; 0 for
-      no errors.
-    - `draws`: number of random operations in a pass.
-    - `random`: how many of these operations had random results. Dropout doesn't count, because it
-      keeps all values in this context.
-    - `kinds`: dtypes of computed tensors with more than one value.
+    `seed` determines these numbers. `disturbance` is the seed of simulated rounding errors; 0 for
+    no errors.
     """
+
+    # The errors are added to sums of many terms.
 
     def __init__(self, disturbance: int = 0, seed: int = SEED) -> None:
         super().__init__()
         self._seed = seed
+        # dtypes of computed tensors with more than one value
         self.kinds: set[torch.dtype] = set()
+        # Numbers of random operations in a pass: all, and those with random results. Dropout isn't
+        # among the latter, because it keeps all values in this context.
         self.draws = self.random = 0
         self._disturbance = disturbance
         self._generators: dict[torch.device, torch.Generator] = {}

@@ -76,21 +76,17 @@ class GeneratorState(msgspec.Struct, frozen=True, eq=False):
 
 
 class WrittenCall(msgspec.Struct, frozen=True, eq=False):
-    """A recorded call of a function with tensors: its arguments, its result and its context.
-
-    - `autocast`: device and dtype of the active autocast, or None.
-    - `draw`: the random generator that the program passed to the call, with its state before the
-      call; None without a generator.
-    - `place`: the program's file and line, for arithmetic only.
-    """
+    """A recorded call of a function with tensors."""
 
     function: Callable[..., Any]
     arguments: Any
     keywords: Any
     result: Any
-    autocast: tuple[str, Any] | None
+    autocast: tuple[str, Any] | None  # device and dtype of the active autocast, or None
+    # the random generator that the program passed to the call, with its state before the call;
+    # None without a generator
     draw: GeneratorState | None = None
-    place: str = ""
+    place: str = ""  # the program's file and line, for arithmetic only
     from_model: bool = False  # True if the function is a whole model
     gradients: bool = True  # True if gradients were enabled
 
@@ -100,7 +96,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
     - `models`: each call of a model in training mode is recorded as a single call.
     - `after`: called after each backward pass, with this recorder and the loss.
-    - `rows`: the batch's number of rows; 0 means the length of the batch's first tensor.
+    - `rows`: the batch's number of rows; 0 for the length of its first tensor.
     """
 
     def __init__(
@@ -439,13 +435,14 @@ class Number(msgspec.Struct, frozen=True):
 
 
 class LossRecord:
-    """The recorded calls that led to a loss; they can be repeated with other rows.
+    """The recorded calls that led to a loss, repeatable with other rows.
 
-    - `numbers`: numbers with which the loss is computed, such as factors, if they come neither from
-      the batch nor from the models.
-    - `reads`: True if a number in the calls may derive from one that the program has read from a
-      model's result, for example with `item()`.
+    `numbers` are the numbers with which the loss is computed, such as factors. `reads` is True if
+    the calls may use a number that the program read.
     """
+
+    # Numbers that come from the batch or the models aren't in `numbers`. The program reads a number
+    # from a model's result, for example with `item()`.
 
     def __init__(
         self,
@@ -476,8 +473,8 @@ class LossRecord:
         - ROW_COUNTS: also numbers equal to the recorded number of rows, or to its inverse.
         - MULTIPLES: also multiples of these.
 
-        Raises ValueError if the batch has more or fewer tensors than the recorded batch, or lacks a
-        library's object that a call needs.
+        Raises ValueError if the batch has more or fewer tensors than the recorded one, or lacks an
+        object that a call needs.
         """
         return self._compute(batch, rows, counts, find_objects(batch))
 
@@ -613,18 +610,18 @@ def replay(
     wanted: int,
     fresh: Mapping[type, Any] = MappingProxyType({}),
 ) -> Any:
-    """Repeat the recorded calls with other rows, and return one of the tensors they compute.
+    """Repeat the recorded calls with other rows, and return a computed tensor.
 
     - `entries`: the recorded calls.
     - `known`: replacements of recorded tensors by id; the results of the repeated calls are added.
     - `rows`: number of rows with which the calls are repeated.
-    - `number`: converts each number among the arguments, which may be a count of rows.
-    - `wanted`: id of the recorded tensor whose replacement is returned.
-    - `fresh`: for each class of objects in the recorded batch, the only object of that class among
-      the other rows; None if there isn't exactly one.
-
-    Random generators that the program passes to calls have the same states afterwards as before.
+    - `number`: converts each number among the arguments.
+    - `wanted`: id of the recorded tensor; its replacement is returned.
+    - `fresh`: the only object among the other rows of each class of recorded objects; None if there
+      isn't exactly one.
     """
+    # Numbers are converted because they may be counts of rows. Random generators that the program
+    # passes to calls have the same states afterwards as before.
     draws = [entry.draw for entry in entries if entry.draw is not None]
     now = [GeneratorState(draw.generator, draw.generator.get_state()) for draw in draws]
     try:

@@ -25,21 +25,16 @@ Compute = Callable[[Any, int], Any]  # computes the loss of a batch and its numb
 
 
 class Replayed(msgspec.Struct, frozen=True):
-    """The result of an attempt to audit a recorded loss.
+    """The result of an attempt to audit a recorded loss."""
 
-    - `audited`: the audit; None if it isn't possible.
-    - `fault`: why it isn't possible, as a part of a message.
-    - `cut`: True if the loss could only be computed for rows that are padded to other lengths than
-      the preferred rows.
-    - `certain`: False if a number in the record may be an unrecognized count of its rows.
-    - `closed`: True if the record uses no rows but those of its batch.
-    """
-
-    audited: Audited | None
-    fault: str = ""
+    audited: Audited | None  # the audit; None if it isn't possible
+    fault: str = ""  # why it isn't possible, as a part of a message
+    # True if the loss could only be computed for rows that are padded to other lengths than the
+    # preferred rows
     cut: bool = False
+    # False if a number in the record may be an unrecognized count of its rows
     certain: bool = True
-    closed: bool = True
+    closed: bool = True  # True if the record uses no rows but those of its batch
 
 
 def audit_record(
@@ -50,17 +45,17 @@ def audit_record(
     counts: Sequence[int] = EVERY_COUNT,
     moves: bool = False,
 ) -> Replayed:
-    """Audit a loss with the first selection in `rows` for which the loss can be computed.
+    """Audit a loss with the first rows for which the loss can be computed.
 
     - `rows`: alternatives, such as rows with and without padding.
     - `sketcher`: creates a GradientSketcher for each audit.
-    - `computations`: returns the computations to compare, the reference and the training run's.
-    - `counts`: ways to read numbers as counts of rows (see `LossRecord.compute`), tried in turn
-      until an audit finds no difference.
+    - `computations`: returns the computations to compare.
+    - `counts`: ways to read numbers as counts of rows (see `LossRecord.compute`).
     - `moves`: passed to `GradientSketcher.open`.
 
     Raises RequestError if the loss synchronizes with other ranks.
     """
+    # The ways in `counts` are tried in turn until an audit finds no difference.
     fault = "its batch can't be cut into rows"
     has_only_these_rows = not record.has_other_rows()
     for selection in rows:

@@ -25,24 +25,17 @@ _IGNORED = -100
 
 
 class FewRows(msgspec.Struct, frozen=True, eq=False):
-    """A few rows as one batch, and as two parts that are collated separately.
+    """A few rows as one batch, and as two parts that are collated separately."""
 
-    - `whole`: the batch.
-    - `parts`: one part for each of two devices.
-    - `sizes`: the parts' numbers of rows.
-    - `cut`: the parts cut from the whole batch, with its padding; None if that isn't possible.
-    - `even`: two parts of equal size, as the program's own launcher would make.
-    - `digest`: digest of the numbers in the whole batch.
-    """
-
-    whole: Any
-    parts: tuple[Any, ...]
-    sizes: tuple[int, ...]
+    whole: Any  # the batch
+    parts: tuple[Any, ...]  # one part for each of two devices
+    sizes: tuple[int, ...]  # the parts' numbers of rows
+    # the parts cut from the whole batch, with its padding; None if that isn't possible
     cut: tuple[Any, ...] | None
-    even: tuple[Any, ...]
+    even: tuple[Any, ...]  # two parts of equal size, as the program's own launcher would make
     even_sizes: tuple[int, ...]
     even_cut: tuple[Any, ...] | None = None  # the even parts, cut from the whole batch
-    digest: int = 0
+    digest: int = 0  # digest of the numbers in the whole batch
 
     @property
     def rows(self) -> int:
@@ -66,11 +59,12 @@ def fetch_rows(
     numbers: Sequence[int],
     most: int = ROWS,
 ) -> FewRows | None:
-    """Return up to `most` rows of a data set, chosen to differ in class and length.
+    """Return a few rows of a data set that differ in class and length.
 
-    `collate` makes a batch from a list of rows. `numbers` are the indices of the rows to choose
-    from. Return None if there are fewer than two.
+    `collate` makes a batch from a list of rows. `numbers` are the indices to choose from. None for
+    fewer than two.
     """
+    # At most `most` rows are returned.
 
     def collated(items: Sequence[Any], seed: int = SEED) -> Any:
         seed_all(seed)
@@ -137,13 +131,13 @@ def copy_dataset(dataset: Any, copies: dict[int, Any] | None = None) -> Any:
 def choose_few_rows(
     batch: Any, rows: int, in_order: bool = False, most: int = ROWS
 ) -> FewRows | None:
-    """Return up to `most` rows of a collated batch that has `rows` rows.
+    """Return up to `most` rows of a collated batch, chosen to differ.
 
-    The rows are chosen to differ, and sorted so that the two parts of the FewRows differ, too. With
-    `in_order`, they keep the batch's order. Return None if the batch has fewer than two rows or
-    can't be cut.
+    With `in_order`, they keep the batch's order. None if the batch has fewer than two rows or can't
+    be cut.
     """
-    # from the first TIMES * `most` rows
+    # `rows` is the batch's number of rows. The rows are chosen from the first TIMES * `most` rows,
+    # and sorted so that the two parts of the FewRows differ, too.
     if rows < 2:
         return None
     try:
@@ -183,12 +177,12 @@ def _choose(items: Sequence[Any], signs: Sequence[tuple[float, ...]], most: int)
 
 
 def spread_places(signs: Sequence[tuple[float, ...]], most: int = ROWS) -> list[int]:
-    """Return the indices of up to `most` rows, chosen to differ in their `signs`.
+    """Return the indices of up to `most` rows, chosen to differ.
 
-    `signs` has numbers for each row, such as its class and length. The indices are sorted by them,
-    so that the first and the second half differ, too.
+    `signs` has numbers for each row, such as its class and length.
     """
-    # the first rows are enough if all of their numbers vary
+    # The indices are sorted by these numbers, so that the first and the second half differ, too.
+    # The first rows are enough if all of their numbers vary.
     first_signs = signs[:most]
     first_ones_differ = len(first_signs[0]) > 0 and all(
         len(set(values)) > 1 for values in zip(*first_signs, strict=True)

@@ -35,15 +35,12 @@ REMEDY = (
 
 
 class TensorSums(msgspec.Struct, frozen=True):
-    """Two sums over the elements of a tensor, by which tensors of two ranks are compared.
-
-    In `by_place`, each element is multiplied by a number from 1 to 2 that grows with its position.
-    `allowed` is the difference that rounding may cause.
-    """
+    """Two sums of a tensor's elements, for comparison with another rank's tensor."""
 
     plain: float
+    # each element is multiplied by a number from 1 to 2 that grows with its position
     by_place: float
-    allowed: float
+    allowed: float  # the difference that rounding may cause
 
     def is_near(self, other: TensorSums) -> bool:
         """True if both tensors are probably equal, except for rounding."""
@@ -53,25 +50,23 @@ class TensorSums(msgspec.Struct, frozen=True):
 
 
 class RankData(msgspec.Struct, frozen=True):
-    """A summary of one rank's data set, by which ranks compare their data sets.
+    """A summary of one rank's data set, for comparison with other ranks."""
 
-    `length` is the number of rows in an epoch. `order` is a digest of the program's own order of
-    these rows; None if there is none. `rows` has the sums of a few rows, by the rows' indices in
-    the data set, except rows that can't be read. It is empty if the data set isn't reproducible.
-    """
-
-    length: int
+    length: int  # number of rows in an epoch
+    # digest of the program's own order of these rows; None if there is none
     order: int | None = None
+    # The sums of a few rows, by the rows' indices in the data set. Rows that can't be read are left
+    # out. The dict is empty if the data set isn't reproducible.
     rows: dict[str, list[TensorSums]] = {}
 
 
 def summarize(dataset: Any, collate: Callable[[list[Any]], Any], sampler: Any) -> RankData:
     """Return a summary of this rank's data set.
 
-    `sampler` is the UnevenBatchSampler of its rows, and `collate` makes a batch from a list of
-    rows. Rows are read from a copy of the data set, with the same random numbers on every rank.
-    A data set that can't be copied or read has no rows in the summary.
+    `sampler` is its UnevenBatchSampler, and `collate` makes a batch from a list of rows.
     """
+    # Rows are read from a copy of the data set, with the same random numbers on every rank. A data
+    # set that can't be copied or read has no rows in the summary.
     try:
         with kept_state():
             numbers = sampler.sample_rows(NEXT, SPREAD)

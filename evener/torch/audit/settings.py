@@ -48,9 +48,8 @@ class LossSettings:
 
         - `models`: the modules to read.
         - `function`: computes the loss.
-        - `code`: a code object of the program, and its module's variables. The variables that the
-          code uses are settings.
-        - `holders`: other objects whose attributes are settings.
+        - `code`: a code object with its module's variables; those that it uses are settings.
+        - `holders`: other objects; their attributes are settings.
         """
         self._checks += 1
         found: dict[Key, Any] = {}

@@ -37,12 +37,11 @@ BLOCK = 1 << 24  # number of values that are converted at once
 
 
 class Signs:
-    """Random signs for the values of a gradient that is arranged as lines and columns.
+    """Random signs for a gradient's values, arranged in lines and columns."""
 
-    The sign of a value is the product of its line's sign and its column's sign. The standard
-    deviation of the gradient's sum with such signs is the gradient's norm, just as if each value
-    had an independent sign. But computing the sum takes only a matrix product with few columns.
-    """
+    # A value's sign is the product of its line's sign and its column's sign. The standard deviation
+    # of the gradient's sum with such signs is the gradient's norm, just as if each value had an
+    # independent sign. But computing the sum takes only a matrix product with few columns.
 
     def __init__(self) -> None:
         self._pools: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -153,10 +152,11 @@ def sum_lines(gradients: Sequence[torch.Tensor], signs: Signs) -> LineSums:
 
 
 def add_lines(sums: Sequence[LineSums]) -> list[list[float]]:
-    """Add up the sums of each gradient's lines, and return the totals by gradient.
+    """Return the random sums of each gradient, added up over its lines.
 
-    The sums are on one device, and are copied to the host together.
+    The sums of the lines are on one device.
     """
+    # The sums of all lines are copied to the host together.
     lines = torch.cat([each.lines for each in sums]).cpu().numpy()
     counts = [count for each in sums for count in each.counts]
     starts = numpy.cumsum([0, *counts[:-1]])
@@ -192,11 +192,13 @@ def _project_sparse(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
 
 
 class GradientSums:
-    """Computes random sums of the gradients of `tensors`, added over several losses.
+    """Computes random sums of gradients, added over several losses.
 
-    With `at_once`, there is memory for all gradients of a loss at once. Otherwise each gradient is
-    summed and freed as soon as it is computed. The host waits for the GPU only in `sketch`.
+    With `at_once`, there is memory for all gradients of a loss at once.
     """
+
+    # Without `at_once`, each gradient is summed and freed as soon as it is computed. The host waits
+    # for the GPU only in `sketch`.
 
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], signs: Signs, at_once: bool = False
@@ -374,9 +376,10 @@ def _plain(name: str) -> str:
 def name_tensors(models: Iterable[Any], others: Iterable[torch.Tensor] = ()) -> dict[str, Any]:
     """Return the trained tensors by name.
 
-    A parameter has its name in the model. If there are several models, the model's number, counted
-    from 1, is appended. Tensors in `others`, which optimizers train, are named by index and shape.
+    `others` are tensors that optimizers train; they are named by index and shape.
     """
+    # A parameter has its name in the model. If there are several models, the model's number,
+    # counted from 1, is appended.
     found: dict[str, Any] = {}
     known: set[int] = set()
     every_model = list(models)

@@ -50,13 +50,14 @@ def kept_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Iterator[None]:
 
 
 def keep_with_frozen(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], None]:
-    """Save the attributes and frozen weights of all holders; return a function to restore them.
+    """Save attributes and frozen weights of objects; return a function to restore them.
 
-    Attributes, such as counters, lists, buffers and metrics, are restored in place. Objects in
-    `apart` and trained parameters aren't saved. Frozen parameters are saved unless they are most of
-    the weights. The returned function may be called several times.
+    Objects in `apart` and trained parameters aren't saved. The function may be called several
+    times.
     """
-    # a model may update frozen parameters itself, for example with a momentum encoder
+    # Attributes, such as counters, lists, buffers and metrics, are restored in place. A model may
+    # update frozen parameters itself, for example with a momentum encoder. They are saved unless
+    # they are most of the weights.
     restore_attributes = keep_attributes(*holders, apart=apart)
     frozen = _copy_frozen(holders)
 
@@ -124,10 +125,11 @@ def kept_state(holders: Iterable[Any] = (), apart: Iterable[Any] = ()) -> Iterat
 def copy_data(value: Any, memo: dict[int, Any], most_bytes: float = math.inf) -> Any:
     """Return the data that `restore_value` needs to restore a value in place.
 
-    Return None for a value that isn't copied, such as a number, or a tensor of more than
-    `most_bytes`. `memo` has the ids of objects that are already copied or must be skipped; copied
-    objects are added.
+    None if the value isn't copied. `memo` has the ids of objects that are skipped; copied ones are
+    added.
     """
+    # Numbers and tensors of more than `most_bytes` aren't copied, for example. Skipped objects are
+    # already copied or mustn't be copied.
     if type(value) in _PLAIN or id(value) in memo:
         return None
     if isinstance(value, torch.Tensor):

@@ -38,28 +38,21 @@ NEAR = 1e-5  # relative difference of two losses that are equal except for round
 
 
 class AuditChange(msgspec.Struct, frozen=True, eq=False):
-    """An audit's two computations, changed so that one possible cause of a difference is absent.
+    """An audit's two computations without one possible cause of a difference.
 
-    If the gradients agree after this change, the difference has that cause.
-
-    - `trained`: the training run's computation without the cause.
-    - `reference`: the reference without it; None if that is the same.
+    If the gradients then agree, the difference has that cause.
     """
 
-    trained: Computation
-    reference: Computation | None = None
+    trained: Computation  # the training run's computation without the cause
+    reference: Computation | None = None  # the reference without it; None if that is the same
 
 
 class Computations(msgspec.Struct, frozen=True, eq=False):
-    """The computations of a few rows that an audit compares.
+    """The computations of a few rows that an audit compares."""
 
-    - `reference`: the correct computation.
-    - `trained`: the training run's computation.
-    - `changes`: an AuditChange to test each possible cause of a difference, by the cause's name.
-    """
-
-    reference: Computation
-    trained: Computation
+    reference: Computation  # the correct computation
+    trained: Computation  # the training run's computation
+    # an AuditChange to test each possible cause of a difference, by the cause's name
     changes: Mapping[str, AuditChange] = {}
     sizes: tuple[int, ...] = ()  # number of rows in each part
     digest: int = 0  # of all numbers in the rows
@@ -67,30 +60,20 @@ class Computations(msgspec.Struct, frozen=True, eq=False):
 
 
 class Audited(msgspec.Struct, frozen=True):
-    """The result of an audit.
+    """The result of an audit."""
 
-    - `difference`: the difference between the two gradients, or None.
-    - `cause`: its likeliest cause, or "".
-    - `rows`: a digest of the rows.
-    - `sizes`: number of rows in each part.
-    - `fault`: why the audit is inconclusive, as a part of a message, or "".
-    - `finite`: False if the reference gradient has infinities or NaN; then the audit is
-      inconclusive.
-    - `sketch`: random sums of the reference gradient.
-    - `changed`: names of buffers that a pass changes.
-    - `noises`: differences that rounding causes, by tensor; None if they weren't measured.
-    - `explained`: True if the only difference came from random numbers that depend on padding.
-    """
-
-    difference: GradientDifference | None
-    cause: str
-    rows: int
-    sizes: tuple[int, ...]
-    fault: str
+    difference: GradientDifference | None  # between the two gradients
+    cause: str  # the difference's likeliest cause, or ""
+    rows: int  # a digest of the rows
+    sizes: tuple[int, ...]  # number of rows in each part
+    fault: str  # why the audit is inconclusive, as a part of a message, or ""
+    # False if the reference gradient has infinities or NaN; then the audit is inconclusive
     finite: bool
-    sketch: Sketch
-    changed: tuple[str, ...]
+    sketch: Sketch  # random sums of the reference gradient
+    changed: tuple[str, ...]  # names of buffers that a pass changes
+    # differences that rounding causes, by tensor; None if they weren't measured
     noises: Mapping[str, float] | None = None
+    # True if the only difference came from random numbers that depend on padding
     explained: bool = False
 
 

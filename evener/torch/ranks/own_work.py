@@ -722,9 +722,9 @@ class StepTimer:
         self._untimed.validation_s += min(known_s + last_s, whole_s)
 
     def pause(self) -> None:
-        """End a loop.
+        """End the current loop over batches.
 
-        The time until the next batch is added to `sums`, but not to the time of a step.
+        The time until the next batch counts in `sums`, but not as a part of a step.
         """
         left = self._asked
         if left is not None and not self._next_timed:
