@@ -65,10 +65,10 @@ _EVERY: list[ProcessHooks] = []
 
 
 class Replacement:
-    """A function of another library that is replaced in its owner until `remove` is called.
+    """A function of another library, replaced in its owner until `remove` is called.
 
     - `owner`, `name`: the module or class, and its attribute to replace.
-    - `make`: called with the original function, returns the replacement.
+    - `make`: returns the replacement for the original function.
 
     The function `register` of a ProcessHooks may return it as a handle.
     """

@@ -58,10 +58,11 @@ class LeftOutBatches:
         return bool(self._usual)
 
     def begin(self, step: int, shares: Sequence[int]) -> tuple[int, list[int]] | None:
-        """Begin a step; return the first step that only some ranks have left out, and these ranks.
+        """Begin a step; return the first step that only some ranks left out.
 
-        Return None if no such step is known. All ranks have to call this for the same steps, and
-        get the same result. `shares` are the ranks' rows; ranks without rows are ignored.
+        The ranks that left it out are returned, too. Return None if no such step is known. All
+        ranks have to call this for the same steps, and get the same result. `shares` are the ranks'
+        rows; ranks without rows are ignored.
         """
         if self._learns is False:
             self._left.append(step - 1)

@@ -43,9 +43,10 @@ from .training_audits import TrainingAudits
 
 
 class PlannedTraining:
-    """Trains with a plan on one rank, for Split and for the adapters to Lightning and transformers.
+    """Trains with a plan on one rank.
 
-    It sets up this process for its device, joins the process group, and provides:
+    Split and the adapters to Lightning and transformers use it. It sets up this process for its
+    device, joins the process group, and provides:
 
     - the samplers of rows and the audits of the loss;
     - the weighted sum of gradients;
@@ -280,11 +281,10 @@ class PlannedTraining:
     def wrap(self, model: Any, **options: Any) -> Any:
         """Move a model to this process's device, and sum its gradients over the ranks.
 
-        Each rank's gradients are weighted by its rows. Returns the model wrapped in
+        Each rank's gradients are weighted by its rows. Returns the model in a
         DistributedDataParallel. It isn't wrapped if the program has already done so, if FSDP shards
-        it (with `weigh="loss"`), or if it trains on one device. `options` are options of
-        DistributedDataParallel; only `bucket_cap_mb`, `broadcast_buffers` and `process_group` have
-        an effect.
+        it (with `weigh="loss"`), or if it trains on one device. Of DistributedDataParallel's
+        `options`, only `bucket_cap_mb`, `broadcast_buffers` and `process_group` have an effect.
 
         Raises RequestError if the model's gradients can't be weighted.
         """
@@ -325,7 +325,7 @@ class PlannedTraining:
         return model
 
     def follow_averaged(self, model: Any) -> None:
-        """Prepare to train a model whose gradients FSDP or DeepSpeed averages over ranks.
+        """Prepare to train a model whose gradients FSDP or DeepSpeed averages.
 
         The losses are weighted instead of the gradients. A rank's compute time (own work) excludes
         the waits for other ranks within passes. Raises RequestError if the model can't be trained
@@ -377,16 +377,16 @@ class PlannedTraining:
     def report(self, rows: int | None = None, tokens: tuple[int, int] = (0, 0)) -> None:
         """Report a finished step of this rank to evener's monitor.
 
-        The loader of a Split does this itself. `rows` are the rows of the step, by default this
-        rank's rows of the current batch. `tokens` are their tokens without and with padding; zeros
-        mean unknown.
+        A Split's loader does this itself. `rows` are the step's rows, by default this rank's rows
+        of the current batch. `tokens` are their tokens without and with padding; zeros mean
+        unknown.
         """
         self.reporter.report(self.weights.sizes[self.rank] if rows is None else rows, tokens)
 
     def step(
         self, batch: Any, compute: OfPart, count: OfPart | None = None, check: bool = True
     ) -> Any:
-        """Run the forward and backward passes of a batch, in as many passes as in the plan.
+        """Compute a batch and its gradients in the passes of the plan.
 
         For example: `split.step(batch, lambda part: criterion(model(part.batch[0]),
         part.batch[1]))`. Returns this rank's mean loss, which can be passed to `Split.mean`.

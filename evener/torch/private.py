@@ -60,10 +60,9 @@ leave_uncompiled: Callable[[Callable[..., Any]], Callable[..., Any]] = torch._di
 
 
 def take_apart(outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return a flat list of the items in nested outputs, and a function that reverses this.
+    """Return the items in nested outputs, and a function that nests them again.
 
-    The function takes a flat list, and returns its items nested as in `outputs`. Objects that
-    PyTorch can't flatten are single items.
+    The function takes a list of such items. Objects that PyTorch can't flatten are single items.
     """
     leaves, spec = pytree.tree_flatten(outputs)
     return leaves, lambda items: pytree.tree_unflatten(items, spec)
@@ -208,10 +207,10 @@ LEAVING = {
 
 
 def count_collectives() -> dict[str, int]:
-    """Return how many collectives this process has started, by process group and device type.
+    """Return how many collectives this process has started, by group and device type.
 
-    A key is the group's name and the device type, separated by a space. Groups of a single rank,
-    and groups whose backend keeps no count, are left out.
+    A key is the process group's name, a space and the device type. Groups of a single rank, and
+    groups whose backend keeps no count, are left out.
     """
     groups = [group for group in list(dist.distributed_c10d._world.pg_map) if group.size() > 1]
     every = {
@@ -229,10 +228,10 @@ def count_collectives() -> dict[str, int]:
 def broadcast_each(
     tensors: Sequence[torch.Tensor], group: Any, most_bytes: int, source: int = 0
 ) -> None:
-    """Broadcast tensors from the rank `source` to all ranks of a group, in few collectives.
+    """Broadcast tensors from one rank to all ranks of a group.
 
-    The tensors are on one device, and are sent in groups of up to `most_bytes`. `group` None is the
-    default process group.
+    `source` is the sender's rank. The tensors are on one device. Each collective sends up to
+    `most_bytes`. `group` None is the default process group.
     """
     chosen = dist.group.WORLD if group is None else group
     dist._broadcast_coalesced(chosen, list(tensors), most_bytes, source)

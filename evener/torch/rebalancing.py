@@ -47,8 +47,8 @@ def raise_no_shares() -> NoReturn:
 class Rebalancing:
     """Changes the shares of a training run, after the same step on every rank.
 
-    Every rank has to create a Rebalancing. After a number of full batches (a window), each rank
-    summarizes its step times. After EXCHANGED_WINDOWS windows, the ranks gather their summaries and
+    Every rank has to create a Rebalancing. Each rank summarizes its step times of a window, a
+    number of full batches. After EXCHANGED_WINDOWS windows, the ranks gather their summaries and
     decide on new shares.
     """
 

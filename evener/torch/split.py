@@ -69,7 +69,7 @@ def _checkpoints() -> Any:
 
 
 class Split(PlannedTraining):
-    """This process's part of a plan: its rank, its device, and the shares of all ranks.
+    """This process's part of a plan: rank, device and all ranks' shares.
 
     Attributes: `rank` is this process's rank, `world` the number of ranks, and `device` this
     process's device. Arguments:
@@ -131,7 +131,10 @@ class Split(PlannedTraining):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """The number of rows of each rank in a full step, from the plan or the last rebalancing."""
+        """Each rank's number of rows in a full step.
+
+        They are from the plan or the last rebalancing.
+        """
         return self.ranks.batches
 
     @property
@@ -146,10 +149,10 @@ class Split(PlannedTraining):
 
     @property
     def rows(self) -> int:
-        """The number of this rank's rows in the current batch; 0 if its only row is a filler row.
+        """The number of this rank's rows in the current batch.
 
-        A filler row doesn't count in the gradient. Raises RequestError outside of a loop over a
-        loader.
+        The number is 0 if the only row is a filler row, which doesn't count in the gradient. Raises
+        RequestError outside of a loop over a loader.
         """
         batch = self.weights.current
         if batch is None:
@@ -169,17 +172,20 @@ class Split(PlannedTraining):
 
     @property
     def weight(self) -> float:
-        """This rank's fraction of the current batch, 0 to 1; after a loop, of its last batch."""
+        """This rank's fraction of the current batch, from 0 to 1.
+
+        After a loop, it is the fraction of the last batch.
+        """
         return self.weights.weight
 
     @property
     def ending(self) -> bool:
-        """True once any rank has received SIGTERM, for example before its machine is taken away.
+        """True once any rank has received SIGTERM.
 
-        Read it on every rank after each step; all ranks get the same value. When it is True, save a
-        checkpoint and leave the loop. From the first read on, SIGTERM no longer kills the process.
-        The value changes at the end of the step, or up to a quarter of a second later if steps are
-        shorter.
+        The signal may come before a machine is taken away. Read it on every rank after each step;
+        all ranks get the same value. When it is True, save a checkpoint and leave the loop. From
+        the first read on, SIGTERM no longer kills the process. The value changes at the end of the
+        step, or up to a quarter of a second later if steps are shorter.
         """
         if self._stop_signal is None:
             self._stop_signal = StopSignal(self.world)
@@ -249,10 +255,10 @@ class Split(PlannedTraining):
         return self.loaders.add(made)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save in a checkpoint: each training loader's position in its epoch.
+        """Return the state to save in a checkpoint.
 
-        The position is after the current batch. With `rebalance`, the state also has the current
-        shares. It is the same on every rank and JSON-serializable.
+        It has each training loader's position in its epoch, after the current batch, and the
+        current shares with `rebalance`. It is the same on every rank and JSON-serializable.
         """
         state, rebalancing = self.loaders.state_dict(), self.rebalancing
         return state if rebalancing is None else {**state, **rebalancing.state_dict()}
@@ -319,9 +325,10 @@ class Split(PlannedTraining):
         return cast("dict[str, torch.Tensor]", _checkpoints().model_state(model))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the whole state of a sharded model's optimizer on rank 0, like its `state_dict`.
+        """Return the whole state of a sharded model's optimizer on rank 0.
 
-        Other ranks get {}, but every rank has to call this.
+        It is like the optimizer's `state_dict`. Other ranks get {}, but every rank has to call
+        this.
         """
         return cast("dict[str, Any]", _checkpoints().optimizer_state(optimizer))
 
@@ -338,17 +345,18 @@ class Split(PlannedTraining):
         _checkpoints().save(folder, model, optimizer, extra)
 
     def load(self, folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> Any:
-        """Load a checkpoint from `save` into a sharded model and its optimizer; return its `extra`.
+        """Load a checkpoint from `save` into a sharded model and its optimizer.
 
-        The shares may have changed since it was saved. Every rank has to call this. Raises
-        RequestError if the checkpoint belongs to another model.
+        Return the checkpoint's `extra`. The shares may have changed since it was saved. Every rank
+        has to call this. Raises RequestError if the checkpoint belongs to another model.
         """
         return _checkpoints().load(folder, model, optimizer)
 
     def scale(self, loss: Any) -> Any:
-        """Return this rank's mean loss, scaled so that DDP's mean over ranks is the mean over rows.
+        """Return this rank's mean loss, scaled for DDP's mean over ranks.
 
-        Raises RequestError if `weigh` isn't "loss", because gradients are then already weighted.
+        That mean is then the mean over rows. Raises RequestError if `weigh` isn't "loss", because
+        gradients are then already weighted.
         """
         self.weights.refuse_in_parts("scale")
         if self.weights.weigh != "loss":
@@ -359,7 +367,7 @@ class Split(PlannedTraining):
         return self.weights.scale(loss)
 
     def loss(self, total: Any, count: Any) -> Any:
-        """Return this rank's loss for a mean over other items than rows, such as tokens.
+        """Return this rank's loss for a mean over items, such as tokens.
 
         Every rank has to call this. `total` is this rank's sum of losses. `count` is its part of
         the divisor, such as the number of tokens that aren't ignored, or the sum of class weights.
@@ -410,9 +418,10 @@ class Split(PlannedTraining):
     @overload
     def total(self, value: torch.Tensor) -> Any: ...
     def total(self, value: Any) -> Any:
-        """Return the sum of a value over the ranks; every rank has to call this.
+        """Return the sum of a value over the ranks.
 
-        The result is a tensor if `value` is a tensor with dimensions, and a float otherwise.
+        Every rank has to call this. The result is a tensor if `value` is a tensor with dimensions,
+        and a float otherwise.
         """
         self.weights.refuse_in_parts("total")
         total = self.add_up(value)

@@ -72,10 +72,10 @@ def find_sharded(model: Any) -> Sharded | WholeModel:
 
 
 def model_state(model: Any) -> Tensors:
-    """Return the model's whole parameters and buffers on rank 0, and an empty dict on other ranks.
+    """Return the model's whole parameters and buffers on rank 0.
 
-    They have the names of `state_dict`, and are in host memory. Every rank has to call this
-    function.
+    They have the names of `state_dict`, and are in host memory. Other ranks get an empty dict, but
+    every rank has to call this.
     """
     sharded, state = find_sharded(model), Tensors()
     names = {slot.names[0]: slot.names for slot in sharded.slots}
@@ -86,10 +86,10 @@ def model_state(model: Any) -> Tensors:
 
 
 def optimizer_state(optimizer: Any) -> dict[str, Any]:
-    """Return the optimizer's whole state on rank 0, and an empty dict on other ranks.
+    """Return an optimizer's whole state on rank 0, like its `state_dict`.
 
-    It has the form of the optimizer's `state_dict` for the whole model. Every rank has to call this
-    function. Raises RequestError if the optimizer doesn't train a sharded model.
+    Other ranks get an empty dict, but every rank has to call this. Raises RequestError if the
+    optimizer doesn't train a sharded model.
     """
     sharded = find(optimizer)
     if sharded is None and is_alone():
@@ -280,11 +280,11 @@ def _number(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def save(
     folder: str | os.PathLike[str], model: Any, optimizer: Any = None, extra: Any = None
 ) -> None:
-    """Write the model, and the optimizer's state if one is passed, to a folder on rank 0.
+    """Write the model and, if passed, the optimizer's state to a folder.
 
-    `extra` is a JSON-serializable object, which `load` returns. Every rank has to call this
-    function. Raises RequestError on every rank if the checkpoint can't be written; an earlier one
-    in the folder then stays intact.
+    Rank 0 writes, but every rank has to call this. `extra` is JSON-serializable, and `load` returns
+    it. Raises RequestError on every rank if the checkpoint can't be written; an earlier one in the
+    folder then stays intact.
     """
     sharded = find_sharded(model)
     writes, has_adapters = sharded.place.rank == 0, hasattr(model, "peft_config")
@@ -412,10 +412,11 @@ def _agree(fault: str, remedy: str) -> None:
 
 
 def load(folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> Any:
-    """Load a checkpoint that `save` wrote under any shares, and return its `extra`.
+    """Load a checkpoint that `save` wrote, and return its `extra`.
 
-    Without `optimizer`, no optimizer state is loaded. Every rank has to call this function. Raises
-    RequestError on every rank if the checkpoint is missing or belongs to another model.
+    The shares may have changed since. Without `optimizer`, no optimizer state is loaded. Every rank
+    has to call this. Raises RequestError on every rank if the checkpoint is missing or belongs to
+    another model.
     """
     # rank 0 reads the checkpoint, one unit at a time
     return _load(folder, model, find_sharded(model), optimizer)

@@ -23,10 +23,10 @@ from .slot import Slot, byte_count
 
 
 class Flat:
-    """A one-dimensional tensor with several parameters of a unit, sharded over the ranks.
+    """A flat tensor with several parameters of a unit, sharded over the ranks.
 
-    The parameters have the same dtype, and are all trained or all frozen. They may be gathered in
-    other dtypes (`Slot.computes`).
+    The tensor has one dimension. The parameters have the same dtype, and are all trained or all
+    frozen. They may be gathered in other dtypes (`Slot.computes`).
 
     - `place`: this rank's ShardRank.
     - `slots`: the parameters.

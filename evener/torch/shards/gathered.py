@@ -37,15 +37,16 @@ class Segment:
 
 
 class Gathered:
-    """The whole parameters of a flat, in a block of bytes that is allocated while it is in use.
+    """The memory for a flat tensor's whole parameters while they are in use.
+
+    It is a block of bytes, which is allocated on creation, freed by `free`, and allocated again by
+    `gather`.
 
     - `place`: this rank's ShardRank.
     - `slots`: the parameters, in the order of `sort_slots`.
-    - `ranges`: the ranks' ranges of the flat's elements.
+    - `ranges`: the ranks' ranges of the tensor's elements.
     - `shard`: this rank's elements.
     - `size`: the block's size in bytes.
-
-    The block is allocated on creation, freed by `free`, and allocated again by `gather`.
     """
 
     # each rank's part of the block is one range of bytes, whatever the dtypes

@@ -77,10 +77,12 @@ def shard(
     dtype: Any,
     casts: Any = None,
 ) -> Any:
-    """Shard a model over the ranks of a training run, and return it; see `Split.shard`.
+    """Shard a model over the ranks of a training run, and return it.
 
-    - `level`: the argument `shard` of that method, "all" or "state".
-    - `units`, `state`, `dtype`: its other arguments.
+    The arguments are those of `Split.shard`:
+
+    - `level`: its argument `shard`, "all" or "state".
+    - `units`, `state`, `dtype`: the same as there.
     - `casts`: dtype of an autocast around each forward pass of the model, or None.
 
     Raises RequestError if the model can't be sharded.
@@ -134,7 +136,7 @@ def cut_model(
     keeps: bool = False,
     casts: Any = None,
 ) -> Sharded:
-    """Shard a model over the ranks of `place`: replace its parameters with this rank's pieces.
+    """Replace a model's parameters with this rank's pieces, and return the Sharded.
 
     `units` has the modules to gather and free one after another, by name. `dtype`, `keeps` and
     `casts` are passed to Sharded.
@@ -289,8 +291,8 @@ def sum_norms(
 ) -> Any:
     """Return the norm of gradients, including the shards of other ranks.
 
-    `norm` is PyTorch's function for one process, with `tensors` (this rank's gradients), `kind`
-    (the order of the norm) and the rest as its arguments. Raises RequestError for order 0. Raises
+    `norm` is PyTorch's function for one process. Its arguments are `tensors` (this rank's
+    gradients), `kind` (the order of the norm) and the rest. Raises RequestError for order 0. Raises
     RuntimeError if `error_if_nonfinite` is True and the norm isn't finite.
     """
     shards = _list_shard_gradients()

@@ -47,10 +47,11 @@ ALIGNED = 8
 
 
 def cut(elements: int, parts: Sequence[float]) -> tuple[tuple[int, int], ...]:
-    """Return each rank's (start, stop) range of a flat tensor, in proportion to `parts`.
+    """Return each rank's (start, stop) range of a flat tensor.
 
-    The tensor has `elements` elements. Ranges begin at multiples of ALIGNED. They include padding
-    at the end, so that equal parts have equal sizes and each rank holds at least ALIGNED elements.
+    The ranges of the `elements` are in proportion to `parts`, and begin at multiples of ALIGNED.
+    They include padding at the end. Equal parts then have equal sizes, and each rank holds at least
+    ALIGNED elements.
     """
     ranks = len(parts)
     blocks = -(-max(elements, 1) // (ALIGNED * ranks)) * ranks
@@ -60,7 +61,9 @@ def cut(elements: int, parts: Sequence[float]) -> tuple[tuple[int, int], ...]:
 
 
 class Parts:
-    """The ranks' parts of one tensor, which may differ in size, and the collectives over them.
+    """The ranks' parts of one tensor, and the collectives over them.
+
+    The parts may differ in size.
 
     - `whole`: the tensor.
     - `ranges`: the (start, stop) range of each rank's part.

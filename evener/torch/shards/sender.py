@@ -49,7 +49,7 @@ class DtypeRange(NamedTuple):
 
 
 class GradientCopy(NamedTuple):
-    """Tells which elements of a parameter's gradient are copied to which part of the sent tensor.
+    """A copy of elements of a gradient to the tensor that is sent.
 
     - `position`: the parameter's index in the list of slots.
     - `elements`: the range of elements; None for the whole gradient.
@@ -62,7 +62,7 @@ class GradientCopy(NamedTuple):
 
 
 class GradientSender:
-    """Sends the gradients of a flat's parameters, and adds up the gradients that it receives.
+    """Sends the gradients of a flat tensor's parameters, and sums the received ones.
 
     - `place`: this rank's ShardRank.
     - `slots`: the flat's parameters.
@@ -134,7 +134,7 @@ class GradientSender:
         return dict(zip(order, parts, strict=True))
 
     def take(self, weight: float, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Copy the gradients of the whole parameters to the tensor that will be sent.
+        """Copy the gradients of whole parameters to the tensor that is sent.
 
         The caller may then free them. `weight` is the weight of this rank's gradients. `gradients`
         are in the order of the slots; None counts as 0.
@@ -205,18 +205,18 @@ class GradientSender:
 
 
 def bound_received(ranks: int) -> float:
-    """Return an upper bound for the gradients that a rank receives from the others for a flat.
+    """Return an upper bound for the gradients that a rank receives.
 
-    It is a multiple of the size of the flat's gradients: 2.0 means at most twice that size. `ranks`
-    is the number of ranks.
+    The bound is a multiple of the size of a Flat's gradients: 2.0 means at most twice that size.
+    `ranks` is the number of ranks.
     """
     return min(MOST_RECEIVED, ranks - 1.0)
 
 
 def saves_memory(ranges: Sequence[tuple[int, int]]) -> bool:
-    """True if no rank needs more memory for received gradients than a sum in float32 would take.
+    """True if received gradients need no more memory than a sum in float32.
 
-    `ranges` are the ranks' ranges of a flat's elements.
+    This has to be so on each rank. `ranges` are the ranks' ranges of a flat tensor's elements.
     """
     # a rank receives the gradients of its range from each other rank
     largest = max(stop - start for start, stop in ranges)

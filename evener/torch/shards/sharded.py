@@ -33,7 +33,7 @@ _SIMPLE = (type(None), Number, str, bytes, type, torch.dtype, torch.device)
 
 
 class Sharded:
-    """Gathers the units of a sharded model, and sums their gradients over the ranks, weighted.
+    """Gathers the units of a sharded model, and sums their weighted gradients.
 
     - `units`: the units of `model` by name.
     - `place`: this rank's ShardRank.

@@ -25,9 +25,9 @@ def choose_units(model: Any, wanted: Sequence[Any] | type | None) -> dict[str, A
     """Return the units of a model by name; no unit is inside another.
 
     `wanted` are the units' classes or modules. For None, units are the blocks of the model's
-    outermost ModuleLists. Other layers, such as embeddings, are also units if they have at least
-    0.3 times as many parameters as the smallest block. Without such blocks, units are modules with
-    up to an eighth of the model's parameters. Raises RequestError if `wanted` matches no module.
+    outermost ModuleLists, and other layers, such as embeddings, with at least 0.3 times the
+    smallest block's parameters. A model without such blocks is divided into modules with up to an
+    eighth of its parameters. Raises RequestError if `wanted` matches no module.
     """
     if wanted is None:
         return _choose_blocks(model)

@@ -32,21 +32,19 @@ def count_gathered(
     casts: Any = None,
     received: float | None = None,
 ) -> int:
-    """Return the maximum bytes that a rank holds in addition to its shards and activations.
+    """Return the maximum bytes that a rank holds besides shards and activations.
 
     They are the sum of
 
-    - the parameters that belong to no unit, gathered, with their gradients;
+    - the gathered parameters that belong to no unit, with their gradients;
     - two gathered units, because the next one is prefetched;
-    - the gradients of one unit, while the gradients of the unit before it are still being reduced;
-    - the parameters that are never sharded, with their gradients and optimizer state;
+    - the gradients of one unit, while those of the unit before it are still being reduced;
+    - the unsharded parameters, with their gradients and optimizer state;
     - the statistics of 4-bit weights, which every rank holds.
 
     `units` has the units' modules by name. `dtype` and `casts` are the arguments of `choose_dtype`.
-
-    If half-precision gradients are sent as they were computed, `received` is the result of
-    `bound_received`: how many times the size of a unit's gradients a rank receives at most.
-    Otherwise it is None.
+    `received` is the result of `bound_received` if half-precision gradients are sent as computed,
+    otherwise None.
     """
     # an embedding is freed before its gradients are reduced, so its parameters don't count then
     parameters = find_parameters(model, units)
@@ -112,11 +110,11 @@ def _measure(own: Sequence[Slot], dtype: Any, casts: Any, received: float | None
 
 
 def choose_whole(parameters: Mapping[str, Sequence[Slot]]) -> list[Slot]:
-    """Return the trained parameters of a mostly frozen model, which each rank holds whole.
+    """Return the trained parameters of a mostly frozen model.
 
-    `parameters` has each unit's parameters by the unit's name. Return an empty list if the trained
-    parameters, their gradients and their optimizer state would take more than a quarter of the
-    model's bytes.
+    Each rank holds them whole. `parameters` has each unit's parameters by the unit's name. The
+    result is empty if these parameters, their gradients and their optimizer state would take more
+    than a quarter of the model's bytes.
     """
     slots = [slot for unit in parameters.values() for slot in unit]
     trained = [slot for slot in slots if slot.tensor.requires_grad]
