@@ -266,7 +266,10 @@ class MemoryMeter:
         self._before = _status_bytes("VmRSS") or 0
 
     def reset(self) -> None:
-        """Start a new measurement of the peak, after releasing unused memory of earlier sizes."""
+        """Start a new measurement of the peak.
+
+        Memory that was freed before is returned to the operating system.
+        """
         _return_unused()
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the resident memory
