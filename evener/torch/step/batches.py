@@ -19,7 +19,9 @@ from ..rows.structure import tensors_in
 
 
 class TakenBatch:
-    """A batch that a loader yielded: the rows of each rank, and weak references to its tensors.
+    """A batch that a loader yielded, with its rows on each rank.
+
+    It holds weak references to the batch's tensors.
 
     - `origin`: the epoch that the batch is from.
     - `sizes`: each rank's number of rows.
@@ -113,9 +115,9 @@ class BatchTracker:
         self._only = taken if len(self._epochs) == 1 and follows else None
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Begin a batch that no loader yielded; it lasts until a loader yields its next batch.
+        """Begin a batch that no loader yielded.
 
-        `sizes` are the ranks' numbers of rows.
+        It lasts until a loader yields its next batch. `sizes` are the ranks' numbers of rows.
         """
         self._manual.batches.clear()
         self.take(self._manual, tuple(sizes), ())
@@ -137,10 +139,11 @@ class BatchTracker:
         return any(epoch.training and epoch.may_be_computed() for epoch in self._epochs)
 
     def find(self, data: Any, training: bool, match: Match) -> TakenBatch | None:
-        """Return the batch that `data` belongs to, or None if no loader has yielded a batch.
+        """Return the batch that `data` belongs to.
 
-        `training` is True if the model is in training mode. `match` selects the likeliest batches.
-        Raises RequestError if several batches are possible and they weight the ranks differently.
+        Return None if no loader has yielded a batch. `training` is True if the model is in training
+        mode. `match` selects the likeliest batches. Raises RequestError if several batches are
+        possible and they weight the ranks differently.
         """
         found = self._only
         if found is None:

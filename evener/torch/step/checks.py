@@ -161,10 +161,10 @@ def check_memory(optimizer: Any, trained: list[Any]) -> None:
 
 
 def update_one_by_one(optimizer: Any, tensors: int = 0) -> None:
-    """Make a step update its parameters one by one if there isn't enough memory for all at once.
+    """Make a step update parameters one by one if memory is short.
 
-    For each parameter, the step needs memory for one tensor of the parameter's size, and for
-    `tensors` state tensors of the same size.
+    Memory is short if there isn't enough to update all at once. For each parameter, the step needs
+    one tensor of the parameter's size, and `tensors` state tensors of that size.
     """
     # a step that ran out of memory halfway would leave only some of the parameters updated
     for group in optimizer.param_groups:

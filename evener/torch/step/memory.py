@@ -29,9 +29,10 @@ class MemoryGauge:
         self.at_risk = True
 
     def measure(self, rows: int) -> int:
-        """Return the maximum rows per pass that are predicted to fit, or 0 without a prediction.
+        """Return the maximum rows per pass that are predicted to fit.
 
-        `rows` is the number of rows in the largest pass that was computed.
+        Return 0 without a prediction. `rows` is the number of rows in the largest pass that was
+        computed.
         """
         if self._device.type == "cuda":
             self._capacity_bytes = self._measure_gpu(rows)
@@ -40,10 +41,10 @@ class MemoryGauge:
         return self._peaks.most_rows(self._capacity_bytes, self._left)
 
     def most_in_several(self, gradient_bytes: float) -> int:
-        """Predict how many rows per pass fit if a share is computed in several passes.
+        """Predict how many rows per pass fit with several passes per share.
 
-        A pass then also needs memory for the gradients of earlier passes, `gradient_bytes`. Return
-        0 without a prediction. Call `measure` before.
+        The gradients of earlier passes then need `gradient_bytes` of memory. Return 0 without a
+        prediction. Call `measure` before.
         """
         return self._peaks.most_rows_beside(self._capacity_bytes, self._left, gradient_bytes)
 

@@ -41,7 +41,10 @@ class Part:
 
     @property
     def is_piece(self) -> bool:
-        """True if this part has only some rows of a planned pass that ran out of memory."""
+        """True if this part has only some rows of a planned pass.
+
+        The planned pass has run out of memory.
+        """
         return self.rows < self.turn.planned
 
     def __enter__(self) -> Part:
@@ -54,12 +57,12 @@ class Part:
         return bool(self.error)
 
     def backward(self, loss: Any) -> Any:
-        """Multiply the mean loss over these rows by the part's weight, and run its backward pass.
+        """Run the backward pass of a loss, times this part's weight.
 
-        The mean is over rows, or over the items that `count` counts. With a GradScaler, pass
-        `scaler.scale(loss)`. This may be called several times in a pass, each time with another
-        loss. Returns the weighted loss, detached. The results of all parts add up to this rank's
-        mean loss, for `split.mean`.
+        `loss` is the mean over these rows, or over the items that `count` counts. With a
+        GradScaler, pass `scaler.scale(loss)`. This may be called several times in a pass, each time
+        with another loss. Returns the weighted loss, detached. The results of all parts add up to
+        this rank's mean loss, for `split.mean`.
         """
         self.computed = True
         if self.passes is not None:
@@ -85,10 +88,11 @@ class Part:
             )
 
     def at(self, turn: Pass) -> Part:
-        """Return a part with the rows of the pass `turn`, and a weight in proportion to them.
+        """Return a part with the rows of the pass `turn`.
 
-        `turn` is a planned pass or, if the planned pass has run out of memory, some of its rows. If
-        `turn` has all rows of this part, the part itself is returned.
+        `turn` is a planned pass or, if the planned pass has run out of memory, some of its rows.
+        The weight is in proportion to these rows. If `turn` has all rows of this part, the part
+        itself is returned.
         """
         # in proportion to rows or, if the loss is a mean over what `count` counts, to that count
         if turn.rows == self.rows:
@@ -110,11 +114,12 @@ OfPart = Callable[[Part], Any]  # returns the mean loss over a part, or the coun
 def make_parts(
     batch: Any, rows: int, micro: int, scale: Callable[[Any], Any], passes: int = 0
 ) -> list[Part]:
-    """Divide a rank's batch, of which `rows` rows count, into parts of up to `micro` rows.
+    """Divide a rank's batch into parts of up to `micro` rows.
 
-    Each part's loss is passed to `scale` before its backward pass. `passes` is the exact number of
-    parts, some perhaps with a filler row; 0 for any number. An AssignedBatch is already divided.
-    Raises RequestError if the batch can't be divided.
+    `rows` is the number of rows in the batch that count. Each part's loss is passed to `scale`
+    before its backward pass. `passes` is the exact number of parts, some perhaps with a filler row;
+    0 for any number. An AssignedBatch is already divided. Raises RequestError if the batch can't be
+    divided.
     """
     if isinstance(batch, AssignedBatch):
         pieces, sizes = list(batch.passes), tuple(batch.rows)
@@ -140,7 +145,7 @@ def _cut_passes(batch: Any, rows: int, sizes: Sequence[int]) -> list[Any]:
 def weigh_by_count(
     parts: Sequence[Part], count: OfPart, sizes: Sequence[int], rank: int, add_up: AddUp
 ) -> None:
-    """Set the parts' weights so that the batch's mean loss is a mean over items instead of rows.
+    """Weight the parts for a mean loss over items instead of rows.
 
     `count(part)` returns a part's number of items, such as tokens. `sizes` are the ranks' numbers
     of rows. `add_up` sums a tensor over the ranks. Every rank has to call this.

@@ -27,7 +27,10 @@ from .part import Part
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """True if an error means that PyTorch's allocator, or a library below it, ran out of memory."""
+    """True if an error means that memory ran out.
+
+    PyTorch's allocator, or a library below it, raises such errors.
+    """
     # libraries' errors are recognized by their messages
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
@@ -101,7 +104,7 @@ class RunningPass:
 
 
 class Recovery:
-    """Undoes a rank's passes that run out of memory, and limits the rows of later passes.
+    """Undoes a rank's passes that run out of memory, and makes later ones smaller.
 
     `report_retry` is called with a Retreat for each such pass.
     """
@@ -135,26 +138,28 @@ class Recovery:
         return self.advice if is_out_of_memory(error) else ""
 
     def begin_batch(self) -> None:
-        """Begin a batch, and raise the limit of rows per pass if memory probably suffices.
+        """Begin a batch, and raise the limit of rows per pass if possible.
 
-        See `PassLimit.begin_batch`.
+        The limit is raised if memory probably suffices. See `PassLimit.begin_batch`.
         """
         self.limit.begin_batch(self._held_by_others)
 
     def open(self, part: Part, exchanges: Sequence[Exchange]) -> RunningPass:
-        """Return a RunningPass with the state that the pass may change, saved before it starts.
+        """Save what a pass may change, and return a RunningPass with it.
 
-        `exchanges` are the exchanges that sum the gradients of the pass.
+        Call this before the pass starts. `exchanges` are the exchanges that sum the gradients of
+        the pass.
         """
         return RunningPass(part, PassState(exchanges, self._constant), count_foreign())
 
     def catch(
         self, error: BaseException, running: RunningPass, exchanges: Sequence[Exchange]
     ) -> str:
-        """Return the error as text if the running pass can be computed again, otherwise "".
+        """Return the error as text if the running pass can be computed again.
 
-        The pass can be computed again if memory ran out before any of its backward passes ended.
-        Raises DeviceError if memory ran out and `exchanges`, which sum the gradients, is empty.
+        Otherwise return "". The pass can be computed again if memory ran out before any of its
+        backward passes ended. Raises DeviceError if memory ran out and `exchanges`, which sum the
+        gradients, is empty.
         """
         # another library then sums the gradients, so the pass can't be undone
         if not is_out_of_memory(error) or running.ended:
@@ -268,9 +273,10 @@ class Recovery:
 
 
 class PassState:
-    """The state of random numbers and buffers before a pass, to restore it if the pass fails.
+    """The state of random numbers and buffers before a pass.
 
-    `constant` has the ids of buffers that passes don't change; these aren't copied.
+    It is restored if the pass fails. `constant` has the ids of buffers that passes don't change;
+    these aren't copied.
     """
 
     def __init__(self, exchanges: Sequence[Exchange], constant: set[int]) -> None:
@@ -297,9 +303,10 @@ class PassState:
         return same - self._statistics
 
     def is_changed(self) -> bool:
-        """True if the forward pass drew random numbers, changed a buffer or normalized over rows.
+        """True if a row's result may depend on the pass's other rows.
 
-        The result of a row may then depend on the other rows of its pass.
+        That is so if the forward pass drew random numbers, changed a buffer or normalized over
+        rows.
         """
         changed = any(each._version != version for each, version, _ in self._buffers)
         return self._mixes_rows or changed or self._numbers.has_changed()

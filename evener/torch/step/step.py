@@ -58,7 +58,9 @@ from .unowned import UNOWNED
 
 @dataclass
 class LoaderSteps(StepListener):
-    """Begins a step with each batch of a loader, and ends it when the loop requests the next one.
+    """Begins a step with each batch of a loader.
+
+    The step ends when the loop requests the next batch.
 
     - `training`: the PlannedTraining of the loader.
     - `trains`: False for a validation loader, whose steps aren't timed or reported.
@@ -124,11 +126,11 @@ class LoaderSteps(StepListener):
 
 
 def train_batch(training: Any, batch: Any, compute: OfPart, count: OfPart | None) -> Any:
-    """Compute the loss and gradients of a batch, cut into as many passes as the plan has.
+    """Compute a batch's loss and gradients in the passes of the plan.
 
-    `compute` returns the mean loss over a part. `count` returns a part's number of items if that
-    mean isn't over rows, but for example over tokens. Returns this rank's mean loss. This
-    implements `PlannedTraining.step`.
+    This implements `PlannedTraining.step`. `compute` returns the mean loss over a part. If that
+    mean is over items such as tokens, `count` returns a part's number of items. Returns this rank's
+    mean loss.
     """
     recovery: Recovery = training.passes.recovery
     recovery.check = partial(training.audits.audit_part, compute)
@@ -186,7 +188,7 @@ def _without_sums(models: Sequence[Any]) -> Iterator[None]:
 
 
 class Passes:
-    """Computes the passes of a rank's batches one after the other, for loops and all trainers.
+    """Computes the passes of a rank's batches, for loops and all trainers.
 
     A pass that runs out of memory is computed again in smaller ones. `report_retry` is then called
     with a Retreat that describes it.
@@ -210,7 +212,7 @@ class Passes:
         begins: bool = True,
         move: bool = True,
     ) -> Iterator[Part]:
-        """Yield the parts of a batch one after the other, in smaller parts if memory runs out.
+        """Yield the parts of a batch, in smaller parts if memory runs out.
 
         A part has the rows of one pass. Compute it in `with part:`, and call `part.backward`.
 
@@ -303,7 +305,7 @@ class Passes:
             self._running.ended = True
 
     def catch(self, error: BaseException) -> str:
-        """Return an error of the current part as text if the part can be computed again.
+        """Return an error as text if the current part can be computed again.
 
         Otherwise return "". `error` was raised in the caller's `with part:` block.
         """

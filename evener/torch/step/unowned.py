@@ -32,9 +32,10 @@ Weigh = Callable[[], float | None]
 
 
 class UnownedTensors:
-    """The unowned tensors of this process, in groups with the same optimizer, dtype and device.
+    """The unowned tensors of this process, in groups.
 
-    An unowned tensor is trained by an optimizer, and is in no module.
+    The tensors of a group have the same optimizer, dtype and device. An unowned tensor is trained
+    by an optimizer, and is in no module.
     """
 
     def __init__(self) -> None:

@@ -51,7 +51,7 @@ NUMBERS = 4
 
 
 class BatchWeights(BatchTracker):
-    """The number of rows of each rank in a batch, and the resulting weight of this rank.
+    """Each rank's rows in a batch, and the resulting weight of this rank.
 
     - `shares`: the current shares.
     - `weigh`: "gradients" to weight gradients before they are summed, "loss" to weight losses by
@@ -166,7 +166,7 @@ class BatchWeights(BatchTracker):
         return gradient_weight(sizes, self._rank)
 
     def note_lengths(self, batch: Any) -> None:
-        """Set `lengths_vary` if the shape of a row differs between this batch and the last one."""
+        """Set `lengths_vary` if a row's shape differs from the last batch's."""
         shape = next((tuple(tensor.shape[1:]) for tensor in tensors_in(batch) if tensor.ndim), None)
         if shape is None or self.lengths_vary:
             return
@@ -289,7 +289,7 @@ class BatchWeights(BatchTracker):
         exchange.weigh(self._find_weight(batch.sizes))
 
     def begin_parts(self, batch: Any) -> TakenBatch:
-        """Begin the passes of a batch, and return the TakenBatch that the loader recorded for it.
+        """Begin the passes of a batch, and return its TakenBatch.
 
         `batch` is the data that the loader yielded. Raises RequestError if the batch is unknown,
         other passes are running, or a trainer's adapter computes the passes.
@@ -332,7 +332,10 @@ class BatchWeights(BatchTracker):
         return models
 
     def list_exchanges(self) -> list[Exchange]:
-        """Return the exchanges of the wrapped models; with a single rank, create them if needed."""
+        """Return the exchanges of the wrapped models.
+
+        With a single rank, they are created if needed.
+        """
         if self.shares.world > 1:
             return list(self._exchanges)
         return list(map(self._exchange_of_one_rank, self.models))
@@ -348,10 +351,11 @@ class BatchWeights(BatchTracker):
         ]
 
     def count_equal_passes(self, batch: TakenBatch) -> int:
-        """Return the number of passes that every rank runs, or 0 if the numbers may differ.
+        """Return the number of passes that every rank runs.
 
-        If ranks synchronize in each pass, as with a sharded model, the numbers have to be equal. In
-        this case, raises RequestError if the batch's rows are assigned by length.
+        Return 0 if the numbers may differ. If ranks synchronize in each pass, as with a sharded
+        model, the numbers have to be equal. In this case, raises RequestError if the batch's rows
+        are assigned by length.
         """
         # the rank that needs the most passes determines the number
         if not self.equal_passes:
@@ -394,10 +398,11 @@ class BatchWeights(BatchTracker):
             self._auditing = False
 
     def forward(self, model: Any, inputs: Any) -> TakenBatch | RequestError | None:
-        """Return the batch of a wrapped model's forward pass, by which its gradients are weighted.
+        """Return the batch of a wrapped model's forward pass.
 
-        `inputs` are the model's nested arguments. Return None if no weight is needed. If the batch
-        is unknown, raise RequestError in training mode, and return the error otherwise.
+        The batch determines the weight of the gradients. `inputs` are the model's nested arguments.
+        Return None if no weight is needed. If the batch is unknown, raise RequestError in training
+        mode, and return the error otherwise.
         """
         # outside of training mode, there may be no backward pass
         if self._auditing:

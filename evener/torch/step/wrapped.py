@@ -102,7 +102,9 @@ def wrap_model(
     options: dict[str, Any],
     by_loss: bool,
 ) -> tuple[Any, Exchange | None]:
-    """Wrap a model if it isn't wrapped; return it and the exchange that sums its gradients.
+    """Wrap a model if needed; return the model and its exchange.
+
+    The exchange sums the model's gradients.
 
     - `device`, `forward`: passed to `hook_forward`.
     - `options`: passed to `wrap_module`.
@@ -335,7 +337,7 @@ def check_not_inside_ddp() -> None:
 
 
 def check_normalization(model: Any, weigh: str, world: int, passes: Iterable[int] = ()) -> None:
-    """Warn if BatchNorm normalizes over one device's rows, or over the rows of one pass.
+    """Warn if BatchNorm normalizes over a device's or a pass's rows.
 
     - `weigh`: see BatchWeights.
     - `world`: number of ranks.
