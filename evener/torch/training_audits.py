@@ -115,7 +115,7 @@ class RankVerdict(msgspec.Struct):
 
 
 class TrainingAudits:
-    """Runs the audits of a training run on one rank, and compares their results with other ranks'.
+    """Runs audits on one rank, and compares the results with other ranks'.
 
     Every rank has to call each method equally often. `training` is the PlannedTraining.
     """
@@ -204,10 +204,11 @@ class TrainingAudits:
         return self._due
 
     def note_loss(self, loss: Any, made_of: tuple[Any, ...], caller: FrameType) -> None:
-        """Make the next audit due if this loss is computed in another way than earlier losses.
+        """Make the next audit due if this loss is computed in another way.
 
-        That is the case if it comes from other operations, or if a setting that it uses has
-        changed. `made_of` identifies the operations. `caller` is the frame that calls backward.
+        That is so if it comes from other operations than earlier losses, or if a setting that it
+        uses has changed. `made_of` identifies the operations. `caller` is the frame that calls
+        backward.
         """
         if self.judge.over:
             return
@@ -224,7 +225,7 @@ class TrainingAudits:
         self._changed |= changed and not self._due
 
     def follow_launcher(self, go_even: Callable[[str], None]) -> None:
-        """Use the program's own launcher, which gives all ranks equal rows, as the reference.
+        """Use the program's own launcher, with equal rows, as the reference.
 
         If an audit finds a difference, `go_even` is called on every rank in the same step. Its
         argument is the reason why shares have to become equal.
@@ -239,10 +240,10 @@ class TrainingAudits:
         return self._go_even is not None
 
     def find_difference(self, find: Callable[[], Audited | None]) -> str:
-        """Run an audit before the first step; return a message if it finds a difference, else "".
+        """Run an audit before the first step, and return any difference found.
 
-        `find` runs the audit, or returns None if there is nothing to audit. If the loss can't be
-        computed again, the message says so.
+        The result is a message, or "" without a difference. `find` runs the audit, or returns None
+        if there is nothing to audit. If the loss can't be computed again, the message says so.
         """
         fault = ""
 
@@ -299,7 +300,7 @@ class TrainingAudits:
         self._is_loops = False
 
     def after_step(self, batch: Any, compute: OfPart, counted: OfPart | None) -> None:
-        """Audit the loss of a batch that `Split.step` has computed, if an audit is due.
+        """Audit a batch that `Split.step` has computed, if an audit is due.
 
         `compute(part)` returns a part's mean loss. `counted(part)` returns the count that weights
         it; None weights it by rows. Every rank has to call this after the batch's passes. Raises
@@ -338,11 +339,11 @@ class TrainingAudits:
         rows: int,
         make_sketcher: Callable[[], GradientSketcher] | None = None,
     ) -> None:
-        """Check that a pass may be cut into parts of up to `rows` rows, because memory ran out.
+        """Check that a pass may be computed in parts of up to `rows` rows.
 
-        `part` is the pass, and `compute(part)` returns the loss of a part. `make_sketcher` returns
-        the GradientSketcher for a library's trainer. Raises RequestError, on this rank only, if the
-        parts' gradients don't add up to the pass's.
+        `part` is the pass, which ran out of memory, and `compute(part)` returns the loss of a part.
+        `make_sketcher` returns the GradientSketcher for a library's trainer. Raises RequestError,
+        on this rank only, if the parts' gradients don't add up to the pass's.
         """
         most = min(rows, part.rows)
         few = self._move_rows(choose_few_rows(cut_rows(part.batch, 0, most, part.rows), most))
@@ -917,10 +918,11 @@ def is_sharded_model(models: Iterable[Any]) -> bool:
 def make_share_computations(
     few: FewRows, loss: OfPart, counted: OfPart | None = None, micro: int = 0
 ) -> Computations:
-    """Return the computations of a few rows on one device and on two devices, for an audit.
+    """Return a few rows' computations on one device and on two devices.
 
-    `loss(part)` returns the mean loss of a part, over rows or over the items that `counted(part)`
-    counts. The two devices compute passes of up to `micro` rows; 0 means a single pass.
+    An audit compares them. `loss(part)` returns the mean loss of a part, over rows or over the
+    items that `counted(part)` counts. The two devices compute passes of up to `micro` rows; 0 means
+    a single pass.
     """
     computation = partial(_make_computation, loss, counted)
     whole = computation([few.whole], [few.rows], 0)

@@ -138,8 +138,8 @@ def cut_model(
 ) -> Sharded:
     """Replace a model's parameters with this rank's pieces, and return the Sharded.
 
-    `units` has the modules to gather and free one after another, by name. `dtype`, `keeps` and
-    `casts` are passed to Sharded.
+    `place` tells how the model is divided among the ranks. `units` has the modules to gather and
+    free one after another, by name. `dtype`, `keeps` and `casts` are passed to Sharded.
     """
     if place.device.type == "cpu":
         return_memory()

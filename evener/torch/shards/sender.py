@@ -49,7 +49,7 @@ class DtypeRange(NamedTuple):
 
 
 class GradientCopy(NamedTuple):
-    """A copy of elements of a gradient to the tensor that is sent.
+    """Describes a copy of a gradient's elements to the tensor that is sent.
 
     - `position`: the parameter's index in the list of slots.
     - `elements`: the range of elements; None for the whole gradient.

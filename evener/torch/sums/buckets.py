@@ -32,11 +32,12 @@ GRADIENT, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
 
 
 class Bucket:
-    """A flat tensor with the gradients of some parameters, a flag for each gradient, and a tail.
+    """A flat tensor with some parameters' gradients and values for ranks to compare.
 
-    All of these are summed over the ranks together. A flag is 1 if the parameter has a gradient.
-    `last` is the parameter whose gradient is expected last. The tail has control values for the
-    ranks to compare: whether buffers changed, the batch's number, and a few of the model's weights.
+    All of these are summed over the ranks together. Behind the gradients is a flag for each
+    parameter, 1 if it has a gradient. The tail at the end has the values to compare: whether
+    buffers changed, the batch's number, and a few of the model's weights. `last` is the parameter
+    whose gradient is expected last.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:
@@ -82,7 +83,7 @@ class Bucket:
             )
 
     def gather(self) -> None:
-        """Copy gradients into the bucket, and replace each `.grad` with a view of the bucket."""
+        """Copy gradients into the bucket; each `.grad` becomes a view of it."""
         # needed again after zero_grad has set gradients to None
         gradients = list(map(GRADIENT, self._parameters))
         self._absent = [place for place, gradient in enumerate(gradients) if gradient is None]
@@ -161,9 +162,9 @@ class Bucket:
         self.flat.zero_()
 
     def weigh(self, weight: float, number: int) -> None:
-        """Gather the gradients, and multiply them by this rank's weight, so that they can be sent.
+        """Gather the gradients, and multiply them by this rank's weight.
 
-        `number` is the batch's number in its epoch, for the tail.
+        They can then be sent. `number` is the batch's number in its epoch, for the tail.
         """
         gradients = list(map(GRADIENT, self._parameters))
         if all(map(is_not, gradients, self._views)) and all(map(is_not, gradients, repeat(None))):
@@ -190,7 +191,7 @@ class Bucket:
         self._work = group.allreduce(self._sent)  # dist.all_reduce would take longer to start it
 
     def receive(self) -> None:
-        """Wait for the all-reduce, and set the gradients of parameters that only other ranks used.
+        """Wait for the all-reduce, and set gradients that only other ranks have.
 
         Parameters that no rank used get no gradient.
         """
@@ -230,10 +231,10 @@ class Bucket:
 
 
 def make_buckets(parameters: Sequence[Any], most_bytes: int) -> list[Bucket]:
-    """Return buckets of up to about `most_bytes`, in the order in which they fill up.
+    """Return buckets of up to about `most_bytes`.
 
-    A bucket's parameters have the same dtype and device. `parameters` are in the order in which
-    their gradients are computed.
+    They are in the order in which they fill up. A bucket's parameters have the same dtype and
+    device. `parameters` are in the order in which their gradients are computed.
     """
     made: list[Bucket] = []
     open_: dict[Any, list[Any]] = {}
@@ -274,9 +275,10 @@ _FORMATS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 
 
 def warn_of_hooks(parameters: Sequence[Any], own: set[int]) -> None:
-    """Warn if parameters have gradient hooks other than evener's, whose handle ids are in `own`.
+    """Warn if parameters have gradient hooks other than evener's.
 
-    Such hooks get the gradient of this rank's rows instead of the whole batch's.
+    `own` has the handle ids of evener's hooks. Other hooks get the gradient of this rank's rows
+    instead of the whole batch's.
     """
     if any(set(gradient_hooks(parameter)) - own for parameter in parameters):
         warnings.warn(
@@ -308,7 +310,7 @@ class HostCopy:
 
 
 class TailReader:
-    """Reads and checks the tail of a summed bucket, the control values behind its gradients."""
+    """Reads and checks the values behind a summed bucket's gradients."""
 
     # on a GPU, all tails but the first are read one step late, so that the host doesn't wait
 
@@ -385,9 +387,9 @@ class Buffers:
         return True
 
     def add_changes(self, flag: torch.Tensor) -> None:
-        """Add 1 to `flag`, a tensor with one value, if buffers differ from the copy made by `keep`.
+        """Add 1 to `flag` if buffers differ from the copies of `keep`.
 
-        The host doesn't wait for a GPU.
+        `flag` is a tensor with one value. The host doesn't wait for a GPU.
         """
         # Values are compared, because PyTorch's version counter misses changes by BatchNorm and
         # through `buffer.data`. If `may_differ` is false, there are no buffers.
@@ -415,7 +417,7 @@ def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
 
 
 class EarlierGradients:
-    """Saves the gradients of earlier passes during a pass, because the pass may have to be retried.
+    """Saves the gradients of earlier passes, because a pass may be retried.
 
     - `final`: ids of the parameters whose gradients a failed pass computed for all its rows; the
       retry leaves them unchanged.
@@ -450,7 +452,10 @@ class EarlierGradients:
                 parameter.grad = None
 
     def merge(self) -> None:
-        """Add the pass's gradients, unless they are final, to the gradients set aside by `open`."""
+        """Add the pass's gradients to the gradients set aside by `open`.
+
+        Final gradients aren't added.
+        """
         if self._kept is None:
             return
         kept = [

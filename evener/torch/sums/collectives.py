@@ -38,7 +38,10 @@ def note_own() -> None:
 
 @contextmanager
 def own_collectives() -> Iterator[None]:
-    """Return a context in which all collectives are counted as evener's own, not the program's."""
+    """Return a context in which collectives count as evener's own.
+
+    They don't count as the program's.
+    """
     global _own
     before = count_foreign()
     try:
@@ -108,7 +111,9 @@ def count_exchanges() -> dict[str, int]:
 def gather_rows(
     rows: torch.Tensor, sizes: Sequence[int], rank: int, by_loss: bool, timer: Any
 ) -> torch.Tensor:
-    """Gather the ranks' tensors of shape (n_i, ...) into one of shape (N, ...), in batch order.
+    """Gather all ranks' rows into one tensor, in batch order.
+
+    Tensors of shape (n_i, ...) on the ranks become one of shape (N, ...).
 
     - `sizes`: the n_i; a rank with 0 rows may pass any row.
     - `by_loss`: True if losses are weighted, False if the model's gradients are weighted later.
@@ -134,10 +139,11 @@ def gather_rows(
 
 
 def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Tensor:
-    """Return the sum of a value over the `world` ranks, as a tensor on `device`.
+    """Return the sum of a value over the ranks, as a tensor.
 
-    `value` is a number or a tensor. The result is int64 for integer tensors with dimensions, else
-    float64. The `timer` doesn't count the all-reduce as compute time (own work).
+    `world` is the number of ranks, and `device` is the tensor's device. `value` is a number or a
+    tensor. The result is int64 for integer tensors with dimensions, else float64. The `timer`
+    doesn't count the all-reduce as compute time (own work).
     """
     total = torch.as_tensor(value).detach()
     whole = total.ndim and not total.is_floating_point()
@@ -149,7 +155,7 @@ def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Te
 
 
 def average(value: Any, sizes: Sequence[int], device: Any, timer: Any) -> Any:
-    """Return the mean over all rows in a batch, computed from each rank's mean over its own rows.
+    """Return the mean over a batch's rows from each rank's own mean.
 
     `value` is this rank's mean; it is returned without rounding if it is the same on all ranks.
     `sizes` are the ranks' numbers of rows. The collective runs on `device`, and the `timer` doesn't
@@ -167,9 +173,10 @@ def average(value: Any, sizes: Sequence[int], device: Any, timer: Any) -> Any:
 
 
 def is_equal_everywhere(value: int, device: torch.device | None, group: Any = None) -> bool:
-    """True if all ranks of `group` pass the same `value`; every rank has to call this.
+    """True if all ranks of `group` pass the same `value`.
 
-    `device` is the device of the collective. `group` None means all ranks.
+    Every rank has to call this. `device` is the device of the collective. `group` None means all
+    ranks.
     """
     pair = torch.tensor([value, -value], device=device)
     dist.all_reduce(pair, dist.ReduceOp.MAX, group=group)
@@ -177,9 +184,10 @@ def is_equal_everywhere(value: int, device: torch.device | None, group: Any = No
 
 
 def spread(tensors: Sequence[torch.Tensor], group: Any = None, source: int = 0) -> None:
-    """Broadcast tensors from one rank of a group to all its ranks; every rank has to call this.
+    """Broadcast tensors from one rank of a group to all its ranks.
 
-    `source` is the sender's rank within the group. `group` None means all ranks.
+    Every rank has to call this. `source` is the sender's rank within the group. `group` None means
+    all ranks.
     """
     for device in {tensor.device for tensor in tensors}:
         own = [tensor.detach() for tensor in tensors if tensor.device == device]

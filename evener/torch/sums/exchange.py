@@ -84,10 +84,10 @@ def _choose_bytes(parameters: Sequence[torch.Tensor]) -> int:
 
 
 class Exchange:
-    """Sums the gradients of `module` over `group`, with this rank's gradients times `weight`.
+    """Sums a module's weighted gradients over the ranks of a group.
 
-    The model's outputs are passed to `watch`. A backward pass through them ends in a sum if `watch`
-    was called with `sync`.
+    This rank's gradients are multiplied by `weight`. The model's outputs are passed to `watch`. A
+    backward pass through them ends in a sum if `watch` was called with `sync`.
 
     - `group`: the processes; None for all.
     - `bucket_bytes`: size of a bucket; None to choose it.
@@ -173,7 +173,10 @@ class Exchange:
         self.weigh(1.0 / self._world)
 
     def has_any(self, parameters: set[int]) -> bool:
-        """True if this exchange sums the gradient of a parameter whose id is in `parameters`."""
+        """True if this exchange sums the gradient of any of these parameters.
+
+        `parameters` has the parameters' ids.
+        """
         return not self.single_rank and not parameters.isdisjoint(map(id, self.parameters))
 
     def _agree(self, tensors: list[torch.Tensor]) -> None:

@@ -44,9 +44,10 @@ class LinkMember:
         self._groups: dict[tuple[int, ...], Any] = {}
 
     def join(self, file: str, world: int, seconds: float) -> None:
-        """Join the process group of `world` ranks, which meet through the file at the path `file`.
+        """Join the process group of `world` ranks.
 
-        Collectives fail after a timeout of `seconds`.
+        The ranks meet through the file at the path `file`. Collectives fail after a timeout of
+        `seconds`.
         """
         dist.init_process_group(
             "nccl" if self._device.type == "cuda" else "gloo",
@@ -67,9 +68,10 @@ class LinkMember:
 
 
 def measure_sums(group: Any, rank: int, members: Sequence[int], device: Any) -> LinkSums:
-    """Measure the link between the members of a group; all members have to call this at once.
+    """Measure the link between the members of a group.
 
-    `rank` and `members` are global ranks. `device` is this rank's device.
+    All members have to call this at once. `rank` and `members` are global ranks. `device` is this
+    rank's device.
     """
 
     def add_up(tensor: Any) -> None:
@@ -90,9 +92,10 @@ def measure_sums(group: Any, rank: int, members: Sequence[int], device: Any) -> 
 def find_wrong(
     add_up: Callable[[Any], None], size: int, rank: int, members: Sequence[int], device: Any
 ) -> str:
-    """Check an all-reduce of whole numbers; return a message if its result is wrong, else "".
+    """Check an all-reduce of whole numbers, and return what is wrong.
 
-    `add_up` all-reduces a tensor in place. `size` is the number of values.
+    The result is a message, or "" if nothing is wrong. `add_up` all-reduces a tensor in place.
+    `size` is the number of values.
     """
     # each rank sends a different pattern, whose sums are exact in float32
     numbers = torch.arange(size, device=device)

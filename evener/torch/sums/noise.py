@@ -27,10 +27,10 @@ _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 class RankNoise:
-    """Measures the noise scale of one model's gradient, in rows, by comparing the ranks' gradients.
+    """Measures the noise scale of one model's gradient, in rows.
 
-    The result is equal on all ranks. `window` collects the samples, and one in `every` sums is
-    sampled.
+    It compares the ranks' gradients. The result is equal on all ranks. `window` collects the
+    samples, and one in `every` sums is sampled.
     """
 
     # A loop may fetch a batch before it has trained the previous one. So besides `begin` for each
@@ -120,7 +120,7 @@ class RankNoise:
         return self.window.scale()
 
     def describe(self) -> str:
-        """Return a message that compares the noise scale with the last batch's number of rows.
+        """Return a message with the noise scale and the last batch's rows.
 
         Return "" if there aren't enough samples yet.
         """
@@ -167,7 +167,7 @@ def _add_squares(norms: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def refuse_noise(library: str) -> RequestError:
-    """Return the error to raise if a noise scale is requested and `library` sums the gradients."""
+    """Return the error for a noise scale when `library` sums the gradients."""
     # the noise scale compares the ranks' gradients; only the library sees them before their sum
     return RequestError(
         f"{library} sums the gradients itself, so a rank's own can't be compared for the "
