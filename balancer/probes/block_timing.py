@@ -334,11 +334,11 @@ def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[Measureme
 
 
 def has_grown(before: Sequence[int | None], after: Sequence[int | None]) -> bool:
-    """True if the peak memory of some device rose by more than 1 % in a block.
+    """True if some device's peak memory rose by more than 1 %.
 
-    `before` and `after` are the peaks in bytes; None if unknown. The steps of such a block take
-    longer than usual.
+    `before` and `after` are the peaks in bytes around a block; None if unknown.
     """
+    # the steps of a block in which memory grows take longer than usual
     # New pages cost the kernel much time. On a virtual machine, 16 us for each 4 KiB were 70 % of a
     # step of 0.36 s.
     pairs = zip(before, after, strict=False)
@@ -346,11 +346,11 @@ def has_grown(before: Sequence[int | None], after: Sequence[int | None]) -> bool
 
 
 def step_time_interval(blocks: Sequence[Block], first_seconds: float = 0.0) -> Interval:
-    """Return the mean step time of timed blocks in seconds, with its 95 % interval.
+    """Return the mean step time of timed blocks, with its 95 % interval.
 
-    The value is total time divided by total steps, so blocks may differ in length. The interval is
-    Student's, over the blocks' means. For a single block, `lone_error` estimates the error from the
-    previous step, which took `first_seconds`. Raises ValueError if there is no step.
+    The mean is the blocks' total time divided by their total steps. The interval is Student's, over
+    the blocks' means. For a single block, `lone_error` estimates the error from the previous step,
+    which took `first_seconds`. Raises ValueError if there is no step.
     """
     steps = sum(block.steps for block in blocks)
     if steps <= 0:

@@ -78,8 +78,8 @@ class ChildProber:
     """Measures probes with real child processes.
 
     The session's clock starts at `start_seconds`. The output of failing children is appended to
-    `error_file`, if there is one. `link` is the speed of the link between the devices, if it is
-    already known. A failed probe yields an observation about the failure, never an exception.
+    `error_file`, if given. `link` is the speed of the link between the devices, if known. A failed
+    probe yields an observation, never an exception.
     """
 
     def __init__(
@@ -116,12 +116,11 @@ class ChildProber:
         stop: threading.Event,
         finished: tuple[Probe, ...] = (),
     ) -> Iterator[Observation]:
-        """Run all probes at the same time, and yield the observation of each probe as it ends.
+        """Run all probes at the same time, and yield observations as they end.
 
-        - `report`: called with the progress of the probes, from one thread for each probe.
-        - `stop`: once it is set, the iterator ends early, and unfinished probes have no
-          observation.
-        - `finished`: probes of the same round that were measured before the run was resumed.
+        `report` is called with the progress of the probes, from one thread for each probe. Once
+        `stop` is set, the iterator ends early, and unfinished probes have no observation.
+        `finished` are probes of the same round that were measured before the run was resumed.
         """
         # no idle power is read for the devices of `finished` probes
         self._free_memory(probes)
@@ -563,11 +562,11 @@ def needs_link_check(framework: str, devices: Sequence[Device]) -> bool:
 
 
 def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: Job) -> Facts:
-    """Return the facts `before`, updated with the facts that one more child has `found`.
+    """Return the facts `before`, updated with those that a child has `found`.
 
     `engine` synchronizes the ranks of the child's split; "" if its layout isn't a split. The
-    workload's digest comes from the first child and never changes. It is the digest of the model,
-    if that child reported one; otherwise, of the workload's name and settings.
+    workload's digest comes from the first child and never changes. It is the digest of the model if
+    the child reported one, and otherwise that of the workload's name and settings.
     """
     names = (*_FRAMEWORKS, *(name for backend in all_backends() for name in backend.device_words))
     parts = [resolved.workload, resolved.request.settings, found.get("parameters", "")]
@@ -600,12 +599,13 @@ def make_prober(
     end_seconds: float = math.inf,
     link: KnownLink | None = None,
 ) -> Prober:
-    """Return a prober for a job: a simulated one if the job's devices are simulated.
+    """Return a prober for a job.
 
-    The prober's clock starts at `start_seconds`. Tracebacks of children are written to
-    `error_file`. `link` is the saved speed of the link between the devices. Simulated probes stop
-    at `end_seconds` on the simulated clock. Real probes are stopped by the session.
+    The prober is a simulated one if the job's devices are simulated. Its clock starts at
+    `start_seconds`. Tracebacks of children are written to `error_file`. `link` is the saved speed
+    of the link between the devices. Only simulated probes stop at `end_seconds`.
     """
+    # the session stops real probes
     if job.machine is not None:
         return SimulatedProber(
             job.machine, job.request.seed, job.request.pace, start_seconds, end_seconds

@@ -97,9 +97,8 @@ class RunningChild(ABC):
 class Child(RunningChild):
     """A worker process that `server` forks.
 
-    Its messages are put into `inbox` together with its rank. `cap_bytes` is the limit of its
-    memory, if any. If it exits after its peak memory came close to the limit, it counts as out of
-    memory.
+    Its messages are put into `inbox`, each with its rank. `cap_bytes` limits its memory, if given.
+    A child that exits after its peak memory came close to the limit counts as out of memory.
     """
 
     def __init__(
@@ -113,9 +112,9 @@ class Child(RunningChild):
     ) -> None:
         """Request the child from `server`.
 
-        `build_channel` is the descriptor of a channel. Once the child has built its workload, it
-        leaves a copy of itself, which receives requests for further children on this channel. With
-        None, the child leaves no copy.
+        `build_channel` is the descriptor of a channel, or None. Once the child has built its
+        workload, it leaves a copy of itself, which receives requests for further children on this
+        channel. With None, the child leaves no copy.
         """
         self.rank, self.alive = rank, True
         self.pid = 0  # 0 until the child runs
@@ -174,9 +173,9 @@ class Child(RunningChild):
         return written.decode(errors="replace")
 
     def find_stack(self) -> Stack | None:
-        """Return the current stack of the child's main thread, to show where it is.
+        """Return the current stack of the child's main thread.
 
-        Until the child runs, return the stack of the fork server, which imports the framework.
+        Before the child runs, it is the stack of the fork server, which imports the framework.
         Return None if there is no answer within `STACK_SECONDS`.
         """
         self._server.send_signal(self._key if self.pid else None, STACK_SIGNAL)
@@ -282,11 +281,10 @@ class ChildGroup:
 
         Raises GroupError if a rank fails or doesn't reply within `seconds`, and StoppedError if
         `stop` is set.
-
-        Once a rank has failed, the others get `GRACE_SECONDS` to reply, or `RECOVERED_SECONDS` if
-        the failed rank can continue. A rank that is still silent after that doesn't count as
-        failed, unless its host was lost.
         """
+        # once a rank has failed, the others get `GRACE_SECONDS` to reply, or `RECOVERED_SECONDS` if
+        # the failed rank can continue; a rank that is still silent then doesn't count as failed,
+        # unless its host was lost
         replies, failures = self._collect_replies(expected, seconds, stop)
         silent = [rank for rank in range(len(self.children)) if rank not in {**replies, **failures}]
         if failures:
@@ -346,11 +344,11 @@ class ChildGroup:
         return found
 
     def release_memory(self, seconds: float, stop: threading.Event) -> dict[int, int]:
-        """Make every rank release unused memory, and return the memory that the group still holds.
+        """Make every rank release unused memory, and return what they still hold.
 
-        The result maps device positions to bytes. Positions where the number is unknown are left
-        out. Raises GroupError if a rank fails or doesn't reply within `seconds`, and StoppedError
-        if `stop` is set.
+        The result is in bytes, by device position. Positions with an unknown number are left out.
+        Raises GroupError if a rank fails or doesn't reply within `seconds`, and StoppedError if
+        `stop` is set.
         """
         replies = self.call(lambda _: ReleaseMemory(), MemoryReleased, seconds, stop)
         sizes = [size for reply in replies for size in cast(MemoryReleased, reply).memory_bytes]

@@ -109,8 +109,8 @@ class RankFailure(msgspec.Struct, frozen=True):
 class GroupError(Exception):
     """One or more ranks of a group have failed.
 
-    `silent` are the ranks that have neither replied nor failed. The group's children are reused
-    only if no rank is silent and all failed ranks have recovered from running out of memory.
+    `silent` are the ranks that have neither replied nor failed. The group's children are used again
+    only if no rank is silent, and all failed ranks have recovered from running out of memory.
     """
 
     def __init__(self, *failures: RankFailure, silent: Sequence[int] = ()) -> None:
@@ -196,10 +196,10 @@ def names_hardware(text: str) -> bool:
 
 
 def exit_is_memory(code: int, cap_share: float, kernel_killed: bool, stderr_tail: str) -> bool:
-    """True if a child ran out of memory, judged by the way it exited.
+    """True if a child ran out of memory, judged by its exit.
 
-    - `code`: its exit code, negative if a signal killed it.
-    - `cap_share`: its peak memory as a fraction of its memory cap, or 0 without a cap.
+    - `code`: the exit code, negative if a signal killed the child.
+    - `cap_share`: the peak memory as a fraction of the memory cap, or 0 without a cap.
     - `kernel_killed`: True if the kernel has killed a process for lack of memory.
     - `stderr_tail`: the end of the child's output.
     """

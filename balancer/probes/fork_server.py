@@ -43,11 +43,11 @@ LOG_BYTES = 64 << 10  # bytes at the end of a server's output that are kept
 
 
 class ForkRequest(msgspec.Struct, frozen=True, tag=True):
-    """A request to fork a child with these environment variables, on these CPU cores.
+    """A request to fork a child with these environment variables and CPU cores.
 
-    The descriptors of the child's three standard streams are sent with the message. A fourth
-    descriptor, of a channel, may follow. The child then leaves a copy of itself after it has built
-    its workload, and the copy receives requests to fork on this channel.
+    The descriptors of the child's three standard streams are sent with the message. If a fourth
+    descriptor follows, it is a channel. After building its workload, the child then leaves a copy
+    of itself, which receives further requests on this channel.
     """
 
     key: int  # identifies the child at both ends
@@ -83,10 +83,11 @@ class ChildExited(msgspec.Struct, frozen=True, tag=True):
 
 
 class BuildShared(msgspec.Struct, frozen=True, tag=True):
-    """A child has built its workload, and reports whether later children can be forked with it.
+    """A child's report that it has built its workload.
 
-    If `obstacle` is "", the child has left a copy of itself, which forks the children that are
-    requested on this channel. Otherwise there is no copy, and `obstacle` is the reason.
+    The report says whether later children can be forked with the workload. If `obstacle` is "", a
+    copy of the child forks the children that are requested on this channel. Otherwise there is no
+    copy, and `obstacle` is the reason.
     """
 
     obstacle: str = ""
@@ -103,11 +104,11 @@ NO_CHANNEL = -1
 
 
 class ForkServer:
-    """Forks children that call `run`, and reports their exit codes.
+    """Forks children on request, and reports their exit codes.
 
-    Requests arrive on `channel`. Each child calls `run` with two arguments: this process's pid, and
-    the descriptor of the channel on which a copy of the child will receive requests. It is
-    NO_CHANNEL if the child should leave no copy.
+    Requests arrive on `channel`. Each child calls `run(pid, descriptor)`, where `pid` is the pid of
+    this process. `descriptor` is that of the channel on which a copy of the child will receive
+    requests; NO_CHANNEL if the child should leave no copy.
     """
 
     def __init__(self, channel: socket.socket, run: Callable[[int, int], object]) -> None:
@@ -275,9 +276,9 @@ class ChildServer(ABC):
     def start(
         self, child: ForkedChild, environment: ChildEnvironment, streams: Sequence[int]
     ) -> int:
-        """Request that the server forks `child`, and return the key that identifies the child.
+        """Request that the server forks `child`, and return the child's key.
 
-        `streams` are the child's descriptors, which are closed in this process. If the server has
+        `streams` are the child's descriptors. They are closed in this process. If the server has
         exited, the child is reported as exited too. Raises OSError if the request can't be sent.
         """
         key = next(self._keys)
@@ -339,10 +340,10 @@ class ChildServer(ABC):
 
 
 class BuiltServer(ChildServer):
-    """Sends requests to the copy that a child has left of itself after building its workload.
+    """Sends requests to a copy of a child that has built its workload.
 
     Children that the copy forks have the workload already. `far_end` is the descriptor of the
-    copy's end of the channel. It is passed to the child that builds the workload.
+    copy's end of the channel, and is passed to the child that builds the workload.
     """
 
     def __init__(self) -> None:
@@ -386,9 +387,10 @@ class BuiltServer(ChildServer):
 class ServerProcess(ChildServer):
     """A running fork server, which has imported the modules `imports`.
 
-    `variables` are added to its environment. Raises OSError if the server can't be started. The
-    kernel kills the server when the thread that created it exits.
+    `variables` are added to its environment. Raises OSError if the server can't be started.
     """
+
+    # the kernel kills the server when the thread that created it exits
 
     def __init__(self, variables: Mapping[str, str], imports: Sequence[str]) -> None:
         self._last_words: bytes | None = None  # the end of its output, once it has exited

@@ -101,10 +101,10 @@ class BuildWatch:
                 return
 
     def find_obstacle(self, trial: Callable[[], object] = lambda: None) -> str:
-        """Return a clause that says why this process can't be forked now; "" if it can be.
+        """Return the reason why this process can't be forked now; "" if none.
 
-        A copy of the process calls `trial`, which should compute a little on all threads. If the
-        copy lacks threads of a library, this first parallel operation hangs.
+        The reason is a clause. A copy of the process calls `trial`, which should compute a little
+        on all threads. If the copy lacks threads of a library, `trial` hangs.
         """
         if has_started_driver():
             return "it starts a device's driver"

@@ -44,10 +44,10 @@ ANSWER_SECONDS = 3.0  # the same timeout once a rank on any host has failed
 
 
 class LocalHost:
-    """The host that this process runs on: its children, drivers and free ports.
+    """The host of this process: its children, drivers and free ports.
 
-    `name` is its name in a cluster; "" outside of one. `devices` are all devices of the request;
-    other hosts' devices are ignored.
+    `name` is its name in a cluster; "" outside of one. `devices` are all devices of the request.
+    Devices of other hosts are ignored.
     """
 
     find_ports = staticmethod(reserve_free_ports)
@@ -104,8 +104,8 @@ class LocalHost:
     ) -> Child:
         """Start a child, and clean up after children that have exited.
 
-        `rank` is the child's rank in its group. `inbox` is the group's inbox. `cap_bytes` is the
-        cap on the child's memory, if any. Raises OSError or RuntimeError if the child can't be
+        `rank` and `inbox` are the child's rank in its group and the group's inbox. `cap_bytes`
+        limits the child's memory, if given. Raises OSError or RuntimeError if the child can't be
         started.
         """
 
@@ -182,8 +182,8 @@ class LocalHost:
 class HostService(LocalHost):
     """A `LocalHost` that evener's actor on another machine serves to this session.
 
-    Each call runs in its own thread. Children are identified by integer keys, which the calling
-    `RemoteHost` chooses. `script` is a copy of the user's files; None for a built-in workload.
+    Each call runs in its own thread. The calling `RemoteHost` chooses an integer key for each
+    child. `script` is a copy of the user's files; None for a built-in workload.
     """
 
     def __init__(
@@ -300,7 +300,7 @@ class RemoteChild(RunningChild):
 class RemoteHost:
     """One remote host of the cluster.
 
-    Its methods raise HostLostError if evener's actor on that host doesn't answer. `script` is the
+    Its methods raise HostLostError if evener's actor on the host doesn't answer. `script` is the
     copy of the user's files to write on the host; None for a built-in workload.
     """
 
@@ -323,10 +323,10 @@ class RemoteHost:
         threading.Thread(target=self._receive, name=f"children on {name}", daemon=True).start()
 
     def ask(self, method: str, *arguments: Any, **how: Any) -> Any:
-        """Call a method of the host's `HostService` by its name, and return the result.
+        """Call a method of the host's `HostService`, and return the result.
 
         `how` are the options of `RemoteObject.ask`, such as a timeout. If evener's actor on the
-        host has exited, a new actor is started there and the call is repeated.
+        host has exited, start a new actor there and repeat the call.
         """
         if self._lost is not None:
             raise self._lost
@@ -436,11 +436,11 @@ class Hosts:
         return self._by_name[device.host]
 
     def find_addresses(self, devices: Sequence[Device]) -> tuple[str, ...]:
-        """Return the address at which each rank of a group meets the others.
+        """Return the address at which each rank meets the others of its group.
 
-        `devices` has one device per rank. An address is on the host of the rank's device, or on
-        loopback if there is only one host. Its port is free at this moment. For PyTorch's ranks on
-        one host, the path of a file is returned instead.
+        `devices` has one device per rank. An address is on the host of the device, or on loopback
+        if there is only one host. Its port is free now. For PyTorch's ranks on one host, it is the
+        path of a file instead.
         """
         places = Counter(device.host for device in devices)
         if len(places) == 1 and self._framework == "torch":

@@ -50,9 +50,8 @@ CLOSE_SECONDS = 0.2  # timeout for closing all watches
 class Neighbours(NamedTuple):
     """Other processes that compute on a device.
 
-    `part` is the fraction of the time in which their kernels ran, and `own_part` the fraction in
-    which the session's kernels ran. Together, they are at most 1. `names` are the names of the
-    other processes.
+    `names` are their names. `part` is the fraction of time in which their kernels ran, and
+    `own_part` that of the session's kernels. Together, both are at most 1.
     """
 
     part: float
@@ -63,8 +62,8 @@ class Neighbours(NamedTuple):
 class InterferenceMonitor:
     """Watches the session's devices on one host.
 
-    `host` is the host's name; "" for this machine. The watch of a device starts when a probe first
-    needs it. A driver that is silent for `silent_seconds` counts as lost.
+    `host` is the host's name; "" for this machine. A device is watched from its first probe on. A
+    driver that is silent for `silent_seconds` counts as lost.
     """
 
     def __init__(
@@ -99,8 +98,8 @@ class InterferenceMonitor:
     def read(self, positions: Iterable[int]) -> Mapping[int, Vitals]:
         """Return the latest vitals (clocks, power, memory) of the devices, by position.
 
-        Devices without a driver, and devices on other hosts, are left out. Raises GroupError if a
-        device is gone, or if its driver has been silent for too long.
+        Devices without a driver or on other hosts are left out. Raises GroupError if a device is
+        gone, or if its driver has been silent for too long.
         """
         vitals = self._read(positions, READ_SECONDS)
         self._raise_if_gone(positions)
@@ -109,10 +108,10 @@ class InterferenceMonitor:
     def measure_short(
         self, positions: Iterable[int], own: Collection[int], clean: Collection[int]
     ) -> dict[int, int]:
-        """Return how many bytes of each device's memory other processes hold, by position.
+        """Return the bytes of memory that other processes hold, by device position.
 
-        `own` are the pids of the session's children. `clean` are the positions on which no child
-        runs. Positions where the number is unknown are left out.
+        `own` are the pids of the session's children. `clean` are the positions without a running
+        child. Positions with an unknown number are left out.
         """
         # if a driver doesn't list the processes, the number is known only for a clean position
         found: dict[int, int] = {}
@@ -126,10 +125,10 @@ class InterferenceMonitor:
     def find_neighbours(
         self, positions: Iterable[int], own: Collection[int]
     ) -> dict[int, Neighbours]:
-        """Return the other processes that computed on each device since the last call, by position.
+        """Return the other processes that computed on each device, by position.
 
-        `own` are the pids of the session's children, which don't count. A position is left out if
-        the driver lists no child on it.
+        Only computation since the last call counts. `own` are the pids of the session's children,
+        which are left out. So are positions for which the driver lists no child.
         """
         # in a container, for example, the driver may number processes differently than this host
         found = {}
@@ -269,10 +268,10 @@ class DeviceWatch(DriverReader, Protocol):
 
 
 class ProbeInterference:
-    """Records how much a probe's devices were throttled in each block, and the power they drew.
+    """Records the throttling and the power of a probe's devices in each block.
 
     `positions` are the devices of the probe. `idle` has the vitals of unused devices before the
-    probe, to compute their power.
+    probe, from which their power is computed.
     """
 
     def __init__(

@@ -87,8 +87,8 @@ def map_ranks(
     """Return the mapping of a group's ranks to positions of devices.
 
     `environments` has the environment of each child. `busy_cores` has the number of CPU cores that
-    a step keeps busy, by position. For a device that hasn't been measured alone yet, it is assumed
-    that all threads are busy.
+    a step keeps busy, by position. A device that hasn't been measured alone is assumed to keep all
+    threads busy.
     """
     threads = environments[0].threads or 1
     positions = key.active * key.processes
@@ -111,9 +111,8 @@ def build_commands(
 ) -> list[Build]:
     """Return one build command per child.
 
-    `assigned` and `environments` have the devices and the environment of each child. `peers` has,
-    for each rank, the address or file at which it meets the others. It is empty if the children
-    don't form a group.
+    `assigned` and `environments` have each child's devices and environment. `peers` has the address
+    or file at which each rank meets the others; empty if the children don't form a group.
     """
     request = resolved.request
     grouped = bool(peers)
@@ -176,10 +175,10 @@ _held: deque[int] = deque()
 
 
 def reserve_free_ports(count: int, address: str = LOOPBACK) -> list[int]:
-    """Return `count` free ports at an address of this machine, for servers that set SO_REUSEADDR.
+    """Return `count` free ports at an address of this machine.
 
-    The ports stay bound by this process, so that the system gives them to no other program before
-    the servers start.
+    The servers that use them must set SO_REUSEADDR. This process keeps the ports bound, so the
+    system gives them to no other program before the servers start.
     """
     ports = []
     for _ in range(count):
@@ -253,8 +252,8 @@ HeldBytes = Mapping[Layout, Mapping[int, int]]  # group -> position -> peak byte
 class MemoryBudget:
     """Decides which idle children must be killed to make room for others.
 
-    It remembers how much memory earlier processes held, by device position and rows per pass.
-    `available_bytes` returns the free memory of the host that has the least.
+    It remembers the memory that earlier processes held, by device position and rows per pass.
+    `available_bytes` returns the free memory of the host with the least.
     """
 
     def __init__(self, devices: Sequence[Device], available_bytes: Callable[[], int]) -> None:

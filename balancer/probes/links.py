@@ -165,10 +165,10 @@ def find_remedy(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> 
 
 
 def read_switches(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of an environment that choose how GPUs of one host exchange data.
+    """Return the variables that choose how GPUs of one host exchange data.
 
-    Equal settings are returned in the same form, so that they can be compared. The result is empty
-    if the environment leaves the choice to the driver.
+    They are from `environment`. Equal settings are returned in the same form. The result is empty
+    if the choice is left to the driver.
     """
     found = {}
     for name in (P2P_OFF, SHARED_OFF):
@@ -198,10 +198,10 @@ def switches_of(transport: Transport) -> Mapping[str, str]:
 
 
 def name_path(devices: Sequence[Device], switches: Mapping[str, str]) -> str:
-    """Return the name of the slowest path between two of these devices, such as NVLink.
+    """Return the name of the slowest path between two devices, such as NVLink.
 
-    `switches` are variables as `read_switches` returns them. If they switch P2P off, the name says
-    so. Return "" if a path is unknown, as between hosts.
+    `switches` are variables from `read_switches`. If they switch P2P off, the name says so. Return
+    "" if a path is unknown, as between hosts.
     """
     kinds = {device.kind for device in devices}
     if len(kinds) > 1 or any(device.host for device in devices):
@@ -284,10 +284,11 @@ def _describe(devices: Sequence[Device], transport: Transport, summed: Summed) -
 
 
 class LinkGroup:
-    """A group of processes, one on each device, that measures all-reduces between the devices.
+    """A group of processes on several devices that measures all-reduces between them.
 
-    `variables` are added to the processes' environment. Any other variables that choose a transport
-    are removed from it. Raises LinkError if the processes can't join. Call `close` to kill them.
+    Each device has one process. `variables` are added to the processes' environment, and all other
+    variables that choose a transport are removed. Raises LinkError if the processes can't join.
+    Call `close` to kill them.
     """
 
     def __init__(
@@ -318,10 +319,10 @@ class LinkGroup:
         self._receive_replies(Joined, everyone, until - time.monotonic(), JOIN)
 
     def measure(self, members: tuple[int, ...]) -> Summed:
-        """Return the highest latency and the lowest rate that the ranks measured in an all-reduce.
+        """Return the highest latency and the lowest rate of an all-reduce.
 
-        `members` are the ranks that take part. `wrong` in the result describes the first incorrect
-        sum; "" if there is none. Raises LinkError if a rank fails or doesn't reply.
+        The ranks `members` take part and measure. `wrong` in the result describes the first
+        incorrect sum; "" if there is none. Raises LinkError if a rank fails or doesn't reply.
         """
         for rank in members:
             self._ranks[rank].send(Sum(members))

@@ -77,10 +77,10 @@ class RunSteps(msgspec.Struct, frozen=True, tag=True):
 
 
 class KeepBatch(msgspec.Struct, frozen=True, tag=True):
-    """A command to reuse one batch in all following steps, or to take new batches again.
+    """A command to reuse one batch in all following steps.
 
-    `kept` is False to take new batches again. The reply is `BatchKept`. Steps that reuse a batch
-    show how fast the training is without waiting for input.
+    If `kept` is False, take new batches again. The reply is `BatchKept`. Steps that reuse a batch
+    show the speed of the training without waiting for input.
     """
 
     kept: bool

@@ -31,9 +31,10 @@ QUICK = "it was quick"
 
 
 class SharedRecipe:
-    """A recipe: the user's model as a `Build` command has built it, before it moves to a device.
+    """A recipe: the user's model after its build, before it moves to a device.
 
-    It can be used by any device or group that trains the same workload with the same settings.
+    It was built for a `Build` command, and fits any device or group that trains the same workload
+    with the same settings.
     """
 
     def __init__(self, command: Build, recipe: Any) -> None:
@@ -53,10 +54,10 @@ class SharedRecipe:
 
 
 class BuildChannel:
-    """The channel on which a copy of this child may receive requests to fork children.
+    """The channel on which a copy of this child may receive fork requests.
 
-    `descriptor` is the descriptor of its socket. Each child of the copy calls `run` with three
-    arguments: the pid of the copy, the descriptor of the child's own build channel, and the recipe.
+    `descriptor` is that of its socket. Each child of the copy calls `run` with three arguments: the
+    copy's pid, the descriptor of the child's own build channel, and the recipe.
     """
 
     def __init__(
@@ -66,10 +67,10 @@ class BuildChannel:
         self._run = run
 
     def build(self, command: Build) -> SharedRecipe | None:
-        """Build the recipe that the command asks for, and leave a copy of this process if possible.
+        """Build the command's recipe, and leave a copy of this process if possible.
 
-        If there is no copy, the reason is sent on the channel. Return None if the command's
-        workload can't be shared. Exceptions of the user's code propagate.
+        If there is no copy, the reason is sent on the channel. Return None if the workload can't be
+        shared. Exceptions of the user's code propagate.
         """
         with self._socket:
             setup = command.setup

@@ -1,7 +1,8 @@
-"""Measures simulated devices on a virtual clock, with the machine's physics and random noise.
+"""Measures simulated devices on a virtual clock.
 
-The timing rules are those for real children, so intervals have the same meaning. A probe's noise
-depends only on the seed and the probe, never on earlier measurements.
+A probe's times follow from the simulated machine, with random noise. The noise depends only on the
+seed and the probe, never on earlier measurements. Blocks are timed by the rules for real children,
+so intervals have the same meaning.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ LATER = (
 class SimulatedProber:
     """Measures probes on a simulated machine.
 
-    `pace` is the number of real seconds per simulated second; if it is 0, probes take no real time.
-    The virtual clock starts at `start_seconds`. Probes that are still running at `end_seconds` are
-    stopped and have no observation.
+    The virtual clock starts at `start_seconds`. `pace` is the number of real seconds per simulated
+    second; if it is 0, probes take no real time. Probes that still run at `end_seconds` are stopped
+    without an observation.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class SimulatedProber:
         """Run all probes at the same time on the virtual clock.
 
         Yield their observations in the order in which they end. `finished` probes were measured
-        before the run was resumed. Their devices count as busy too.
+        before the run was resumed, and their devices count as busy.
         """
         start = self._clock
         busy = {position for probe in (*probes, *finished) for position in probe.layout.active}

@@ -64,11 +64,13 @@ def main() -> None:
 
 
 def run_child(parent: int, channel: int = NO_CHANNEL, shared: SharedRecipe | None = None) -> None:
-    """Execute the commands on standard input until it ends or a command fails without recovering.
+    """Execute the commands on standard input until it ends.
+
+    Execution also ends when a command fails without recovering.
 
     - `parent`: the pid of the process that forked this one. If it exits, so does this process.
-    - `channel`: the descriptor of the channel for a copy of this process, which forks children with
-      the recipe that this process builds; NO_CHANNEL if no copy is wanted.
+    - `channel`: the descriptor of the channel for a copy of this process; NO_CHANNEL if no copy is
+      wanted. The copy forks children with the recipe that this process builds.
     - `shared`: the recipe that the parent has built, if any.
     """
     _end_with_parent(parent)
@@ -147,7 +149,7 @@ class Worker:
         self._reporter.close()
 
     def describe_error(self, error: BaseException) -> protocol.ChildError:
-        """Return the reply for an exception, with its class names, text and traceback.
+        """Return the reply for an exception: its class names, text and traceback.
 
         `where` in the reply is the line of the user's code that raised it; "" if there is none. The
         traceback is also printed to standard error.
@@ -167,7 +169,7 @@ class Worker:
         return protocol.ChildError(types, text, where, trace)
 
     def recover(self, error: BaseException, reply: protocol.ChildError) -> protocol.ChildError:
-        """Release the memory of a failed step, if the step ran out of memory.
+        """Release the memory of a failed step that ran out of memory.
 
         Return `reply`. Its `recovered` is True if this child can continue. Its `fits_no_rows` is
         True if memory ran out before the first step, or in an optimizer's update.
