@@ -94,15 +94,15 @@ class Budget:
         step_seconds: float | None = None,
         reserved: float = 0.0,
     ) -> float:
-        """Return how long the next probe may measure, in seconds, without its start and warm-up.
+        """Return how long the next probe may measure, in seconds.
 
-        `reserved` seconds are kept for later probes. In exploration, a probe may take at most 1 /
-        `SURPRISE` of the time left, and in other stages 1 / `probes_left` of it. At least two steps
-        are timed, even beyond these limits. A step takes `step_seconds`, by default an estimate.
-
-        If steps are so slow that a probe should time only one, the result is half of a step's time.
-        A probe that has less time than one step takes then times exactly one step.
+        Its start and warm-up aren't included. `reserved` seconds are kept for later probes. In
+        exploration, a probe may take at most 1 / `SURPRISE` of the time left, and in other stages 1
+        / `probes_left` of it. At least two steps are timed, even beyond these limits. A step takes
+        `step_seconds`, by default an estimate.
         """
+        # if steps are so slow that a probe should time only one, the result is half of a step's
+        # time: a probe that has less time than one step takes then times exactly one
         step = self._step_seconds(layout) if step_seconds is None else step_seconds
         wanted = min(LONGEST_PROBE_SECONDS, max(BASE_SECONDS[stage], STEPS_A_PROBE * step))
         if math.isinf(self.seconds):
@@ -130,12 +130,13 @@ class Budget:
         reserved: float = 0.0,
         steps: int | None = None,
     ) -> bool:
-        """True if the layout's shortest probe can end before the stage `ends_with` must end.
+        """True if the layout's shortest probe can end before a stage must end.
 
-        `ends_with` is usually the probe's own stage. After the probe, `reserved` seconds must
+        The stage is `ends_with`, usually the probe's own. After the probe, `reserved` seconds must
         remain. The shortest probe has `steps` steps of `step_seconds`; both are estimated by
-        default. The first turns of the race may use the whole budget, later turns only 95 % of it.
+        default.
         """
+        # the first turns of the race may use the whole budget, later turns only 95 % of it
         # a probe without which there would be no result may use the time of the race
         ends = self.spent + reserved + self.least_seconds(layout, step_seconds, steps)
         return ends <= self._stage_end_seconds(ends_with, turn)
@@ -155,9 +156,9 @@ class Budget:
         return (Probe(layout, stage, seconds, turn),)
 
     def has_time(self, seconds: float, after: float = 0.0, step_seconds: float = 0.0) -> bool:
-        """True if exploration may take `seconds` now and still leave `after` seconds.
+        """True if exploration may take `seconds` now and leave `after` seconds.
 
-        Also, `seconds` must be at most the fraction `EXPLORES` of exploration's remaining time, or
+        `seconds` must also be at most the fraction `EXPLORES` of exploration's remaining time, or
         half of that if `after` isn't 0. This doesn't apply if steps of `step_seconds` are so slow
         that a probe times only one.
         """
@@ -193,8 +194,8 @@ class Budget:
     ) -> float:
         """Return the duration of a layout's shortest probe in seconds.
 
-        It includes warm-up, and the start of the layout's child processes if they aren't running
-        yet. The probe has `steps` steps of `step_seconds`; both are estimated by default.
+        Warm-up is included, and so is the start of child processes that aren't running yet. The
+        probe has `steps` steps of `step_seconds`; both are estimated by default.
         """
         step = self._step_seconds(layout) if step_seconds is None else step_seconds
         fewest = steps or self.time.fewest_steps(step)

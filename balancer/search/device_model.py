@@ -86,10 +86,10 @@ class DeviceModel:
 
     @cached_property
     def solo_curve(self) -> Curve | None:
-        """The device's curve when each device computes its own steps, all at the same time.
+        """The device's curve while all devices run alone at the same time.
 
-        It is fitted to the points of all devices in this one's group, which are alike. It is None
-        if there are none.
+        The curve is fitted to the points of all devices that are like this one. It is None if there
+        are no points.
         """
         return fit_curve(self.group_points, self._among)
 
@@ -182,8 +182,8 @@ class DeviceModel:
     def trusted_rows(self, curve: Curve | PassCurve, limit: int) -> int:
         """Return the largest batch, at most `limit`, for which the curve can be trusted.
 
-        It exceeds the largest batch that ran by at most a certain factor. If the global batch is
-        free, a step of this batch must also be quick enough for the time left.
+        The batch exceeds the largest one that ran by at most a certain factor. If the global batch
+        is free, a step of it must also be quick enough for the time left.
         """
         if self._problem.global_batch is None:
             limit = self._limit_by_time(curve, limit)
@@ -230,10 +230,10 @@ class DeviceModel:
 
     @cached_property
     def pass_rows(self) -> int:
-        """The maximum rows per pass if a share needs several passes; 0 if passes can't be used.
+        """The maximum rows per pass of a share that needs several passes.
 
-        It is the largest batch for which the curve can be trusted, or less if fewer rows were
-        clearly faster per row.
+        They are 0 if passes can't be used. Otherwise, they are the largest batch for which the
+        curve can be trusted, or less if fewer rows were clearly faster per row.
         """
         if not self._may_use_passes or self.solo_curve is None:
             return 0
@@ -264,7 +264,7 @@ class DeviceModel:
 
     @cached_property
     def extra_seconds(self) -> float:
-        """The seconds that each pass after the first takes beyond the time for its rows.
+        """The seconds that each further pass takes beyond the time for its rows.
 
         They are measured in splits or, if no split had several passes, on the device alone. They
         are 0 before any step in several passes ran.
@@ -279,7 +279,7 @@ class DeviceModel:
     def in_passes(self, device: DeviceCurve) -> DeviceCurve:
         """Return the device with a curve that includes steps in several passes.
 
-        Any share fits in passes, so the new limit is the whole fixed batch. Return `device`
+        The new limit is the whole fixed batch, because any share fits in passes. Return `device`
         unchanged if passes can't be used, or if its curve already includes such steps.
         """
         rows = min(self.pass_rows, device.limit)
@@ -291,10 +291,10 @@ class DeviceModel:
         return DeviceCurve(self.position, passes, most)
 
     def with_best_passes(self, curve: Curve, limit: int) -> DeviceCurve:
-        """Return the device with a curve that assumes one or several passes, whichever is faster.
+        """Return the device with a curve for the fastest number of passes.
 
-        Several passes are only considered for a fixed batch. `curve` is for one pass. `limit` is
-        the maximum rows of one pass.
+        Several passes are only considered for a fixed batch. `curve` is for one pass, and `limit`
+        is the maximum rows of one pass.
         """
         device = DeviceCurve(self.position, curve, limit)
         batch = self._problem.global_batch
@@ -314,9 +314,9 @@ class DeviceModel:
     def rows_per_pass(self, share: int, surely: bool) -> int:
         """Return the maximum rows per pass that the device uses for a share.
 
-        The share is computed in one pass if that should fit and isn't slower than several passes,
-        or if the device can't use passes. Otherwise, passes have about equal sizes. With `surely`,
-        passes have at most as many rows as certainly fit in memory.
+        The share is one pass if that should fit and isn't slower than several, or if the device
+        can't use passes. Otherwise, passes have about equal sizes. With `surely`, a pass has at
+        most as many rows as certainly fit in memory.
         """
         if surely:
             at_once = self.certain_rows
@@ -333,10 +333,10 @@ class DeviceModel:
 
 
 def find_largest_in_one_pass(curve: Curve, rows: int, limit: int, extra: float) -> int:
-    """Return the largest share for which one pass is at least as fast as two equal passes.
+    """Return the largest share that one pass computes as fast as two.
 
-    It is at least `rows`, the rows of the fastest pass, and at most `limit`, the maximum rows of a
-    pass. `extra` are the seconds that a second pass adds.
+    The two passes are equal. The share is at least `rows`, the rows of the fastest pass, and at
+    most `limit`, the maximum rows of a pass. `extra` are the seconds that a second pass adds.
     """
     shares = range(rows, max(rows, limit))
 

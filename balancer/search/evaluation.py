@@ -281,10 +281,10 @@ class Evaluation:
 
     @cached_property
     def best(self) -> Result | None:
-        """The best layout of all that were measured and may still run; None before any measurement.
+        """The best of all layouts that were measured and may still run.
 
-        If the layout was measured again after it was chosen, its samples/s are computed only from
-        the turns since then.
+        None before any measurement. If the layout was measured again after it was chosen, its
+        samples/s are from the turns since then.
         """
         chosen = self._chosen
         if chosen is None:
@@ -370,10 +370,10 @@ class Evaluation:
     # ------------------------------------------------------------------ the report
 
     def report(self, own_batch: int | None = None) -> SearchReport | None:
-        """Return all data for a plan, a verdict and tables; None before any measurement.
+        """Return all data for a plan, a verdict and tables.
 
-        `own_batch` is the batch that the user's script uses today, if known. The report then has
-        the samples/s that are predicted for that batch.
+        Return None before any measurement. `own_batch` is the batch that the user's script uses
+        today, if known. The report then has the samples/s that are predicted for it.
         """
         if self.best is None:
             return None

@@ -14,9 +14,9 @@ from .texts import TextPolicy
 def explore(policy: RowPolicy | TextPolicy, budget: Budget, with_splits: bool) -> tuple[Probe, ...]:
     """Return the next probes, to be run at the same time.
 
-    They are a round in which each device runs alone. If no such round is worth its time, the result
-    is a single probe: of a split (only if `with_splits`), or of one device while the others are
-    idle. It is empty if no measurement is worth its time or fits the budget.
+    They are a round in which each device runs alone, if such a round is worth its time. Otherwise,
+    the result is a single probe: of a split (only if `with_splits`), or of one device while the
+    others are idle. It is empty if no measurement is worth its time or fits the budget.
     """
     if isinstance(policy, TextPolicy):
         return TextStage(policy.machine, budget, with_splits).next_probes()

@@ -62,7 +62,7 @@ class FamilyView:
 
     @cached_property
     def common_batch(self) -> int | None:
-        """The global batch for layouts whose own best batch wasn't measured, such as placements.
+        """The global batch for layouts without a measured best batch, such as placements.
 
         It is the first known of three: the fixed batch, the batch of the best solo layout, and the
         smallest batch that didn't fit on a device alone. None if all are unknown, or if rows are

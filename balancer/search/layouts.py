@@ -83,10 +83,11 @@ class Candidate(msgspec.Struct, frozen=True):
 
     @property
     def simplicity(self) -> tuple[int, int, int, int, int]:
-        """The sort key that decides a tie: the layout with the smallest key is the simplest.
+        """The sort key that decides a tie in favor of the simplest layout.
 
-        It consists of the number of knobs, the number of passes beyond one on each device, the
-        family's simplicity, the number of devices, and the number of trainings.
+        The simplest has the smallest key. The key consists of the number of knobs, the number of
+        passes beyond one on each device, the family's simplicity, and the numbers of devices and
+        trainings.
         """
         layout = self.layout
         further = sum(layout.passes(i) - 1 for i in layout.active) if layout.in_passes else 0
@@ -119,10 +120,10 @@ def shrink(layout: Layout, quantum: int = 1) -> Layout | None:
 
 
 def divide(layout: Layout, full: tuple[int, ...]) -> Layout | None:
-    """Return the layout with smaller passes on the devices that ran out of memory.
+    """Return the layout with smaller passes on devices that ran out of memory.
 
-    `full` are the positions of these devices. If it is empty, the devices aren't known, and all get
-    smaller passes. Return None if a pass already has only one row.
+    `full` are the positions of these devices. If it is empty, they aren't known, and all devices
+    get smaller passes. Return None if a pass already has only one row.
     """
     rows = list(layout.pass_rows)
     for i in full or layout.active:
@@ -148,10 +149,11 @@ def same_measurement(one: Layout, other: Layout, near: float = TIE) -> bool:
 
 
 def is_no_larger(one: Layout, other: Layout) -> bool:
-    """True if layout `one` takes no more memory than layout `other` on the same devices.
+    """True if layout `one` takes no more memory than layout `other`.
 
-    Their rows per pass, processes and options are compared. If the shares of either layout depend
-    on the lengths of rows, the result is True only for equal layouts.
+    Both run on the same devices. Their rows per pass, processes and options are compared. If the
+    shares of either layout depend on the lengths of rows, the result is True only for equal
+    layouts.
     """
     if not (one.by_rows and other.by_rows):
         return one == other

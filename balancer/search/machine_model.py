@@ -40,10 +40,10 @@ ExchangeCosts = tuple[Costs, ...]  # [h][k]: seconds of k devices on h hosts
 def fit_exchange_costs(
     samples: Sequence[ExchangeSample], devices: int, hosts: int
 ) -> ExchangeCosts:
-    """Return the exchange costs in seconds, indexed by number of hosts and number of devices.
+    """Return the exchange costs by number of hosts and number of devices.
 
-    The table goes up to `hosts` hosts and `devices` devices. If no sample is from a single host,
-    all costs are attributed to the network between hosts.
+    They are in seconds, for up to `hosts` hosts and `devices` devices. If no sample is from a
+    single host, all costs are attributed to the network between hosts.
     """
     on_one = [(k, cost, error) for k, h, cost, error in samples if h == 1]
     within = fit_sync_costs(on_one, devices)
@@ -59,8 +59,8 @@ def fit_exchange_costs(
 def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...]:
     """Return what synchronizing 0 to `most` devices or hosts costs, in seconds.
 
-    The index is the number of devices or hosts. Costs are a linear function of this number, and
-    never decrease. Without samples, all costs are 0.
+    The index is the number of devices or hosts. Costs are a linear function of it that never
+    decreases. Without samples, all costs are 0.
     """
     # if all samples have the same number, smaller numbers cost less in proportion, and larger ones
     # the same
@@ -222,10 +222,10 @@ class MachineModel:
         return len(active), self._count_hosts(active), split.step_seconds - longest, error
 
     def predict_parts(self, split: Timed) -> list[float]:
-        """Return the compute time (own work) that each device should have in a split, in seconds.
+        """Return each device's predicted compute time (own work) in a split.
 
-        It is predicted from solo measurements. The times are in the order of the active devices.
-        Devices that never ran alone are left out.
+        The times are in seconds, in the order of the active devices, and are predicted from solo
+        measurements. Devices that never ran alone are left out.
         """
         layout = split.probe.layout
         devices = [self.devices[i] for i in layout.active]
@@ -253,8 +253,8 @@ class MachineModel:
     def lay_out(self, shares: tuple[int, ...], surely: bool = False) -> Layout:
         """Return a layout of these shares.
 
-        A share is divided into passes if it isn't expected to fit in one pass, or if several passes
-        are faster. With `surely`, passes have only as many rows as certainly fit.
+        A share is divided into passes if it isn't expected to fit in one, or if several are faster.
+        With `surely`, passes only have as many rows as certainly fit.
         """
         both = zip(self.devices, shares, strict=True)
         return layout_of(

@@ -51,9 +51,9 @@ class Observations:
     def add(self, seen: Observation) -> None:
         """Add an observation.
 
-        Of several observations of one probe, OutOfMemory takes precedence over Timed, and Timed
-        over Failed. Each failure counts as one more attempt. An observation whose layout doesn't
-        fit the problem's devices is ignored.
+        It is ignored if its layout doesn't fit the problem's devices. Of several observations of
+        one probe, OutOfMemory takes precedence over Timed, and Timed over Failed. Each failure
+        counts as one more attempt.
         """
         probe = seen.probe
         if len(probe.layout.shares) != self._problem.devices or not probe.layout.active:
@@ -138,9 +138,9 @@ class Observations:
         """Return a layout's measurements by turn number.
 
         `stage` is by default the race or, for a layout with knobs, the stage of knobs. A
-        measurement from before the race may take the place of a missing turn 0. Turns in which a
-        device was throttled are left out if there are others. If checks show that the machine has
-        changed, only the measurements since the first check are returned.
+        measurement from before the race may replace a missing turn 0. Turns in which a device was
+        throttled are left out if there are others. If checks show that the machine has changed,
+        only measurements since the first check count.
         """
         if stage is None:
             stage = Stage.KNOBS if layout.knobs else Stage.RACE
@@ -288,10 +288,10 @@ class Observations:
         return sorted(found, key=order_probe)
 
     def spent_seconds(self, *stages: Stage, until_turn: float = math.inf) -> float:
-        """Return the total duration of the probes of some stages, by default of all, in seconds.
+        """Return the total duration of the probes of some stages, in seconds.
 
-        Failed attempts count too. Of probes that run at the same time, only the longest counts.
-        Turns of the race after `until_turn` are left out.
+        By default, all stages count. Failed attempts count too. Of probes that run at the same
+        time, only the longest counts. Turns of the race after `until_turn` are left out.
         """
         wanted = stages or STAGES
         rounds: defaultdict[object, defaultdict[int, float]] = defaultdict(
@@ -331,7 +331,10 @@ class Observations:
         return bool(turns) and not turns[-1].held_back(position)
 
     def raced(self, position: int) -> list[Timed]:
-        """Return the device's measurements in the race and in checks, in the order of turns."""
+        """Return one device's measurements in the race and in later checks.
+
+        They are in the order of turns.
+        """
         own = (
             timed
             for timed in self.timed(Stage.RACE, Stage.CHECK)
@@ -361,11 +364,11 @@ def _is_plain_split(layout: Layout) -> bool:
 
 
 def rank_observation(seen: Observation) -> tuple[int, int, float]:
-    """Return the sort key of an observation; a probe keeps the observation with the highest key.
+    """Return the sort key of an observation.
 
-    The key of OutOfMemory is higher than that of Timed, and Timed is higher than Failed. Of two
-    timed observations, the one with more steps has the higher key or, with equally many, the one
-    with the shorter steps.
+    Of all observations of a probe, the one with the highest key is kept. The key of OutOfMemory is
+    higher than that of Timed, and Timed is higher than Failed. Of two timed observations, the one
+    with more steps has the higher key; with equally many, the one with the shorter steps.
     """
     if isinstance(seen, OutOfMemory):
         return (2, 0, seen.elapsed_seconds)

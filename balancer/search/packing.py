@@ -41,8 +41,8 @@ Rates = Mapping[int, float]  # trainings -> combined samples/s; 0: did not run
 class Packing:
     """Packs of one mode: what ran, and what to try next.
 
-    They run on the device of the solo layout `single`. `mode` is how the trainings share the
-    device, such as plain processes or NVIDIA's MPS.
+    They run on the device of the solo layout `single`. `mode` is how trainings share the device,
+    such as plain processes or NVIDIA's MPS.
     """
 
     def __init__(self, policy: RowPolicy, single: Layout, mode: PackMode) -> None:
@@ -60,10 +60,10 @@ class Packing:
         return pack_on(self._single, size, self._mode, self._batch_for(size))
 
     def best_layout(self) -> Layout | None:
-        """Return the best measured pack; if none has run yet, the pack to measure next.
+        """Return the best measured pack, or the pack to measure next.
 
-        It has the fewest trainings of all packs that are nearly as fast as the fastest. Return None
-        if no pack ran and none is to be measured.
+        The best has the fewest trainings of all packs that are nearly as fast as the fastest. If no
+        pack has run yet, return the next one; None if none is to be measured.
         """
         packs = {size: rate for size, rate in self._rates.items() if size > 1}
         size = best_size(packs, max(ENOUGH, self._problem.tolerance))
@@ -176,8 +176,8 @@ class Packing:
 def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
     """Return the number of trainings to try next, at most `most`.
 
-    `tried` has the combined samples/s of each number of trainings that was tried; 0 if they failed.
-    Return None if the best number is known well enough, or if all attempts failed.
+    `tried` has the combined samples/s by number of trainings; 0 for a failure. Return None if the
+    best number is known well enough, or if all attempts failed.
     """
     best = best_size(tried)
     sizes = sorted(tried)

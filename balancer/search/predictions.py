@@ -59,10 +59,10 @@ class Predictions:
 
     @cached_property
     def fastest_split(self) -> Allocation | None:
-        """The split with the highest predicted samples/s that should fit; None if there is none.
+        """The split with the highest predicted samples/s that should fit.
 
-        Unless a fixed batch needs larger shares, each share is limited to batches for which the
-        device's curve can be trusted.
+        None if there is none. Each share is limited to batches for which the device's curve can be
+        trusted, unless a fixed batch needs larger shares.
         """
         at_once = self._fastest_split_over(self._trusted_devices)
         if at_once is None and self.problem.global_batch:
@@ -178,7 +178,7 @@ class Predictions:
         return max((one.samples_per_second for one in found if one), default=0.0)
 
     def single(self, position: int) -> Allocation | None:
-        """Return the allocation for the device at `position` alone, at its fastest batch.
+        """Return the allocation for one device alone, at its fastest batch.
 
         Passes are used if they are needed. Return None if no batch fits, if the device never ran
         alone, or if every layout must use all devices.
@@ -193,10 +193,10 @@ class Predictions:
         return self._best_alone(DeviceCurve(position, device.solo_curve, reach))
 
     def within(self, part: float) -> Allocation | None:
-        """Return the layout with the smallest batch that should be nearly as fast as the fastest.
+        """Return the smallest layout that should be nearly as fast as the fastest.
 
-        It may be slower by the fraction `part` of the tolerance. Return None for a fixed batch, or
-        without a tolerance.
+        The smallest has the smallest batch. It may be slower by the fraction `part` of the
+        tolerance. Return None for a fixed batch, or without a tolerance.
         """
         problem = self.problem
         if problem.global_batch is not None or not problem.tolerance:
@@ -245,12 +245,13 @@ class Predictions:
 def split_over_hosts(
     devices: Sequence[DeviceCurve], hosts: Sequence[int], costs: Sequence[Costs], solve: Solve
 ) -> Allocation | None:
-    """Return the fastest allocation that `solve` finds on one host, on several, or on all.
+    """Return the fastest split over one host, several hosts or all hosts.
 
     `hosts` has the index of each device's host, by position. `costs` has the exchange costs by
-    number of hosts. `solve` is called for each single host, then for all hosts. After that, the
-    host with the fewest rows is left out, again and again, and `solve` is called for the others.
+    number of hosts. `solve` returns the best split over the devices that it gets.
     """
+    # `solve` is called for each single host, then for all hosts; after that, the host with the
+    # fewest rows is left out, again and again, and `solve` is called for the others
 
     def solve_over(hosts_left: Sequence[int]) -> Allocation | None:
         devices_there = [device for device in devices if hosts[device.position] in hosts_left]

@@ -40,10 +40,11 @@ class Race:
         self._seen = machine.seen
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """Return the next probe, as a tuple of one; empty when the race is over.
+        """Return the next probe, as a tuple of one probe.
 
-        First, each candidate is measured once, and packs grow. Then candidates that may still win
-        get more turns. Finally, the winner is measured with each knob.
+        The tuple is empty when the race is over. First, each candidate is measured once, and so are
+        packs of more and more trainings. Then candidates that may still win get more turns.
+        Finally, the winner is measured with each knob.
         """
         # packs on logical devices have as many trainings as the best pack of plain processes
         first = [one for one in self._unmeasured if one.layout.placement != "logical"]
@@ -67,10 +68,11 @@ class Race:
         return tuple(one for one in here if self._seen.first_failure(one.layout) is None)
 
     def repeat_best(self, chosen: Layout) -> tuple[Probe, ...]:
-        """Return a probe for another turn of the chosen layout or its best rival.
+        """Return a probe of another turn of the chosen layout or its rival.
 
-        Such turns use up a budget that is to be spent completely (`Problem.spend_all`). Return an
-        empty tuple if there is no budget, or not enough of it left.
+        The rival is the best one. Such turns use up a budget that is to be spent completely
+        (`Problem.spend_all`). Return an empty tuple if there is no budget, or not enough of it
+        left.
         """
         if self._problem.budget_seconds is None:
             return ()
@@ -80,11 +82,11 @@ class Race:
         return self._next_turn(whole, Stage.KNOBS if chosen.knobs else Stage.RACE, settled=True)
 
     def check(self, best: Result) -> tuple[Probe, ...]:
-        """Return a probe that measures the chosen layout again; empty if none is needed.
+        """Return a probe that measures the chosen layout again.
 
-        No check is needed if no other layout was measured. A check is repeated once if a device was
-        throttled in it, and while the samples/s are imprecise. Return an empty tuple also if the
-        budget doesn't allow the probe.
+        Return an empty tuple if no check is needed, as when no other layout was measured, or if the
+        budget doesn't allow the probe. A check is repeated once if a device was throttled in it,
+        and while the samples/s are imprecise.
         """
         layout = best.layout
         if all(seen.probe.layout == layout for seen in self._seen.timed()):

@@ -62,10 +62,10 @@ class Difference(msgspec.Struct, frozen=True):
         return Interval(self.value, self.value - half, self.value + half)
 
     def expected_gain(self, more_turns: float = 0.0) -> float:
-        """Return how much can be gained by choosing whichever of two layouts is really faster.
+        """Return the expected gain from choosing the really faster of two layouts.
 
-        It is E[max(0, d)], where d is how much faster the first layout really is, relative to the
-        second. With `more_turns`, it is the gain that could still be expected after this number of
+        The gain is E[max(0, d)], where d is how much faster the first layout really is, relative to
+        the second. With `more_turns`, it is the gain that could still be expected after so many
         further turns with the same mean.
         """
         error = self.deviation / math.sqrt(self.turns + more_turns)
@@ -182,9 +182,10 @@ def _list_tolerable(
 def is_tolerable(one: Turns, leader: Turns, tolerance: float) -> bool:
     """True if a layout is slower than the leader by at most the tolerance.
 
-    The true difference may be smaller than the measured one. So the measured difference may exceed
-    the tolerance by half the width of its interval, but at most by `EDGE_SLACK`.
+    The measured difference may exceed the tolerance by half the width of its interval, but at most
+    by `EDGE_SLACK`.
     """
+    # the true difference may be smaller than the measured one
     gap = compare_turns(one, leader).interval()
     return gap.value + min((gap.high - gap.low) / 2, EDGE_SLACK) >= -tolerance
 
@@ -195,12 +196,11 @@ def undecided(
     """Return the candidates that deserve another turn, and whether there is a tie.
 
     A rival deserves another turn if choosing it may still gain more than `LEAST_GAIN`, and the
-    remaining turns are enough to decide that. If they aren't enough, there is a tie. If a rival
-    deserves another turn, so does the fastest candidate, because the two are compared within turns.
-
-    There are at most `turns_left` remaining turns, and a candidate has at most `most_turns` in
-    total.
+    remaining turns can decide that. If they can't, there is a tie. If a rival deserves another
+    turn, so does the fastest candidate. There are at most `turns_left` more turns, and a candidate
+    has at most `most_turns` in total.
     """
+    # the fastest takes part because the two are compared within turns
     if len(ran) < 2:
         return [], False
     leader, *others = sorted(ran, key=lambda candidate: -throughput(turns[candidate.layout]).value)
@@ -219,10 +219,10 @@ def undecided(
 
 
 def compare_turns(one: Turns, other: Turns) -> Difference:
-    """Return the relative difference between the samples/s of `one` and of `other`.
+    """Return the relative difference between the samples/s of two layouts.
 
-    It is positive if `one` is faster. It is computed from the turns that both took part in. Without
-    such turns, it is computed from all pairs of a turn of `one` and a turn of `other`.
+    It is positive if `one` is faster than `other`. It is computed from the turns that both took
+    part in or, without such turns, from all pairs of a turn of `one` and a turn of `other`.
     """
     common = [(one[turn], other[turn]) for turn in sorted(one.keys() & other.keys())]
     pairs = common or list(product(one.values(), other.values()))

@@ -48,8 +48,8 @@ class RowPolicy:
     def is_sensible(self, layout: Layout) -> bool:
         """True if the layout is a sensible way to train.
 
-        Every split is sensible. A single device is sensible unless every layout must use all
-        devices, or it would compute a free batch in several passes.
+        Every split is. A single device is, unless every layout must use all devices, or it would
+        compute a free batch in several passes.
         """
         if layout.traits.together:
             return True
@@ -71,10 +71,10 @@ class RowPolicy:
         return max(seconds, default=None)
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return each device's curve in a split, and the rows of one pass that certainly fit.
+        """Return each device's curve in a split, and the rows that certainly fit.
 
-        They are listed by position. An unused device, and every device of a layout that isn't a
-        split, has an empty curve and 0 rows.
+        The rows are those of one pass. The result is by position. An unused device, and every
+        device of a layout that isn't a split, has an empty curve and 0 rows.
         """
         found = list(NO_CURVE * len(layout.shares))
         if not layout.traits.together:
@@ -139,8 +139,8 @@ class RowPolicy:
     def single_rate(self, layout: Layout, contended: bool = True) -> float:
         """Return the samples/s of a device alone, measured or else predicted.
 
-        A measurement with the other devices idle is preferred. A measurement from the solo stage,
-        where all devices run at the same time, counts only if `contended`.
+        A measurement with the other devices idle is preferred. Measurements of the solo stage, in
+        which all devices run at the same time, count only if `contended`.
         """
         timed = self.seen.timed_in(layout, Stage.REST)
         if not timed and contended:
@@ -150,10 +150,11 @@ class RowPolicy:
         )
 
     def efficient(self) -> list[Layout]:
-        """Return layouts to race if the objective may give up speed, for example to save energy.
+        """Return layouts to race if the objective may give up speed.
 
-        They are the best solo layout of each device, and the splits predicted to be most efficient.
-        Layouts that don't fit are left out.
+        Such an objective is, for example, to save energy. The layouts are the best solo layout of
+        each device, and the splits predicted to be most efficient. Layouts that don't fit are left
+        out.
         """
         alone = {layout.active[0]: layout for layout in reversed(self._singles_by_rate())}
         layouts = [*alone.values(), *map(self.predictions.layout, self._most_efficient())]
@@ -214,8 +215,8 @@ class RowPolicy:
         """Return the splits worth racing, possibly with duplicates.
 
         They are the preferred measured split, predicted splits that should be better, and the
-        fastest measured split. If no measured split still fits, return the predicted fastest split
-        if it certainly fits.
+        fastest measured split. If no measured split still fits, they are the predicted fastest
+        split, if it certainly fits.
         """
         found = self._split_rates()
         if not found:
@@ -315,9 +316,8 @@ class RowPolicy:
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
         """Return the even split over all live devices, if one fits.
 
-        `splits` are the splits worth racing. If the user didn't fix the global batch, it is derived
-        from the first of them. With `scaling`, also return even splits over 2, 4, ... of the
-        fastest devices.
+        With `scaling`, also return even splits over 2, 4, ... of the fastest devices. `splits` are
+        the splits worth racing. The first of them gives the global batch if the user didn't fix it.
         """
         order = sorted(self.machine.live, key=lambda i: -self.machine.devices[i].evidence.best_rate)
         counts = device_counts(len(order)) if scaling else (len(order),)

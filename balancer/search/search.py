@@ -17,11 +17,12 @@ LEAST_STEPS = 20
 
 
 class Search:
-    """Finds the layout that trains fastest. The docstring of this package explains the theory.
+    """Finds the layout that trains fastest.
 
     The caller runs the probes that `ask` returns, and passes each observation to `tell`. The search
-    has no clock: the time spent is the sum of the observations' `elapsed_seconds`. Of solo probes
-    of one turn, only the longest counts, because they run at the same time.
+    has no clock: the time spent is the sum of the observations' `elapsed_seconds`. Solo probes of
+    one turn run at the same time, so only the longest counts. The docstring of this package
+    explains the theory.
     """
 
     def __init__(self, problem: Problem, options: LayoutOptions = BALANCE) -> None:
@@ -44,11 +45,11 @@ class Search:
         self._evaluation = Evaluation(self.problem, self.options, self._seen)
 
     def learn_data(self, facts: Facts) -> None:
-        """Add the facts about the data and the model that child processes have reported.
+        """Add facts about the data and the model from child processes.
 
-        If the request has neither a global nor a largest batch, the number of rows limits the batch
-        so that an epoch has at least 20 steps. If row lengths are known, rows are assigned by their
-        cost.
+        If the request has neither a global nor a largest batch, the number of rows limits the
+        batch: an epoch must have at least 20 steps. If row lengths are known, rows are assigned by
+        their cost.
         """
         problem = self.problem
         free = problem.global_batch is None and problem.max_global_batch is None
@@ -103,10 +104,10 @@ class Search:
         return self._evaluation.best
 
     def report(self, own_batch: int | None = None) -> SearchReport | None:
-        """Return all data for a plan, a verdict and tables; None before any measurement.
+        """Return all data for a plan, a verdict and tables.
 
-        `own_batch` is the batch that the user's script uses today, if known. The report then
-        contains the samples/s that are predicted for that batch.
+        Return None before any measurement. `own_batch` is the batch that the user's script uses
+        today, if known. The report then has the samples/s that are predicted for it.
         """
         return self._evaluation.report(own_batch)
 

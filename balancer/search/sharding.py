@@ -69,10 +69,10 @@ FAR_SLOWER = 0.5
 
 
 class RowDemand(msgspec.Struct, frozen=True):
-    """The memory and time that a device needs for its rows, without its part of the state.
+    """The memory and time that a device needs for its rows.
 
-    A pass of r rows needs `base_bytes` + r * `row_bytes`. A step of one such pass takes
-    `fixed_seconds` + r * `row_seconds`.
+    Its part of the state isn't included. A pass of r rows needs `base_bytes` + r * `row_bytes`. A
+    step of one such pass takes `fixed_seconds` + r * `row_seconds`.
     """
 
     base_bytes: float
@@ -360,10 +360,10 @@ class Sharding:
 
     @cached_property
     def policy(self) -> RowPolicy:
-        """The policy that chooses each device's rows, as in a training without shards.
+        """The policy that chooses each device's rows.
 
-        It gets the observations as if they came from such a training. The memory of each device is
-        what its part of the state leaves free.
+        It gets the observations as if they came from a training without shards. The memory of each
+        device is what its part of the state leaves free.
         """
         division = self._division or StateDivision((), limits=self._problem.memory_bytes)
         held = [
@@ -510,11 +510,11 @@ def divide_state(
 def propose(
     division: StateDivision, needs: Sequence[RowDemand], problem: Problem
 ) -> Proposal | None:
-    """Return the sharded layout for a division of the state; None if no rows fit.
+    """Return the sharded layout for a division of the state.
 
     Each device gets the rows for which the division leaves room, in one pass. A fixed batch is
-    divided in proportion to these rows instead, in as few passes as possible. `needs` predicts the
-    duration of the layout's step.
+    instead divided in proportion to these rows, in as few passes as possible. `needs` predicts the
+    duration of the layout's step. Return None if no rows fit.
     """
     quantum, batch = problem.multiple_of, problem.global_batch
     shares = [int(rows) // quantum * quantum for rows in division.rows]

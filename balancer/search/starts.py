@@ -32,11 +32,11 @@ class StartTimes:
         self._timed = seen.timed()
 
     def seconds(self, layout: Layout) -> float:
-        """Return the seconds to start a layout's child processes; 0 if they are already running.
+        """Return the seconds to start a layout's child processes.
 
-        If they exited when a probe ran out of memory, or are started anew for each probe, return
-        the duration of their shortest start. If they were never started, return an estimate from
-        starts in the solo stage.
+        Return 0 if they are already running. If they exited when a probe ran out of memory, or are
+        started anew for each probe, return the duration of their shortest start. If they were never
+        started, return an estimate from starts in the solo stage.
         """
         own = self._by_children.get(layout.children)
         # the estimate is rather high, because the first starts of a session are the slowest
@@ -55,10 +55,10 @@ class StartTimes:
 
     @cached_property
     def after_out_of_memory(self) -> float:
-        """The seconds to restart a child process on one device after it ran out of memory.
+        """The seconds to restart a child process after it ran out of memory.
 
-        They are 0 if child processes were measured again after running out of memory, and none had
-        to be restarted.
+        The child process runs on one device. The seconds are 0 if child processes were measured
+        again after running out of memory, and none had to be restarted.
         """
         rounds: defaultdict[Layout, list[Timed | OutOfMemory]] = defaultdict(list)
         for seen in self._seen.in_stage(Stage.SOLO):

@@ -38,7 +38,7 @@ class WorkPoint(msgspec.Struct, frozen=True):
 
 
 class StepCost(msgspec.Struct, frozen=True):
-    """The coefficients of a model that predicts how long a device's step takes.
+    """A model that predicts how long a device's step takes.
 
     The rows may have unequal lengths. `step_s` is the time in seconds per step that isn't part of a
     pass, such as the optimizer's. `cost` gives the duration of each pass.
@@ -58,10 +58,10 @@ class StepCost(msgspec.Struct, frozen=True):
 
 
 def fit_step_cost(points: Sequence[WorkPoint]) -> StepCost | None:
-    """Return the cost that fits the points best; None if there are too few points.
+    """Return the cost that fits the points best.
 
-    Time that depends on neither rows nor tokens is attributed to passes, unless the points clearly
-    show that it belongs to the step.
+    Return None if there are too few points. Time that depends on neither rows nor tokens is
+    attributed to passes, unless the points clearly show that it belongs to the step.
     """
     if len(points) < FEWEST_SIZES:
         return None
@@ -145,10 +145,10 @@ _DRAW = 48271, (1 << 31) - 1  # MINSTD: powers of this factor modulo this prime 
 
 
 class TextModel(MachineModel):
-    """A model of the machine for rows of unequal lengths, fitted to one set of observations.
+    """A model of the machine for rows of unequal lengths.
 
-    Instead of a speed curve, each device that still works has a cost per step, per pass and per
-    padded token.
+    It is fitted to one set of observations. Instead of a speed curve, each device that still works
+    has a cost per step, per pass and per padded token.
     """
 
     by_rows = False
@@ -256,10 +256,10 @@ class TextModel(MachineModel):
         return [one for one in found if one]
 
     def predict_parts(self, split: Timed) -> list[float]:
-        """Return the compute time (own work) that each device should have in a split, in seconds.
+        """Return each device's predicted compute time (own work) in a split.
 
-        It is predicted from the device's cost when it runs alone. The times are in the order of the
-        active devices. Devices whose cost or work is unknown are left out.
+        The times are in seconds, in the order of the active devices, and are predicted from the
+        device's cost when it runs alone. Devices whose cost or work is unknown are left out.
         """
         found = []
         for position in split.probe.layout.active:
@@ -361,10 +361,10 @@ class TextModel(MachineModel):
         )
 
     def predicted_rate(self, layout: Layout) -> float:
-        """Return a layout's samples/s, predicted as if its rows were assigned by cost.
+        """Return a layout's samples/s, predicted as if rows were assigned by cost.
 
-        Return 0 if the cost of one of its devices is unknown. For a layout with rows of one length,
-        the prediction is instead made from the time per token of the largest measured pass.
+        Return 0 if the cost of one of its devices is unknown. If all rows have one length, the
+        prediction is instead made from the time per token of the largest measured pass.
         """
         rows = layout.global_batch
         steps = self.single_passes(layout.active[0]) if layout.length else {}
@@ -379,10 +379,10 @@ class TextModel(MachineModel):
 
     @cached_property
     def best_split(self) -> Layout | None:
-        """The split that should be fastest, with rows assigned by cost; None if there is none.
+        """The split that should be fastest, with rows assigned by cost.
 
         It uses the devices of one host or of all hosts, without the slowest ones if that is faster.
-        There is no split for fewer than two devices, or if they can't hold the longest row.
+        None if there are fewer than two devices, or if they can't hold the longest row.
         """
         able = sorted(self.devices_with_cost, key=lambda i: self.seconds((i,), self.batch))
         hosts = sorted(set(self.hosts))

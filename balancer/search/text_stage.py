@@ -50,10 +50,10 @@ class TextStage:
         self._problem = machine.problem
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """Return the next probes: first of passes, then of global batches, and finally of a split.
+        """Return the next probes: of passes, of global batches, or of a split.
 
-        Passes and global batches are measured on devices alone. Return an empty tuple if the stage
-        is over or the budget doesn't allow a probe.
+        They come in that order. Passes and global batches are measured on devices alone. Return an
+        empty tuple if the stage is over or the budget doesn't allow a probe.
         """
         passes = {i: self._next_passes(i) for i in self._machine.live}
         probes = self._probe_alone(passes)

@@ -45,7 +45,7 @@ class TextPolicy:
     def singles(self) -> list[Layout]:
         """Return the layout of the global batch on the fastest single device.
 
-        A device on which that layout failed in the race is left out. Return an empty list if no
+        Devices on which that layout failed in the race are left out. Return an empty list if no
         device can hold the longest row.
         """
         ran = {}
@@ -71,10 +71,10 @@ class TextPolicy:
         return list(dict.fromkeys(one.probe.layout for one in (*ran[-1:], *by_rate[:1])))
 
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
-        """Return the even split of rows over the devices of the best split, the first of `splits`.
+        """Return the even split of rows over the devices of the best split.
 
-        Return an empty list if there is no such split. Even splits over fewer devices (`scaling`)
-        aren't supported for unequal rows.
+        The best split is the first of `splits`. Return an empty list if there is none. Even splits
+        over fewer devices (`scaling`) aren't supported for unequal rows.
         """
         if not splits:
             return []

@@ -56,13 +56,15 @@ class TimeLeft:
         return self._seen.spent_seconds()
 
     def growth(self, step_seconds: float) -> float:
-        """Return how many times larger the next batch may be than one with steps of `step_seconds`.
+        """Return how many times larger the next batch may be.
 
-        Two steps of the next batch must fit in a fixed part of the time that exploration has left.
-        If a probe times only one step, its steps may take `BOLD` times the time that is left. A
-        step is assumed to take longer in proportion to the batch, because a level curve shows
-        nothing about larger batches. The factor is at least 1, and infinite if `step_seconds` is 0.
+        Steps of the present batch take `step_seconds`. Two steps of the next batch must fit in a
+        fixed part of the time that exploration has left. If a probe times only one step, its steps
+        may take `BOLD` times the time left. The factor is at least 1, and infinite if
+        `step_seconds` is 0.
         """
+        # a step is assumed to take longer in proportion to the batch, because a level curve shows
+        # nothing about larger batches
         if not step_seconds:
             return math.inf
         if self.takes_lone_steps(step_seconds):
@@ -72,10 +74,9 @@ class TimeLeft:
         return max(1.0, part * self._left_to_explore / (2 * step_seconds))
 
     def longest_step(self) -> float:
-        """Return the longest time that a step may take in a probe, in seconds.
+        """Return the longest time that a step of a probe may take, in seconds.
 
-        The limit holds for a single device and for a split. A probe whose steps take at most this
-        long leaves time for other probes.
+        The limit holds for a single device and for a split. It leaves time for other probes.
         """
         left = max(SHORTEST_PROBE_SECONDS, EXPLORES * self._left_to_explore - self.overhead_seconds)
         fewest = LONE_STEPS if self._lone_steps_save_time else FEWEST_STEPS
@@ -85,10 +86,11 @@ class TimeLeft:
     def takes_lone_steps(self, step_seconds: float, part: float = 1 / SURPRISE) -> bool:
         """True if the next probe should time a single step, because steps are slow.
 
-        A step takes `step_seconds`. More steps would show the noise, but would take more than
-        the fraction `part` of the time left. It is then better to measure several batches with an
-        error of 3 % than a few exactly.
+        A step takes `step_seconds`. More steps would take more than the fraction `part` of the time
+        left.
         """
+        # more steps would show the noise, but it is better to measure several batches with an error
+        # of 3 % than a few exactly
         if not self._lone_steps_save_time or step_seconds < SHORTEST_LONE_STEP:
             return False
         left = max(0.0, self.seconds - self.spent)
@@ -130,10 +132,10 @@ class TimeLeft:
 
     @cached_property
     def tuning_steps(self) -> float:
-        """The time to tune kernels in a first step at a new size, as a number of later steps.
+        """The time to tune kernels at a new size, in later steps.
 
-        It is fitted to the quickest and the slowest step of each device alone. With TensorFlow, it
-        is up to 100 steps.
+        Kernels are tuned in the first step of that size. The number of later steps is fitted to the
+        quickest and the slowest step of each device alone. With TensorFlow, it is up to 100 steps.
         """
         alone: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for seen in self._seen.timed(Stage.SOLO):

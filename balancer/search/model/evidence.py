@@ -33,10 +33,10 @@ FEWEST_SIZES = 2
 
 
 class DeviceEvidence(msgspec.Struct, frozen=True):
-    """What exploration measured on one device: its step times as points, and its memory use.
+    """What exploration measured on one device.
 
-    `rounds` is the number of its probes in the solo stage. `lost` says why the device is left out
-    of the search; "" if it isn't.
+    Its step times are given as points, next to its memory use. `rounds` is the number of its probes
+    in the solo stage. `lost` says why the device is left out of the search; "" if it isn't.
     """
 
     alone: tuple[
@@ -66,7 +66,7 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
         return max((point.batch / point.seconds for point in self.alone), default=0.0)
 
     def solo_points(self, devices: int) -> tuple[Point, ...]:
-        """Return the points measured alone, and points of larger batches from other stages.
+        """Return the points measured alone, and points of larger batches.
 
         The larger batches were measured in splits or while the other devices were idle. If the
         number of usable `devices` is 1, all points are returned.
@@ -265,15 +265,14 @@ def _steady_points(seen: Sequence[Observation], position: int) -> Iterator[Point
 
 
 def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0) -> Iterator[Point]:
-    """Yield a point for each measurement of the device: its batch, time and relative error.
+    """Yield a point for each measurement of the device.
 
-    The time is the device's compute time (own work) in a step. If the device ran alone, it is the
-    duration of the whole step.
-
-    `slower` is the factor by which throttling now prolongs the device's steps. If it is 1,
-    measurements in which the device was throttled are used only if there are no others. If it is
-    larger, all measurements are used, and the times without throttling are multiplied by it.
+    A point has the batch, the time and its relative error. The time is the device's compute time
+    (own work) in a step or, if the device ran alone, the duration of the whole step. `slower` is
+    the factor by which throttling now prolongs the device's steps.
     """
+    # if `slower` is 1, measurements in which the device was throttled are used only if there are no
+    # others; if it is larger, all are used, and the times without throttling are multiplied by it
     measured = [
         (observation, _own_seconds(observation, position))
         for observation in seen
@@ -318,7 +317,7 @@ def _own_seconds(seen: Timed, position: int) -> float:
 
 
 def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
-    """Return the devices' evidence, with drift added to the relative errors of all points.
+    """Return the devices' evidence, with drift added to all relative errors.
 
     Drift is a change of a device's speed from probe to probe, for example because of heat. The
     noise within a probe doesn't show it.
@@ -377,11 +376,11 @@ def step_error(seen: Timed) -> float:
 
 
 def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ()) -> list[list[int]]:
-    """Return the positions of the devices, in groups of devices of equal speed.
+    """Return the positions of the devices, in groups of equally fast devices.
 
-    Each device is as fast as the first device of its group, except for noise. A lost device is
-    alone in its group. Devices with different `limits` (`Problem.limits`) are never in one group.
-    If `limits` is empty, no device is limited.
+    Each device is as fast as the first of its group, except for noise. A lost device is alone in
+    its group. Devices with different `limits` (`Problem.limits`) are never in one group. If
+    `limits` is empty, no device is limited.
     """
     pace = [device.alone[0].seconds if device.alone else math.inf for device in devices]
     order = sorted(range(len(devices)), key=lambda i: (pace[i], i))
@@ -397,8 +396,8 @@ def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ())
 def group_by(order: Iterable[int], same: Callable[[int, int], bool]) -> list[list[int]]:
     """Divide the positions in `order` into groups of equivalent positions.
 
-    Each position joins the latest group whose first member is equivalent to it, according to
-    `same`. If there is no such group, the position forms a new one. Each group is returned sorted.
+    Each position joins the latest group in which the first member is equivalent, according to
+    `same`, or forms a new group. Each group is returned sorted.
     """
     groups: list[list[int]] = []
     for position in order:
@@ -414,9 +413,9 @@ def group_by(order: Iterable[int], same: Callable[[int, int], bool]) -> list[lis
 def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
     """True if noise alone explains how the times of two devices differ.
 
-    The devices must have at least two batches in common, and their times must agree at each of
-    them. False if one device clearly took longer for a smaller batch than the other for a larger
-    one. Also False if a device is lost.
+    The devices must have at least two batches in common, with the same times except for noise.
+    False if one device clearly took longer for a smaller batch than the other for a larger one.
+    Also False if a device is lost.
     """
     if one.lost or other.lost:
         return False
@@ -431,8 +430,7 @@ def contradict_each_other(one: DeviceEvidence, other: DeviceEvidence) -> bool:
     There are two such cases, beyond noise:
 
     - The device with the smaller batch took longer.
-    - Two batches are nearly equal, but the ratio of their times is larger than the ratio of the
-      batches.
+    - Two batches are nearly equal, but the ratio of their times is larger than that of the batches.
     """
     for a, b in product(one.alone, other.alone):
         fewer, more = sorted((a, b), key=lambda point: point.batch)
@@ -453,10 +451,10 @@ def _log_ratio(one: Point, other: Point) -> tuple[float, float]:
 
 
 def is_noise(gaps: Iterable[tuple[float, float]]) -> bool:
-    """True if noise explains all gaps between two devices and also the mean gap.
+    """True if noise explains all gaps between two devices.
 
-    A gap is the logarithm of the ratio of their times at one batch, and its standard error. False
-    if there are fewer than two gaps.
+    Noise must also explain the mean gap. A gap is the logarithm of the ratio of their times at one
+    batch, with its standard error. False if there are fewer than two gaps.
     """
     total = 0.0
     mean = 0.0

@@ -21,11 +21,12 @@ SHARDS_REDUCES = 1.5
 
 
 def all_reduce_seconds(size: int, ranks: int, link: KnownLink) -> float:
-    """Return the duration of an all-reduce of `size` bytes over `ranks` ranks, in seconds.
+    """Return the seconds of an all-reduce of `size` bytes over `ranks` ranks.
 
-    The latency was measured over `link.ranks` ranks, and grows in proportion to the steps of the
-    ring. Return 0 for a single rank, or if the bandwidth of the link is unknown.
+    Return 0 for a single rank, or if the bandwidth of the link is unknown.
     """
+    # the latency was measured over `link.ranks` ranks, and grows in proportion to the steps of the
+    # ring
     if ranks < 2 or link.bytes_per_second <= 0:
         return 0.0
     crossing = 2 * (ranks - 1) / ranks * size

@@ -124,15 +124,14 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return int(rows * self.limit_bytes / used) if used else None
 
     def largest_to_try(self, cap: int, quantum: int = 1, optimistic: bool = False) -> int:
-        """Return the largest batch size worth trying, a multiple of `quantum` up to `cap`.
+        """Return the largest batch size worth trying.
+
+        The batch is a multiple of `quantum`, up to `cap`. Return 0 if no batch can fit.
 
         - Before any failure, it is the batch that the memory line predicts or, without a line,
           `BLIND_GROWTH` times the largest that ran.
-        - After a failure, it is a batch between the largest that ran and the smallest that failed.
-          With `optimistic`, it is just below the smallest that failed, until a second attempt
-          fails.
-
-        Return 0 if no batch can fit.
+        - After a failure, it is between the largest that ran and the smallest that failed. With
+          `optimistic`, it is just below the smallest that failed, until a second attempt fails.
         """
         narrow = max(quantum, SAME_BATCH * self.largest_ran)
         settled = (
@@ -152,11 +151,11 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return min(cap, max(quantum, wanted)) // quantum * quantum
 
     def largest_in_split(self, cap: int, quantum: int = 1, bold: bool = False) -> int:
-        """Return the largest batch worth trying in a split, a multiple of `quantum` up to `cap`.
+        """Return the largest batch worth trying in a split.
 
-        It is usually the batch of `largest_to_try`, which may not fit. After two failures that
-        refute the memory line, it is only the largest batch that ran. The same applies if the line
-        or the limit is unknown, unless `bold`.
+        The batch is a multiple of `quantum`, up to `cap`. It is usually that of `largest_to_try`,
+        which may not fit. It is only the largest that ran after two failures that refute the memory
+        line. The same applies if the line or the limit is unknown, unless `bold`.
         """
         unknown = self.limit_bytes is None or self.line is None
         if (unknown and not bold) or self._line_is_refuted:
@@ -207,7 +206,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 def read_memory(
     limit_bytes: int | None, points: Mapping[int, int], ran: Iterable[int], full: Collection[int]
 ) -> Memory:
-    """Return a device's memory use, given the memory limit and what was measured.
+    """Return a device's memory use, from its memory limit and measurements.
 
     - `points`: the bytes used by each measured batch.
     - `ran`: the batches that fit.

@@ -21,8 +21,8 @@ from .step_time import LEVEL, Point, fit_stairs, make_rising, merge_points
 def optimistic_curve(points: Sequence[Point], curve: Curve) -> Curve:
     """Return the fastest curve that the points allow.
 
-    `curve` is the curve fitted to the points. It is returned unchanged if it explains the points so
-    well that no faster one is likely, or if there is only one batch.
+    `curve` is fitted to the points. It is returned unchanged if no faster curve is likely, because
+    it explains the points well, or if there is only one batch.
     """
     found = merge_points(points)
     if curve.simple and len(curve.batches) > 2:

@@ -117,8 +117,8 @@ def _level_curve(point: Point) -> Curve:
 def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Point]:
     """Return the points in rising order of batch, with similar points averaged.
 
-    Points of one batch are always averaged. Others are averaged if the relative difference of their
-    batches is at most `near` and noise explains how their times differ.
+    Points of one batch are always similar. Others are if their batches differ by at most the
+    fraction `near`, and noise explains how their times differ.
     """
     groups: list[list[Point]] = []
     for point in sorted(points, key=lambda p: (p.batch, p.seconds, p.error)):
@@ -235,11 +235,11 @@ def make_rising(times: Sequence[float]) -> list[float]:
 def rising_line(
     samples: Sequence[Sample], intercept_not_negative: bool = True
 ) -> tuple[float, float]:
-    """Return (intercept, slope) of y = intercept + slope * x by weighted least squares.
+    """Return (intercept, slope) of a line fitted by weighted least squares.
 
-    The slope is never negative. The intercept isn't either, unless `intercept_not_negative` is
-    False. If all samples have the same x, the line goes through the origin. `samples` must not be
-    empty. Weights are 1 / variance of y.
+    The line is y = intercept + slope * x. Its slope is never negative, and neither is its
+    intercept, unless `intercept_not_negative` is False. If all samples have the same x, the line
+    goes through the origin. `samples` must not be empty. Weights are 1 / variance of y.
     """
     total = math.fsum(w for _, _, w in samples)
     mean_x = math.fsum(w * x for x, _, w in samples) / total
@@ -257,12 +257,13 @@ def rising_line(
 
 
 def fit_pass_overhead(steps: Sequence[Point], curve: Curve, rows: int) -> float:
-    """Return the seconds that each further pass of a step takes beyond the time of its rows.
+    """Return the seconds that each further pass takes beyond its rows' time.
 
-    It is the mean over `steps`, which all have several passes, and may be negative. `curve` is the
-    time of one pass. A pass of `rows` rows is assumed to take at least `LEVEL` (5 %) of the time of
-    these rows, so that further passes never seem nearly free.
+    The result is the mean over `steps`, which all have several passes, and may be negative. `curve`
+    is the time of one pass.
     """
+    # a pass of `rows` rows is assumed to take at least `LEVEL` (5 %) of the time of these rows, so
+    # that further passes never seem nearly free
     weights = []
     found = []
     for point in steps:
@@ -293,12 +294,13 @@ class Stairs(msgspec.Struct, frozen=True):
     corners: tuple[tuple[float, float, float], ...]
 
     def curve(self, largest: int, error: float, among: int = 1) -> Curve:
-        """Return the step function up to the batch `largest`, continued by a straight line.
+        """Return the step function up to `largest`, continued by a straight line.
 
-        `error` is the relative standard error of a typical point. The batch at which a level ends
-        is known only to be in a range. The curve assumes a batch within this range: the more
-        devices (`among`) share a step, the smaller it is.
+        `error` is the relative standard error of a typical point. `among` is the number of devices
+        that share a step.
         """
+        # the batch at which a level ends is known only to be in a range; the curve assumes a
+        # smaller batch of this range for more devices
         knots: dict[float, float] = {}
         levels_per_sample = math.fsum(slope for slope, _, _ in self.corners) / len(self.corners)
         lowest_shift = min(least for _, least, _ in self.corners)
