@@ -1,8 +1,11 @@
-"""Audits of a Trainer: compare the gradients of a few rows, computed in one pass and by shares.
+"""Audits of a Trainer: compare gradients computed at once and by shares.
 
-An audit calls the trainer's own `compute_loss`. The rows of each share are collated separately, and
-their losses are weighted as in a training step. Under `evener run`, the gradient to compare with is
-the one that the program's own launcher would compute: the mean of the gradients of equal parts.
+An audit computes the gradient of a few rows in one pass and by shares, with the trainer's own
+`compute_loss`. The rows of each share are collated separately. Their losses are weighted as in a
+training step.
+
+Under `evener run`, the gradient by shares is compared with the gradient of the program's own
+launcher: the mean of the gradients of equal parts.
 """
 
 from __future__ import annotations
@@ -43,9 +46,8 @@ _OURS = "evener."
 class TrainerAudit:
     """Audits the steps of one trainer.
 
-    `dataset` and `collate` are the data set and the collator of its training loader. `gathering` is
-    the object that gathers the trainer's metrics over ranks. During an audit, it doesn't
-    communicate.
+    - `dataset`, `collate`: the data set and the collator of its training loader.
+    - `gathering`: gathers the trainer's metrics over ranks. It doesn't communicate during an audit.
     """
 
     def __init__(self, trainer: Any, gathering: Gathering, dataset: Any, collate: Any) -> None:
@@ -58,10 +60,10 @@ class TrainerAudit:
         self._audits.question = " Is it a mean over rows?"
 
     def after_step(self, numbers: Sequence[int], loss: TrainerLoss) -> None:
-        """Audit a step on the rows `numbers` of the data set, if an audit is due.
+        """Audit a step, if an audit is due.
 
-        Call this method after the step's gradients are computed and before the optimizer uses them.
-        Raises RequestError if the gradients differ.
+        `numbers` are the indices of the step's rows in the data set. Call this method after the
+        backward pass and before the optimizer's step. Raises RequestError if the gradients differ.
         """
         trainer = self._trainer
         own = partial(_find_own_loss(type(trainer)), trainer.compute_loss_func)
@@ -105,15 +107,15 @@ class TrainerComputations:
         return sketcher
 
     def make(self, few: FewRows, loss: TrainerLoss, follows_launcher: bool = False) -> Computations:
-        """Return two computations of a few rows' gradient, which an audit compares.
+        """Return the computations of a few rows' gradient, for an audit.
 
-        - The reference: all rows in one process. With `follows_launcher`, it is the mean over equal
-          parts, as the program's own launcher computes it.
-        - The computation by shares: each pass is weighted by its number of rows or tokens,
-          whichever the loss averages over.
+        - The reference computes all rows in one process. With `follows_launcher`, it is the mean
+          over equal parts instead, as under the program's own launcher.
+        - The computation by shares weights each pass by its rows or tokens, whichever the loss
+          averages over.
 
-        The result also has variants of the computation by shares, from which an audit determines
-        the cause of a difference.
+        The result also has variants of the computation by shares. They show the cause of a
+        difference.
         """
         micro = FEW if max(self._trainer._shares.passes) > 1 else 0
         excess = follows_launcher and self._trainer.excess > 1
@@ -150,10 +152,10 @@ class TrainerComputations:
     ) -> Computation:
         """Return the computation of a few rows that are divided into shares.
 
-        `batches` has a batch for each share, and `sizes` has the batches' numbers of rows. Each
-        batch is computed in passes of up to `micro` rows, or in one pass if `micro` is 0. If the
-        trainer multiplies its loss by the number of processes, the loss is divided by that number
-        again, unless `excess` is True.
+        - `batches`, `sizes`: each share's batch, and its number of rows.
+        - `micro`: maximum number of rows per pass; 0 for one pass per share.
+        - `excess`: True to keep the number of processes as a factor of the loss, if the trainer
+          multiplies its loss by it.
         """
         parts: list[tuple[Any, int]] = []
         for batch, rows in zip(batches, sizes, strict=True):

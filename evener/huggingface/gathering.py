@@ -37,13 +37,12 @@ def pretend_processes(accelerator: Any, number: int) -> Iterator[None]:
 class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
     """A metric's gathered values, one for each rank and pass.
 
-    Each value is a mean over the rows of its pass, and `rows` has the numbers of these rows. If a
-    pass was computed in pieces because memory ran out, `sums` has the sum of the pieces' values;
-    for any other pass, it has the value itself.
-
-    `mean` weights the values by `rows`, and `sum` adds up `sums`. So a program that averages or
-    sums gathered values gets the same result as with equal shares.
+    Each value is a mean over the rows of its pass. `mean` weights the values by `rows`, the passes'
+    numbers of rows. `sum` adds up `sums`. The results are the same as with equal shares.
     """
+
+    # `sums` has the value of each pass. If memory ran out and a pass was computed in pieces, `sums`
+    # has the sum of the pieces' values.
 
     rows: torch.Tensor
     sums: torch.Tensor  # for each value, the sum over the pieces of its pass
@@ -76,12 +75,14 @@ class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
 
 
 class Gathering:
-    """Replaces `accelerator.gather` so that ranks can have different numbers of rows.
+    """Replaces `accelerator.gather`, for ranks with different numbers of rows.
 
-    Filler rows, which a rank without rows computes, aren't gathered. A call returns the values of
-    the batch's passes so far, so in the last pass it returns the values of all passes. `timer`
-    excludes the time spent in gathering from compute time (own work).
+    A call returns the values of the batch's passes so far. In the last pass, these are the values
+    of all passes. Filler rows aren't gathered. `timer` excludes the time of gathering from compute
+    time (own work).
     """
+
+    # A rank without rows computes a filler row.
 
     def __init__(self, accelerator: Any, timer: StepTimer) -> None:
         self._accelerator, self._gather, self._timer = accelerator, accelerator.gather, timer
@@ -121,14 +122,14 @@ class Gathering:
 
     @contextmanager
     def counting_rows(self, rows: int, repeats: int = 0, ends: bool = True) -> Iterator[None]:
-        """Return a context for computing a pass, or a piece of it, with `rows` rows that count.
+        """Return a context for computing a pass, or a piece of a pass.
 
-        - `rows`: further rows in the pass are fillers, which aren't gathered.
-        - `repeats`: in an evaluation, the number of rows of a full batch, because transformers
-          gathers a batch's loss as one copy per row; otherwise, 0.
+        - `rows`: number of rows that count. Further rows are fillers, which aren't gathered.
+        - `repeats`: in an evaluation, the number of rows of a full batch; otherwise, 0.
         - `ends`: False if another piece of the pass follows. Values are gathered only in the last
           piece.
         """
+        # In an evaluation, transformers gathers a batch's loss as one copy per row.
         before, self._call = (self._rows, self._repeats), 0
         self._rows, self._repeats, self._ends = rows, repeats, ends
         try:
@@ -138,11 +139,11 @@ class Gathering:
             self._ends = True
 
     def save(self) -> Callable[[], None]:
-        """Save what this batch's passes and pieces have gathered; return a function to restore it.
+        """Save this batch's gathered values; return a function that restores them.
 
-        Call that function before a pass is repeated. Values that other ranks have sent in this pass
-        are kept, because they won't be sent again.
+        Call that function before a pass is repeated.
         """
+        # Values that other ranks have sent in this pass are kept, because they won't be sent again.
         earlier, pieces = (
             [list(each) for each in every] for every in (self._earlier, self._pieces)
         )
@@ -289,10 +290,10 @@ def make_undivided(trainer: Any, make: Callable[[], Any]) -> Any:
 
 
 class SharedLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not followed
-    """A loader of every world-th batch of another loader; rank r begins with batch number r.
+    """Loads every world-th batch of another loader, for one rank.
 
-    All ranks take the same number of steps, so some ranks may load the last batch once more. The
-    repeated rows don't count: `gathering` leaves them out of gathered values.
+    Rank r begins with batch number r. All ranks take the same number of steps, so some ranks may
+    load the last batch again. `gathering` leaves the repeated rows out of gathered values.
     """
 
     def __init__(self, loader: Any, accelerator: Any, gathering: Gathering) -> None:

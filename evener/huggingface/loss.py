@@ -46,10 +46,10 @@ class TrainerLoss(msgspec.Struct, frozen=True):
         return count_labels(batch).get(self.mean_over, 0.0)
 
     def part_of(self, whole: Any, rows: int, piece: Any, own: int) -> float:
-        """Return the weight of a piece's loss in the loss of its pass.
+        """Return the weight of a piece's loss in its pass's loss.
 
-        `whole` is the batch of the pass, with `rows` rows. `piece` is the part of it, with `own`
-        rows, that is computed separately because memory ran out.
+        - `whole`, `rows`: the batch of the pass, and its number of rows.
+        - `piece`, `own`: the rows computed separately because memory ran out, and their number.
         """
         # a sum over items has been divided by the items of all passes
         if own == rows or self.mean_over == ITEMS:
@@ -74,11 +74,10 @@ def assume_loss(trainer: Any, world: int) -> TrainerLoss:
 
 
 def is_scaled(trainer: Any, items: Any = 0) -> bool:
-    """True if the trainer expects a pass's loss to be a sum divided by num_items_in_batch.
+    """True if the trainer expects a sum divided by num_items_in_batch.
 
     The trainer then doesn't divide the loss by the number of passes in the optimizer step. `items`
-    is num_items_in_batch, the number of items in that step; None if the trainer couldn't count
-    them.
+    is num_items_in_batch of that step; None if the trainer couldn't count the items.
     """
     own = getattr(trainer, "loss_is_scaled_for_ga", None)
     takes = (
@@ -88,11 +87,11 @@ def is_scaled(trainer: Any, items: Any = 0) -> bool:
 
 
 def count_labels(batch: Any) -> dict[str, float]:
-    """Return the number of labels in a batch that aren't ignored, under one or two keys.
+    """Return the numbers of labels in a batch, without ignored labels.
 
     - "labels": all of these labels.
-    - "shifted labels": these labels without each row's first label, for a model that shifts labels
-      by one. The key is missing if the labels are already shifted.
+    - "shifted labels": all but each row's first label, for models that shift labels by one. This
+      key is missing if the labels are already shifted.
 
     A batch without integer labels has neither key.
     """

@@ -1,9 +1,11 @@
 """Determine what a Trainer's loss is a mean over, before the first step.
 
-Many models of transformers accept `num_items_in_batch` but compute a mean of their own, so their
-signature says nothing about their loss. Therefore a few rows are computed together and in parts. If
-the gradients of the parts, weighted by labels for example, add up to the gradient of all rows, the
-loss is a mean over labels. Gradients are compared as in an audit.
+A model's signature doesn't tell: many models accept `num_items_in_batch` but compute a mean of
+their own. Therefore a few rows are computed together and in parts. Then their gradients are
+compared as in an audit.
+
+For example, the gradients of the parts may add up to the gradient of all rows if they are weighted
+by labels. Then the loss is a mean over labels.
 """
 
 from __future__ import annotations
@@ -80,8 +82,8 @@ def find_loss(
     - `make`: returns a few rows of the trainer's data, or None.
     - `gathering`: counts the trainer's gather calls.
     - `ignores`: True if the data have ignored labels.
-    - `in_parts`: True if the check is for a single process that is about to use smaller passes. Any
-      error is then raised; otherwise, most errors are only warnings.
+    - `in_parts`: True if a single process is about to use smaller passes. All errors are then
+      raised; otherwise, most errors are warnings.
 
     Raises RequestError on every rank if the loss isn't a mean over rows, labels or items.
     """
@@ -123,14 +125,14 @@ def find_loss(
 class LossFinder:
     """Determines what a trainer's loss is a mean over, from a few rows.
 
-    If batches are computed in several passes, `gathering_in_passes` is the trainer's Gathering;
-    otherwise, None. A loss that depends on gathered values is then refused, because in a pass the
-    trainer can't gather the values of the whole batch.
-
-    If the model is sharded, all ranks have to compute the same passes, and the first rank's
-    comparisons decide for all ranks. If no rank can get the gradient of a few rows, losses are
-    compared instead of gradients.
+    `gathering_in_passes` is the trainer's Gathering if batches are computed in several passes;
+    otherwise, None. With several passes, a loss that depends on gathered values is refused. In a
+    sharded model, the first rank's comparisons decide for all ranks. If no rank can get gradients,
+    losses are compared instead.
     """
+
+    # In a pass, the trainer can't gather the values of the whole batch. The ranks of a sharded
+    # model have to compute the same passes.
 
     def __init__(
         self,
@@ -152,11 +154,11 @@ class LossFinder:
         self._difference: GradientDifference | None = None  # between the last compared losses
 
     def find(self) -> TrainerLoss | None:
-        """Return what the loss is a mean over; None if these rows don't show it.
+        """Return what the loss is a mean over.
 
-        None is also returned if ranks communicate in the loss. However, such a loss raises
-        RequestError if ranks have different numbers of passes, or if it has to stay as the
-        program's own launcher computes it.
+        None if these rows don't show it, or if ranks communicate in the loss. A loss that
+        communicates raises RequestError if ranks have different numbers of passes, or if it has to
+        stay as under the program's own launcher.
         """
         try:
             return self._find_by_losses_if_needed()

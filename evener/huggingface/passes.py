@@ -33,7 +33,9 @@ def weigh_passes(
     gathering: Gathering,
     device: torch.device,
 ) -> PassWeights:
-    """Return the weights of an optimizer step's passes, according to what the loss is a mean over.
+    """Return the weights of an optimizer step's passes.
+
+    The weights depend on `loss`, which says what the loss is a mean over.
 
     - `passes`: this rank's batches.
     - `sizes`: this rank's number of rows in each pass, by global batch.
@@ -93,8 +95,8 @@ def _count_labels(
 def weigh_loss(loss: Any, factor: float, model: Any) -> Any:
     """Return the loss times `factor`.
 
-    With factor 0, the result is 0 even if the loss is infinite or NaN. It still depends on all
-    parameters of the model, so that each of them gets a gradient.
+    With factor 0, the result is 0 even if the loss is infinite or NaN. All parameters of the model
+    still get a gradient.
     """
     if factor == 0.0 and not torch.isfinite(loss):
         return sum(
@@ -139,14 +141,14 @@ class TrainerPasses:
         loss: Callable[[], TrainerLoss],
         train: Callable[[Part, bool], Any],
     ) -> torch.Tensor:
-        """Train on the passes of a batch, and return the sum of the results of `train`.
+        """Train on the passes of a batch; return the summed results of `train`.
 
         - `parts`: the passes.
         - `loss`: returns what the loss is a mean over.
         - `train`: computes and backpropagates the loss of a pass, or of a piece of it if memory has
           run out. Its second argument is True in the last call for the batch.
 
-        If a pass is repeated in pieces, its metrics are recorded only once.
+        A pass that is repeated in pieces records its metrics only once.
         """
         if model is not self._model:
             self._model, self._exchanges = model, self._weights.exchange_gradients(model)

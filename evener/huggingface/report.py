@@ -12,14 +12,14 @@ from ..live.step_clock import ClockedReports
 
 
 def report(trainer: Trainer) -> None:
-    """Report a trainer's steps to evener's monitor, and its speed metrics to its trackers.
+    """Report a trainer's speed to evener's monitor and to its trackers.
 
-    The trackers are those that the trainer's argument `report_to` lists. Call this function once,
-    before `train`. It changes nothing else about the training.
+    Call this function once, before `train`. It changes nothing else about the training. The
+    trackers are those that the trainer's argument `report_to` lists.
 
-    With a plan or `evener run`, the metrics are compute time (own work), waiting time, shares and
-    samples/s. The monitor gets the steps even without this call. Otherwise the metrics are
-    samples/s, the step time and the wait for data.
+    The metrics are samples/s, the step time and the wait for data. With a plan or `evener run`,
+    they are compute time (own work), waiting time, shares and samples/s instead. The monitor then
+    gets the steps even without this call.
     """
     callbacks = trainer.callback_handler.callbacks
     console = next(

@@ -126,10 +126,11 @@ def needs_equal_passes(trainer: Any) -> bool:
 
 
 def check_checkpoint(folder: Path, rows: int, step_rows: int, epoch_steps: float) -> None:
-    """Raise RequestError if a checkpoint was made with another data set size or step size.
+    """Raise RequestError unless a checkpoint fits the data set and step size.
 
-    `rows` is the number of rows of the data set, `step_rows` the number per optimizer step, and
-    `epoch_steps` the number of optimizer steps per epoch.
+    - `rows`: number of rows of the data set.
+    - `step_rows`: number of rows per optimizer step.
+    - `epoch_steps`: number of optimizer steps per epoch.
     """
     try:
         state = json.loads((folder / CHECKPOINT).read_text())
@@ -167,10 +168,10 @@ def _check_bare_checkpoint(path: Path, step_rows: int, epoch_steps: float) -> No
 
 
 class PassSampler(StepSampler):
-    """Yields a list for each global batch, with one tuple of this rank's row indices per pass.
+    """Yields each global batch as a list of this rank's passes.
 
-    A pass without rows has one filler row that doesn't count. Every batch has `passes` passes,
-    unless rows are assigned by length.
+    A pass is a tuple of row indices. A pass without rows has one filler row that doesn't count.
+    Every batch has `passes` passes, unless rows are assigned by length.
     """
 
     def __init__(self, sampler: UnevenBatchSampler, passes: int) -> None:

@@ -53,12 +53,13 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         keep_no_casts(self.accelerator)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the whole model to `output_dir`, by default the folder in the trainer's arguments.
+        """Write the whole model to `output_dir`.
 
-        Every process must call this method, because it gathers the shards, a few layers at a time.
-        A checkpoint (`_internal_call`) also contains the optimizer's state, unless
-        `save_only_model` is set.
+        The default is the folder in the trainer's arguments. Every process must call this method,
+        because it gathers the shards. A checkpoint (`_internal_call`) also contains the optimizer's
+        state, unless `save_only_model` is set.
         """
+        # The shards are gathered a few layers at a time.
         folder = self.args.output_dir if output_dir is None else output_dir
         whole = _internal_call and not self.args.save_only_model
         checkpoint.save(folder, self.model, _own_optimizer(self) if whole else None)

@@ -1,7 +1,7 @@
 """Support transformers' `enable_jit_checkpoint` on several ranks.
 
 All ranks save one checkpoint at the same step. transformers' own callback saves three seconds after
-SIGTERM by each rank's own clock, so ranks in different steps would wait for each other forever.
+SIGTERM, by each rank's own clock. Ranks in different steps would then wait for each other forever.
 """
 
 from __future__ import annotations
