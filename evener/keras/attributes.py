@@ -1,8 +1,8 @@
-"""Tensors that a call of the model stores in attributes, such as `self.z_mean` in a VAE.
+"""Tensors that a model's call stores in attributes, such as `self.z_mean`.
 
-A loss may read such tensors. The call on one device (a tower) stores only tensors computed from
-this device's rows. Therefore the tensors are collected after each call, joined in the order of the
-rows, and written back before the loss is computed.
+A loss may read such tensors, as in a VAE. The call on one device (a tower) stores only tensors
+computed from this device's rows. Therefore the tensors are collected after each call, joined in the
+order of the rows, and written back before the loss is computed.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ class PlainVariables:
 
 
 class TensorPlace(NamedTuple):
-    """A place that holds tensors: an attribute of a layer, or an item of a list or dict.
+    """A place that holds tensors, such as an attribute of a layer.
 
-    Its value is `container[key]`, a tensor or a tuple of tensors. `name` is a path to the place:
-    the layer's number, the attribute's name, and the keys of items.
+    The place may also be an item of a list or dict. The value `container[key]` is a tensor or a
+    tuple of tensors. `name` is a path to the place: the layer's number, the attribute's name, and
+    the keys of items.
     """
 
     name: str
@@ -56,11 +57,11 @@ class TensorPlace(NamedTuple):
 
 
 class CallTensors:
-    """Collects the tensors that a call of the model stores in attributes of its layers.
+    """Collects the tensors that a model's call stores in attributes.
 
-    The tensors may also be in lists, dictionaries and plain objects in such attributes. Create this
-    object before the model's first call. After each call, `collect` returns the stored tensors.
-    Before the next call, `restore` resets the attributes to their state before the first call.
+    The tensors may also be in lists, dictionaries and plain objects in attributes. Create this
+    object before the model's first call. `collect` returns the tensors after a call. `restore`
+    resets the attributes to their state before the first call.
     """
 
     def __init__(self, model: Any) -> None:
@@ -192,14 +193,16 @@ def join_leaves(
     kinds: Mapping[str, str],
     pad: Callable[[Any], Any],
 ) -> Leaves:
-    """Combine the tensors that each device computed from its rows into those of the whole batch.
+    """Combine the devices' tensors into the tensors of the whole batch.
 
-    `every` has each device's tensors by name. `sizes` has each device's number of rows without
-    filler rows. `parts` has these numbers as fractions of the batch.
+    - `every`: each device's tensors by name.
+    - `sizes`: each device's number of rows without filler rows.
+    - `parts`: these numbers as fractions of the batch.
+    - `kinds`: whether a tensor without rows is a mean or a sum, by name.
+    - `pad`: pads a tensor with rows.
 
-    Tensors with rows are padded by `pad` and concatenated. Scalars, and tensors whose name is in
-    `kinds`, don't consist of rows, and are added up with weights. `kinds` says whether such a value
-    is a mean or a sum, which determines the weights (see `main_part`).
+    Tensors with rows are padded and concatenated. Scalars, and tensors whose name is in `kinds`,
+    are added up with weights (see `main_part`).
     """
     joined = {}
     for name in every[0]:

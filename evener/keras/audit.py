@@ -1,7 +1,9 @@
-"""Audits of a Keras training: check that the engine computes the same gradient as one device.
+"""Audits: check that an engine computes the same gradient as one device.
 
 Before an audited step, a few rows of its batch are trained on twice, in graphs without side
-effects: with Keras' own step on one device, and with the engine's step, shares and passes.
+effects. One graph is Keras' own step on one device. The other is the engine's step, with its shares
+and passes.
+
 `evener/training/audit.py` decides when to audit, which differences exceed rounding, and whether to
 warn or to raise an error.
 """
@@ -107,10 +109,12 @@ class Finding(msgspec.Struct):
 class StepAudit:
     """Audits the steps of a model that an engine trains.
 
-    `plain` are Keras' own steps, to which the engine's steps are compared. A difference in one of
-    the first `EARLY` steps raises RequestError. In later steps, a difference has to be confirmed by
-    the next audit. It then raises RequestError if `strict`; otherwise, it is only a warning.
-    `pass_rows` is the number of rows in the engine's largest pass; None without passes.
+    - `plain`: Keras' own steps, to which the engine's steps are compared.
+    - `strict`: True if a confirmed later difference raises RequestError, instead of a warning.
+    - `pass_rows`: number of rows in the engine's largest pass; None without passes.
+
+    A difference in one of the first `EARLY` steps raises RequestError. A later difference has to be
+    confirmed by the next audit.
     """
 
     def __init__(

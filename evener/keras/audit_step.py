@@ -78,11 +78,12 @@ class StepVariable(NamedTuple):
 
 
 class TracedStep:
-    """The graph of a step for batches (x, y, weight) of type `spec` with any number of rows.
+    """The graph of a step for batches (x, y, weight).
 
-    With `shifted`, the results of comparisons in user code (decisions) can be forced by
-    `run_shifted`. A `plain` step is Keras' own: it computes the loss of all rows at once. Its
-    result includes the `StepCall` from which that loss is computed.
+    The batches have the type `spec` and any number of rows. With `shifted`, `run_shifted` can force
+    the results of comparisons in user code (decisions). A `plain` step is Keras' own: it computes
+    the loss of all rows at once. Its result includes the `StepCall` from which that loss is
+    computed.
 
     After tracing, these attributes describe the step:
 
@@ -329,11 +330,11 @@ def list_states(model: Any, step: TracedStep) -> list[StepVariable]:
 
 
 def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
-    """Return new values for variables whose current value may hide a term of the loss.
+    """Return new values for variables that may hide a loss term.
 
     - A weight or a coefficient of 0 hides a term. It gets a nonzero value.
-    - A step counter with a low value hides a term that begins only in a later step. It gets the
-      value of a late step.
+    - A step counter with a low value hides a term that begins later. It gets the value of a late
+      step.
 
     The second result has the names of these variables.
     """
@@ -542,10 +543,11 @@ def _without_graph_optimization() -> Iterator[None]:
 
 @contextmanager
 def kept_attributes(model: Any) -> Iterator[dict[str, Any]]:
-    """Return a context that restores attributes of the model, its layers and its loss on exit.
+    """Return a context that restores the model's attributes on exit.
 
-    Attributes that hold tensors or plain values are restored. On exit, the context's dictionary is
-    filled with the plain values that had changed, by the names of layer and attribute.
+    Attributes that hold tensors or plain values are restored, also those of its layers and its loss.
+    On exit, the context's dictionary is filled with the plain values that had changed, by the names
+    of layer and attribute.
     """
     left = CallTensors(model)
     every = [each for each in (model, *all_layers(model), model.loss) if hasattr(each, "__dict__")]
