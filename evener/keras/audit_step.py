@@ -545,8 +545,8 @@ def _without_graph_optimization() -> Iterator[None]:
 def kept_attributes(model: Any) -> Iterator[dict[str, Any]]:
     """Return a context that restores the model's attributes on exit.
 
-    Attributes that hold tensors or plain values are restored, also those of its layers and its loss.
-    On exit, the context's dictionary is filled with the plain values that had changed, by the names
+    Attributes that hold tensors or plain values are restored, also those of layers and loss. On
+    exit, the context's dictionary is filled with the plain values that had changed, by the names
     of layer and attribute.
     """
     left = CallTensors(model)

@@ -25,11 +25,13 @@ BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_tra
 
 
 class GroupSync(kinds.Callback):  # type: ignore[misc]
-    """Synchronizes the processes that train one model together; it has to be the last callback.
+    """Synchronizes the processes that train one model together.
 
-    Every process starts from the state of the first one, and all processes stop when one stops.
-    `share_weights` sends the first process's weights to the others. `backup` is the first process's
-    BackupAndRestore callback, or None.
+    This has to be the last callback. Every process starts from the state of the first one, and all
+    processes stop when one stops.
+
+    - `share_weights`: sends the first process's weights to the others.
+    - `backup`: the first process's BackupAndRestore callback, or None.
     """
 
     def __init__(self, engine: Any, share_weights: Callable[[], None], backup: Any) -> None:
@@ -93,11 +95,11 @@ def with_callback(given: Any, own: kinds.Callback, model: Any) -> Any:
 
 
 def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) -> list[Any]:
-    """Return the callbacks of this process for a `fit`, with `GroupSync` as the last one.
+    """Return this process's callbacks for a `fit`; the last is `GroupSync`.
 
     `given` is the argument of `fit`. Only the first process keeps callbacks that write files. If a
-    callback of any process may stop the training within an epoch, the processes check after each
-    batch whether one of them has stopped.
+    callback of any process may stop the training within an epoch, the processes check for a stop
+    after each batch.
     """
     group = engine.group
     own = keras.tree.flatten(
@@ -180,10 +182,11 @@ def _match_epoch(backup: Any) -> None:
 def save_whole(
     rank: int, save: Callable[..., Any], filepath: Any, *arguments: Any, **named: Any
 ) -> Any:
-    """Call `save` or `save_weights` so that a `.keras` or `.h5` file is replaced atomically.
+    """Call `save` or `save_weights`, and replace the file atomically.
 
-    A file with another suffix, a remote file, and a file saved with `zipped` or `overwrite` set to
-    False are saved directly. The temporary file's name contains `rank`.
+    Only a local `.keras` or `.h5` file is replaced atomically. Other files are saved directly, and
+    so are files with `zipped=False` or `overwrite=False`. The temporary file's name contains
+    `rank`.
     """
     # a reader always finds a complete file, even if the process is killed while it saves
     path = str(filepath)

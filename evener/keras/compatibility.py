@@ -155,9 +155,11 @@ def check_assigned(weights: Sequence[Any]) -> None:
 def refuse_in_one_process(seen: str, other: str) -> NoReturn:
     """Refuse a model that needs one process per device.
 
-    If `evener launch` can start one process per device instead of this process, exit with a code
-    that makes it do so. Otherwise raise RequestError. `seen` is the reason, and `other` a remedy
-    that needs only one process.
+    If `evener launch` can start these processes, exit with a code that makes it do so. Otherwise
+    raise RequestError.
+
+    - `seen`: the reason.
+    - `other`: a remedy that needs only one process.
     """
     ask_for_processes(seen)
     raise RequestError(seen, f"Start a process for each device (engine='multiworker'), or {other}.")

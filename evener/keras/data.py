@@ -1,8 +1,8 @@
-"""Batches of arrays, in an order that every process of a group can reproduce.
+"""Batches of arrays, in an order that every process can reproduce.
 
-An epoch's order is a permutation that is determined by one random number, so the rows of any step
-can be computed directly. A process can therefore gather only its own rows of a global batch. The
-next epoch's first batch is prepared while this epoch's last batch is trained.
+One random number determines the order of an epoch, so the rows of any step can be computed
+directly. A process can therefore gather only its own rows of a global batch. The next epoch's first
+batch is prepared while this epoch's last batch is trained.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class AssignedArrays(NamedTuple):
 
 
 def assign_arrays(assigner: RowAssigner, tokens: Any) -> tuple[Any, Any, Any]:
-    """Assign the rows of a batch to devices by length, given the `tokens` in each row.
+    """Assign the rows of a batch to devices by length.
 
-    Return three tensors:
+    `tokens` has the number of tokens in each row. Return three tensors:
 
     - the order of the rows, device after device
     - the position in that order at which each device's rows begin, and the end of the last device's
@@ -69,10 +69,13 @@ def assign_arrays(assigner: RowAssigner, tokens: Any) -> tuple[Any, Any, Any]:
 
 
 def read_lengths(lengths: Any, x: Tensors, rows: int, assigner: RowAssigner) -> Any:
-    """Return `lengths`, the number of tokens in each row, as an int64 array.
+    """Check the rows' lengths, and return them as an int64 array.
 
-    `rows` is the number of rows in x. `assigner` has the devices' limits. Raises RequestError
-    unless `lengths` fits the padded arrays x and each row fits on a device.
+    - `lengths`: the number of tokens in each row.
+    - `rows`: the number of rows in x.
+    - `assigner`: has the devices' limits.
+
+    Raises RequestError unless `lengths` fits the padded arrays x and each row fits on a device.
     """
     tokens = np.asarray(lengths)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
@@ -226,12 +229,16 @@ Take = Callable[[Any, Any, Any], Any]
 
 
 class ArrayBatches:
-    """Batches of `batch` rows from nested arrays (x, y, weight); y and weight may be missing.
+    """Batches of rows from nested arrays (x, y, weight).
 
-    The last batch of an epoch has the remaining rows. With `shuffle`, `seed` determines the order.
-    An epoch has `rows` rows, by default as many as the arrays have. If `rows` is more than that,
-    the arrays are repeated. Raises RequestError if the arrays have unequal numbers of rows, or no
-    rows.
+    y and weight may be missing.
+
+    - `batch`: rows per batch. The last batch of an epoch has the remaining rows.
+    - `shuffle`, `seed`: with `shuffle`, `seed` determines the order.
+    - `rows`: rows per epoch, by default as many as the arrays have. If `rows` is more than that,
+      the arrays are repeated.
+
+    Raises RequestError if the arrays have unequal numbers of rows, or no rows.
     """
 
     def __init__(
@@ -504,10 +511,10 @@ def _trains_whole_epochs(chosen: dict[str, Any]) -> bool:
 
 
 def split_for_validation(chosen: dict[str, Any]) -> None:
-    """Split off the last rows of the arrays as validation data, like Keras' `validation_split`.
+    """Split off the last rows of the arrays as validation data.
 
-    `chosen` are the arguments of `fit`, which are changed. Raises RequestError if no rows are
-    left to train on, or to validate.
+    This replaces Keras' `validation_split`. `chosen` has the arguments of `fit`, which are changed.
+    Raises RequestError if no rows are left to train on, or to validate.
     """
     part = chosen["validation_split"]
     chosen["validation_split"] = 0.0

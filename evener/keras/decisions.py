@@ -1,8 +1,9 @@
-"""Find decisions in the graph of a step: comparisons that aren't made for each row separately.
+"""Find decisions in the graph of a step: comparisons across rows.
 
-An example is the comparison of a batch's mean confidence with a threshold. Such a mean is different
-for parts of a batch, so a part may take a different branch from the whole. Most batches don't
-reveal this, because the means of the batch and of its parts lie on the same side of the threshold.
+An example is the comparison of a batch's mean confidence with a threshold. A part of the batch has
+another mean, so it may take a different branch from the whole. Most batches don't reveal this,
+because the means of the batch and of its parts lie on the same side of the threshold.
+
 Therefore an audit compares the margins (left minus right side) of the batch and of its parts. If
 they differ, it forces the decision to each side and compares the gradients of both branches.
 """
@@ -31,11 +32,12 @@ Margins = dict[str, list[Any]]
 
 
 def list_decisions(graph: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (place, operation) for each comparison that user code has added to a graph.
+    """Yield (place, operation) for each comparison in user code.
 
     The place is the line of user code; see `find_place`. Comparisons with one result per row are
-    left out, because parts of a batch decide them as the whole batch does.
+    left out.
     """
+    # Parts of a batch decide comparisons with one result per row as the whole batch does.
     for operation in graph.get_operations():
         if operation.type not in COMPARISONS:
             continue
@@ -47,10 +49,10 @@ def list_decisions(graph: Any) -> Iterator[tuple[str, Any]]:
 
 
 def find_place(operation: Any) -> str:
-    """Return the line of user code that created an operation, such as `train.py, line 3`.
+    """Return the line of user code that created an operation.
 
-    An operation of a functional model has no such line, so its name is returned. Return "" for
-    operations of Keras and evener.
+    An example is `train.py, line 3`. An operation of a functional model has no such line, so its
+    name is returned. Return "" for operations of Keras and evener.
     """
     for frame in reversed(operation.traceback):
         path = frame.filename
@@ -80,10 +82,10 @@ class Shifts:
         self._amounts: dict[str, list[Any]] = {}
 
     def insert(self, place: str, operation: Any) -> None:
-        """Add an amount to the left side of a comparison in the graph that is being traced.
+        """Add an amount to the left side of a comparison.
 
-        `place` is the line of user code that created the comparison `operation`. The amount is 0
-        until `assign` sets it.
+        The comparison is in the graph that is being traced. `place` is the line of user code that
+        created `operation`. The amount is 0 until `assign` sets it.
         """
         left = operation.inputs[0]
         shape = operation.outputs[0].shape
@@ -110,7 +112,7 @@ class Shifts:
 
 
 def find_apart(whole: Margins, others: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """Return how far the margins of a batch's parts are from the margin of the whole batch.
+    """Return the distances of the parts' margins from the whole batch's margins.
 
     `others` has the margins of all parts. Both `others` and the result are keyed by place, a line
     of user code. A place where all margins agree is left out.
@@ -132,7 +134,7 @@ def _farthest(margin: Any, others: Sequence[Any]) -> Any:
 
 
 def both_sides(margins: Sequence[Any], apart: Sequence[Any]) -> Iterator[list[Any]]:
-    """Yield amounts that move each comparison's margin above 0, then amounts that move it below.
+    """Yield amounts that move margins above 0, then amounts for below 0.
 
     - `margins`: the margins (left minus right side) of each comparison in the whole batch.
     - `apart`: the largest distance d of each margin from the margins of the batch's parts.

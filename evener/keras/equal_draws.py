@@ -119,7 +119,7 @@ def _drop_equally(drop: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def draws_alike(model: Any) -> Iterator[None]:
-    """Return a context in which a step draws the same random numbers for any part of a batch.
+    """Return a context in which parts of a batch draw equal random numbers.
 
     A step traced in this context gives comparable results on a part and on the whole batch. The
     context includes `equal_rows` and fixes TensorFlow's seed. The model's own seed generators keep

@@ -17,11 +17,12 @@ PLAIN_SPECS = tf.TensorSpec | tf.SparseTensorSpec | tf.RaggedTensorSpec
 
 
 def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
-    """Return the first batch, and a replacement for `batches` that still includes it.
+    """Return the first batch, and a replacement for `batches` that includes it.
 
-    Up to `steps` batches are read ahead, because Keras runs that many steps in one call. The first
-    batch is None if there are no batches, or if their elements aren't tensors.
+    The first batch is None if there are no batches, or if their elements aren't tensors. Up to
+    `steps` batches are read ahead.
     """
+    # Keras runs that many steps in one call.
     if not isinstance(batches, tf.data.Iterator):
         seen = list(islice(batches, steps))
         return (seen or [None])[0], seen

@@ -1,6 +1,7 @@
-"""Hooks that put an engine's steps into a Keras model and adapt the data of `fit` and `evaluate`.
+"""Hooks that put an engine's steps into a Keras model.
 
-The steps are set on the instance. The model keeps its class, so it is saved under that class.
+They also adapt the data of `fit` and `evaluate`. The steps are set on the instance. The model keeps
+its class, so it is saved under that class.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ ARRAYS = ("x", "y", "sample_weight")
 
 
 class FitHooks:
-    """Methods that replace methods of a model, so that a split's `engine` trains it.
+    """Replaces methods of a model, so that the engine of `split` trains it.
 
     - `batch`: rows per step of the running `fit`; None if unknown.
     - `samples`: rows per epoch of the running `fit`; None if unknown.
@@ -219,10 +220,10 @@ class FitHooks:
         return type(self.model).fit(*call.args, **call.kwargs)
 
     def evaluate(self, *arguments: Any, **keywords: Any) -> Any:
-        """Call `keras.Model.evaluate` with the arguments adapted to the engine.
+        """Call `keras.Model.evaluate` with arguments adapted to the engine.
 
-        The default batch size is the split's global batch. For a split with passes, it is the
-        largest batch whose rows every device can evaluate in one pass.
+        The default batch size is the split's global batch. With passes, it is the largest batch
+        whose rows every device can evaluate in one pass.
         """
         call = self._bind("evaluate", arguments, keywords)
         chosen = call.arguments

@@ -33,11 +33,13 @@ LARGEST_KEY = (1 << 31) - 1
 
 
 class Group:
-    """Connects this process to the other processes that train one model together.
+    """Connects this process to the other processes of a training.
 
-    `peers` are the addresses of all processes in rank order. `rank` is this process's rank. Create
-    the group before TensorFlow's first operation in the process. Raises RequestError unless each
-    process sees exactly one device.
+    - `peers`: the addresses of all processes in rank order.
+    - `rank`: this process's rank.
+
+    Create the group before TensorFlow's first operation in the process. Raises RequestError unless
+    each process sees exactly one device.
     """
 
     def __init__(self, peers: Sequence[str], rank: int) -> None:
@@ -68,11 +70,12 @@ class Group:
         )
 
     def sum(self, tensors: Sequence[Any], apart: int = 0) -> list[Any]:
-        """Return the sums of these tensors over the processes (all-reduce), in a graph or eagerly.
+        """Return the sums of these tensors over the processes (all-reduce).
 
-        Every process must call this with tensors of the same shapes. List first the tensors that
-        are ready first, so that their sums overlap with the computation of the later tensors. The
-        last `apart` tensors are summed separately at the end. No other sum then waits for them.
+        Every process must call this with tensors of the same shapes, in a graph or eagerly. List
+        first the tensors that are ready first. Their sums then overlap with the computation of the
+        later tensors. The last `apart` tensors are summed separately at the end, so that no other
+        sum waits for them.
         """
         if tf.executing_eagerly():
             return self.sum_now(tensors)
@@ -184,8 +187,8 @@ def _read_cluster(config: Any) -> tuple[list[str], int]:
 def order_by_device(active: Sequence[Share], group: Group) -> tuple[int, ...]:
     """Return, for each rank, the index of its share in `active`.
 
-    `active` are the plan's shares that compute rows. A process's share is found by its device. If
-    no process knows its device, the order of TF_CONFIG is used. Every process must call this (a
+    `active` are the plan's shares that compute rows. A process's share is found by its device, or
+    by the order of TF_CONFIG if no process knows its device. Every process must call this (a
     collective). Raises PlanError, in all processes, unless each share has exactly one process.
     """
     host = find_host(share.host for share in active)

@@ -1,9 +1,9 @@
-"""Stop all processes of a group when one of them fails, and report why.
+"""Stop all processes of a group when one fails, and report why.
 
-A process that raises an error leaves the group's collectives, and the others would wait for it
-forever. Therefore it notifies them through TensorFlow's coordination service. If all processes
-fail, for example because a model is refused, each raises its own error, and the group stays usable.
-If only some fail, the collectives of the others are aborted with the error's text.
+Otherwise, the others would wait for the failed process in collectives forever. The process that
+fails notifies them through TensorFlow's coordination service. If only some fail, the collectives of
+the others are aborted with the error's text. If all fail, for example because a model is refused,
+each raises its own error, and the group stays usable.
 """
 
 from __future__ import annotations

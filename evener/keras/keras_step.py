@@ -200,8 +200,8 @@ def build_model(model: Any, x: Tensors) -> None:
 def call_once(model: Any, x: Tensors) -> Tensors:
     """Return the model's outputs for row 0, without changing any variable.
 
-    If the model can't compute a single row, return the outputs for all rows. An example is a model
-    whose rows are the nodes of one graph.
+    If the model can't compute a single row, return the outputs for all rows. For example, rows may
+    be the nodes of one graph.
     """
     try:
         with keras.StatelessScope():
@@ -277,7 +277,7 @@ class CopiesScope(keras.StatelessScope):  # type: ignore[misc]
 def call_on_copies(
     model: Any, x: Tensors, training: bool, copies: Sequence[Any], states: Sequence[tuple[Any, Any]]
 ) -> tuple[Tensors, list[Any], list[Any], CopiesScope]:
-    """Call the model with these copies of its weights and these values of its states.
+    """Call the model with copies of its weights and values of states.
 
     Return the outputs, the layers' losses, the regularizers' losses, and the scope with the values
     that the call assigned. Raises RequestError if the call assigned weights.
@@ -337,16 +337,14 @@ def part_of_loss(
     training: bool,
     parts: tuple[Any, Any],
 ) -> Any:
-    """Return how much the rows in `batch` contribute to the whole batch's loss.
+    """Return the contribution of these rows to the whole batch's loss.
 
-    - `batch`: (x, y, outputs, weight).
-    - `losses`: the losses that layers added, then the regularizers' losses.
     - `kinds`: how the losses of parts combine.
-    - `parts`: the weights of `losses` and of the model's own loss. The first is this part's
-      fraction of the rows. The second is its fraction of what the own loss is a mean over, such as
-      tokens.
-
-    Both weights are 0 for a filler row.
+    - `losses`: the losses that layers added, then the regularizers' losses.
+    - `batch`: (x, y, outputs, weight) of these rows.
+    - `parts`: the weights of `losses` and of the model's own loss. The first is the fraction of the
+      whole batch's rows. The second is the fraction of what the own loss is a mean over, such as
+      tokens. Both are 0 for a filler row.
     """
     own = own_loss(model, losses, batch, training)
     total = own * tf.cast(parts[1], own.dtype)
@@ -366,9 +364,12 @@ def own_loss(model: Any, losses: Sequence[Any], batch: Sequence[Any], training: 
 
 
 def weigh_added(kind: str, loss: Any, part: Any, dtype: Any) -> Any:
-    """Return what a layer's loss on the fraction `part` of the rows adds to the whole batch's loss.
+    """Return a part's contribution to a loss that a layer adds.
 
-    `kind` says how the losses of parts combine. The result has the type `dtype`.
+    - `kind`: how the losses of parts combine into the whole batch's loss.
+    - `loss`: the layer's loss on the part's rows.
+    - `part`: the part's fraction of the whole batch's rows.
+    - `dtype`: the type of the result.
     """
     return tf.reduce_sum(tf.cast(loss, dtype)) * tf.cast(main_part(kind, part), dtype)
 
