@@ -1,9 +1,11 @@
 """Measure how the losses, states and attributes of a batch's parts combine.
 
-An engine combines results of its devices' own rows. So it has to know whether a loss is a mean over
-rows, a mean over tokens or a sum (its kind, see `part_kinds.py`). Before the first step, Keras' own
-step computes a few rows, first together and then in two unequal parts. It runs in a graph without
-side effects. Audits check whether the combination is exact; this module doesn't.
+A loss may be a mean over rows, a mean over tokens, or a sum (its kind, see `part_kinds.py`). An
+engine has to know the kind to combine the results of its devices.
+
+Therefore Keras' own step computes a few rows before the first step, first together and then in two
+unequal parts. It runs in a graph without side effects. Audits check whether the combination is
+exact; this module doesn't.
 """
 
 from __future__ import annotations
@@ -71,7 +73,9 @@ UNITS = {
 def measure_first(
     engine: Engine, plain: PlainSteps, training: bool, audited: bool, run: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
-    """Return a function like `run` that first measures how the results of a batch's parts combine.
+    """Return a function like `run` that measures kinds beforehand.
+
+    A kind says how the results of a batch's parts combine.
 
     - `run`: Keras' train function, or its test function if `training` is False.
     - `plain`: Keras' own steps on one device.
@@ -97,10 +101,11 @@ def measure_first(
 def measure_batch(
     engine: Engine, plain: PlainSteps, first: Tensors, training: bool, audited: bool
 ) -> None:
-    """Measure how the results of a batch's parts combine, and store the kinds in `engine.kinds`.
+    """Measure the kinds of a batch's results; store them in `engine.kinds`.
 
-    `first` is the batch. In a group, only the process with the largest share measures. Raises
-    RequestError if the engine can't combine losses of the measured kind.
+    A kind says how the results of a batch's parts combine. `first` is the batch. In a group, only
+    the process with the largest share measures. Raises RequestError if the engine can't combine
+    losses of the measured kind.
     """
     # audits of the other processes need Keras' own step, so they trace it meanwhile
     model, group = engine.model, engine.group
@@ -166,10 +171,11 @@ def build_variables(model: Any, data: Tensors, training: bool = True) -> None:
 def measure(
     model: Any, step: TracedStep, data: Tensors, training: bool, partial: bool
 ) -> PartKinds:
-    """Measure how the results of parts combine, using a few rows and two parts of these rows.
+    """Measure how the results of two parts of a few rows combine.
 
-    `data` is the batch with these rows, and `step` is Keras' own step. `partial` is True if each
-    part has its own loss; then the loss is measured, too.
+    - `step`: Keras' own step.
+    - `data`: the batch with these rows.
+    - `partial`: True if each part has its own loss. The loss is then measured, too.
     """
     if int(count_rows(data)) < 2:
         data = tf.nest.map_structure(_add_row, data)
@@ -196,9 +202,9 @@ def _add_row(row: Any) -> Any:
 
 
 class Measured(NamedTuple):
-    """The results of Keras' own step on a few rows together, and on parts of these rows.
+    """The results of Keras' own step on rows together and in parts.
 
-    Comparing them shows whether a loss or state is a sum, a mean over rows, and so on (its kind).
+    Comparing these results shows the kind of a loss or state: a sum, a mean over rows, and so on.
     """
 
     model: Any
@@ -257,8 +263,8 @@ class Measured(NamedTuple):
     def find_states(self) -> dict[int, str]:
         """Return the kind of each state that the step assigns, by index.
 
-        The index refers to `model.non_trainable_variables`. The kind says how a state's changes on
-        parts of a batch combine. It is OTHER if measurements from two starting values disagree.
+        The kind says how a state's changes on parts of a batch combine. It is OTHER if measurements
+        from two starting values disagree. The index refers to `model.non_trainable_variables`.
         """
         # a sum that decays looks like a plain sum while it is 0
         variables = self.model.non_trainable_variables

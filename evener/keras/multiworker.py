@@ -1,10 +1,11 @@
-"""The engine `multiworker`: one process per device, and each process computes its own rows.
+"""The engine `multiworker`: each process computes its own rows on one device.
 
-Gradients are summed over the group (all-reduce). Model and optimizer are outside TensorFlow's
-strategy, so that clipping, loss scaling and gradient accumulation act on the whole batch's
-gradient. Outputs are sent together with the gradients. Each process then updates its metrics with
-the whole batch, so any metric is exact. If the outputs are too large, each process updates
-its metrics with its own rows, and the changes of the metrics' states are summed.
+Gradients are summed over the group (all-reduce). Clipping, loss scaling and gradient accumulation
+act on the whole batch's gradient, because model and optimizer are outside TensorFlow's strategy.
+
+Outputs are sent together with the gradients. Each process then updates its metrics with the whole
+batch, so any metric is exact. If the outputs are too large, each process updates its metrics with
+its own rows, and the changes of the metrics' states are summed.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ class Workers:
         build_model(self.model, keras.tree.map_structure(_first_rows, x))
 
     def batches(self, arrays: ArrayBatches, endless: bool) -> Any:
-        """Return a dataset of this process's rows, or of whole batches if they are needed.
+        """Return a dataset of this process's rows, or of whole batches.
 
         Whole batches are needed if the shares change, or if the model may read all of x. An
         `endless` dataset repeats its epochs.
@@ -223,11 +224,11 @@ class Workers:
         return type(self.model).predict_step(self.model, data)
 
     def around_training(self, run: Steps) -> Steps:
-        """Return a function that runs Keras' train function `run` with evener's checks around it.
+        """Return Keras' train function `run` with evener's checks around it.
 
-        It compares the processes' data after the first steps. With `rebalance`, it may change the
-        shares. With passes, a `SurvivingStep` replaces `run`. Without passes, running out of memory
-        raises DeviceError.
+        The function compares the processes' data after the first steps. With `rebalance`, it may
+        change the shares. With passes, a `SurvivingStep` replaces `run`. Without passes, running
+        out of memory raises DeviceError.
         """
         step = run
         if self.cut.in_passes and not overrides(self.model, "train_step"):
@@ -284,11 +285,11 @@ class Workers:
         self._labels_vary.assign(False)
 
     def check_data(self, epoch_ends: bool = False) -> None:
-        """Raise RequestError, in every process, if the processes have trained on different batches.
+        """Raise RequestError if the processes have trained on different batches.
 
-        Usually only labels are compared, because inputs may differ by random augmentation. Inputs
-        are compared, too, at the end of an epoch whose labels don't distinguish rows (for example,
-        all are 1).
+        The error is raised in every process. Usually only labels are compared, because inputs may
+        differ by random augmentation. At the end of an epoch (`epoch_ends`), inputs are compared,
+        too, if the labels don't distinguish rows (for example, all are 1).
         """
         other = int(self._other)
         if epoch_ends and not other and not bool(self._labels_vary):
@@ -540,14 +541,15 @@ LARGEST_ROW = 1 << 16  # outputs with more bytes per row aren't sent
 
 
 class StepMetrics:
-    """Updates the metrics in one step in which this process computes a part of the batch's rows.
+    """Updates the metrics in a step that several processes compute.
 
     Create this object before the model is called, because it reads the metrics' states.
 
-    - `start`, `size`: index of this process's first row, and its number of rows.
+    - `start`: index of this process's first row in the whole batch.
+    - `size`: number of this process's rows.
     - `rows`: number of rows of the whole batch.
-    - `before`: for states that have already changed in the step, their values from before it, by
-      the states' ids.
+    - `before`: the earlier values of states that have already changed in the step, by the states'
+      ids.
     """
 
     def __init__(
@@ -563,9 +565,9 @@ class StepMetrics:
         self._outputs: Tensors = ()
 
     def own(self, x: Any, y: Any, outputs: Tensors, weight: Any) -> list[Any]:
-        """Return the tensors that this process sends for the metrics; `finish` needs their sums.
+        """Return the tensors that this process sends for the metrics.
 
-        They are:
+        `finish` needs the sums of these tensors over the processes:
 
         - the outputs, padded with zeros to the whole batch;
         - the changes of the metrics' states;
@@ -600,8 +602,9 @@ class StepMetrics:
     def finish(self, sums: Sequence[Any], loss: Any, x: Any, y: Any, weight: Any) -> dict[str, Any]:
         """Update the metrics with the whole batch, and return the logs.
 
-        `sums` are the tensors that `own` returned, summed over the processes. `loss` is the loss of
-        the whole batch, and `x`, `y` and `weight` are the whole batch.
+        - `sums`: the tensors from `own`, summed over the processes.
+        - `loss`: the loss of the whole batch.
+        - `x`, `y`, `weight`: the whole batch.
         """
         left = iter(sums)
         sent = [next(left) for _ in _leaves(self._outputs)]

@@ -1,9 +1,11 @@
-"""How the losses, states and attributes of a batch's parts combine into the whole batch's.
+"""Combine the losses, states and attributes of a batch's parts.
 
 The kind of a value says how: as a mean weighted by rows, as a sum, and so on. `measure_kinds.py`
-determines a model's kinds. The whole batch's loss can't simply be computed at once: the activations
-of a pass are freed before the next pass, and processes would have to wait for each other between
-their forward and backward passes.
+determines a model's kinds.
+
+The whole batch's loss can't simply be computed at once. The activations of a pass are freed before
+the next pass, and processes would have to wait for each other between their forward and backward
+passes.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ OTHER = ""  # none of these kinds
 
 
 class PartKinds(msgspec.Struct, frozen=True):
-    """How the losses, states and attributes of a batch's parts combine into the whole batch's.
+    """The kinds of a model's values: how the values of parts combine.
 
     - `loss`: kind of the model's own loss: ROWS, SUM, one of COUNTS, or OTHER.
     - `added`: kinds of the losses that layers add.
@@ -55,7 +57,7 @@ def main_part(kind: str, part: Any) -> Any:
 
 
 def count_units(model: Any, y: Any, outputs: Any, weight: Any) -> dict[str, Any]:
-    """Return the number of units of each sort in these tensors, by the unit's name.
+    """Return the numbers of units in these tensors, by the units' names.
 
     A unit is something that a loss may be a mean over, such as unmasked steps. Only units in COUNTS
     that occur in the tensors are counted. The numbers are float64 tensors.

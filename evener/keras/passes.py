@@ -35,7 +35,9 @@ SEED_STEP = 1 << 20  # seeds reserved for each device, so that no two devices dr
 
 
 class StateUpdate(NamedTuple):
-    """A model state's new value on one device, and how it combines with the other devices' values.
+    """A model state's new value on one device, and its kind.
+
+    The kind says how the values of all devices combine:
 
     - CHAINED: the last device's value is used.
     - ADDED: the values are increments, which are added to the state.
@@ -49,12 +51,13 @@ class StateUpdate(NamedTuple):
 
 
 class StepStates:
-    """Determines how the calls of the model in one step change the model's states.
+    """Determines how the calls of the model in one step change its states.
 
     `kinds` says how devices' values of the measured states combine. Seeds differ by device, so that
-    no two devices draw the same random numbers. Metrics inside layers count the rows of all
-    devices. Without passes, each device continues from the previous device's values. With passes,
-    each device starts from 0, and the counts are added.
+    no two devices draw the same random numbers.
+
+    Metrics inside layers count the rows of all devices. Without passes, each device continues from
+    the previous device's values. With passes, each device starts from 0, and the counts are added.
     """
 
     def __init__(self, model: Any, kinds: PartKinds) -> None:
@@ -127,10 +130,11 @@ class StepStates:
     def collect_updates(
         self, scope: Any, starts: Sequence[tuple[Any, Any]], size: Any
     ) -> list[StateUpdate]:
-        """Return the updates of the states that one call on a device's rows assigned in `scope`.
+        """Return the updates of the states from a call on a device's rows.
 
-        `starts` are the states with their values before the call. With `size` 0, the call was on a
-        filler row, which metrics don't count.
+        - `scope`: has the values that the call assigned.
+        - `starts`: the states with their values before the call.
+        - `size`: number of rows; 0 if the call was on a filler row, which metrics don't count.
         """
         found = []
         for state, begin in starts:
@@ -146,10 +150,10 @@ class StepStates:
 
 
 def assign_updates(calls: Sequence[tuple[Any, Sequence[StateUpdate]]]) -> None:
-    """Combine the devices' updates of each state, and assign the result to the state.
+    """Combine the devices' updates of each state, and assign the results.
 
-    `calls` has a pair for each device's call: its fraction of the rows, and its updates. An
-    update's kind says how it is combined (see `StateUpdate`). A SAME state gets the first call's
+    `calls` has a pair for each device's call: its fraction of the rows, and its updates. The kind
+    of an update says how it is combined (see `StateUpdate`). A SAME state gets the first call's
     value.
     """
     found: dict[int, list[tuple[Any, StateUpdate]]] = {}
@@ -170,7 +174,7 @@ def assign_updates(calls: Sequence[tuple[Any, Sequence[StateUpdate]]]) -> None:
 
 
 def adds_up(kind: str) -> bool:
-    """True if every device contributes to the change of a state of this kind."""
+    """True if a state of this kind adds up the devices' changes."""
     return kind in (ROWS, SUM)
 
 
@@ -183,11 +187,13 @@ def change(update: StateUpdate, start: Any, part: Any) -> Any:
 
 
 def kinds_of_states(model: Any, found: PartKinds) -> dict[int, str]:
-    """Return how several devices' values of each state are combined, by the state's id.
+    """Return how several devices' values of each state combine, by state id.
 
-    `found` has the measured kinds. Of the other states, floating-point numbers are averaged by
-    rows, and the rest is assumed to be the same on all devices. A random generator gets the last
-    device's state, but in `draws_alike` its state is the same on all devices.
+    - Measured states have the kinds in `found`.
+    - Other floating-point states are averaged by rows.
+    - Other states are assumed to be the same on all devices.
+    - A random generator gets the last device's state. In `draws_alike`, its state is the same on
+      all devices.
     """
     kinds, drawn = {}, SAME if are_alike.get() else CHAINED
     for place, state in enumerate(model.non_trainable_variables):

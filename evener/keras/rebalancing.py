@@ -1,4 +1,4 @@
-"""`Split(rebalance=True)` in Keras: a group's shares adapt to its processes' compute times.
+"""`Split(rebalance=True)` in Keras: shares adapt to compute times.
 
 A process's compute time (own work) is measured in the step's graph, and sent with the all-reduce of
 the gradients. All processes therefore know the same times after the same step, and make the same
@@ -112,8 +112,9 @@ class WorkTimes:
     def note(self, rows: Any, own_works: Any, met_s: Any) -> None:
         """Record a step of `rows` rows, by operations of the graph.
 
-        `own_works` are all processes' compute times. `met_s` is the time from this process's last
-        gradient until all sums over the processes have arrived. Times are in seconds.
+        - `own_works`: all processes' compute times, in seconds.
+        - `met_s`: seconds from this process's last gradient until all sums over the processes
+          arrived.
         """
         with tf.device(HOST):
             own = tf.stack([tf.cast(rows, tf.float64), met_s])

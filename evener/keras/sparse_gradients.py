@@ -1,4 +1,4 @@
-"""Sparse gradients, such as that of an embedding table when a batch uses only some of its rows.
+"""Sparse gradients, such as the gradient of an embedding table.
 
 A sparse gradient consists of slices, one for each use of a table row. Keras' optimizers square and
 clip each slice separately. If the slices were summed first, the model would learn something else.
@@ -31,10 +31,10 @@ WITHOUT_REPEATS = (  # operations whose indices occur once
 
 
 def has_each_row_once(gradient: Any) -> bool:
-    """True if a sparse gradient certainly has at most one slice for each row of its table.
+    """True if each table row certainly has at most one slice.
 
-    The gradient is a tensor of a graph. Its indices have to come from an operation that yields each
-    index once.
+    `gradient` is a sparse gradient in a graph. Its indices have to come from an operation that
+    yields each index once.
     """
     return (
         isinstance(gradient, tf.IndexedSlices)
@@ -43,10 +43,10 @@ def has_each_row_once(gradient: Any) -> bool:
 
 
 def joins_look_ups(gradient: Any) -> bool:
-    """True if a sparse gradient joins several look-ups, some of which read each table row once.
+    """True if a sparse gradient joins several look-ups, some without repeats.
 
-    The gradient is a tensor of a graph. Its slices can't be merged, because on one device the
-    slices of different look-ups stay apart.
+    A look-up without repeats reads each table row once. The joined slices can't be merged, because
+    on one device the slices of different look-ups stay apart. `gradient` is a tensor of a graph.
     """
     return isinstance(gradient, tf.IndexedSlices) and _joins_look_ups(gradient.indices)
 
@@ -180,9 +180,9 @@ class SharedSlices:
     """The slices of a group's sparse gradients, prepared for an all-reduce.
 
     The slices of all processes have to be concatenated, but an all-reduce can only add. Therefore
-    each process makes tensors with room for the slices of all processes (`own`). They contain the
-    process's own slices, and are 0 elsewhere. Every process must create this object at the same
-    point of the step (a collective).
+    each process makes tensors with room for the slices of all processes (`own`). They have its own
+    slices, and 0 elsewhere. Every process must create this object at the same point of the step (a
+    collective).
     """
 
     def __init__(self, group: Any, gradients: Sequence[tf.IndexedSlices]) -> None:
@@ -217,10 +217,10 @@ class SharedSlices:
 
 
 class SharedGradients:
-    """The dense and sparse gradients of a process's rows, to be summed over its group.
+    """A process's dense and sparse gradients, to be summed over its group.
 
-    `gradients` has an entry per trainable weight: its gradient, or None. The attribute `values` has
-    a tensor for each gradient: the dense gradient, or the slices of a sparse one.
+    - `gradients`: for each trainable weight, its gradient or None.
+    - `values`: for each gradient, the dense gradient or the slices of the sparse one.
     """
 
     def __init__(self, gradients: Sequence[Any]) -> None:

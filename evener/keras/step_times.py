@@ -1,8 +1,8 @@
-"""Measure the parts of a `fit`'s steps, in the thread that calls Keras' train function.
+"""Measure the parts of a `fit`'s steps.
 
-A step waits for input until its rows are available; the step's graph records that time. The time
-between two calls counts as callbacks. Validation and files are counted separately, and evener's own
-checks aren't counted.
+The thread that calls Keras' train function measures them. A step waits for input until its rows are
+available; the step's graph records that time. The time between two calls counts as callbacks.
+Validation and files are counted separately. evener's own checks aren't counted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """A step that continues if memory runs out in one of its passes.
 
 The step has two graphs. The first runs the passes. The second sums over the processes and updates
-the weights. If memory runs out in the first graph, the states are restored, and it runs again with
-more passes. Meanwhile, the other processes wait in the all-reduces of the second graph.
+the weights.
+
+If memory runs out in the first graph, the states are restored, and the graph runs again with more
+passes. Meanwhile, the other processes wait in the all-reduces of the second graph.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ TOO_LONG = "larger than max"  # gRPC reports messages that are too long as Resou
 
 
 class SurvivingStep:
-    """A replacement for Keras' train function, for the engine `Workers` with passes.
+    """Replaces Keras' train function, for the engine `Workers` with passes.
 
     - `limit`: the maximum rows per pass, which is reduced when memory runs out. None in a probe,
       where a step fails if memory runs out.

@@ -1,10 +1,12 @@
-"""The engine `towers`: one process and one graph, in which each device computes its rows.
+"""The engine `towers`: one process and one graph for all devices.
 
-Each device runs the model on its own copy of the weights (a tower), and sends its outputs to the
-first device. That device computes the loss and the metrics of the whole batch. Each device gets the
-loss's gradient for its outputs, and computes gradients of the weights, which are summed. Therefore
-losses, masks, sample weights, clipping and gradient accumulation are the same as on one device.
-Only layers that combine the rows of a batch (BatchNormalization) see just their device's rows.
+Each device runs the model on its own rows, with a copy of the weights (a tower). The first device
+gets all outputs, and computes the loss and the metrics of the whole batch. Each device then gets
+the loss's gradient for its outputs, and computes gradients of the weights, which are summed.
+
+Therefore losses, masks, sample weights, clipping and gradient accumulation are the same as on one
+device. Only layers that combine the rows of a batch (BatchNormalization) see just their device's
+rows.
 """
 
 from __future__ import annotations
@@ -123,9 +125,9 @@ class Towers(OneProcess):
         weight: Any,
         assigned: AssignedArrays | None = None,
     ) -> dict[str, Any]:
-        """Train on a batch that is already divided among the devices, and return the logs.
+        """Train on a batch divided among the devices, and return the logs.
 
-        - `pieces`: per device, its rows of x, and the number of them that aren't filler rows.
+        - `pieces`: for each device, its rows of x, and the number of them that aren't filler rows.
         - `rows`: number of rows of the batch (x, y, weight).
         - `assigned`: how rows were assigned by length; None if they weren't.
         """
