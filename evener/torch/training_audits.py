@@ -940,10 +940,10 @@ def make_share_computations(
 def make_launcher_computations(
     few: FewRows, loss: OfPart, counted: OfPart | None = None, micro: int = 0
 ) -> Computations:
-    """Return the computations of a few rows under the program's own launcher and by shares.
+    """Return a few rows' computations by the program's own launcher and by shares.
 
-    The launcher's gradient is the mean over equal parts. See `make_share_computations` for the
-    arguments.
+    The launcher's gradient is the mean over equal parts. The arguments are those of
+    `make_share_computations`.
     """
     made = make_share_computations(few, loss, counted, micro)
     if few.sizes == few.even_sizes:  # two rows can only be cut in one way
