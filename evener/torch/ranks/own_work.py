@@ -248,14 +248,14 @@ class StepTimer:
     the total times of all steps after the first few.
 
     A batch without gradients, such as the first of two accumulated ones, isn't counted as a step,
-    but `sums` includes its time. If steps are short, only some batches are timed. In `sums`, a
-    timed batch then also represents the untimed batches before it. Time for files and validation is
-    measured in all batches, by the host.
+    but `sums` includes its time. If steps are short, only some batches are timed.
     """
 
     # A timed batch has marks (`_marks`). For any other batch, only the current phase is stored
     # (`_doing`). Methods handle such a batch first and return: the step of a real model displaces
-    # most of this code from the CPU's cache, so even few lines take time.
+    # most of this code from the CPU's cache, so even few lines take time. If only some batches are
+    # timed, a timed batch in `sums` also represents the untimed batches before it. But time for
+    # files and validation is measured in all batches, by the host.
 
     def __init__(self, clock: Any, single_rank: bool) -> None:
         self.has_own_work = True  # False if ranks wait for each other within a pass
@@ -461,9 +461,9 @@ class StepTimer:
     def note_pass_alone(self) -> None:
         """Record the end of a backward pass in a training run of one process.
 
-        This ends own work (compute time). So the time until the update, for example for clipping,
-        isn't part of it. The timer also records whether the GPU is behind its host.
+        Compute time (own work) ends here. Clipping, for example, comes later and isn't part of it.
         """
+        # The timer also records whether the GPU is behind its host.
         computed = self._computed
         self.note_gradients()
         self.note_enqueued()
@@ -1003,11 +1003,11 @@ RETREATS = "evener/retreats"  # key of the lines that other ranks write for rank
 
 
 class StepReporter:
-    """Reports the steps of one rank to evener's monitor, and writes the training run's journal.
+    """Reports one rank's steps to evener's monitor, and writes the journal.
 
     - `shares`: the current shares.
     - `timer`: has the times of the steps.
-    - `journal`: True to write a journal on rank 0 even if evener launch didn't start the run.
+    - `journal`: write a journal on rank 0, also without evener launch.
     - `noise`: measures the gradient noise scale; None if it isn't measured.
     """
 

@@ -294,11 +294,12 @@ class _ExitActions:
 
 
 def explain_at_exit(advise: WeakMethod[Callable[[BaseException], str]]) -> None:
-    """If an error ends the program, print an explanation below the traceback at exit.
+    """Explain an error that ends the program, below its traceback at exit.
 
-    See `explain_failure`. `advise` is a method of the newest training run, and returns advice about
-    an error. The process also leaves its process group if `watch_peers` was called.
+    `advise` is a method of the newest training run, and returns advice about an error. See
+    `explain_failure`.
     """
+    # The process also leaves its process group if `watch_peers` was called.
     _ExitActions.advise = advise
     _register_exit()
 
@@ -320,9 +321,9 @@ def _leave_at_exit() -> None:
 def explain_failure(error: BaseException) -> None:
     """Print advice about an error that ends this program.
 
-    If the error was raised because another rank has exited, also print which rank and why.
-    Otherwise this rank is at fault, and writes its exit note for the other ranks.
+    If another rank's exit caused the error, also print which rank and why.
     """
+    # Otherwise this rank is at fault, and writes its exit note for the other ranks.
     advise = None if _ExitActions.advise is None else _ExitActions.advise()
     advice = "" if advise is None else advise(error)
     if advice:

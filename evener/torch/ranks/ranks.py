@@ -106,14 +106,14 @@ def visible_gpus() -> dict[str, int]:
 def choose_device(share: Share | None, process: ProcessRank, gpus: dict[str, int]) -> Any:
     """Return the `torch.device` of this process.
 
-    If the share is on a CPU, the device is the CPU. Otherwise the device is the first of these:
+    `share` is this process's share; None without a plan. The device is the CPU for a share on a
+    CPU. Otherwise the device is the first of these:
 
     - the plan's GPU, if its UUID is in `gpus` (see `visible_gpus`);
     - the GPU with the local rank as its index, if there is one;
     - the CPU.
 
-    `share` is this process's share; None without a plan. Raises DeviceError if the share is on a
-    GPU and neither GPU is visible.
+    Raises DeviceError if the share is on a GPU and neither GPU is visible.
     """
     if share is not None and is_cpu(share):
         return torch.device("cpu")
@@ -140,8 +140,8 @@ def is_cpu(share: Share) -> bool:
 def claim_device(device: Any, share: Share | None, trainings: int = 1) -> None:
     """Set up this process for its device, in the same way as a probe.
 
-    `share` is this process's share in the plan; None without a plan. `trainings` is the number of
-    training runs that share the device.
+    `share` is this process's share; None without a plan. `trainings` is the number of training runs
+    on the device.
     """
     # a GPU becomes the current device; a process for a CPU slice is pinned to its cores, with one
     # thread per core, unless evener launch has already done so
@@ -187,9 +187,9 @@ def _tell_glibc(options: Mapping[int, int]) -> None:
 def gather_infos(own: RankInfo, process: ProcessRank) -> list[RankInfo]:
     """Return the RankInfo of every rank, in rank order.
 
-    `own` is this rank's RankInfo. Every rank has to call this function. It works even before the
-    ranks have chosen their devices and created a process group.
+    `own` is this rank's RankInfo. Every rank has to call this function.
     """
+    # It works even before the ranks have chosen their devices and created a process group.
     if process.world == 1:
         return [own]
     if dist.is_initialized():
@@ -211,13 +211,14 @@ def gather_infos(own: RankInfo, process: ProcessRank) -> list[RankInfo]:
 def exchange_values(
     store: Any, prefix: str, rank: int, world: int, own: bytes, seconds: float = 0
 ) -> list[bytes]:
-    """Gather a value from every rank through a store; return the values in rank order.
+    """Return the values of all ranks, in rank order.
 
+    - `store`: the ranks exchange their values through this store.
     - `prefix`: no key of the store may start with it yet.
     - `own`: this rank's value.
     - `world`: number of ranks.
-    - `seconds`: timeout; if a rank's value comes later, the result is empty on all ranks. 0 means
-      no timeout.
+    - `seconds`: timeout; 0 means no timeout. If a value comes later, the result is empty on all
+      ranks.
     """
     keys = [f"{prefix}/{each}" for each in range(world)]
     store.set(keys[rank], own)
@@ -345,12 +346,13 @@ def find_shares(
     strict: bool = False,
     device: Any = None,
 ) -> RankShares:
-    """Return the shares of all ranks, from `plan`, from evener launch's plan or from `ratios`.
+    """Return the shares of all ranks, from a plan or from `ratios`.
 
-    Every rank has to call this function.
+    Every rank has to call this function. Without `plan` and
+    `ratios`, evener launch's plan is used, if there is one.
 
     - `global_batch`: number of rows per step, by default the plan's.
-    - `options`: the user's options that have to be the same on all ranks.
+    - `options`: the user's options; they have to be the same on all ranks.
     - `strict`: raise PlanError instead of a warning if the plan was measured on other devices.
     - `device`: this process's device if it is already chosen.
 
@@ -384,11 +386,12 @@ def find_shares(
 
 
 def describe_own_rows(device: Any, rows: int, world: int) -> RankShares:
-    """Return the shares of an unchanged program, whose processes each train `rows` rows per step.
+    """Return the shares of a program whose processes each train `rows` rows.
 
-    `world` is the number of processes. As their device, all shares name this process's `device`,
-    or the CPU slice on which evener started this process.
+    The program is unchanged. `world` is the number of its processes.
     """
+    # As their device, all shares name this process's `device`, or the CPU slice on which evener
+    # started this process.
     name = _name_gpu(device, visible_gpus()) if device.type == "cuda" else launched_device()
     share = Share(name or str(device), device.index or 0, str(device), 0, 0.0)
     if device.type == "cpu" and not is_cpu(share):

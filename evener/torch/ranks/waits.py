@@ -18,12 +18,12 @@ _timers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def time_waits(timer: Any) -> None:
-    """From now on, exclude waiting for collectives within passes from a timer's compute time.
+    """Exclude waiting for collectives within passes from a timer's compute time.
 
-    `timer` is a StepTimer. On a GPU, the excluded time is that in which the computing stream waits
-    for another stream, which runs the collectives.
+    `timer` is a StepTimer. This takes effect from now on.
     """
-    # on a GPU, the host doesn't wait for collectives
+    # On a GPU, the host doesn't wait for collectives. The excluded time is that in which the
+    # computing stream waits for another stream, which runs the collectives.
     _timers.add(timer)
     _time_waits_in(dist.Work, "wait")
     for name in ("wait_event", "wait_stream"):
