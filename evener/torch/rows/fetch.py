@@ -31,16 +31,16 @@ Whole = Callable[[torch.Tensor, bool], Any]  # (row indices, into pinned memory)
 
 
 def whole_fetch(dataset: Any) -> Whole | None:
-    """Return a function that fetches a whole batch from a data set in one call, or None.
+    """Return a function that fetches a whole batch in one call, or None.
 
     Its arguments are a tensor of row indices, and True to fetch into pinned memory. These data sets
     support it:
 
     - a TensorDataset;
-    - a data set with a method `__getitems__(self, rows: torch.Tensor)`, which must have this
-      annotation and return the batch as the loop gets it;
+    - a data set with a method `__getitems__(self, rows: torch.Tensor)`, which has this annotation;
     - a Subset of such a data set.
     """
+    # The method `__getitems__` must return the batch as the loop gets it.
     if type(dataset) is TensorDataset:
         tensors = dataset.tensors
         return lambda rows, pinned: [select(tensor, rows, pinned) for tensor in tensors]
@@ -66,11 +66,13 @@ def select(source: torch.Tensor, rows: torch.Tensor, pinned: bool = False) -> to
 
 
 class Fetch:
-    """Iterates over a sampler's batches in their order; each iteration starts from the beginning.
+    """Iterates over a sampler's batches in their order, each time from the beginning.
 
-    If the data set supports it, whole batches are fetched. With `pinned`, they are fetched into
-    pinned memory. Otherwise, or if `options` require it, DataLoader fetches the batches.
+    With `pinned`, whole batches are fetched into pinned memory.
     """
+
+    # Whole batches are fetched if the data set supports it. Otherwise, or if `options` require it,
+    # DataLoader fetches the batches.
 
     def __init__(
         self, dataset: Any, sampler: UnevenBatchSampler, options: Mapping[str, Any], pinned: bool
@@ -131,13 +133,13 @@ DEPTH = 2  # number of batches that wait on the device
 
 
 class Prefetcher:
-    """An iterator that prefetches the batches of `source` in a thread, and sends them to `device`.
+    """Prefetches the batches of `source` in a thread, and sends them to `device`.
 
     Up to `depth` batches wait to be taken. An exception of `source` is raised instead of the next
-    batch. On a CPU, batches aren't sent.
+    batch.
     """
 
-    # the thread exits when the iterator is exhausted or closed
+    # On a CPU, batches aren't sent. The thread exits when the iterator is exhausted or closed.
 
     def __init__(self, source: Iterator[Any], device: torch.device, depth: int = DEPTH) -> None:
         self._source = source
@@ -171,11 +173,9 @@ class Prefetcher:
         return self._copies.use_on_current_stream(batch, arrived) if self._copies else batch
 
     def wait_until_full(self) -> None:
-        """Wait until `depth` batches are prefetched, or the source is exhausted.
-
-        A probe calls this before and after timed steps. Then as many batches are fetched during
-        these steps as they use, so their time includes the time for fetching.
-        """
+        """Wait until `depth` batches are prefetched, or the source is exhausted."""
+        # A probe calls this before and after timed steps. Then as many batches are fetched during
+        # these steps as they use, so their time includes the time for fetching.
         with self._change:
             self._change.wait_for(lambda: len(self._ready) >= self._depth or self._ended)
 

@@ -40,12 +40,13 @@ class Epoch:
     """One iteration over a loader.
 
     - `training`: False for validation.
-    - `tail`: tells in which batches the ranks' weights differ from those in a full batch. None
-      means in no batch. A number means in the last batch only, which has that many rows. Any other
-      object means possibly in every batch.
-    - `by_length`: True if rows are assigned by length; a batch must then not be cut into passes.
+    - `tail`: batches in which the ranks' weights differ from those in a full batch (see
+      `UnevenBatchSampler.rows_of_odd_tail`).
+    - `by_length`: True if rows are assigned by length.
     - `loader()`: returns the loader, or None if it no longer exists.
     """
+
+    # If rows are assigned by length, a batch must not be cut into passes.
 
     __slots__ = ("batches", "by_length", "loader", "open", "tail", "training", "unfinished")
 
@@ -99,18 +100,20 @@ class StepListener:
 
 
 class Loader:
-    """Yields this rank's rows of each global batch; it has the attributes of a DataLoader.
+    """Yields this rank's rows of each global batch, with a DataLoader's attributes.
 
     Every iteration is a new epoch in a new order, unless `set_epoch` or `load_state_dict` has
     chosen an epoch or position.
 
     - `listener`: called for each step.
     - `options`: the options of DataLoader.
-    - `prefetch`: number of batches to prefetch and send to `device`. With 0, each batch is fetched
-      when the loop requests it and stays on the host. None is the default of `check_prefetch`.
+    - `prefetch`: number of batches to prefetch and send to `device`; None for the default of
+      `check_prefetch`.
     - `training`: False for validation.
     - `on_host`: keep prefetched batches in host memory.
     """
+
+    # With a `prefetch` of 0, each batch is fetched when the loop requests it and stays on the host.
 
     num_workers: int
     prefetch_factor: int | None
@@ -327,10 +330,10 @@ def count_rows(dataset: Any) -> int:
 def check_prefetch(prefetch: int | None, device: torch.device) -> int:
     """Return the number of batches to prefetch: `prefetch`, or a default for None.
 
-    The default is 2 for a GPU and 0 for a CPU. Raises RequestError if `prefetch` is neither None
-    nor an integer of 0 or more.
+    The default is 2 for a GPU and 0 for a CPU. Raises RequestError for an invalid number.
     """
-    # on a CPU, prefetching would take cores away from the computation
+    # A valid number is an integer of 0 or more. On a CPU, prefetching would take cores away from
+    # the computation.
     if prefetch is None:
         return DEPTH if device.type == "cuda" else 0
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
@@ -435,21 +438,20 @@ class StepSampler:
 
 
 class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
-    """A DataLoader over this rank's part of each global batch, for a trainer's loop.
+    """A DataLoader over this rank's part of each global batch, for a trainer.
 
     The trainer sets `done` to the number of this epoch's batches that it has computed.
+    `load_state_dict` resumes in mid-epoch, also with other shares.
 
     - `steps`: the batch sampler.
     - `ahead`: fetch each batch one step early, as accelerate's loader does.
     - `begins`: called when a loop begins.
-    - `asks`: called when the loop requests a batch, because it has computed the previous one.
+    - `asks`: called when the loop requests a batch, because the previous one is computed.
     - `options`: passed to DataLoader.
-
-    `load_state_dict` resumes in mid-epoch, also with other shares of the same global batch.
     """
 
-    # with `ahead`, a collator that a callback changes takes effect with the same batch as without a
-    # plan
+    # The other shares must have the same global batch. With `ahead`, a collator that a callback
+    # changes takes effect with the same batch as without a plan.
 
     def __init__(
         self,

@@ -29,10 +29,11 @@ Order = Iterable[int] | Callable[[int], Sequence[int]]
 class RowOrder:
     """Draws the rows of each epoch from the user's `order` (see `Split.loader`).
 
-    The random seed depends on `seed` and the epoch. Raises RequestError if `order` yields anything
-    but row indices from 0 to `rows` - 1. Also raises it if two epochs have different numbers of
-    rows.
+    Raises RequestError if `order` yields anything but row indices from 0 to `rows` - 1.
     """
+
+    # The random seed depends on `seed` and the epoch. RequestError is also raised if two epochs
+    # have different numbers of rows.
 
     def __init__(self, order: Order, rows: int, seed: int) -> None:
         self._order, self._rows, self._seed = order, rows, seed
@@ -135,12 +136,12 @@ class ShareSchedule:
 
 
 class UnevenBatchSampler:
-    """Yields batches of row indices for one rank, for `DataLoader(batch_sampler=...)`.
+    """Yields batches of row indices for one rank, as DataLoader's `batch_sampler`.
 
     No batch is empty: a rank without rows gets a filler row.
 
     - `length`: number of rows of the data set.
-    - `shares`: number of rows of each rank in a full global batch; `change_shares` changes it.
+    - `shares`: number of rows of each rank in a full global batch.
     - `shuffle`, `seed`: whether to shuffle the rows in each epoch, and the random seed.
     - `order`: the order of rows, which replaces shuffling.
     - `drop_last`: leave out a last batch with fewer rows than the others.
@@ -175,7 +176,8 @@ class UnevenBatchSampler:
                 "Give a smaller global batch, or drop_last=False.",
             )
         self.length = length
-        self.shares = tuple(shares)  # shares of loops that begin later
+        # shares of loops that begin later; `change_shares` changes them
+        self.shares = tuple(shares)
         self.rank = rank
         self.shuffle, self.seed, self.order = shuffle, seed, order
         self.drop_last, self.join_tail = drop_last, join_tail
@@ -197,10 +199,10 @@ class UnevenBatchSampler:
             schedule.change(ahead * self.global_batch, shares)
 
     def warn_of_short_batches(self, planned: int) -> None:
-        """Warn if a rank has no row in an epoch's last step, or if the data set is too small.
+        """Warn if an epoch's last step has no row for a rank.
 
-        It is too small if it has fewer rows than `planned`, the plan's global batch; 0 skips this
-        check.
+        Also warn if the data set has fewer rows than `planned`, the plan's global batch. 0 skips
+        this check.
         """
         if self.length < planned:
             warnings.warn(
@@ -227,9 +229,10 @@ class UnevenBatchSampler:
     def sample_rows(self, first: int, more: int) -> list[int]:
         """Return the indices of rows from which an audit may choose.
 
-        These are the next `first` rows in the epoch's order, and up to `more` rows that are evenly
-        spaced in it. The result has no duplicates, and is the same on every rank.
+        They are the next `first` rows of the epoch, and up to `more` evenly spaced ones. All ranks
+        get the same.
         """
+        # The rows are in the epoch's order; the result has no duplicates.
         order, most = self._draw(self.epoch), min(more, self.length)
         spread = [self.length * place // most for place in range(most)]
         rows = order[self.position : self.position + first].tolist() + order[spread].tolist()
@@ -302,7 +305,7 @@ class UnevenBatchSampler:
         return [int(row) for row in self._draw(self.epoch)[first : first + self.global_batch]]
 
     def rows_of_odd_tail(self) -> object:
-        """Return in which steps ranks have other weights than in a full step (see `Epoch.tail`).
+        """Return in which steps the ranks' weights differ from a full step's.
 
         - None: in no step.
         - A number: in the last step only, which has that many rows.
@@ -448,15 +451,15 @@ _KEPT = 128
 class LengthSampler(UnevenBatchSampler):
     """Yields the row indices of each pass of one rank, with rows assigned by length.
 
-    `lengths` are the numbers of tokens in the data set's rows. `assigner` assigns the rows of a
-    global batch to the passes of ranks. Global batches and their order are the same as without
-    lengths, so a state can be loaded under other shares. Raises RequestError if the lengths don't
-    fit the data set, or if no rank can hold a row.
-
-    During a loop over the batches, cuDNN's attention is off in this process. cuDNN would build an
-    execution plan for each new shape, in about 100 ms on an H200. Nearly every pass has a new
-    shape.
+    `lengths` are the numbers of tokens in the data set's rows. `assigner` assigns a global batch's
+    rows to passes. Raises RequestError if the lengths don't fit the data set, or if no rank can
+    hold a row.
     """
+
+    # Global batches and their order are the same as without lengths, so a state can be loaded under
+    # other shares. During a loop over the batches, cuDNN's attention is off in this process. cuDNN
+    # would build an execution plan for each new shape, in about 100 ms on an H200. Nearly every
+    # pass has a new shape.
 
     is_by_length = True
 
@@ -503,19 +506,19 @@ class LengthSampler(UnevenBatchSampler):
     def sizes_at(
         self, first: int, epoch: int | None = None, schedule: Any = None
     ) -> tuple[int, ...]:
-        """Return each rank's number of rows in the batch that begins at row `first` of the order.
+        """Return each rank's number of rows in the batch that begins at `first`.
 
-        The number is 0 for a rank with a filler row only. By default, `epoch` is the current one.
-        `schedule` is ignored.
+        0 for a rank with a filler row only. By default, `epoch` is the current one. `schedule` is
+        ignored.
         """
-        # lengths determine these numbers
+        # `first` is a row's position in the epoch's order. Lengths determine the numbers of rows,
+        # not `schedule`.
         return self.assignment_at(first, self.epoch if epoch is None else epoch).sizes
 
     def pass_sizes(self, first: int, epoch: int) -> tuple[int, ...]:
         """Return the number of rows in each of this rank's passes of a batch.
 
-        The batch begins at row `first` of the epoch's order. The result is (0,) if the rank has
-        only a filler row.
+        The batch begins at row `first` of the epoch's order. (0,) for only a filler row.
         """
         return tuple(map(len, self.assignment_at(first, epoch).passes[self.rank])) or (0,)
 
@@ -556,9 +559,9 @@ class LengthSampler(UnevenBatchSampler):
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
         """Return an iterator over the batch of each step, made from the fetched passes.
 
-        A batch of several passes is an AssignedBatch. If every batch has a single pass on every
-        rank, the passes are the batches.
+        A batch of several passes is an AssignedBatch.
         """
+        # If every batch has a single pass on every rank, the passes are the batches.
         rows = map(self.pass_sizes, self._firsts(), repeat(self.epoch))
         return (
             (AssignedBatch(list(islice(fetched, len(own))), own) for own in rows)

@@ -13,17 +13,16 @@ from ...errors import RequestError
 
 
 class AssignedBatch:
-    """A rank's batch in passes, with rows assigned by length; each pass is collated separately.
+    """A rank's batch in passes, with rows assigned by length.
 
-    - `passes`: the data of each pass.
-    - `rows`: number of rows of each pass.
-
-    Using it like a normal batch raises RequestError.
+    Using the batch like a normal one raises RequestError.
     """
 
+    # Each pass is collated separately.
+
     def __init__(self, passes: Sequence[Any], rows: Sequence[int]) -> None:
-        self.passes = passes
-        self.rows = rows
+        self.passes = passes  # the data of each pass
+        self.rows = rows  # number of rows of each pass
 
     def map(self, function: Callable[[Any], Any]) -> AssignedBatch:
         """Return the batch with `function` applied to the data of each pass."""
@@ -111,11 +110,13 @@ def each_item(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 def cut_rows(data: Any, start: int, stop: int, rows: int) -> Any:
-    """Return rows `start` to `stop` - 1 of a batch of `rows` rows, in the same structure.
+    """Return rows `start` to `stop` - 1 of a batch, in the same structure.
 
-    Tensors, arrays, and lists with one item per row, such as texts, are cut. Numbers and scalar
-    tensors are returned whole. Raises RequestError for anything else.
+    `rows` is the batch's number of rows. Scalars are returned whole. Raises RequestError for data
+    that can't be cut.
     """
+    # Tensors, arrays, and lists with one item per row, such as texts, can be cut. Numbers and
+    # scalar tensors are scalars.
     shape = getattr(data, "shape", None)
     if shape is not None:
         return _cut_tensor(data, shape, start, stop, rows)
