@@ -184,7 +184,7 @@ def _describe_set_link(
     others: Sequence[LinkMeasurement],
     here: Transport,
 ) -> Check:
-    """Return the check of a link whose transport environment variables select.
+    """Return a link's check if environment variables select the transport.
 
     - `here`: the selected transport.
     - `own`: the measurement over the default transport, made without these variables.

@@ -119,9 +119,9 @@ class EventThread:
         self._thread = threading.Thread(target=self._drive, name="evener-session", daemon=True)
 
     def run(self, report: Callable[[Event], object]) -> None:
-        """Do the work on this thread, and pass each event to `report` as it happens.
+        """Do the work on this thread, and report each event.
 
-        Other threads may call `report` too.
+        `report` is called with each event as it happens. Other threads may call `report`, too.
         """
         self._emit = report
         self._work()
@@ -137,7 +137,10 @@ class EventThread:
         return iter(self._next_event, None)
 
     def stop(self) -> None:
-        """Request that the work ends soon. Safe to call from any thread or signal handler."""
+        """Request that the work ends soon.
+
+        Any thread or signal handler may call this.
+        """
         self._halt.set()
         self._going.set()
 

@@ -115,7 +115,10 @@ class Family(ABC):
 
     @property
     def traits(self) -> Traits:
-        """The traits that all layouts of the family share, such as training on one device."""
+        """The traits that all layouts of the family share.
+
+        Training on one device is such a trait.
+        """
         return KINDS[self.kind]
 
     @abstractmethod
@@ -144,7 +147,7 @@ class Family(ABC):
 
 
 def write_rows(layout: Layout) -> str:
-    """Return the samples per device of a layout as text, such as `826 + 571`.
+    """Return a layout's samples per device as text, such as `826 + 571`.
 
     For a layout with many devices, return only the sum.
     """
@@ -163,7 +166,7 @@ def write_devices(layout: Layout, labels: Sequence[str]) -> str:
 
 
 def write_ratios(layout: Layout, ratios: Sequence[float]) -> str:
-    """Return the fractions of the work on a layout's devices as text, such as `0.591 : 0.409`.
+    """Return the work's fractions per device as text, such as `0.591 : 0.409`.
 
     `ratios` has the fraction of every device. Return "" for a layout with many devices.
     """
@@ -186,7 +189,10 @@ class SoloFamily(Family):
         return view.singles
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name of the best solo layout or, with `another`, of a second one."""
+        """Return the name of the best solo layout.
+
+        With `another`, the name is that of a second one.
+        """
         return "another single device" if another else BEST_SINGLE
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
@@ -196,7 +202,10 @@ class SoloFamily(Family):
 
 
 def device_counts(devices: int) -> tuple[int, ...]:
-    """Return the numbers of devices to measure even splits for: 2, 4, 8, ... and all."""
+    """Return the numbers of devices to measure even splits for.
+
+    They are 2, 4, 8, ... and all.
+    """
     counts = []
     count = 2
     while count < devices:
@@ -256,7 +265,10 @@ class EvenFamily(Family):
         return f"another {name}" if another else name
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the layout as text, such as `128 + 128 on GPU:0 + GPU:1, split evenly`."""
+        """Return the layout as text.
+
+        An example is `128 + 128 on GPU:0 + GPU:1, split evenly`.
+        """
         return f"{write_rows(layout)} on {write_devices(layout, labels)}, split evenly"
 
 
@@ -271,9 +283,10 @@ class SplitFamily(Family):
     in_balance = True
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return the split that is predicted to be fastest, and others that may be faster.
+        """Return the splits that may be fastest.
 
-        A single device is among them if it may be faster.
+        The split that is predicted to be fastest comes first. A single device is among them if it
+        may be faster.
         """
         return view.splits
 
@@ -353,9 +366,10 @@ class PackFamily(Family):
     plural = "packs"
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return the best measured pack for each way to share a device, such as MPS.
+        """Return the best measured pack for each way to share a device.
 
-        If none has been measured yet for one of these ways, the list has the pack to measure first.
+        MPS is such a way. If no pack has been measured yet for a way, the list has the pack to
+        measure first.
         """
         return view.packs
 
@@ -365,7 +379,10 @@ class PackFamily(Family):
         return f"another {name}" if another else name
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the layout as text, such as `5 trainings of 256 side by side on GPU:0`."""
+        """Return the layout as text.
+
+        An example is `5 trainings of 256 side by side on GPU:0`.
+        """
         where = f"{write_devices(layout, labels)}{MODES.get(layout.placement, '')}"
         return f"{layout.processes} trainings of {layout.global_batch} side by side on {where}"
 
@@ -383,7 +400,10 @@ def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
 
 
 class PlaceFamily(Family):
-    """One training in one process: the workload places the parts of its model on the devices."""
+    """One training in one process.
+
+    The workload places the parts of its model on the devices.
+    """
 
     name = kind = "place"
     fewest_devices = 2

@@ -41,9 +41,10 @@ MOST_DEVICES = 1024  # half a million pairs of devices are compared per decision
 
 
 def make_job(request: Request) -> Job:
-    """Find the devices and the workload of a request, check everything, and return the job.
+    """Check a request, and return the job for it.
 
-    Raises RequestError or DeviceError, which says what is wrong or missing.
+    The devices and the workload of the request are found. Raises RequestError or DeviceError, which
+    says what is wrong or missing.
     """
     check_request(request)
     found = discover(request.devices, ray_address=request.ray_address)

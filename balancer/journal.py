@@ -42,14 +42,17 @@ NAME_ONE = "Give journal.jsonl of a search's folder, or the run's id."
 
 
 class UnwrittenError(RequestError):
-    """A line can't be written to the journal, for example because the disk is full.
+    """A line can't be written to the journal.
 
-    Earlier lines are intact.
+    The disk may be full, for example. Earlier lines are intact.
     """
 
 
 class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
-    """The first line of a journal: the request, and the devices that were found for it."""
+    """The first line of a journal.
+
+    It has the request, and the devices that were found for it.
+    """
 
     run: str
     created: str  # UTC, RFC 3339
@@ -87,7 +90,10 @@ class AskedEntry(msgspec.Struct, frozen=True, tag="asked", tag_field="entry"):
 
 
 class ObservationEntry(msgspec.Struct, frozen=True, tag="seen", tag_field="entry"):
-    """The result of one probe, and the time on the session's clock at which it arrived."""
+    """The result of one probe, and the time at which it arrived.
+
+    The time is that of the session's clock.
+    """
 
     seen: Observation
     at_seconds: float
@@ -184,7 +190,10 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def ended(self) -> Finished | None:
-        """The entry with which the run ended most recently, if it has a plan; otherwise, None."""
+        """The entry with which the run ended most recently.
+
+        None if this entry has no plan, or if the run hasn't ended.
+        """
         last = self.last_end
         return last if isinstance(last, Finished) else None
 
@@ -349,9 +358,10 @@ def _check_schema(text: bytes, path: Path) -> None:
 
 
 def _check_against_header(entry: Entry, header: Header, where: str, foreign: bool) -> LaterEntry:
-    """Return the entry if it fits the header; otherwise, raise RequestError.
+    """Return the entry if it fits the header.
 
-    A second header never fits. `where` names the entry's line in the message.
+    Otherwise, raise RequestError. A second header never fits. `where` names the entry's line in the
+    message.
     """
     if isinstance(entry, Header):
         raise RequestError(

@@ -15,10 +15,10 @@ ADAPTER_BYTES = 16 * 0.01  # each device holds the whole adapters
 
 
 class TrainingMethod(msgspec.Struct, frozen=True):
-    """A training method, with the memory of its state in bytes per parameter of the model.
+    """A training method, with the memory of its state.
 
-    In sharded training, `divided_bytes` are divided among the devices. Each device holds all of the
-    `whole_bytes`.
+    The memory is in bytes per parameter of the model. In sharded training, `divided_bytes` are
+    divided among the devices. Each device holds all of the `whole_bytes`.
     """
 
     kind: str
@@ -34,9 +34,9 @@ class TrainingMethod(msgspec.Struct, frozen=True):
         return round(parameters * (self.divided_bytes + self.whole_bytes))
 
     def largest_whole(self, limits: Sequence[int]) -> int:
-        """Return the most parameters that a model can have if each device holds the whole model.
+        """Return the parameters of the largest model that devices can hold whole.
 
-        `limits` are the devices' memory in bytes.
+        Each device holds the whole model. `limits` are the devices' memory in bytes.
         """
         return int(min(limits) / (self.divided_bytes + self.whole_bytes))
 

@@ -33,9 +33,9 @@ class Objective(msgspec.Struct, frozen=True):
     needs_energy: bool = False  # needs the power of the devices
 
     def value(self, samples_per_second: float, turns: Iterable[Timed]) -> float:
-        """Return the metric's value for a layout that trains at this rate; 0 if it is unknown.
+        """Return the metric's value for a layout with this rate.
 
-        `turns` are the measurements of the layout.
+        The value is 0 if it is unknown. `turns` are the measurements of the layout.
         """
         return samples_per_second
 
@@ -56,9 +56,9 @@ class Objective(msgspec.Struct, frozen=True):
 
 
 def mean_power(turns: Iterable[Timed]) -> Power | None:
-    """Return the mean power, in watts, over the turns in which every device reported its power.
+    """Return the mean power of several turns in watts.
 
-    Return None if there are no such turns.
+    Only turns in which every device reported its power count. Return None if there are none.
     """
     known = [seen.power for seen in turns]
     return Power.mean([power for power in known if power is not None])

@@ -34,7 +34,10 @@ RENAMED_IN = (
 
 
 def upgrade_verdict(verdict: dict[str, Any]) -> dict[str, Any]:
-    """Return a verdict that was decoded from JSON, with its fields renamed to today's names."""
+    """Return a verdict with today's names of its fields.
+
+    The verdict was decoded from JSON.
+    """
     upgraded = dict(verdict)
     for old, new in RENAMED:
         _rename(upgraded, old, new)

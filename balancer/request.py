@@ -24,9 +24,9 @@ MICROS = ("auto", "off")
 
 
 class Request(msgspec.Struct, frozen=True):
-    """The devices, the workload and the options of a search, as the user gave them.
+    """A user's request for a search: devices, workload and options.
 
-    The journal stores the whole request, so a run can be resumed by its id.
+    The journal stores the whole request. A run can therefore be resumed by its id.
     """
 
     devices: str = "auto"

@@ -51,9 +51,10 @@ class OpenRun(msgspec.Struct):
 
     @property
     def record(self) -> JournalContents:
-        """A copy of everything that the run has written to its journal, now or in earlier sessions.
+        """A copy of everything that the journal of the run has.
 
-        Copying is slow, so don't read it for each entry.
+        Entries may be from now or from earlier sessions. Copying is slow: don't read this for each
+        entry.
         """
         before = self.began_with
         return msgspec.structs.replace(before, entries=(*before.entries, *self._written))
@@ -67,7 +68,10 @@ class OpenRun(msgspec.Struct):
         self._written.append(entry)
 
     def close(self) -> None:
-        """Close the journal and release the run and its devices. May be called more than once."""
+        """Close the journal, and release the run and its devices.
+
+        This may be called more than once.
+        """
         self.locks.close()
 
 

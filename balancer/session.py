@@ -93,9 +93,10 @@ class Session(EventThread):
         return report
 
     def stop(self) -> None:
-        """Stop soon, with the best plan so far. Safe to call from any thread or signal handler.
+        """Stop soon, with the best plan so far.
 
-        The event Finished then says that the session was interrupted.
+        Any thread or signal handler may call this. The event Finished then says that the session
+        was interrupted.
         """
         self._interrupted = True
         super().stop()

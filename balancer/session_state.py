@@ -158,9 +158,10 @@ def chosen_layout(state: SessionState) -> Layout | None:
 
 
 def smallest_out_of_memory(state: SessionState, device: int) -> int | None:
-    """Return the fewest rows in one pass for which a device alone ran out of memory.
+    """Return the smallest pass for which a device ran out of memory.
 
-    `device` is the device's position. Return None if it never ran out of memory.
+    The size is in rows, and the device was alone. `device` is its position. Return None if it never
+    ran out of memory.
     """
     failed = [
         entry.seen.probe.layout.pass_rows[device]
@@ -171,9 +172,9 @@ def smallest_out_of_memory(state: SessionState, device: int) -> int | None:
 
 
 def largest_run(state: SessionState, device: int) -> int:
-    """Return the most rows that a device has computed in one pass; 0 if nothing ran on it.
+    """Return the most rows that a device computed in one pass.
 
-    `device` is its position.
+    The number is 0 if nothing ran on the device. `device` is its position.
     """
     return max((each.probe.layout.pass_rows[device] for each in timed(state)), default=0)
 
@@ -226,9 +227,9 @@ def _rival(
 
 
 def rivals(state: SessionState) -> tuple[RatedLayout, ...]:
-    """Return the plan, or the best layout so far, followed by the layouts to compare it with.
+    """Return the best layout, then the layouts to compare it with.
 
-    Only layouts that were measured are returned.
+    The best layout is the plan, or the best one so far. Only measured layouts are returned.
     """
     if state.finished is None:
         return _rivals_so_far(state)
@@ -527,9 +528,10 @@ def _speeds(points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], .
 
 
 def seconds_left(state: SessionState) -> float | None:
-    """Return the part of the budget that is left, in seconds; 0 if it is used up.
+    """Return how many seconds of the budget are left.
 
-    Return None if there is no budget or the session has ended.
+    The number is 0 if the budget is used up. Return None if there is no budget or the session has
+    ended.
     """
     if state.budget_seconds is None or state.finished is not None or state.ended:
         return None

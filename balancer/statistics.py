@@ -98,7 +98,10 @@ def _pool_lone(differences: Sequence[float], fitted: int) -> float:
 
 
 def relative_half_width(interval: Interval) -> float:
-    """Return half of the interval's width, divided by its value; infinite for a value of 0."""
+    """Return half of the interval's width, divided by its value.
+
+    The result is infinite for a value of 0.
+    """
     return (interval.high - interval.low) / 2 / interval.value if interval.value > 0 else math.inf
 
 

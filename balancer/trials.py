@@ -253,9 +253,9 @@ def _measure_alone(
 
 
 class DryRunDevice(msgspec.Struct, frozen=True):
-    """A device with its memory, and the largest batch that should fit in one pass.
+    """A device with its memory, and the largest batch that should fit.
 
-    `memory_bytes` and `largest_batch` are None if unknown.
+    The batch is computed in one pass. `memory_bytes` and `largest_batch` are None if unknown.
     """
 
     label: str
@@ -311,7 +311,10 @@ class DryRunResult(msgspec.Struct, frozen=True):
     )
 
     def write_tried(self) -> str:
-        """Return on which device the workload was built, and how long its steps took, as text."""
+        """Return as text what the dry run did.
+
+        The text has the device on which the workload was built, and how long its steps took.
+        """
         what = "A simulated model" if self.simulated else self.workload
         if not self.simulated and self.framework != "none":
             what += f" ({self.framework})"

@@ -25,7 +25,10 @@ Position = Annotated[int, Meta(ge=0, lt=4096)]
 
 
 class Stage(StrEnum):
-    """The stage of a search that a probe belongs to. It says what the probe is for."""
+    """The stage of a search that a probe belongs to.
+
+    The stage says what the probe is for.
+    """
 
     SOLO = "solo"
     """Exploration: every device alone, all at the same time."""
@@ -77,7 +80,10 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def traits(self) -> Traits:
-        """The properties that all layouts of this kind have, such as training on one device."""
+        """The properties that all layouts of this kind have.
+
+        Training on one device is such a property.
+        """
         return KINDS[self.kind]
 
     @property
@@ -126,14 +132,18 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def by_rows(self) -> bool:
-        """True if each device gets a fixed number of rows, in the order of the data.
+        """True if each device gets a fixed number of rows.
 
-        False if rows are assigned by the cost of their length, or if all have one length.
+        The rows are in the order of the data. False if rows are assigned by the cost of their
+        length, or if all have one length.
         """
         return not (self.costs or self.length)
 
     def passes(self, position: int) -> int:
-        """Return the number of passes in which a device computes its share; 0 if it is unused."""
+        """Return the number of passes in which a device computes its share.
+
+        The number is 0 if the device is unused.
+        """
         share = self.shares[position]
         return count_passes(share, self.pass_rows[position]) if share else 0
 
@@ -216,11 +226,17 @@ class Power(msgspec.Struct, frozen=True):
 
     @property
     def watts(self) -> float:
-        """The power of all devices in watts. Idle devices count, because they also cost energy."""
+        """The power of all devices in watts.
+
+        Idle devices count, because they also cost energy.
+        """
         return self.active_watts + self.idle_watts
 
     def samples_per_joule(self, samples_per_second: float) -> float | None:
-        """Return the samples per joule of all devices together; None if they draw no power."""
+        """Return the samples per joule of all devices together.
+
+        Return None if they draw no power.
+        """
         return samples_per_second / self.watts if self.watts else None
 
     @classmethod
@@ -234,9 +250,10 @@ class Power(msgspec.Struct, frozen=True):
 
 
 class PartSeconds(msgspec.Struct, frozen=True):
-    """Parts of one device's step besides its compute time (own work), in seconds; None if unknown.
+    """Parts of one device's step besides its compute time.
 
-    The parts may overlap. For example, a process that lacks CPU cores also fetches its rows late.
+    Compute time is the device's own work. Times are in seconds; None if unknown. The parts may
+    overlap: for example, a process that lacks CPU cores also fetches its rows late.
     """
 
     input_seconds: Amount | None = None  # waiting for the rows of a batch
@@ -257,9 +274,9 @@ class PartSeconds(msgspec.Struct, frozen=True):
 
 
 class KeptBatch(msgspec.Struct, frozen=True):
-    """The duration of a step that reuses one batch, in seconds, with its 95 % interval.
+    """The seconds of a step that reuses one batch.
 
-    Such a step doesn't wait for input.
+    The duration has its 95 % interval. Such a step doesn't wait for input.
     """
 
     step_seconds: Amount
@@ -268,9 +285,9 @@ class KeptBatch(msgspec.Struct, frozen=True):
 
 
 class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
-    """A layout that ran: the duration of an optimizer step in seconds, with its 95 % interval.
+    """A layout that ran, with the seconds of an optimizer step.
 
-    A step ends when all devices have finished it.
+    The duration has its 95 % interval. A step ends when all devices have finished it.
     """
 
     probe: Probe
@@ -308,9 +325,10 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def lone(self) -> bool:
-        """True if only one step was timed, because it took longer than the probe's whole time.
+        """True if only one step was timed.
 
-        The variation between steps is then unknown.
+        The step took longer than the probe's whole time. The variation between steps is then
+        unknown.
         """
         return self.steps == 1
 
@@ -339,7 +357,10 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def padding(self) -> float:
-        """The fraction of the computed tokens that is padding; 0 if rows have no lengths."""
+        """The fraction of the computed tokens that is padding.
+
+        The fraction is 0 if rows have no lengths.
+        """
         padded = sum(each.padded for each in self.work if each)
         return 1 - self.tokens / padded if padded else 0.0
 
@@ -390,9 +411,10 @@ KNOBS_BEGAN_AT = 1000  # journals up to 0.1: race turns from this number on comp
 
 
 def upgrade_probe(probe: Probe) -> Probe:
-    """Return a probe that was read from a journal of version 0.1 or older, with today's stage.
+    """Return a probe of an old journal with today's stage.
 
-    The stage "rest" was then a part of "split", and "knobs" a part of "race".
+    The journal is of version 0.1 or older. The stage "rest" was then a part of "split", and "knobs"
+    a part of "race".
     """
     if probe.stage == Stage.SPLIT and probe.layout.traits.alone:
         return msgspec.structs.replace(probe, stage=Stage.REST)
@@ -419,7 +441,10 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """The throughput of a layout over all turns in which it was measured, in samples/s."""
+    """The throughput of a layout in samples/s.
+
+    It is that of all turns in which the layout was measured.
+    """
 
     layout: Layout
     throughput: Interval
@@ -440,7 +465,10 @@ class PredictedCurve(msgspec.Struct, frozen=True):
 
 
 class Belief(msgspec.Struct, frozen=True):
-    """What a search predicts for each device, and a message about what it measures next."""
+    """What a search predicts for each device.
+
+    A message says what the search measures next.
+    """
 
     curves: tuple[PredictedCurve, ...]
     doing: str  # a message: what is being measured and why
@@ -484,9 +512,10 @@ class KnownLink(msgspec.Struct, frozen=True):
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """The problem that a search solves: devices, limits on the batch, and what to maximize.
+    """The problem that a search solves.
 
-    `memory_bytes` is the memory that a training process can use on each device; None if unknown.
+    It has devices, limits on the batch, and what to maximize. `memory_bytes` is the memory that a
+    training process can use on each device; None if unknown.
     """
 
     devices: int

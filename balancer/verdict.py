@@ -250,9 +250,10 @@ class ReplacedLayout(msgspec.Struct, frozen=True):
 
 
 class Unfinished(msgspec.Struct, frozen=True):
-    """A phase before the timed steps that some probes hadn't finished when the search ended.
+    """A phase that probes hadn't finished when the search ended.
 
-    `name` is what was imported or built. `seconds` is the time spent in the phase.
+    The phase comes before the timed steps. `name` is what was imported or built. `seconds` is the
+    time spent in the phase.
     """
 
     phase: str  # importing | loading | building | preparing | warming up
@@ -273,9 +274,9 @@ class TakenMemory(msgspec.Struct, frozen=True):
 
 
 class CodeLimit(msgspec.Struct, frozen=True):
-    """A number of rows above which the user's code fails, though there is enough memory.
+    """A number of rows above which the user's code fails.
 
-    Shares therefore stay at or below `rows`.
+    There is enough memory for more. Shares therefore stay at or below `rows`.
     """
 
     rows: int  # the most rows that ran below the limit

@@ -92,7 +92,10 @@ def find_single(verdict: Verdict) -> Rival | None:
 
 
 def is_equal(rival: Rival) -> bool:
-    """True if a rival ties with the plan and their measured difference is at most 3 %."""
+    """True if a rival counts as equally fast as the plan.
+
+    It ties with the plan, and their measured difference is at most 3 %.
+    """
     gap = rival.difference
     return rival.tie and gap is not None and abs(gap.value) <= UNCLEAR
 

@@ -195,7 +195,7 @@ def _write_smallest_steps(
 
 
 def _active(seen: Sequence[Observation], outcome: type[Observation]) -> set[int]:
-    """Return the positions of the devices whose probes had this outcome."""
+    """Return the positions of all devices in probes with this outcome."""
     return {
         i
         for observation in seen

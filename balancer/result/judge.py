@@ -63,9 +63,10 @@ COVERS = 0.8  # fraction of a loss that a cause must explain to be named
 
 
 class SearchEnd(msgspec.Struct, frozen=True):
-    """Why and when a run ended, and which phases of probes were unfinished at that time.
+    """Why and when a run ended.
 
-    `seconds` is the time on the run's clock.
+    It also has the phases of probes that were unfinished then. `seconds` is the time on the run's
+    clock.
     """
 
     end: End
@@ -230,9 +231,10 @@ def cost_ratios(costs: Sequence[Cost | None], row_tokens: float) -> tuple[float,
 
 
 def waiting_share(seen: Sequence[Timed]) -> float | None:
-    """Return the fraction of a step in which the busiest device waits for others or for data.
+    """Return the fraction of a step in which the busiest device waits.
 
-    It is the mean over the measurements `seen`. Return None if a device's compute time is unknown.
+    It waits for others or for data. The fraction is the mean over the measurements `seen`. Return
+    None if a device's compute time is unknown.
     """
     own = _own_seconds(seen)
     if own is None or any(timed.step_seconds <= 0 for timed in seen):
@@ -243,7 +245,10 @@ def waiting_share(seen: Sequence[Timed]) -> float | None:
 
 
 def padding_share(seen: Sequence[Timed]) -> float:
-    """Return the mean fraction of computed tokens that is padding; 0 if `seen` is empty."""
+    """Return the mean fraction of computed tokens that is padding.
+
+    The fraction is 0 if `seen` is empty.
+    """
     return fmean([timed.padding for timed in seen] or [0.0])
 
 
@@ -671,7 +676,10 @@ def _name_missing(candidate: Candidate, devices: int) -> str:
 
 
 def find_replaced(report: SearchReport, devices: int) -> tuple[ReplacedLayout, ...]:
-    """Return the layouts that ran out of memory, each with the smaller layout that replaced it."""
+    """Return the layouts that ran out of memory.
+
+    Each comes with the smaller layout that replaced it.
+    """
     return tuple(
         ReplacedLayout(
             name_layout(wished, devices),
@@ -689,7 +697,7 @@ def _round_enough(report: SearchReport) -> int:
 def find_short_budget(
     report: SearchReport, seen: Sequence[Observation], end: SearchEnd
 ) -> ShortBudget | None:
-    """Return a note that the budget ran out before any split was measured, if it did.
+    """Return a note if the budget ended before a split was measured.
 
     The note has the seconds that starting processes took, and a budget that should be enough.
     """

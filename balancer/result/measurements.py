@@ -189,9 +189,10 @@ PHASES = ("building", "preparing", "warming up", "measuring")
 
 
 def strip_location(detail: str) -> str:
-    """Return the error in a failure's detail, without the device, the phase and the file.
+    """Return the error alone from a failure's detail.
 
-    A detail is, for example, `GPU:0, warming up: train.py:12: ValueError: why (traceback in FILE)`.
+    The device, the phase and the file are left out. A detail is, for example, `GPU:0, warming up:
+    train.py:12: ValueError: why (traceback in FILE)`.
     """
     error = detail.partition(" (traceback in ")[0].rstrip(".")
     for phase in PHASES:
@@ -231,9 +232,9 @@ def find_unequal_devices(
 
 
 def find_taken_bytes(seen: Iterable[Observation]) -> dict[int, int]:
-    """Return the largest number of bytes that other processes held on each device, by position.
+    """Return the most bytes that other processes held on each device.
 
-    Devices on which they held nothing are left out.
+    The keys are the devices' positions. Devices on which they held nothing are left out.
     """
     most: dict[int, int] = {}
     for observation in seen:

@@ -63,9 +63,9 @@ def name_all(candidates: Sequence[Candidate], devices: int) -> tuple[str, ...]:
 
 
 def list_samples(layout: Layout) -> str:
-    """Return the samples of each device that has any as text, such as "820 + 568".
+    """Return the samples of each device that has any, as text.
 
-    Several passes are written as in "(820 = 2 × 410) + 568".
+    An example is "820 + 568". Several passes are written as in "(820 = 2 × 410) + 568".
     """
     return join_shares([(layout.shares[i], layout.pass_rows[i]) for i in layout.computing])
 
@@ -216,9 +216,9 @@ def find_own_family(layout: Layout) -> Family:
 
 
 def name_rivals(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) -> tuple[str, ...]:
-    """Return a name for each rival, all distinct and different from the chosen layout's name.
+    """Return a distinct name for each rival.
 
-    `devices` is the number of devices of the request.
+    No name is that of the chosen layout. `devices` is the number of devices of the request.
     """
     layout = chosen.layout
     own = Candidate(find_own_family(layout), layout)
@@ -264,7 +264,7 @@ def is_comparable(
 
 
 def printed_gain(own: float, other: float) -> float:
-    """Return the gain of `own` over `other`, computed from the two rates as they are printed."""
+    """Return the gain of `own` over `other` from the printed rates."""
     first, second = (float(rate(one).replace(" ", "")) or one for one in (own, other))
     return first / second - 1
 

@@ -1143,10 +1143,10 @@ WARNINGS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
 
 
 def write_end(verdict: Verdict, words: str) -> str:
-    """Return why the search ended, as text, with the names of layouts that tie with the plan.
+    """Return why the search ended, as text.
 
-    `words` is the usual text for the reason. Return "" if the reason would contradict the
-    recommendation.
+    The text names the layouts that tie with the plan. `words` is the usual text for the reason.
+    Return "" if the reason would contradict the recommendation.
     """
     # the search had nothing left to measure, but the recommendation is to measure again
     again = verdict.recommendation is not None and verdict.recommendation.action == "measure_again"
@@ -1208,9 +1208,10 @@ def _needs_time(finished: Finished) -> bool:
 
 
 def recommends_plan(finished: Finished) -> bool:
-    """True if the verdict recommends training with the plan; False if the devices are simulated.
+    """True if the verdict recommends training with the plan.
 
-    Verdicts of older versions have no recommendation, and count as True.
+    False if the devices are simulated. Verdicts of older versions have no recommendation, and count
+    as True.
     """
     found = finished.found
     if found is None or found.recommendation is None:
@@ -1243,9 +1244,9 @@ def find_one_device_command(finished: Finished) -> str:
 
 
 def write_training_step(plan: Plan, path: str) -> str:
-    """Return a line that says how to train with the plan in the file `path`.
+    """Return a line that says how to train with a plan.
 
-    Return "" if there is no script to launch.
+    `path` is the plan's file. Return "" if there is no script to launch.
     """
     command = find_training_command(plan, path)
     hosts = [host for host in dict.fromkeys(share.host for share in plan.layout.active) if host]

@@ -218,10 +218,10 @@ class _Measured:
         return self.scale(max(0.0, step.step_seconds - self.closer.enqueued_seconds))
 
     def scale(self, seconds: float) -> float:
-        """Convert a time that `closer` measured to the verdict's step time.
+        """Convert a measured time to the scale of the verdict's step time.
 
-        Both are in seconds per step. `closer` is the last measurement that also timed steps without
-        a wait.
+        `seconds` is a time per step in the measurement `closer`, the last one that also timed steps
+        without a wait. The result is in seconds per step of the verdict.
         """
         assert self.closer is not None
         # a measurement that looks at more of a step may be slower
@@ -361,9 +361,10 @@ def _describe_link(measured: _Measured, devices: Sequence[Device]) -> str:
 def find_link(
     seen: Sequence[Observation], layout: Layout, devices: Sequence[Device]
 ) -> Link | None:
-    """Return the link between a layout's devices from the last measurement that has its speed.
+    """Return the link between a layout's devices.
 
-    `seen` are all observations. Return None if the link wasn't measured.
+    The last measurement with the link's speed counts. `seen` are all observations. Return None if
+    the link wasn't measured.
     """
     labels = tuple(devices[i].label for i in layout.active)
     for observation in reversed(seen):

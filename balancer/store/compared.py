@@ -60,7 +60,10 @@ PHASES = {
 
 
 class PhaseDifference(msgspec.Struct, frozen=True):
-    """One part of a step in both trainings, in seconds per step, on the first rank."""
+    """The seconds that one part of a step takes in two trainings.
+
+    The times are seconds per step on the first rank.
+    """
 
     name: str
     before_s: float

@@ -32,7 +32,10 @@ MOST_RECORDS = 256  # maximum number of records that are searched
 
 
 class LinkRecord(msgspec.Struct, frozen=True):
-    """The content of a file: measured links, with the driver, the devices and the time."""
+    """The content of a file of measured links.
+
+    It also has the driver, the devices and the time.
+    """
 
     driver: str
     devices: tuple[str, ...]  # ids of the devices, in order
@@ -103,8 +106,9 @@ def list_links(devices: Sequence[Device], driver: str) -> tuple[Link, ...]:
 
 
 def find_known_link(devices: Sequence[Device], driver: str) -> KnownLink | None:
-    """Return the slowest of the measured links that join the largest number of these devices.
+    """Return the slowest link between as many devices as possible.
 
+    Among the measured links of these devices, those that join the largest number of them count.
     Return None if no link was measured.
     """
     newest = _find_newest(devices, driver)

@@ -39,7 +39,11 @@ SLOWED_DEVIATION = 1.2
 
 
 class QuickWindow(NamedTuple):
-    """The time per sample of one window's quick steps, and the fixed loop's time (0 if unknown)."""
+    """The times of one window.
+
+    One is that of the window's quick steps, per sample. The other is that of the fixed loop; 0 if
+    unknown.
+    """
 
     step_s: float  # of a quick step, per sample
     core_s: float  # of the fixed loop

@@ -190,9 +190,9 @@ def find_any(name: str) -> str:
 
 
 def load_training(run: str) -> RecordedTraining | None:
-    """Return the record of the training with this complete id; None if the run is a search.
+    """Return the record of the training with this complete id.
 
-    Raises RequestError if the journal can't be read.
+    Return None if the run is a search. Raises RequestError if the journal can't be read.
     """
     return _read_training(run, _training_path(run)) if _is_training(run) else None
 
@@ -456,9 +456,10 @@ def make_search(
 
 
 def recover(record: JournalContents) -> Finished:
-    """Return the end of a run that was cut off, with a plan made from its measurements.
+    """Return the end of a run that was cut off.
 
-    Raises NoLayoutError if nothing was measured.
+    The end has a plan made from the run's measurements. Raises NoLayoutError if nothing was
+    measured.
     """
     search = make_search(read_job(record.header), record.facts, record.observations)
     report = search.report(record.header.request.own_batch)

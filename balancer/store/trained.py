@@ -37,11 +37,17 @@ class Trained(msgspec.Struct, frozen=True):
 
     @property
     def falls_short(self) -> bool:
-        """True if the last training was more than 5 % slower than the plan predicts."""
+        """True if the last training was much slower than its plan predicts.
+
+        Much slower means more than 5 % slower.
+        """
         return self.part < 1 - SHORT
 
     def write_reason(self) -> str:
-        """Return a clause that says why the last training was slow, or that it isn't known."""
+        """Return why the last training was slow, as a clause.
+
+        If the reason isn't known, the clause says that.
+        """
         return "; ".join(self.why) or "why isn't known from its journal"
 
 
