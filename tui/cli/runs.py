@@ -119,9 +119,9 @@ def list_runs(
 
 
 def _parse_states(text: str | None) -> list[State] | None:
-    """Parse a list of states such as `failed,stopped`; return None for None.
+    """Parse a list of states such as `failed,stopped`.
 
-    Raises RequestError for an unknown state.
+    Return None for None. Raises RequestError for an unknown state.
     """
     words = parse_words(text)
     for word in words or ():

@@ -150,7 +150,10 @@ def result_json(
 
 
 def _write_error(text: str) -> None:
-    """Print a line to standard error. It is safe to call from a signal handler."""
+    """Print a line to standard error.
+
+    A signal handler may call this.
+    """
     with contextlib.suppress(OSError, ValueError):
         os.write(2, f"\nevener: {text}\n".encode())
 
@@ -247,7 +250,10 @@ def search_screen(state: SessionState, width: int) -> tuple[Line, ...]:
 
 
 def _print_line(line: str, live: Live | None) -> None:
-    """Print a line to standard error; with live lines, above them."""
+    """Print a line to standard error.
+
+    Live lines stay below the printed line.
+    """
     if live is not None:
         live.console.print(plain(line), markup=False, highlight=False, soft_wrap=True)
     else:

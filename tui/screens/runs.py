@@ -171,7 +171,10 @@ class RunsScreen(RunActions, SortedScreen):
             right.show(self._plan_lines(chosen, *right.size))
 
     def _draw_differences(self, before: str, after: str) -> None:
-        """Draw how two runs differ; hide the panel unless both are searches."""
+        """Draw how two runs differ.
+
+        The panel is hidden unless both are searches.
+        """
         panel = self.query_one("#differences", Lines)
         lines: tuple[Line, ...] = ()
         with suppress(EvenerError):

@@ -242,9 +242,10 @@ def _ranking(report: ReportData) -> str:
 def _ranking_row(
     bar: Evidence, header: Header, tokens: bool, energy: bool, most: float
 ) -> tuple[str, ...]:
-    """Return the table row of a layout; `bar` has its measurements.
+    """Return the table row of a layout.
 
-    `tokens` and `energy` add columns. `most` is the throughput that fills the whole bar.
+    `bar` has the layout's measurements. `tokens` and `energy` add columns. `most` is the throughput
+    that fills the whole bar.
     """
     # The faint end of the bar is the 95 % interval.
     throughput = bar.throughput

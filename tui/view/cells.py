@@ -78,7 +78,10 @@ def to_ascii(text: str) -> str:
 
 
 def _ascii_sign(sign: str) -> str:
-    """Return a letter without its accents; any other character becomes question marks."""
+    """Return a letter without accents.
+
+    Any other character becomes question marks.
+    """
     if sign.isascii():
         return sign
     letter = unicodedata.normalize("NFKD", sign)[0]

@@ -258,9 +258,9 @@ def _mark(text: str, tone: Tone) -> tuple[Span, ...]:
 
 
 def _add(histories: Sequence[Values]) -> Values:
-    """Return the sum of several devices' values at each tick.
+    """Return several devices' values at each tick, added up.
 
-    It is None at a tick at which a device has no value.
+    The result is None at a tick at which a device has no value.
     """
     return tuple(
         None if None in tick else sum(filter(None, tick)) for tick in zip(*histories, strict=True)

@@ -222,10 +222,10 @@ class BalanceView(UsesApp, Widget):
         self.query_one("#log").styles.height = max(0, left - charts - facts)
 
     def _top_rows(self, width: int, frame: int, most: int) -> int:
-        """Return the height of the top panel, in lines; at most `most`.
+        """Return the height of the top panel in lines.
 
-        The panel shows the result. Before there is one, it shows the search's description and
-        notes. `frame` is the number of lines of its border.
+        The height is at most `most`. The panel shows the result. Before there is one, it shows the
+        search's description and notes. `frame` is the number of lines of its border.
         """
         if self.shows_result:
             with_charts = most - LEAST_CHART - frame - 2

@@ -334,7 +334,10 @@ def _read_data(given: Any) -> Data:
 
 
 def _first_optimizer(given: Any) -> Any:
-    """Return the first optimizer in any result of `configure_optimizers`; None without any."""
+    """Return the first optimizer in any result of `configure_optimizers`.
+
+    None without any.
+    """
     if isinstance(given, Mapping):
         given = given.get("optimizer")
     while isinstance(given, tuple | list):

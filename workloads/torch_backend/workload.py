@@ -500,7 +500,10 @@ class TorchWorkload(Workload, StepListener):
         return context
 
     def _regroup(self, shares: tuple[int, ...]) -> None:
-        """Train with the ranks whose share isn't 0 from now on."""
+        """From now on, train only with the ranks that have rows.
+
+        A rank has no rows if its share is 0.
+        """
         # A new process group is created if the set of ranks has changed, unless the model is
         # sharded.
         members = tuple(rank for rank, share in enumerate(shares) if share)
