@@ -87,7 +87,7 @@ class Block(msgspec.Struct, frozen=True):
 
     @property
     def disturbed(self) -> bool:
-        """True if other processes took a noticeable part of the CPU cores' time in this block."""
+        """True if other processes took a noticeable part of this block's CPU time."""
         return self.cpu_share is not None and self.cpu_share < DISTURBED
 
 
@@ -136,7 +136,10 @@ class BlockTimer:
         return "measuring" if self._steps else "warming up"
 
     def next_steps(self) -> int:
-        """Return the number of steps to run as the next block; 0 if the probe has ended."""
+        """Return the number of steps to run as the next block.
+
+        Return 0 if the probe has ended.
+        """
         if self._is_too_slow():
             return 0
         if not self._steps:
@@ -316,9 +319,10 @@ class BlockTimer:
 
 
 def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[MeasurementDoubt, bool]:
-    """Return a throttling warning, and whether it is serious enough to be reported.
+    """Return a throttling warning, and True if it is serious.
 
-    `clean` are the blocks that weren't disturbed, and `step` is their mean step time.
+    A serious warning is reported. `clean` are the blocks that weren't disturbed, and `step` is
+    their mean step time.
     """
     # the warning's value is the larger of two fractions: the time in which devices report
     # throttling, and the distance of the mean step time from the blocks' median
@@ -393,7 +397,7 @@ def _mean_own_seconds(blocks: Sequence[Block]) -> tuple[float | None, ...]:
 
 
 def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
-    """Return how long each rank spends in each part of a step, in mean seconds per step.
+    """Return each rank's mean seconds per step in each part of a step.
 
     A part is, for example, waiting for input. Return an empty tuple if a block's parts are unknown.
     """
@@ -429,7 +433,7 @@ def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
 
 
 def _find_drift(means: Sequence[float]) -> tuple[float, bool]:
-    """Return the relative change of the step time, and whether it exceeds noise.
+    """Return the step time's relative change, and True if it exceeds noise.
 
     The later half of the blocks is compared with the earlier half.
     """

@@ -533,7 +533,10 @@ class ChildProber:
         progress.stop(stack, f" (stack in {self._error_file})" if saved else "")
 
     def _save_output(self, title: str, output: str) -> bool:
-        """Append a failed child's output to the run's error file; return False on failure."""
+        """Append a failed child's output to the run's error file.
+
+        Return False if that fails.
+        """
         # also False if the run has no error file
         if self._error_file is None:
             return False
@@ -549,14 +552,17 @@ class ChildProber:
         return False
 
     def _free_memory(self, probes: tuple[Probe, ...]) -> None:
-        """Kill the idle children that would leave too little memory for these probes."""
+        """Kill idle children that would leave these probes too little memory."""
         held = {key: group.held_bytes for key, group in self._idle.items()}
         for key in self._memory.groups_to_end(probes, held):
             self._idle.pop(key).end()
 
 
 def needs_link_check(framework: str, devices: Sequence[Device]) -> bool:
-    """True if the link between the ranks on these devices must be checked before they train."""
+    """True if the link between the ranks must be checked before training.
+
+    `devices` are those of the ranks.
+    """
     # NCCL hangs if the driver reports a path between GPUs that the board doesn't have
     return framework == "torch" and not any(device.on_cpu for device in devices)
 

@@ -149,7 +149,10 @@ class Child(RunningChild):
         return thread
 
     def finish(self, code: int, peak_bytes: int = 0) -> None:
-        """Record the exit code and the peak memory that the fork server reports for the child."""
+        """Record the child's exit code and peak memory.
+
+        The fork server reports both.
+        """
         self.alive = False
         self._exit = Exited(code, peak_bytes / self._cap_bytes if self._cap_bytes else 0.0)
         self._ended.set()

@@ -102,7 +102,7 @@ class RankFailure(msgspec.Struct, frozen=True):
 
     @property
     def lost_a_peer(self) -> bool:
-        """True if the text is typical of a rank that failed only because another rank did."""
+        """True if the rank seems to have failed only because another did."""
         return self.cause == "raised" and any(sign in self.detail.lower() for sign in _LOST_A_PEER)
 
 

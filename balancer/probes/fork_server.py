@@ -57,9 +57,9 @@ class ForkRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class SignalRequest(msgspec.Struct, frozen=True, tag=True):
-    """A request to send signal `number` to a child, or to its process group if `group`.
+    """A request to send the signal `number` to a child.
 
-    It is ignored if the child has exited.
+    If `group`, the signal is for its process group. The request is ignored if the child has exited.
     """
 
     key: int
@@ -75,7 +75,10 @@ class ChildForked(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChildExited(msgspec.Struct, frozen=True, tag=True):
-    """A child has exited; `code` is its exit code, negative if a signal killed it."""
+    """A message: a child has exited.
+
+    `code` is its exit code, negative if a signal killed it.
+    """
 
     key: int
     code: int
@@ -263,7 +266,7 @@ class ChildServer(ABC):
 
     @abstractmethod
     def read_log(self) -> bytes:
-        """Return the end of what the server has written to standard output and standard error."""
+        """Return the end of the server's standard output and standard error."""
 
     @abstractmethod
     def close(self) -> None:
@@ -299,9 +302,9 @@ class ChildServer(ABC):
         return key
 
     def send_signal(self, key: int | None, number: int, group: bool = False) -> None:
-        """Send signal `number` to the child with this key, or to its process group if `group`.
+        """Send the signal `number` to the child with this key.
 
-        Does nothing if `key` is None.
+        If `group`, send it to the child's process group. Does nothing if `key` is None.
         """
         if key is not None:
             with suppress(OSError):
@@ -336,7 +339,7 @@ class ChildServer(ABC):
 
     @abstractmethod
     def _release(self) -> None:
-        """Close the channel and any other open files, after the server has exited."""
+        """Close the channel and other open files after the server's exit."""
 
 
 class BuiltServer(ChildServer):
@@ -412,9 +415,10 @@ class ServerProcess(ChildServer):
         return self._process.poll() is None
 
     def send_signal(self, key: int | None, number: int, group: bool = False) -> None:
-        """Send signal `number` to the child with this key, or to its process group if `group`.
+        """Send the signal `number` to the child with this key.
 
-        If `key` is None, send it to the server itself.
+        If `group`, send it to the child's process group. If `key` is None, send it to the server
+        itself.
         """
         if key is None:
             self._process.send_signal(number)

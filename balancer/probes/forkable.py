@@ -78,7 +78,7 @@ class BuildWatch:
             kind.__getitem__ = look_up  # type: ignore[method-assign]
 
     def noting(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
-        """Return a wrapper of `function` that makes a note if the user's code calls it.
+        """Return a wrapper of `function` that notes calls by the user's code.
 
         The note is the text `what`, which names what the function returns.
         """
@@ -90,7 +90,10 @@ class BuildWatch:
         return ask
 
     def note(self, what: str) -> None:
-        """Make the note `what`, if the user's code is on the stack. Only the first note is kept."""
+        """Make the note `what` if the user's code is on the stack.
+
+        Only the first note is kept.
+        """
         frame = sys._getframe(1)
         for _ in range(FRAMES):
             if frame.f_back is None:
@@ -122,7 +125,10 @@ class BuildWatch:
         return self._try_fork(trial)
 
     def _try_fork(self, trial: Callable[[], object]) -> str:
-        """Fork a copy that calls `trial` and exits; return why that failed, or ""."""
+        """Fork a copy that calls `trial` and exits.
+
+        Return why that failed, or "".
+        """
         try:
             pid = os.fork()
         except OSError as error:
@@ -163,7 +169,7 @@ def _wait_for(pid: int, deadline: float) -> int | None:
 
 
 def _list_threads() -> set[str]:
-    """Return the ids of all threads of this process that a copy would lack."""
+    """Return the ids of the threads that a copy would lack."""
     # also of threads that Python doesn't know
     found = set()
     for path in Path("/proc/self/task").iterdir():

@@ -162,10 +162,10 @@ class LocalHost:
         return self.monitor.measure_short(positions, own, clean)
 
     def find_neighbours(self, positions: Iterable[int]) -> dict[int, Neighbours]:
-        """Return the other processes that computed on each device since the last call, by position.
+        """Return the other processes that computed on each device, by position.
 
-        The session's children don't count. A position is left out if the driver lists no child on
-        it.
+        Only computation since the last call counts. The session's children don't count. A position
+        is left out if the driver lists no child on it.
         """
         own = {child.pid for child in self._running if child.alive}
         return self.monitor.find_neighbours(positions, own)
@@ -202,7 +202,10 @@ class HostService(LocalHost):
         self._children: dict[int, Child] = {}
 
     def begin_child(self, key: int, environment: ChildEnvironment, cap_bytes: int | None) -> None:
-        """Start a child under this key. `cap_bytes` is the cap on its memory, if any."""
+        """Start a child under this key.
+
+        `cap_bytes` limits its memory, if given.
+        """
         self._children[key] = self.start_child(key, self._inbox, environment, cap_bytes)
 
     def send(self, key: int, command: Command) -> None:
@@ -227,7 +230,10 @@ class HostService(LocalHost):
         return [(key, self._name_origin(message)) for key, message in messages]
 
     def find_stack(self, key: int) -> Stack | None:
-        """Return the current stack of the child with this key; None if the child doesn't answer."""
+        """Return the current stack of the child with this key.
+
+        Return None if the child doesn't answer.
+        """
         return self._children[key].find_stack()
 
     def end(self, key: int) -> None:
@@ -270,14 +276,20 @@ class RemoteChild(RunningChild):
         self._host.service.begin("send", self._key, command)
 
     def find_stack(self) -> Stack | None:
-        """Return the current stack of the child's main thread; None if the child doesn't answer."""
+        """Return the current stack of the child's main thread.
+
+        Return None if the child doesn't answer.
+        """
         with suppress(HostLostError):
             stack: Stack | None = self._host.ask("find_stack", self._key)
             return stack
         return None
 
     def find_loss(self) -> str:
-        """Return a message that says why the child's host doesn't answer; "" if it does."""
+        """Return the reason why the child's host doesn't answer.
+
+        Return "" if it does.
+        """
         try:
             self._host.ask("available_memory_bytes", seconds=ANSWER_SECONDS)
         except HostLostError as lost:
@@ -489,10 +501,10 @@ class Hosts:
         return found
 
     def find_neighbours(self, positions: Collection[int]) -> Mapping[int, Neighbours]:
-        """Return the other processes that computed on each device since the last call, by position.
+        """Return the other processes that computed on each device, by position.
 
-        The session's children don't count. A position is left out if the driver lists no child on
-        it.
+        Only computation since the last call counts. The session's children don't count. A position
+        is left out if the driver lists no child on it.
         """
         found: dict[int, Neighbours] = {}
         for host in self._with_drivers(positions):
@@ -500,7 +512,7 @@ class Hosts:
         return found
 
     def available_memory_bytes(self) -> int:
-        """Return the available memory, in bytes, of the host that has the least of it.
+        """Return the available bytes of the host with the least memory available.
 
         Lost hosts don't count. Return 0 if all hosts are lost.
         """

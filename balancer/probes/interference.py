@@ -149,7 +149,10 @@ class InterferenceMonitor:
         return found
 
     def _round_up(self, position: int, short: int) -> int:
-        """Return the bytes that other processes hold (`short`), rounded up for the report."""
+        """Return the bytes that other processes hold, rounded up for the report.
+
+        `short` is the exact number of bytes.
+        """
         # small changes aren't reported: the last value is returned until it is exceeded
         if short > self._short.get(position, 0):
             step = max(1, int(STEP * (self._devices[position].memory_bytes or 0)))
@@ -174,7 +177,10 @@ class InterferenceMonitor:
         ]
 
     def _find_watches(self, positions: Iterable[int]) -> dict[int, VitalsWatch]:
-        """Return the watches of the devices on this host, by position; start missing watches."""
+        """Return the watches of the devices on this host, by position.
+
+        Start the watches that are missing.
+        """
         own = self._list_own_positions(positions)
         found = {}
         for position in own:
@@ -262,7 +268,7 @@ class DriverReader(Protocol):
 
 
 class DeviceWatch(DriverReader, Protocol):
-    """The interface of a source of vitals that also lists the other processes on a device."""
+    """A source of vitals that also lists other processes on a device."""
 
     def find_neighbours(self, positions: Collection[int]) -> Mapping[int, Neighbours]: ...
 
@@ -368,7 +374,10 @@ def read_idle(monitor: DriverReader, positions: Collection[int]) -> Mapping[int,
 
 
 def _resident_bytes(pid: int) -> int:
-    """Return a process's resident memory in bytes; 0 if the process has exited."""
+    """Return a process's resident memory in bytes.
+
+    Return 0 if the process has exited.
+    """
     with suppress(psutil.Error):
         return int(psutil.Process(pid).memory_info().rss)
     return 0
@@ -383,7 +392,10 @@ def _unclear_bytes(memory_bytes: int) -> float:
 
 
 def _others_bytes(vitals: Vitals, own: Collection[int], clean: bool) -> int | None:
-    """Return the bytes of a device's memory that other processes hold; None if unknown."""
+    """Return the bytes of a device's memory that other processes hold.
+
+    Return None if the number is unknown.
+    """
     # `own` are the pids of the session's children; `clean`: no child runs on the device
     if vitals.used_bytes is None:
         return None

@@ -39,7 +39,7 @@ MOST_HELD = 256  # maximum number of sockets that are held
 
 
 def choose_engine(resolved: Job, key: Layout) -> str:
-    """Return the name of the engine that synchronizes the devices of a split, such as "ddp".
+    """Return the name of the engine that synchronizes a split, such as "ddp".
 
     Return "" for a layout that isn't a split.
     """
@@ -193,7 +193,7 @@ def reserve_free_ports(count: int, address: str = LOOPBACK) -> list[int]:
 
 
 def _split_memory(device: Device, processes: int) -> Device:
-    """Return the device with its memory limited to one of `processes` equal parts."""
+    """Return the device with one of `processes` equal parts of its memory."""
     size = device.usable_memory_bytes
     part = None if size is None else size // processes
     return msgspec.structs.replace(
@@ -212,16 +212,20 @@ def _compute_share(device: Device) -> float:
 
 
 def _framework_limit(framework: str, device: Device) -> int | None:
-    """Return the memory cap in bytes that the workload must set itself, if any."""
+    """Return the memory cap that the workload must set itself, in bytes.
+
+    Return None if there is none.
+    """
     # the memory of CPU slices in TensorFlow and PyTorch is capped from outside
     own_memory = find_backend(device.kind).own_memory
     return device.limit.memory_bytes if own_memory or framework == "none" else None
 
 
 class RankMap(msgspec.Struct, frozen=True):
-    """The mapping from the ranks of a group to positions of devices in the request.
+    """The mapping from the ranks of a group to positions of devices.
 
-    It also has what is known about the ranks' processes: their threads and busy CPU cores.
+    The positions are those in the request. The mapping also has what is known about the ranks'
+    processes: their threads and busy CPU cores.
     """
 
     # in rank order or, for one child over several devices, in the order of its devices
@@ -264,7 +268,7 @@ class MemoryBudget:
         self._short: dict[int, int] = {}
 
     def estimate_held(self, position: int, peak_bytes: int) -> int:
-        """Return the bytes that a process on a device still holds while it is idle.
+        """Return the bytes that an idle process still holds on a device.
 
         `position` is the device's position. `peak_bytes` is the most that the process has held.
         """
@@ -275,7 +279,10 @@ class MemoryBudget:
         )
 
     def whole(self, position: int) -> int:
-        """Return all bytes of a device that a process may use; 0 if they are unknown."""
+        """Return all bytes of a device that a process may use.
+
+        Return 0 if they are unknown.
+        """
         return self._devices[position].usable_memory_bytes or 0
 
     def record_held(self, position: int, rows: int, held_bytes: int) -> None:

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """A command to meet the other ranks through a file. `world` is the number of ranks."""
+    """A command to meet the other ranks through a file.
+
+    `world` is the number of ranks.
+    """
 
     file: str
     rank: int
@@ -37,11 +40,17 @@ class Sum(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):
-    """The first message of a rank: the framework is imported, and it waits for commands."""
+    """The first message of a rank, which now waits for commands.
+
+    The framework is imported.
+    """
 
 
 class Arrived(msgspec.Struct, frozen=True, tag=True):
-    """The first reply to `Join`: this rank can use its device, and waits for the others."""
+    """The first reply to `Join`: this rank waits for the others.
+
+    It can use its device.
+    """
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):

@@ -432,7 +432,7 @@ class _RankProcess:
 
     @property
     def has_reply(self) -> bool:
-        """True if a whole reply was already read, together with an earlier reply."""
+        """True if a whole reply was already read, with an earlier one."""
         return b"\n" in self._buffer
 
     def receive(self) -> LinkReply | None:

@@ -49,7 +49,7 @@ LONGEST_PACK_SECONDS = 2.0
 
 
 class Timeouts(msgspec.Struct, frozen=True):
-    """The time in seconds that each phase may take before a child is considered hung."""
+    """The seconds after which a child counts as hung, for each phase."""
 
     # seconds each for the imports of a framework from a slow disk, and for the model
     build: float = 600.0
@@ -91,7 +91,10 @@ class ProgressReporter:
         self._entered, self._last = time.monotonic(), float("-inf")
 
     def enter(self, phase: str) -> None:
-        """Begin a phase, such as "measuring", and report it at once if it is new."""
+        """Begin a phase, such as "measuring".
+
+        Report it at once if it is new.
+        """
         if phase != self.phase or self._last < 0:
             self.phase, self._entered, self._last = phase, time.monotonic(), float("-inf")
             self.update()
@@ -106,9 +109,10 @@ class ProgressReporter:
         self.repeat()
 
     def stop(self, stack: Stack, note: str) -> None:
-        """Report in which phase a child was stopped, and at which line of the user's code.
+        """Report in which phase and line of code a child was stopped.
 
-        The line is taken from the child's `stack`. `note` is appended to it.
+        The line is one of the user's code, and is taken from the child's `stack`. `note` is
+        appended to it.
         """
         at = time.monotonic()
         phase = stack.step if self.phase == "building" else self.phase
@@ -220,7 +224,10 @@ class Measurement:
         )
 
     def _measure_limits(self, timing: StepTiming, stop: threading.Event) -> None:
-        """Measure the step's time without input and, on GPUs, without waiting for the host."""
+        """Measure the time of a step without the waiting that slows it.
+
+        That is, without input and, on GPUs, without waiting for the host.
+        """
         on_gpus = not self._ranks.own_cores
         known = [part.input_seconds for part in timing.parts]
         largest = max((each for each in known if each is not None), default=None)
@@ -248,7 +255,7 @@ class Measurement:
         return all(cast(BatchKept, reply).able for reply in replies)
 
     def _time_kept(self, step_seconds: float, stop: threading.Event) -> KeptBatch:
-        """Return the duration of a step on the kept batch, with its interval."""
+        """Return the step's duration, with its interval, while the batch is reused."""
         seconds = max(CLOSER_SHARE * self._probe.seconds, 2 * step_seconds)
         # a warm-up, because cores and GPUs that have waited for rows are slower at first
         self._time_kept_for(seconds / 2, step_seconds, stop)
@@ -270,9 +277,10 @@ class Measurement:
 
     @property
     def busy_cores(self) -> float | None:
-        """The mean number of CPU cores that a step keeps busy, from 1 to the number of threads.
+        """The mean number of CPU cores that a step keeps busy.
 
-        None if unknown, as when the process isn't alone on its cores.
+        It is from 1 to the number of threads. None if unknown, as when the process isn't alone on
+        its cores.
         """
         if not self._work_seconds:
             return None
@@ -313,7 +321,7 @@ class Measurement:
         return self._add_neighbours(timing)
 
     def _add_neighbours(self, timing: StepTiming) -> StepTiming:
-        """Return the timing, extended by how much other programs used each rank's device."""
+        """Return the timing with other programs' use of each rank's device."""
         positions = self._ranks.unique_positions
         if len(timing.parts) != len(positions):
             return timing
@@ -408,7 +416,10 @@ class Measurement:
         )
 
     def _scale_to_mean_tokens(self, ran: Sequence[Ran]) -> Sequence[Ran]:
-        """Return the replies with their times scaled to the data's mean tokens per step."""
+        """Return the replies with times scaled to the mean tokens per step.
+
+        The mean is that of the data.
+        """
         work = [reply.work for reply in ran if reply.work]
         tokens = sum(each.tokens for each in work)
         layout, steps = self._probe.layout, ran[0].steps
@@ -431,10 +442,10 @@ class Measurement:
         ]
 
     def _cpu_share(self, ran: Ran) -> float | None:
-        """Return the fraction of time in which a process had its CPU cores.
+        """Return how much of a block a process had all its CPU cores.
 
-        The time is that of a block, and all cores of the process count. Return None if the fraction
-        is unknown, or if the process doesn't have its cores to itself.
+        The result is a fraction of time. Return None if it is unknown, or if the process doesn't
+        have its cores to itself.
         """
         if not self._ranks.own_cores:
             return None
@@ -451,7 +462,7 @@ class Measurement:
         )
 
     def _make_pack_block(self, ran: Sequence[Ran]) -> Block:
-        """Return the measured block of a pack, from the replies of its trainings."""
+        """Return the measured block of a pack, from its trainings' replies."""
         sizes = [reply.memory_bytes[0] for reply in ran]
         total = None if None in sizes else sum(size for size in sizes if size is not None)
         self._memory_bytes = (total,) * len(ran)

@@ -94,7 +94,7 @@ class MeasureLink(msgspec.Struct, frozen=True, tag=True):
 
 
 class TimeOnDevice(msgspec.Struct, frozen=True, tag=True):
-    """A command to measure a device's time for one step without waiting for the host.
+    """A command to time one step on a device without waiting for the host.
 
     The host enqueues the whole step before the device begins it. The reply is `TimedOnDevice`.
     """
@@ -181,9 +181,9 @@ class TimedOnDevice(msgspec.Struct, frozen=True, tag=True):
 
 
 class MemoryReleased(msgspec.Struct, frozen=True, tag=True):
-    """The reply to `ReleaseMemory`: the bytes that the child still holds on each of its devices.
+    """The reply to `ReleaseMemory`: the bytes held on each device.
 
-    They are None if unknown, or if the framework never releases memory.
+    They are what the child still holds; None if unknown, or if the framework never releases memory.
     """
 
     memory_bytes: Annotated[tuple[Bytes | None, ...], Devices]
@@ -259,7 +259,10 @@ Message = Reply | Exited | InvalidReply | HostLost
 
 
 def parse_reply(text: bytes) -> Reply | InvalidReply:
-    """Return the reply in a line, or InvalidReply with the beginning of an invalid line."""
+    """Return the reply in a line.
+
+    If the line is invalid, return InvalidReply with its beginning.
+    """
     try:
         return reply_decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -64,7 +64,10 @@ def _list_sources(folder: Path) -> Iterator[Path]:
 
 
 class WrittenScript:
-    """A copy of a script in a temporary folder of this host, which `close` deletes."""
+    """A copy of a script in a temporary folder of this host.
+
+    `close` deletes the folder.
+    """
 
     def __init__(self, script: ScriptCopy) -> None:
         self._script = script

@@ -108,7 +108,10 @@ class SimulatedProber:
         return Facts(engine="simulated", workload_digest=digest, state=state)
 
     def close(self) -> None:
-        """Interrupt `measure` if it is waiting for real time to pass. There are no children."""
+        """Interrupt `measure` if it is waiting for real time to pass.
+
+        There are no children to kill.
+        """
         self._closed.set()
 
     def _wait_until(self, virtual: float, stop: threading.Event) -> bool:
@@ -188,7 +191,10 @@ class _SimulatedProbe:
         return self._timed(step, parts, short)
 
     def _usable_bytes(self, position: int) -> int:
-        """Return the memory of the device at `position` that tensors can use, in bytes."""
+        """Return the bytes of a device's memory that tensors can use.
+
+        `position` is the device's position.
+        """
         usable = self._machine.usable_memory_bytes(position)
         shards, layout = self._machine.shards, self._probe.layout
         if shards is None or not layout.state:
@@ -197,7 +203,10 @@ class _SimulatedProbe:
         return round(usable * (1 - shards.fragments))
 
     def _missing(self) -> str:
-        """Return why the simulated machine can't run the layout; "" if it can."""
+        """Return why the simulated machine can't run the layout.
+
+        Return "" if it can.
+        """
         layout = self._probe.layout
         if layout.traits.placed and self._machine.placement(layout.placement) is None:
             return f"the simulated machine has no placement {layout.placement!r}"
@@ -278,9 +287,10 @@ class _SimulatedProbe:
         )
 
     def _mean_watts(self, step: float, parts: tuple[float | None, ...]) -> tuple[float | None, ...]:
-        """Return each device's mean power in watts; empty if no power is known.
+        """Return each device's mean power in watts.
 
-        `parts` has each device's compute time in a step of `step` seconds.
+        `parts` has each device's compute time in a step of `step` seconds. Return an empty tuple if
+        no power is known.
         """
         layout = self._probe.layout
         found = list[float | None]()
@@ -355,9 +365,10 @@ class _SimulatedProbe:
         )
 
     def _draw(self, noise: float, steps: int) -> float:
-        """Return a random factor for the duration of a block of `steps` steps.
+        """Return a random factor for the duration of a block.
 
-        `noise` is the relative standard deviation of a single step's duration.
+        The block has `steps` steps. `noise` is the relative standard deviation of a single step's
+        duration.
         """
         return max(0.01, self._random.gauss(1.0, noise / steps**0.5)) if noise else 1.0
 

@@ -50,9 +50,9 @@ IDLE_SECONDS = 1.0  # seconds without a command after which a child no longer co
 
 
 def main() -> None:
-    """Import the modules that the arguments name, then fork children as requested on a socket.
+    """Import the named modules, then fork children as requested on a socket.
 
-    The first argument is the descriptor of the socket. The other arguments name modules.
+    The first argument is the descriptor of the socket. The other arguments name the modules.
     """
     die_with_parent()
     adopt_orphans()
@@ -269,7 +269,10 @@ class Worker:
         )
 
     def _name_takers(self, starved: Starvation) -> str:
-        """Return the programs that took CPU cores which this process needed; "" for none."""
+        """Return the programs that took CPU cores from this process.
+
+        Return "" if there are none. Only cores that the process needed count.
+        """
         if starved.part < NAMED_FROM:
             return ""
         if time.perf_counter() - self._use.at_s >= LOOK_SECONDS:
@@ -282,7 +285,7 @@ class Worker:
     def _check_loss_and_report(
         self, steps: int, workload: Workload, build: protocol.Build, timed: bool = True
     ) -> None:
-        """Check the loss after `steps` steps, and report the steps to the monitor."""
+        """Check the loss after `steps` steps, and report them to the monitor."""
         self._steps += steps
         if not self._not_finite_step and not workload.loss_is_finite():
             self._not_finite_step = self._steps
@@ -296,9 +299,10 @@ class Worker:
         )
 
     def _run_steps(self, count: int, workload: Workload, build: protocol.Build) -> float:
-        """Run `count` steps and wait for the devices; return the seconds spent spinning.
+        """Run `count` steps and wait for the devices.
 
-        Spinning slows a CPU slice down to its share of a core's speed.
+        Return the seconds spent spinning, which slows a CPU slice down to its share of a core's
+        speed.
         """
         if build.compute < 1:
             return sum(self._run_slowed_step(workload, build) for _ in range(count))
@@ -349,7 +353,7 @@ def _encodable(text: str) -> str:
 
 
 def _without_middle(text: str) -> str:
-    """Return the text of an error, without the middle of a long text.
+    """Return the text of an error, shortened in the middle if it is long.
 
     A text of at most `LONGEST_TEXT` characters is returned unchanged.
     """
@@ -373,7 +377,10 @@ def _end_with_parent(parent: int) -> None:
 
 
 def _exit_now() -> None:
-    """Exit immediately, together with the process group that this process leads, if any."""
+    """Exit immediately.
+
+    If this process leads a process group, kill the group.
+    """
     sys.stderr.flush()
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
@@ -392,7 +399,10 @@ def _private_streams() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _read_lines(stream: BinaryIO, idle: Callable[[], None]) -> Iterator[bytes]:
-    """Yield the lines of a stream; call `idle` once none has arrived for `IDLE_SECONDS`."""
+    """Yield the lines of a stream.
+
+    Call `idle` once no line has arrived for `IDLE_SECONDS`.
+    """
     while True:
         if not select.select([stream], [], [], IDLE_SECONDS)[0]:
             idle()
