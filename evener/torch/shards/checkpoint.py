@@ -203,7 +203,7 @@ def _states(sharded: AnyModel, optimizer: Any) -> Iterator[Tensors]:
 
 
 def _gather_optimizer_states(flat: Flat, optimizer: Any) -> Iterator[Tensors]:
-    """Yield the whole optimizer state of a Flat's parameters, a dict per kind.
+    """Yield a Flat's whole optimizer state, as one dict per kind.
 
     A kind is, for example, exp_avg.
     """
@@ -428,7 +428,10 @@ def load_whole(folder: str | os.PathLike[str], model: Any, optimizer: Any) -> An
 
 
 def has_optimizer(folder: str | os.PathLike[str], model: Any) -> bool:
-    """True if `save` wrote a checkpoint of `model` to this folder, with its optimizer's state."""
+    """True if a folder has a checkpoint with an optimizer's state.
+
+    The checkpoint is one that `save` wrote of `model`.
+    """
     try:
         index = json.loads((Path(folder) / _index_of(model)).read_bytes())
     except (OSError, ValueError):
@@ -489,9 +492,10 @@ def _read_optimizer(
 def _read_states(
     reader: _Reader, flat: Flat, stored: Iterable[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, this rank's part) for each stored optimizer state of a Flat.
+    """Yield this rank's part of each stored optimizer state of a Flat.
 
-    `stored` are the names of all stored states, such as "head.weight/exp_avg".
+    The results are pairs (name, part). `stored` are the names of all stored states, such as
+    "head.weight/exp_avg".
     """
     parameters = {slot.names[0] for slot in flat.slots}
     names = {name for name in stored if name.rpartition("/")[0] in parameters}

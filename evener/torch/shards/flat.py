@@ -86,7 +86,7 @@ class Flat:
             dist.broadcast(filled, 0)
 
     def range_of(self, slot: Slot) -> tuple[int, int]:
-        """Return the range of this rank's shard that belongs to a parameter, as (start, stop).
+        """Return a parameter's range of this rank's shard, as (start, stop).
 
         Return (0, 0) if the shard has nothing of the parameter.
         """
@@ -101,10 +101,10 @@ class Flat:
         return self.gathered.gather()
 
     def collect(self, whole: torch.Tensor, shard: torch.Tensor) -> list[Any]:
-        """Start to gather all ranks' shards into `whole`; return the work handles to wait for.
+        """Start to gather all ranks' shards into `whole`.
 
-        `shard` is this rank's shard of the parameters or of an optimizer state, with the same dtype
-        as `whole`.
+        Return the work handles to wait for. `shard` is this rank's shard of the parameters or of an
+        optimizer state, with the same dtype as `whole`.
         """
         parts = Parts(whole, self.cuts, self.rank, self._on_nccl)
         parts.own.copy_(shard)
@@ -118,10 +118,10 @@ class Flat:
     # ------------------------------------------------------------------ gradients
 
     def send_as_computed(self) -> None:
-        """From now on, send gradients in the dtypes they were computed in, if that saves bytes.
+        """Send gradients in the dtypes they were computed in from now on.
 
-        Such gradients can't be accumulated over several backward passes, so each backward pass must
-        then end in a reduction.
+        This is done only if it saves bytes. Such gradients can't be accumulated over several
+        backward passes, so each backward pass must then end in a reduction.
         """
         as_stored = self.cuts[-1][1] * self.shard.element_size()
         is_shorter = self.gathered.size < as_stored
@@ -178,7 +178,10 @@ class Flat:
         return buffer
 
     def count_gradients(self) -> None:
-        """Count the bytes of the whole parameters' gradients in the Ledger until they are freed."""
+        """Count the bytes of whole parameters' gradients in the Ledger.
+
+        They are counted until the gradients are freed.
+        """
         gradients = [slot.whole.grad for slot in self.slots]
         size = sum([gradient.nbytes for gradient in gradients if gradient is not None])
         self.held.add("gathered", size - self._computed_bytes)
@@ -229,9 +232,9 @@ class Flat:
         self._work, self._sends = sender.send(), True
 
     def receive(self) -> None:
-        """Wait for the reduction that `send` started, and add its result to this rank's gradients.
+        """Wait for the reduction that `send` started, and use its result.
 
-        Return at once if no reduction is running.
+        The result is added to this rank's gradients. Return at once if no reduction is running.
         """
         if not self._work:
             return
@@ -250,7 +253,7 @@ class Flat:
         self._work, self._grads = [], None
 
     def release_gradients(self) -> None:
-        """Free the memory of this rank's gradients if the loop has cleared all of them."""
+        """Free this rank's gradients if the loop has cleared all of them."""
         # the next backward pass allocates it again, so that activations and gradients don't peak
         # together
         if self._grad_shard is None or any(slot.piece.grad is not None for slot in self.slots):
@@ -305,7 +308,7 @@ class Flat:
         shard.add_(summed)
 
     def forget(self) -> None:
-        """Drop the gradients of this flat, even if they come from a backward pass that failed."""
+        """Drop the gradients, even those of a backward pass that failed."""
         for work in self._work:
             work.wait()
         self._uncount_gradients()

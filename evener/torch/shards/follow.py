@@ -41,7 +41,7 @@ class PassRecord:
         self.trained: list[bool] = []  # whether each tensor in the outputs requires a gradient
 
     def is_like(self, other: PassRecord | None) -> bool:
-        """True if the other pass had inputs of the same shapes and ran the same collectives."""
+        """True if both passes had inputs of equal shapes and equal collectives."""
         if other is None:
             return False
         same = (self.shapes, self.forward, self.backward, self.unsent, self.trained)
@@ -97,7 +97,7 @@ class Follower:
         return outputs
 
     def begin_pass(self) -> None:
-        """Drop the record of the previous pass if its backward pass failed or didn't run."""
+        """Drop the previous pass's record if its backward pass didn't end."""
         self._running = self._meetings = None
 
     def end_backward(self) -> None:

@@ -82,7 +82,10 @@ class Gathered:
         raise KeyError(slot.computes)
 
     def gather(self) -> list[Any]:
-        """Allocate the block and start to gather it; return the work handles to wait for."""
+        """Allocate the block, and start to gather into it.
+
+        Return the work handles to wait for.
+        """
         self._storage.resize_(self.size)
         for target, source in self._copies:  # neither is known to autograd
             target.copy_(source)
@@ -104,7 +107,7 @@ class Gathered:
     def _pair_with(
         self, shard: torch.Tensor, start: int, stop: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the pairs of tensors (target, source) that copy `shard` to the block.
+        """Return pairs (target, source) of tensors that copy `shard` to the block.
 
         `shard` has this rank's elements, from `start` to `stop` in the flat tensor.
         """

@@ -150,7 +150,10 @@ class GradientSender:
             self._fill(dtype, copies, gradients)
 
     def send(self) -> list[Any]:
-        """Start to send the gradients that were taken; return the work handles to wait for."""
+        """Start to send the gradients that were taken.
+
+        Return the work handles to wait for.
+        """
         self._received.untyped_storage().resize_(len(self._received))
         return [run_own("exchange", self._exchange)]
 
@@ -224,9 +227,9 @@ def saves_memory(ranges: Sequence[tuple[int, int]]) -> bool:
 
 
 def _divide(segments: Sequence[Segment], start: int, stop: int) -> list[DtypeRange]:
-    """Return one DtypeRange per dtype for one rank's range of a flat tensor.
+    """Return a DtypeRange per dtype for one rank's elements.
 
-    The rank has the elements from `start` to `stop`.
+    The rank has the elements of a flat tensor from `start` to `stop`.
     """
     pieces: list[DtypeRange] = []
     byte = HEADER
@@ -265,7 +268,7 @@ def _find_copies(
 
 
 def _weight_of(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weight in a part's header as a tensor with one element.
+    """Return the weight in a part's header as a one-element tensor.
 
     `dtype` is the dtype of the weight.
     """

@@ -183,7 +183,10 @@ class Sharded:
     # ------------------------------------------------------------------ a forward pass
 
     def begin_forward(self, unit: Unit) -> None:
-        """Gather a unit before it computes; prefetch the one that followed it in the last pass."""
+        """Gather a unit before it computes, and prefetch the next unit.
+
+        The next unit is the one that followed in the last pass.
+        """
         if _in_backward():  # recomputed for activation checkpointing: only gather
             unit.gather()
             return
@@ -274,9 +277,9 @@ class Sharded:
         )
 
     def read_outside(self, unit: Unit) -> None:
-        """Gather a unit that is a single layer if its parameters are read outside its forward pass.
+        """Gather a unit whose parameters are read outside its forward pass.
 
-        The unit stays gathered until the backward pass ends.
+        The unit is a single layer. The unit stays gathered until the backward pass ends.
         """
         # for example, a model may multiply by its head's weight without calling the head
         if not (self._computes or _in_backward()) or (unit.gathered and not unit.hidden):
@@ -472,7 +475,10 @@ class Sharded:
             self.whole.forget()
 
     def note_state(self, optimizer: Any) -> None:
-        """Record in the Ledger the bytes of the state of an optimizer that trains this model."""
+        """Count the bytes of an optimizer's state in the Ledger.
+
+        The optimizer trains this model.
+        """
         whole = self.whole.parameters if self.whole is not None else []
         self.held.note_state(optimizer, set(map(id, whole)))
 
@@ -538,9 +544,9 @@ class UnitHooks:
         self._sharded.end_forward(self._unit, outputs)
 
     def take(self, flat: Any, slot: Any) -> Callable[[Any], None]:
-        """Return a hook that is called when the gradient of the parameter in `slot` is computed.
+        """Return a hook that is called when a parameter's gradient is computed.
 
-        `flat` is the flat that contains the slot.
+        `slot` has the parameter, and `flat` is the Flat that contains the slot.
         """
 
         unit, sharded = self._unit, self._sharded
@@ -582,7 +588,7 @@ class _UnitInputs(torch.autograd.Function):  # type: ignore[misc]  # torch isn't
 
 
 def _find_tensors(outputs: Any) -> Iterator[Any]:
-    """Yield the tensors in nested outputs, and the objects that may hide tensors.
+    """Yield the tensors in nested outputs, and objects that may hide tensors.
 
     Simple values, such as numbers and strings, are skipped.
     """

@@ -13,7 +13,10 @@ from ..private import own_parameters
 
 
 class Slot:
-    """A parameter: its names in the model, its whole tensor in a flat, and this rank's piece."""
+    """A parameter of a sharded model, and this rank's piece of it.
+
+    A slot also has the parameter's names in the model and its whole tensor in a flat.
+    """
 
     def __init__(self, tensor: Any) -> None:
         self.tensor, self.shape = tensor, tensor.shape  # the original parameter, until it is cut
@@ -34,9 +37,9 @@ class Slot:
         self.received = self.before = False
 
     def is_kept(self) -> bool:
-        """True if the gradient of this rank's piece hasn't changed since it was kept for later.
+        """True if the kept gradient of this rank's piece hasn't changed.
 
-        False if the loop has cleared or changed it.
+        False if the loop has cleared or changed the gradient.
         """
         gradient = self.piece.grad
         return gradient is not None and gradient._version == self.kept

@@ -242,7 +242,10 @@ class Unit:
             self._work = [work for flat in self.flats for work in flat.gather()]
 
     def gather(self) -> None:
-        """Gather the whole parameters if needed, wait for them, and make the modules use them."""
+        """Gather the whole parameters if needed, and make the modules use them.
+
+        This waits until they are there.
+        """
         if self.gathered and not self.hidden:
             return
         self.begin_gather()
@@ -313,7 +316,7 @@ class Unit:
             flat.receive()
 
     def forget(self) -> None:
-        """Drop the gradients of this unit, even if they come from a backward pass that failed."""
+        """Drop the gradients, even those of a backward pass that failed."""
         self.unsent = False
         for flat in self.trained:
             flat.forget()

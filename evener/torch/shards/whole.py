@@ -81,7 +81,10 @@ class UnitBytes(NamedTuple):
 
     @property
     def reduced(self) -> int:
-        """The bytes for the gradients of two units of this size, of which one is reduced."""
+        """The bytes for the gradients of two units of this size.
+
+        One of the units is being reduced.
+        """
         return self.gradients + self.buffer
 
 
@@ -212,9 +215,10 @@ class WholeParameters:
                     dist.all_reduce(flat)
 
     def set_gradients(self, used: Sequence[bool]) -> None:
-        """Set the `.grad` of each parameter to its all-reduced gradient, if any rank used it.
+        """Set the `.grad` of each parameter to its all-reduced gradient.
 
-        `used` has a flag for each slot. Gradients from before the batch are added.
+        Gradients from before the batch are added. Parameters that no rank used keep only these.
+        `used` has a flag for each slot.
         """
         earlier = self._earlier or {}
         for slot, is_used in zip(self.slots, used, strict=True):
@@ -230,7 +234,7 @@ class WholeParameters:
         self._counted = True
 
     def forget(self) -> None:
-        """Drop the gradients of all passes, even if they come from a backward pass that failed."""
+        """Drop all passes' gradients, even those of a backward pass that failed."""
         for slot in self.slots:
             slot.fired = False
             slot.piece.grad = None
