@@ -29,9 +29,10 @@ class LossListener(Protocol):
     """A listener that is called with each loss before its backward pass."""
 
     def note_loss(self, loss: Any, made_of: tuple[Any, ...], caller: FrameType) -> None:
-        """Called with a loss, the operations that made it, and the frame that calls backward.
+        """Called with a loss before its backward pass.
 
-        `made_of` is the result of `list_operations`.
+        `made_of` has the operations that made the loss, from `list_operations`. `caller` is the
+        frame that calls backward.
         """
 
 

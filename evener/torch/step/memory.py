@@ -53,7 +53,7 @@ class MemoryGauge:
         return LEFT_AT_RISK if self.at_risk else LEFT
 
     def _measure_gpu(self, rows: int) -> float:
-        """Record the allocator's peak, and return the bytes that the allocator could use.
+        """Record the allocator's peak memory, and return the usable bytes.
 
         `rows` is the number of rows in the largest pass.
         """
@@ -70,7 +70,7 @@ class MemoryGauge:
         return float(min(free + reserved, fraction * total))
 
     def _measure_process(self, rows: int) -> float:
-        """Record the process's peak memory, and return the bytes that the process could use.
+        """Record the process's peak memory, and return the usable bytes.
 
         `rows` is the number of rows in the largest pass.
         """

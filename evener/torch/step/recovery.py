@@ -38,7 +38,10 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def drop_frames(error: BaseException) -> str:
-    """Clear the local variables in an error's stack frames, and return the error as text."""
+    """Clear the local variables in an error's stack frames.
+
+    Return the error as text.
+    """
     # these variables would keep the failed pass's tensors in memory
     text = str(error).partition("\n")[0]
     seen: BaseException | None = error

@@ -118,7 +118,10 @@ class LoaderSteps(StepListener):
             self.training.end()
 
     def end(self, origin: Epoch) -> None:
-        """Stop timing and auditing when an epoch has ended or its loop was left early."""
+        """Stop timing and auditing after an epoch.
+
+        The epoch has ended, or its loop was left early.
+        """
         if self.trains:
             self.training.audits.close()
             self.training.timer.pause()

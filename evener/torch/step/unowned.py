@@ -198,9 +198,9 @@ class TensorGroup:
             self._sum()
 
     def _sum(self) -> None:
-        """Sum the waiting gradients over the ranks, and add them to each `.grad`.
+        """Sum the waiting gradients over the ranks, and update each `.grad`.
 
-        A `.grad` stays unchanged if no rank has a gradient for its tensor.
+        The sums are added. A `.grad` stays unchanged if no rank has a gradient for its tensor.
         """
         if self._begins:
             self._begins = False

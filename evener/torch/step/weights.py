@@ -390,7 +390,10 @@ class BatchWeights(BatchTracker):
 
     @contextmanager
     def auditing(self) -> Iterator[None]:
-        """Return a context for audits, in which forward passes aren't counted as part of a step."""
+        """Return a context in which forward passes don't count for a step.
+
+        Audits run in this context.
+        """
         self._auditing = True
         try:
             yield
@@ -520,7 +523,7 @@ def _scale_forgotten() -> RequestError:
 
 
 def _not_wrapped(wrapped: int, missing: int) -> RequestError:
-    """Return the error for an optimizer that trains parameters outside all wrapped models.
+    """Return the error for an optimizer with parameters outside all wrapped models.
 
     `wrapped` and `missing` are the numbers of parameters inside and outside.
     """

@@ -375,7 +375,7 @@ def check_normalization(model: Any, weigh: str, world: int, passes: Iterable[int
 
 
 def _warn_of_single_rows(rows: Sequence[int]) -> None:
-    """Warn if a pass has a single row, from which BatchNorm can't compute statistics.
+    """Warn if a pass has a single row, too few for BatchNorm.
 
     `rows` are the passes' numbers of rows.
     """

@@ -290,7 +290,7 @@ def warn_of_hooks(parameters: Sequence[Any], own: set[int]) -> None:
 
 
 class HostCopy:
-    """An asynchronous copy of the values of a tensor from its device to the host."""
+    """An asynchronous copy of a tensor's values to the host."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values.to("cpu", non_blocking=True, copy=True)  # into pinned memory

@@ -69,7 +69,7 @@ def run_own(kind: Hashable, start: Callable[[], Result]) -> Result:
 
 
 class CollectiveError(RequestError):
-    """Raised if a loss function calls a collective while only one rank is computing it."""
+    """Raised if a loss that only one rank computes calls a collective."""
 
 
 USES_COLLECTIVES = (

@@ -349,7 +349,7 @@ class Exchange:
             self.noise.send(self.group)
 
     def _write_tail(self, tail: torch.Tensor) -> None:
-        """Write control values to a bucket's last elements, for the ranks to compare.
+        """Write the values that ranks compare to a bucket's last elements.
 
         `tail` has these elements. The values tell whether buffers have changed and, in some sums, a
         few weights.
@@ -504,7 +504,10 @@ def _end(task: int) -> None:
 
 
 def is_in_backward(task: int) -> bool:
-    """True if a wrapped model hasn't yet finished the backward pass with the number `task`."""
+    """True if a wrapped model is still in a backward pass.
+
+    `task` is the number of the backward pass.
+    """
     return task in _open.values()
 
 

@@ -34,7 +34,10 @@ class LinkSums(NamedTuple):
 
 
 class LinkMember:
-    """A process with one device and one rank, which measures its link to other ranks."""
+    """A process with one rank, which measures its link to other ranks.
+
+    The process has one device.
+    """
 
     def __init__(self, device: str, rank: int) -> None:
         self._device, self._rank = torch.device(device), rank

@@ -74,7 +74,10 @@ class RankNoise:
             self._noted.append(batch)
 
     def add_own(self, bucket: Bucket) -> None:
-        """Compute the norm of this rank's weighted gradients in a bucket before it is sent."""
+        """Compute the norm of this rank's weighted gradients in a bucket.
+
+        This is done before the bucket is sent.
+        """
         if self._is_sampled():
             self._own.append(_norm(bucket.gradients))
 
