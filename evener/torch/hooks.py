@@ -22,7 +22,7 @@ _CALLERS = {
 
 
 class ProcessHooks:
-    """A set of process-wide hooks that are registered while at least one object needs them.
+    """Process-wide hooks that are registered while at least one object needs them.
 
     `register` adds the hooks to PyTorch and returns their handles.
     """

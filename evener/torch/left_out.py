@@ -24,9 +24,10 @@ READ_AFTER = 2  # in steps; no rank gets this far before all have written
 
 
 class LeftOutBatches:
-    """Records the steps that this rank leaves out, and finds steps that only some ranks leave out.
+    """Finds steps that only some ranks leave out.
 
-    `place` is the prefix of keys in the store, the same on every rank.
+    It records the steps that this rank leaves out. `place` is the prefix of keys in the store, the
+    same on every rank.
     """
 
     def __init__(self, place: str, rank: int) -> None:

@@ -33,10 +33,10 @@ def gather_messages(own: Value, kind: Any = Any) -> list[Value]:
 
 
 def broadcast_message(own: Value, kind: Any = Any) -> Value:
-    """Return rank 0's value, which has type `kind`; every rank has to call this function.
+    """Return rank 0's value on every rank.
 
-    `own` is ignored on the other ranks. Raises msgspec.ValidationError if the value has another
-    type.
+    Every rank has to call this. `own` is ignored on ranks other than 0. `kind` is the value's type.
+    Raises msgspec.ValidationError if the value has another type.
     """
     sent = _encode(own if dist.get_rank() == 0 else None)
     size = _number(len(sent))

@@ -16,12 +16,18 @@ from .private import own_parameters
 
 
 def is_packed(tensor: Any) -> bool:
-    """True if a parameter holds packed weights, or weights that a move to a device will pack."""
+    """True if a parameter holds packed weights, or weights to be packed.
+
+    Weights are packed when they are moved to a device.
+    """
     return hasattr(tensor, "bnb_quantized") and hasattr(tensor, "quant_state")
 
 
 def explain_unusable(tensor: Any) -> str:
-    """Return why a model with this packed parameter can't be trained in shards, or "" if it can."""
+    """Return why a model with this packed parameter can't be sharded.
+
+    Return "" if the model can be trained in shards.
+    """
     if tensor.requires_grad:
         return "Its 4-bit weights are trained, and bytes have no gradients."
     if tensor.bnb_quantized and not hasattr(tensor.quant_state, "to"):
@@ -32,7 +38,7 @@ def explain_unusable(tensor: Any) -> str:
 
 
 def pack_weights(model: Any, device: torch.device) -> None:
-    """Pack those 4-bit weights of a model that aren't packed yet, and move them to the host.
+    """Pack a model's unpacked 4-bit weights, and move them to the host.
 
     bitsandbytes packs a weight when it is moved to `device`. Weights on the meta device are left
     unchanged.

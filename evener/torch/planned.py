@@ -128,7 +128,10 @@ class PlannedTraining:
 
     @property
     def ranks(self) -> RankShares:
-        """The current shares of all ranks, from the plan or from the last change of shares."""
+        """The current shares of all ranks.
+
+        They are from the plan or from the last change of shares.
+        """
         return self.weights.shares
 
     @ranks.setter
@@ -143,9 +146,9 @@ class PlannedTraining:
         self._release()
 
     def leave(self) -> None:
-        """End this training run, so that another one can begin with any models in this process.
+        """End this training run.
 
-        Every rank has to call this.
+        Another one can then begin with any models in this process. Every rank has to call this.
         """
         if self.rebalancing is not None:
             self.rebalancing.stop()
@@ -188,9 +191,10 @@ class PlannedTraining:
     def compare_data(
         self, dataset: Any, collate: Callable[[list[Any]], Any], sampler: UnevenBatchSampler
     ) -> None:
-        """Register a training data set, to compare it with the other ranks' after the first batch.
+        """Register a training data set for a comparison between ranks.
 
-        `collate` makes a batch from a list of rows, and `sampler` determines the order of rows.
+        The ranks compare their data sets after the first batch. `collate` makes a batch from a list
+        of rows, and `sampler` determines the order of rows.
         """
         if self._data is not None:
             others = [each for each in self._data if each[0] is not dataset]
@@ -256,9 +260,9 @@ class PlannedTraining:
         return self._later is not None
 
     def begin_even(self) -> None:
-        """Give each rank an equal number of rows until `leave_even`; call it before the first step.
+        """Give each rank an equal number of rows until `leave_even`.
 
-        `leave_even` restores the shares from before this call.
+        Call this before the first step. `leave_even` restores the shares from before this call.
         """
         self._later = self.ranks.batches, self.ranks.micros
         for sampler in self._samplers:
@@ -341,7 +345,10 @@ class PlannedTraining:
         self.weights.watch_forward(model, self.device)
 
     def check_whole(self) -> None:
-        """Raise RequestError if each device of the plan holds only a part of the model."""
+        """Raise RequestError if each device holds only a part of the model.
+
+        The devices are those of the plan.
+        """
         if self.ranks.is_sharded:
             raise RequestError(
                 "The plan has each device hold a part of the model, which doesn't fit as a whole.",
@@ -354,18 +361,20 @@ class PlannedTraining:
     # ------------------------------------------------------------------ a global batch
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """End the previous global batch, and begin the next one; `sizes` are the ranks' rows.
+        """End the previous global batch, and begin the next one.
 
-        This is for adapters; the loader of a Split begins its batches itself.
+        `sizes` are the ranks' rows. This is for adapters; the loader of a Split begins its batches
+        itself.
         """
         self.end()
         self.timer.begin(tuple(sizes))
         self.weights.begin(sizes)
 
     def end(self) -> None:
-        """End a global batch; if it was trained, call `listeners` with each rank's number of rows.
+        """End a global batch.
 
-        A listener may change the shares.
+        If it was trained, `listeners` are called with each rank's number of rows. A listener may
+        change the shares.
         """
         is_over = self.timer.finish()
         if self._compares_data and self.timer.has_trained:

@@ -45,7 +45,7 @@ BatchNorm = _BatchNorm  # the base class of all BatchNorms, also of SyncBatchNor
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Call a function at the end of the backward pass that runs in this thread."""
+    """Call a function at the end of this thread's backward pass."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
@@ -69,7 +69,10 @@ def take_apart(outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
 
 
 def gradient_hooks(parameter: Any) -> list[int]:
-    """Return the handle ids of the hooks on a parameter's gradient, in order of registration."""
+    """Return the handle ids of the hooks on a parameter's gradient.
+
+    They are in the order of registration.
+    """
     both = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     return [hook for hooks in both if hooks for hook in hooks]
 
@@ -103,7 +106,10 @@ UNSCALE = "_unscale_grads_"  # method of GradScaler that divides gradients and r
 
 
 def is_view(tensor: Any) -> bool:
-    """True if a tensor is a view of another one, so that it can't be resized."""
+    """True if a tensor is a view of another one.
+
+    Such a tensor can't be resized.
+    """
     return tensor._base is not None
 
 
@@ -111,7 +117,10 @@ def is_view(tensor: Any) -> bool:
 
 
 def is_loader_iterator(iterator: Any) -> bool:
-    """True if the iterator is one that PyTorch makes for a DataLoader, or is derived from one."""
+    """True if the iterator is one of PyTorch's for a DataLoader.
+
+    It may also be derived from such an iterator.
+    """
     return isinstance(iterator, _BaseDataLoaderIter)
 
 
@@ -124,7 +133,10 @@ def wrap_next_batch(wrapper: Callable[..., Any]) -> None:
 
 
 def count_yielded(iterator: Any) -> int:
-    """Return how many batches of its epoch a DataLoader's iterator has yielded; 0 if unknown."""
+    """Return how many batches of its epoch a DataLoader's iterator has yielded.
+
+    0 if unknown.
+    """
     return getattr(iterator, "_num_yielded", 0)
 
 
@@ -184,7 +196,7 @@ def default_store() -> Any:
 
 
 def backend_name(group: Any, device: torch.device) -> str:
-    """Return the name of the backend that a group uses for tensors on a device."""
+    """Return the name of a group's backend for tensors on a device."""
     return str(group._get_backend(device).name())
 
 

@@ -261,7 +261,7 @@ class Rebalancing:
     def _decide_shares(
         self, end: int, own_work_s: Sequence[float], seen: Mapping[str, Any], batches: int
     ) -> bool:
-        """Decide on the ranks' shares after a window; return True if they change.
+        """Decide on shares after a window; return True if they change.
 
         - `end`: the window's last step.
         - `own_work_s`: each rank's compute time in the window.

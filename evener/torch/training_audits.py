@@ -164,7 +164,10 @@ class TrainingAudits:
 
     @property
     def follows_change(self) -> bool:
-        """True if the current batch is audited because the loss or a setting has just changed."""
+        """True if the current batch is audited because of a change.
+
+        The loss or a setting has just changed.
+        """
         return self._due and not is_audited(self.judge.step)
 
     @property
@@ -179,16 +182,16 @@ class TrainingAudits:
         return not self.judge.over and self.judge.step <= self._measures_until
 
     def report(self, fault: str) -> None:
-        """Send the other ranks the result of a check of the loss other than an audit.
+        """Send the other ranks the result of a check of the loss.
 
-        `fault` is the reason why shares have to become equal, or "".
+        The check isn't an audit. `fault` is the reason why shares have to become equal, or "".
         """
         self._publish(RankVerdict(fault, even=bool(fault)))
 
     def begin(self, batch: Any) -> bool:
-        """Count `batch` unless it is already counted; return True if an audit is due for it.
+        """Count a batch, and return True if an audit is due.
 
-        This also compares the ranks' results of earlier audits.
+        A batch isn't counted twice. This also compares the ranks' results of earlier audits.
         """
         # a single device that computes a batch at once needs no audit
         if self._is_single_device:
@@ -296,7 +299,10 @@ class TrainingAudits:
             self._share_result(Replayed(self._try_audit(lambda: find(first))))
 
     def expect_function(self) -> None:
-        """Expect that the loss is computed by a function passed to `after_step`, not by a loop."""
+        """Expect that a function passed to `after_step` computes the loss.
+
+        The loss then isn't expected from a loop.
+        """
         self._is_loops = False
 
     def after_step(self, batch: Any, compute: OfPart, counted: OfPart | None) -> None:
@@ -363,7 +369,7 @@ class TrainingAudits:
     # ------------------------------------------------------------------ a loop of one's own
 
     def watch_loop(self, batch: Any) -> None:
-        """Record how the program's loop computes the loss of this batch, if an audit is due."""
+        """Record how the loop computes a batch's loss, if an audit is due."""
         weights = self._training.weights
         due = self.begin(weights.current)
         self._is_loops = True
@@ -389,7 +395,7 @@ class TrainingAudits:
             self._recorder = None
 
     def watch_part(self, part: Part, counted: OfPart | None) -> None:
-        """Record how the program's loop computes a batch's first part, if an audit is due.
+        """Record how the loop computes a batch's first part, if an audit is due.
 
         `part` is from `Split.parts`, and `counted` is that method's argument `count`.
         """
@@ -453,7 +459,10 @@ class TrainingAudits:
             self._warn_once(NOT_AUDITED.format(fault) + self.question)
 
     def end_parts(self) -> None:
-        """Send the other ranks the result of a part's audit, after the batch's last pass."""
+        """Send the other ranks the result of a part's audit.
+
+        Call this after the batch's last pass.
+        """
         # not earlier, because other ranks may still wait in the all-reduce of gradients
         self.close()
         found, self._pending = self._pending, None
@@ -641,9 +650,10 @@ class TrainingAudits:
         return ROWS if self.judge.thorough or self.judge.step <= EARLY else FEWER
 
     def take_rows(self, dataset: Any, collate: Any, numbers: Sequence[int]) -> FewRows | None:
-        """Return a few rows of a data set on this rank's device; None if there are too few.
+        """Return a few rows of a data set on this rank's device.
 
-        `numbers` are the indices of the rows to choose from. `collate` makes a batch of rows.
+        Return None if there are too few. `numbers` are the indices of the rows to choose from.
+        `collate` makes a batch of rows.
         """
         return self._move_rows(fetch_rows(dataset, collate, numbers, self._most_rows))
 
@@ -887,7 +897,10 @@ class TrainingAudits:
 
 
 def describe_error(error: Exception) -> str:
-    """Return why an error prevents the comparison of a loss, as a part of a message."""
+    """Return why an error prevents the comparison of a loss.
+
+    The result is a part of a message.
+    """
     return CANT.format(type(error).__name__, str(error).partition("\n")[0])
 
 
@@ -911,7 +924,10 @@ def _read_verdicts(keys: Sequence[str]) -> list[RankVerdict]:
 
 
 def is_sharded_model(models: Iterable[Any]) -> bool:
-    """True if another library shards the weights, and so the gradients, of one of the models."""
+    """True if another library shards the weights of one of the models.
+
+    Its gradients are then sharded, too.
+    """
     return any(map(is_sharded, models))
 
 
@@ -966,7 +982,10 @@ def make_launcher_computations(
 
 
 def add_unweighted(computations: Computations) -> Computations:
-    """Return the computations of a loss that is a sum over rows: all parts weigh the same."""
+    """Return the computations of a loss that is a sum over rows.
+
+    All parts weigh the same.
+    """
     # causes that only apply to a mean are left out
     trained = computations.changes["sum"].trained
     changes = {"sum": AuditChange(trained)}
