@@ -36,12 +36,13 @@ MOST_LISTED = 16  # elements of a script's list that may be models
 
 
 def advise(optimizer: Any, loader: Any) -> str:
-    """Return a message with the PyTorch code that makes a script train on all GPUs.
+    """Return a message with code that makes a script train on all GPUs.
 
-    Call this during a step of the script's optimizer, in a loop over `loader`. The suggested lines
-    keep the global batch, and belong right before the outermost loop. If the model is on a GPU, the
-    first line has to run before the model is moved there.
+    Call this during a step of the script's optimizer, in a loop over `loader`.
     """
+    # The code is for PyTorch. The suggested lines keep the global batch, and belong right before
+    # the outermost loop. If the model is on a GPU, the first line has to run before the model is
+    # moved there.
     weights = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     frame = _find_frame(weights, loader)
     names = {} if frame is None else _list_names(frame)
@@ -112,11 +113,11 @@ def advise_fastai() -> str:
 
 
 def advise_lightning() -> str:
-    """Return a message with two lines of code that make a Lightning script train on all devices.
+    """Return a message with two lines that make Lightning train on all devices.
 
-    It is for a Trainer that uses one device although several ranks are available. The lines keep
-    the global batch: each rank's batch size is divided by the number of ranks.
+    It is for a Trainer that uses one device although several ranks are available.
     """
+    # the lines keep the global batch: each rank's batch size is divided by the number of ranks
     devices = int(os.environ["WORLD_SIZE"])
     lines = (
         f'trainer = L.Trainer(devices={devices}, strategy="ddp", ...)  # the rest as it was',

@@ -39,16 +39,17 @@ class RankStart(msgspec.Struct):
 
 
 class EvenStart:
-    """Starts a training run with even shares, and decides after the first audits how to go on.
+    """Starts a training run with even shares, until its first audits.
 
     - `training`: the PlannedTraining.
     - `exchange`: gathers a RankStart from every rank.
     - `stay`: called with the reason why shares have to stay even.
     - `leave`: called if the plan's shares take effect.
 
-    After the last even step, all ranks call either `stay` or `leave`. They call neither if an audit
-    has found a difference, which itself makes shares stay even.
+    After the last even step, all ranks call either `stay` or `leave`.
     """
+
+    # they call neither if an audit has found a difference, which itself makes shares stay even
 
     def __init__(
         self,
@@ -127,11 +128,12 @@ def _find_fault(every: list[RankStart]) -> str:
 
 
 def find_callback() -> str:
-    """Return where the program's own code calls a collective while a trainer runs a step.
+    """Return where the program's code calls a collective in a trainer's step.
 
-    Call this from the hook of the collective. The result is the file and line, such as
-    "train.py:12"; "" if a library or evener makes the call, or if no trainer is on the call stack.
+    The result is like "train.py:12"; "" if a library makes the call or no trainer runs.
     """
+    # Call this from the hook of the collective. evener counts as a library, too. A trainer runs if
+    # it is on the call stack.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (is_between(frame) or name_package(frame) in _LIGHTNING):
         frame = frame.f_back

@@ -135,9 +135,10 @@ class Exchanges:
         """Call the collective `wrapped`, and return its result.
 
         With `guard` and `checks`, set `fault` if the exchanged values prevent uneven shares. With
-        `is_uneven`, a gather accepts a different number of rows from each rank, and returns each
-        rank's tensor with that number of rows. A known library's collectives aren't inspected.
+        `is_uneven`, gathered tensors may have different numbers of rows.
         """
+        # A gather then returns each rank's tensor with its own number of rows. A known library's
+        # collectives aren't inspected.
         place = "" if self._nested else find_caller(sys._getframe(1))
         if not place or (guard is not None and guard.is_replaying):
             return wrapped(*arguments, **keywords)
@@ -171,9 +172,9 @@ class Exchanges:
     def note_entered(self, words: str, what: str) -> None:
         """Set `fault`, because values from a collective affect what the model learns.
 
-        `words` names the collective; nothing happens if it is empty. `what` says where its values
-        go, such as "its loss". An earlier fault stays.
+        `words` names the collective; nothing happens if it is "". `what` says where its values go.
         """
+        # an example of `what` is "its loss"; an earlier fault stays
         if words and not self.fault:
             self.fault = (
                 f"what its ranks exchange by {words} goes into {what}, and uneven shares would "
@@ -318,11 +319,12 @@ def _tensors(call: ExchangeCall) -> list[torch.Tensor]:
 
 
 def find_caller(frame: FrameType | None) -> str:
-    """Return the file and line at which the program's own code calls a collective.
+    """Return the file and line at which the program calls a collective.
 
-    The search starts at `frame`, the caller of the hook. The result is like "train.py:12"; "" if a
-    library in LIBRARIES makes the call.
+    The result is like "train.py:12"; "" if a library in LIBRARIES makes the call. The search starts
+    at `frame`.
     """
+    # the frame is the hook's caller
     while frame is not None and is_between(frame):
         frame = frame.f_back
     if frame is None or name_package(frame) in LIBRARIES:
@@ -361,11 +363,12 @@ def is_installed(path: str) -> bool:
 
 
 def run_compared(call: ExchangeCall) -> Any:
-    """Run the call, which may gather tensors with different numbers of rows from the ranks.
+    """Run a call that may gather different numbers of rows from ranks.
 
-    Raises RequestError on every rank if the tensors differ in other dimensions, or if the
-    collective or its output can't hold different numbers of rows.
+    Raises RequestError on every rank if that is impossible.
     """
+    # It is impossible if the tensors differ in other dimensions, or if the collective or its output
+    # can't hold different numbers of rows.
     group, own = call.bound.arguments.get("group"), call.given
     single = isinstance(own, torch.Tensor) and own.ndim > 0 and call.name not in _ANY_SIZE
     if not single or not _is_member(group):

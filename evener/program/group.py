@@ -62,11 +62,12 @@ def current_rank() -> int:
 
 
 def begin(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Prepare this process for the process group that the program creates, then create the group.
+    """Prepare this process for the program's process group, then create the group.
 
-    This wraps `torch.distributed.init_process_group`. If the group is evener's, the waiting ranks
-    begin to run the program. A process that evener didn't start gets the device of its rank.
+    This wraps `torch.distributed.init_process_group`.
     """
+    # If the group is evener's, the waiting ranks begin to run the program. A process that evener
+    # didn't start gets the device of its rank.
     global _place
     given = _signature(wrapped).bind(*arguments, **keywords).arguments
     place = _read_place(given)

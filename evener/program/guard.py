@@ -326,11 +326,12 @@ class Guard(Recorder):
         return model if self._agree is not None else super().take_inner(model)
 
     def judge(self, loss: torch.Tensor) -> str:
-        """Return why shares would change what is learned from this loss, or why this is unknown.
+        """Return why shares would change what is learned from this loss.
 
-        Return "" if shares give the same gradient as the program's own launcher. If ranks
-        communicate in the models' layers, losses are compared instead of gradients.
+        "" if they change nothing. If that is unknown, return the reason for that.
         """
+        # Shares change nothing if they give the same gradient as the program's own launcher. If
+        # ranks communicate in the models' layers, losses are compared instead of gradients.
         record = self._find_record(loss)
         if self._agree is not None:
             return self._judge_on_all_ranks(record, self._agree)

@@ -76,9 +76,11 @@ def begin_outer(wrapped: Any, outer: Any, *_: Any) -> Any:
 class Loop:
     """An iteration over a DataLoader, in which the program may train by shares.
 
-    `begin` starts the iteration. `outer` is the loader of accelerate or timm that wraps the
-    DataLoader, if any. Such a loader fetches each batch before it returns the previous one.
+    `begin` starts the iteration. `outer` is a loader of accelerate or timm around the DataLoader,
+    if any.
     """
+
+    # such a loader fetches each batch before it returns the previous one
 
     def __init__(self, loader: Any, begin: Any, outer: Any = None) -> None:
         PROGRAM.open_loop()
@@ -178,10 +180,10 @@ class Loop:
         return 0 if self.sampler is None else len(self.sampler.rows_at(self._step))
 
     def few_rows(self) -> FewRows | None:
-        """Return a few rows of the current batch, collated again as one batch and as two parts.
+        """Return a few rows of the current batch, collated again.
 
-        Return None if the collate function only stacks rows, or if collating all rows of the batch
-        again doesn't reproduce it.
+        They are collated as one batch and as two parts. None if collating only stacks rows or
+        doesn't reproduce the batch.
         """
         collate = self._loader.collate_fn
         if self.sampler is None or collate in (None, default_collate):
@@ -203,11 +205,13 @@ _OTHER_ROWS = "its sampler draws other rows each time that it is asked"
 
 
 class SharedBatches:
-    """Replaces a loader's batch sampler, and divides rows by shares in a training loop.
+    """Replaces a loader's batch sampler, and divides rows by shares while training.
 
-    In other loops it yields the original batches. `sampler` divides the rows of the latest training
-    loop. If it is None, `fault` says why the rows can't be divided.
+    `sampler` divides the rows of the latest training loop. If it is None, `fault` says why they
+    can't be divided.
     """
+
+    # in other loops, the original batches are yielded
 
     def __init__(self, given: Any, fault: str) -> None:
         self.given, self.opens = given, False

@@ -47,11 +47,13 @@ EXCHANGE_SECONDS = 60.0  # timeout for all ranks to reach the end of the first s
 
 
 class Program:
-    """Trains the program by shares, at the earliest from its second training step on.
+    """Trains the program by shares, at the earliest from its second training step.
 
-    In the first step, all ranks check whether uneven shares are possible. If not, the program runs
-    unchanged. `training` is None until the program trains by shares.
+    `training` is None until the program trains by shares.
     """
+
+    # In the first step, all ranks check whether uneven shares are possible. If not, the program
+    # runs unchanged.
 
     def __init__(self) -> None:
         self.notebook = Notebook(read_settings())
@@ -372,11 +374,12 @@ class Program:
             self.notebook.warn(views.EXCHANGED)
 
     def note_exchange(self, call: ExchangeCall | None = None) -> None:
-        """Warn that what the program exchanges may depend on the ranks' numbers of rows.
+        """Warn that exchanged values may depend on the ranks' numbers of rows.
 
-        Called for each collective of the program; `call` is the collective, if known. Nothing
-        happens if the batch is divided evenly or no model is training.
+        `call` is the collective, if known. Nothing happens if the batch is divided evenly or no
+        model is training.
         """
+        # this is called for each collective of the program
         if len(set(self.sizes)) <= 1 or not any(model.training for model in self.models):
             return
         if call is not None and call.words not in self._noted_calls:
@@ -387,11 +390,13 @@ class Program:
         self.notebook.warn(views.EXCHANGED)
 
     def open_loop(self) -> None:
-        """Begin a loop in which the program trains. All ranks call this equally often.
+        """Begin a loop in which the program trains.
 
-        If the program trains another model from now on, as for the next fold of a cross-validation,
-        a new training run begins. Its shares are even until its loss has been checked.
+        All ranks call this equally often.
         """
+        # If the program trains another model from now on, as for the next fold of a
+        # cross-validation, a new training run begins. Its shares are even until its loss has been
+        # checked.
         others = [model for model in self.models if model.training and model not in self._followed]
         if self.training is None or not (others or self._later_models):
             return
@@ -645,11 +650,12 @@ class Program:
         self.notebook.watch(training, hooks)
 
     def exchange(self, own: Any, seconds: float = 0) -> list[Any]:
-        """Gather a value from every rank through the process group's store, in rank order.
+        """Gather a value from every rank, in rank order.
 
-        `own` is this rank's value, of a type that msgspec can encode. Return an empty list if a
-        rank is missing after `seconds`; 0 means no timeout.
+        `own` is this rank's value, which msgspec can encode. [] if a rank is missing after
+        `seconds`; 0 means no timeout.
         """
+        # values are exchanged through the process group's store
         self._exchanges += 1
         store = default_store()
         every = exchange_values(
@@ -723,10 +729,10 @@ class Program:
     def choose_plan(self, models: Sequence[Any], global_batch: int) -> Plan | None:
         """Return the plan with which to start training these models.
 
-        None means the plan of `evener run`. If its shares were determined for another model or
-        batch size, return a copy of it with even shares. `global_batch` is the number of rows per
-        step.
+        None means the plan of `evener run`. `global_batch` is the number of rows per step.
         """
+        # If the shares of that plan were determined for another model or batch size, the result is
+        # a copy with even shares.
         self.notebook.model = "+".join(sorted(map(model_digest, models)))
         origin = self.notebook.settings.origin
         if origin in (None, SharesOrigin(self.notebook.model, global_batch)):

@@ -58,9 +58,10 @@ def run(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 def begin_epoch(wrapped: Any, loop: Any, arguments: Any, keywords: Any) -> Any:
     """Make a Trainer train by shares at the start of an epoch, if possible.
 
-    This wraps `_FitLoop.on_advance_start`. If the Trainer already trains by shares, and has created
-    a new loader for the epoch, that loader is replaced by one that divides rows by shares.
+    This wraps `_FitLoop.on_advance_start`.
     """
+    # If the Trainer already trains by shares, and has created a new loader for the epoch, that
+    # loader is replaced by one that divides rows by shares.
     loop.setup_data()  # called again in case the trainer reloads its loaders each epoch
     if dist.is_initialized() and dist.get_world_size() > 1 and not loop.restarted_mid_epoch:
         strategy, (loader, *others) = loop.trainer.strategy, private.loaders(loop)
