@@ -73,13 +73,15 @@ LOSS = "the loss"  # the tensor's name in a sketch if no gradients can be comput
 
 
 class Sketch(msgspec.Struct):
-    """Random sums of each tensor's gradient over some rows, by tensor name, and the loss.
+    """Random sums of each tensor's gradient over some rows, and the loss.
 
-    A sum adds up the gradient's elements with random signs. The standard deviation of such a sum is
-    the gradient's norm. So the differences between two sketches' sums estimate the distance of the
-    gradients. `kinds` are the tensors' types, such as "float32". Tensors without a gradient aren't
-    included.
+    Sums are by tensor name. `kinds` are the tensors' types, such as "float32". Tensors without a
+    gradient aren't included.
     """
+
+    # A sum adds up the gradient's elements with random signs. The standard deviation of such a sum
+    # is the gradient's norm. So the differences between two sketches' sums estimate the distance of
+    # the gradients.
 
     sums: dict[str, tuple[float, ...]] = {}
     kinds: dict[str, str] = {}
@@ -156,10 +158,10 @@ def find_largest(
 ) -> GradientDifference | None:
     """Return the difference of the tensor whose gradients differ most.
 
-    To compare tensors, each difference is divided by the rounding that is allowed for its tensor.
-    `noises` is the result of `find_noises`. Return None if the reference isn't finite, or if all
-    gradients are 0 or missing.
+    `noises` is the result of `find_noises`. None if the reference isn't finite, or if all gradients
+    are 0 or missing.
     """
+    # to compare tensors, each difference is divided by the rounding that is allowed for its tensor
     names = sorted(reference.sums.keys() | trained.sums.keys())
     largest = max((reference.size(name) for name in names), default=0.0)
     if not math.isfinite(largest):
@@ -221,7 +223,7 @@ def find_noises(reference: Sketch, repeats: Sequence[Sketch]) -> dict[str, float
 def _scale(name: str, one: Sketch, other: Sketch, largest: float) -> float:
     """Return the norm by which a tensor's difference is divided."""
     # The quotient is the relative difference. The norm is at least SMALL times `largest`, the norm
-    # of the largest gradient: A gradient that is 0 except for rounding, such as that of a bias
+    # of the largest gradient. A gradient that is 0 except for rounding, such as that of a bias
     # before a softmax, has no meaningful norm, and its rounding is a fraction of the summed terms,
     # which are as large as others.
     return max(one.size(name), other.size(name), SMALL * largest)
@@ -246,13 +248,13 @@ def _size(sums: Sequence[float]) -> float:
 def compare_ranks(
     every: Sequence[Sketch], noises: Sequence[Mapping[str, float]] = ()
 ) -> GradientDifference | None:
-    """Return the largest difference between the gradients that ranks computed from the same rows.
+    """Return the largest difference between ranks' gradients of the same rows.
 
-    `every` has the ranks' sketches, and `noises` their results of `find_noises`. Without `noises`,
-    a returned difference only means that rounding has to be measured. Return None if no difference
-    exceeds the rounding.
+    `every` has the ranks' sketches, and `noises` their results of `find_noises`. None if no
+    difference exceeds the rounding.
     """
-    # The weights are the same on all ranks. So a difference comes from something else that the loss
+    # Without `noises`, a returned difference only means that rounding has to be measured. The
+    # weights are the same on all ranks. So a difference comes from something else that the loss
     # uses, or from rounding on different kinds of devices.
     rounding: dict[str, float] = {}
     for own in noises:
@@ -277,12 +279,13 @@ class Action(Enum):
 
 
 class Audits:
-    """Decides in which steps a training run is audited, and what follows from each audit.
+    """Decides when a training run is audited, and what follows.
 
-    With `evens` (`evener run`), a difference makes shares equal for the rest of the run. With
-    `strict`, or in the first EARLY steps, it ends the training with an error. Otherwise a warning
-    is shown. In all three cases, there are no more audits.
+    With `evens` (`evener run`), a difference makes shares equal from then on. With `strict`, or in
+    the first EARLY steps, it is an error; otherwise it is a warning.
     """
+
+    # in all three cases, there are no more audits
 
     def __init__(self, evens: bool = False, strict: bool = False) -> None:
         self.step = 0  # steps that have begun
@@ -429,11 +432,12 @@ CAUSES = {
 
 
 def find_cause(answers: Mapping[str, Callable[[], bool]]) -> str:
-    """Return the key in CAUSES of the likeliest cause of a difference; "rows" if none is found.
+    """Return the key in CAUSES of a difference's likeliest cause.
 
-    `answers` has a function per cause, which recomputes the gradient without the cause, and returns
-    True if the difference is gone. They are called in the order of CAUSES.
+    "rows" if none is found. `answers` has a function per cause, which returns True if the
+    difference is gone without the cause.
     """
+    # the functions recompute the gradient without the cause, and are called in the order of CAUSES
     for name in CAUSES:
         if name in answers and answers[name]():
             return name
@@ -488,12 +492,12 @@ def _write_apart(one: float, other: float) -> str:
 def find_unequal(
     every: Sequence[Mapping[str, Sequence[float]]], near: float = 1e-4
 ) -> tuple[str, float, float] | None:
-    """Return the first name whose values differ between ranks, with its lowest and highest values.
+    """Return the first name whose values differ between ranks; None if none do.
 
-    `every` has, for each rank, a few values for each buffer and for each number that enters the
-    loss. Values may differ by the fraction `near`. Only names that all ranks have are compared.
-    Return None if all values are equal.
+    The lowest and the highest value are returned with it. Values may differ by the fraction `near`.
     """
+    # `every` has, for each rank, a few values for each buffer and for each number that enters the
+    # loss. Only names that all ranks have are compared.
     names = [name for name in every[0] if all(name in each for each in every)]
     for name in names:
         lines = [each[name] for each in every]

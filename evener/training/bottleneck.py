@@ -36,13 +36,12 @@ class RankTimes(NamedTuple):
 
 
 def find_bottleneck(ranks: Sequence[RankTimes]) -> Bottleneck:
-    """Return what limits the steps, from the medians of each rank in `ranks`.
+    """Return what limits the steps, from the medians of each rank.
 
     "shared core" means that other programs use the slowest rank's CPU cores. "input" means that a
-    rank waits for rows from other threads or processes; rows that the loop itself prepares are own
-    work.
+    rank waits for rows from other threads or processes.
     """
-    # rows that the training loop prepares itself are a part of its compute time
+    # Rows that the training loop prepares itself are a part of its compute time (own work).
     last = max(ranks, key=lambda rank: _zero_for_nan(rank.own_work_s + rank.input_s))
     if last.input_s > INPUT_PART * last.step_s:
         return "input"
@@ -55,11 +54,11 @@ def find_bottleneck(ranks: Sequence[RankTimes]) -> Bottleneck:
 
 
 def fewest_windows(bottleneck: Bottleneck, window_s: float) -> int:
-    """Return how many windows of `window_s` seconds have to pass before shares may change, 2 to 64.
+    """Return how many windows must pass before shares may change.
 
-    Return 0 if the host or the input is the bottleneck; shares then don't change at all, because
-    that wouldn't help.
+    This is 2 to 64 windows of `window_s` seconds; 0 if the host or the input is the bottleneck.
     """
+    # with 0, shares don't change at all, because that wouldn't help
     seconds = EVIDENCE_SECONDS.get(bottleneck)
     if seconds is None:
         return 0

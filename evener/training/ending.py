@@ -43,15 +43,15 @@ _installed = Event()  # set once a thread of this process watches for Ctrl-C
 
 
 def install_interrupt_watchdog() -> None:
-    """Make Ctrl-C exit this process even while it waits for other ranks in a library call.
+    """Make Ctrl-C exit this process even while it waits for other ranks.
 
-    The process exits with code 130 if Python's signal handler hasn't run within 10 s of Ctrl-C.
-    Nothing is done outside the main thread, or if another library uses Python's wakeup file
-    descriptor; a later call then tries again.
+    It exits with code 130 if Python's signal handler hasn't run within 10 s. Nothing is done
+    outside the main thread.
     """
-    # Python runs the handler only once the call returns, and an NCCL call that waits for other
-    # ranks' GPUs may never return. It can't be installed outside the main thread, or beside another
-    # library's wakeup fd.
+    # The process may wait in a library call. Python runs the handler only once the call returns,
+    # and an NCCL call that waits for other ranks' GPUs may never return. The watchdog can't be
+    # installed outside the main thread, or beside another library that uses Python's wakeup file
+    # descriptor; a later call then tries again.
     user_handler = signal.getsignal(signal.SIGINT)
     if _installed.is_set() or current_thread() is not main_thread() or not callable(user_handler):
         return

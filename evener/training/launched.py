@@ -45,11 +45,12 @@ def ask_for_processes(why: str) -> None:
 
 
 def launched_plan(named: str | os.PathLike[str] | None = None) -> str | os.PathLike[str] | None:
-    """Return the plan file to train with; None if neither the script nor evener launch names one.
+    """Return the plan file to train with; None if none is named.
 
-    The plan that the script names (`named`) has priority. But if evener launch has replaced that
-    plan after the loss of devices, return the plan for the remaining devices.
+    `named` is the script's plan, which has priority over that of evener launch.
     """
+    # if evener launch has replaced the script's plan after the loss of devices, the result is the
+    # plan for the remaining devices
     launched, replaced = os.environ.get(PLAN) or None, os.environ.get(REPLACED_PLAN)
     if named is None or launched is None or not replaced:
         return launched if named is None else named

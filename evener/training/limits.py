@@ -172,22 +172,24 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def bound_error(seconds: float, step_s: float, relative: float, left: float = LEFT_ERROR) -> float:
-    """Return the margin of error of a part's measured time: half of its 95 % interval.
+    """Return the margin of error of a part's measured time.
 
-    The part takes `seconds` of a step of `step_s` seconds. The margin is `relative` times the
-    part's time or, if that is smaller, `left` times the rest of the step.
+    The part takes `seconds` of a step of `step_s` seconds. The margin is `relative` times this or,
+    if smaller, `left` times the rest of the step.
     """
-    # the rest was measured, too, so its error limits the part's
+    # It is half of the time's 95 % interval. The rest was measured, too, so its error limits the
+    # part's.
     return min(relative * seconds, left * max(0.0, step_s - seconds))
 
 
 def find_limits(step_s: float, parts: Iterable[StepPart]) -> tuple[TrainingLimit, ...]:
-    """Return the limits of a step of `step_s` seconds, the largest expected gain first.
+    """Return the limits of a step of `step_s` seconds, largest expected gain first.
 
-    Overlaps of the parts are removed first. A part is a limit if it takes at least 5 % of the step,
-    and the lower bound of its gain is at least `least_gain`.
+    A part is a limit if it takes at least 5 % of the step and its gain isn't too low.
     """
-    # the gain follows from the part's duration, or from that of a step without it, if measured
+    # Overlaps of the parts are removed first. The lower bound of the gain must be at least
+    # `least_gain`. The gain follows from the part's duration, or from that of a step without it, if
+    # measured.
     if step_s <= 0:
         return ()
     own = divide_step(step_s, tuple(parts))
@@ -201,16 +203,16 @@ SLOWED = frozenset({LimitKind.POWER, LimitKind.HEAT, LimitKind.NEIGHBOUR})
 
 
 def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
-    """Return the parts without their overlaps; they then add up to at most the step.
+    """Return the parts without their overlaps; they add up to at most `step_s`.
 
-    - A lack of cores slows all other parts except those of `APART` kinds. The time spent waiting
-      for a core is subtracted from them, in proportion to their durations.
-    - Unequal work includes the time that the slowest device loses to heat, power or a neighbour
-      (another process on the device). If such a loss is also one of the parts, its time is
-      subtracted from the unequal work.
-    - Parts that still add up to more than the step are shortened. A lack of cores and `APART` kinds
-      have priority, then the longest parts.
+    Parts are shortened for that.
     """
+    # A lack of cores slows all other parts except those of `APART` kinds. The time spent waiting
+    # for a core is subtracted from them, in proportion to their durations. Unequal work includes
+    # the time that the slowest device loses to heat, power or another process on the device. If
+    # such a loss is also one of the parts, its time is subtracted from the unequal work. Parts that
+    # still add up to more than the step are shortened. A lack of cores and `APART` kinds have
+    # priority, then the longest parts.
     own = _without_starved(step_s, parts)
     own = [_without_slowed(part, own) for part in own]
     first = (LimitKind.HOST_STARVED, *APART)

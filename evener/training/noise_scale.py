@@ -82,10 +82,10 @@ def efficiency(batch: int, noise_scale: float) -> float:
 
 
 def extra_rows(batch: int, other: int, noise_scale: float) -> float:
-    """Return the factor by which training needs more rows if the batch size becomes `other`.
+    """Return the factor by which another batch size needs more rows.
 
-    A result of 1.2 means that 20 % more rows than with `batch` are needed to reach the same loss.
-    The result is below 1 if `other` is smaller than `batch`.
+    1.2 means 20 % more rows than with `batch` for the same loss. The factor is below 1 if `other`
+    is smaller.
     """
     return (noise_scale + other) / (noise_scale + batch)
 
@@ -101,10 +101,12 @@ def rate_gain(batch: int, other: int, noise_scale: float) -> float:
 class NoiseWindow:
     """Averages noise and signal over steps, with exponentially decaying weights.
 
-    Samples are summed in blocks of BLOCK samples. With each new block, the weights of all earlier
-    blocks are multiplied by `kept`. If `kept` is 1, all blocks have the same weight. The weighted
-    sum is divided by the sum of the weights; otherwise the first averages would be too small.
+    If `kept` is 1, all samples have the same weight.
     """
+
+    # Samples are summed in blocks of BLOCK samples. With each new block, the weights of all earlier
+    # blocks are multiplied by `kept`. The weighted sum is divided by the sum of the weights;
+    # otherwise the first averages would be too small.
 
     def __init__(self, kept: float = KEPT) -> None:
         self._kept = kept
@@ -185,11 +187,11 @@ def _student(freedom: float) -> float:
 
 
 def describe(noise_scale: NoiseScale, batch: int, steps: int) -> str:
-    """Return a sentence about the noise scale and the efficiency of a batch of `batch` rows.
+    """Return a sentence about the noise scale and a batch's efficiency.
 
-    `steps` is the number of steps in which the noise scale was measured. The sentence doesn't end
-    with a period.
+    `batch` is its number of rows, and `steps` were measured. The sentence has no final period.
     """
+    # the noise scale was measured in that number of steps
     after = f"after {steps:,} steps"
     if noise_scale.rows == 0:
         return (

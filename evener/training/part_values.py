@@ -15,14 +15,13 @@ SUM = "sum"
 def find_fitting(
     whole: float, parts: Sequence[float], counts: Mapping[str, Sequence[float]], rounding: float
 ) -> list[str]:
-    """Return the kinds by which the parts' values combine to the value of the whole.
+    """Return the kinds by which the parts' values combine to the whole's.
 
-    `counts` maps the name of a unit to the number of units in each part, such as
-    `{"rows": (3, 5), "labels": (20, 61)}`. The result contains the name of a unit if the mean of
-    `parts`, weighted by these numbers, equals `whole`. It contains SUM if the sum of `parts` equals
-    `whole`. Values count as equal if they differ by at most `rounding`, relative to the largest
-    value.
+    `counts` has the number of units in each part, such as `{"rows": (3, 5), "labels": (20, 61)}`.
+    The result has each unit whose weighted mean of `parts` equals `whole`, and SUM if their sum
+    does.
     """
+    # values count as equal if they differ by at most `rounding`, relative to the largest value
     values = [abs(value) for value in (whole, *parts) if math.isfinite(value)]
     near = rounding * max(values, default=0.0)
     sums = {name: mean_by(parts, each) for name, each in counts.items()}

@@ -31,11 +31,12 @@ MOST_FAILURES = 20  # maximum consecutive failures of a pass that can't be small
 
 
 def divide_rows(rows: int, most: int, passes: int = 0) -> tuple[int, ...]:
-    """Return the rows of each pass: as few passes as possible, of up to `most` rows each.
+    """Return the rows of each pass, in as few passes as possible.
 
-    If `passes` isn't 0, there are that many passes, some of them perhaps without rows. A rank
-    without rows has one pass, in which it only takes part in collectives.
+    A pass has up to `most` rows. If `passes` isn't 0, there are that many, perhaps some without
+    rows.
     """
+    # a rank without rows has one pass, in which it only takes part in collectives
     if passes:
         return even(rows, passes)
     return split_passes(rows, most) or (0,)
@@ -118,12 +119,13 @@ class PassLimit:
         return min(known, default=None)
 
     def begin_batch(self, others_bytes: Callable[[], int] = int) -> None:
-        """Begin a batch; double the limit after 200 steps in which no pass ran out of memory.
+        """Begin a batch; after 200 steps without a failed pass, double the limit.
 
-        `others_bytes` returns the bytes of device memory that other processes hold, or 0 if that is
-        unknown. If they held 1 GiB or more when memory ran out, it is called again in every tenth
-        step. Once they hold less than half of that, the limit is removed.
+        `others_bytes` returns the device memory that other processes hold; 0 if unknown.
         """
+        # A pass fails if memory runs out. If other processes held 1 GiB or more then,
+        # `others_bytes` is called again in every tenth step. Once they hold less than half of that,
+        # the limit is removed.
         self.step += 1
         self._clean_steps += 1
         if self.most is None:
@@ -148,10 +150,10 @@ class PassLimit:
         self._failures = 0
 
     def count_failure(self, rows: int, least: int, held: str) -> None:
-        """Count a failed pass that is too small to be halved; raise DeviceError after 20 in a row.
+        """Count a failed pass that is too small to halve.
 
-        The pass has `rows` rows. It is too small if its halves would have fewer than `least` rows.
-        `held` says what used the memory, for the error message.
+        Raises DeviceError after 20 in a row. The halves of `rows` rows would have fewer than
+        `least`. `held` says what used the memory, for the message.
         """
         if rows < 2 * least:
             self._failures += 1
@@ -166,12 +168,12 @@ class PassLimit:
             )
 
     def halve(self, rows: int, least: int, others_bytes: int = 0) -> int:
-        """Halve the limit after a pass of `rows` rows ran out of memory; return the new limit.
+        """Halve the limit after a pass ran out of memory; return it.
 
-        The limit is never below `least`. `others_bytes` are the bytes of device memory that other
-        processes hold now. If that is 1 GiB or more, `begin_batch` later checks whether they have
-        freed memory.
+        The pass had `rows` rows, and the limit is never below `least`. `others_bytes` is the device
+        memory that other processes hold now.
         """
+        # if that is 1 GiB or more, `begin_batch` later checks whether they have freed memory
         self.most = max(least, rows // 2)
         self._clean_steps = 0
         self._others_bytes = others_bytes
@@ -189,10 +191,10 @@ class _Range(NamedTuple):
 
 
 class PassQueue:
-    """Yields the passes of one batch in order, and cuts passes that are larger than `limit`.
+    """Yields the passes of one batch, and cuts passes larger than `limit`.
 
-    `sizes` are the rows of the planned passes. Each pass that `take` returns must be followed by a
-    call of either `complete` or `retry`.
+    `sizes` are the rows of the planned passes, which are in order. Call either `complete` or
+    `retry` after each pass that `take` returns.
     """
 
     def __init__(self, sizes: Sequence[int], limit: PassLimit) -> None:
@@ -246,12 +248,12 @@ class PassQueue:
         return True
 
     def retry(self, is_whole: bool = True) -> None:
-        """Put the failed pass that `take` returned last back at the front of the queue.
+        """Put the failed pass back at the front of the queue.
 
-        Then `complete` returns False until all rows of the failed pass are computed. If `is_whole`
-        is False, the pass is a piece of a pass that failed earlier, and `complete` returns False
-        until all rows of that earlier pass are computed.
+        `is_whole` is False for a piece of a pass that failed earlier.
         """
+        # This is the pass that `take` returned last. Then `complete` returns False until all rows
+        # of the failed pass are computed or, for a piece, all rows of that earlier pass.
         taken, self._taken = self._taken, None
         assert taken is not None
         if is_whole:

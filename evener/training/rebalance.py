@@ -608,10 +608,10 @@ def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:
 
 
 def choose_quantum(shares: Sequence[int]) -> int:
-    """Return the number of rows (the quantum) of which every new share is a multiple.
+    """Return the number of rows (the quantum) that must divide every new share.
 
     It is the largest of 8, 4 and 2 that divides all current shares and is at most 1/64 of their
-    mean; 1 if there is none.
+    mean. 1 if there is none.
     """
     quantum = math.gcd(LARGEST_QUANTUM, *shares)
     while quantum > 1 and quantum * FINE * len(shares) > sum(shares):

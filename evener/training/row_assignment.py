@@ -52,12 +52,10 @@ class AssignmentSearch:
         self._best_cut = self._cut_cheapest(1)
 
     def least_seconds(self) -> float:
-        """Return a lower bound for a step's duration in seconds, over all assignments.
-
-        The bound is the larger of two times: that of all rows if they could be divided exactly by
-        the ranks' speeds, and that of the longest row on the fastest rank. It is approximate,
-        because the rows are assumed to be cut into passes as is cheapest on the fastest device.
-        """
+        """Return an approximate lower bound of a step's seconds, over all assignments."""
+        # The bound is the larger of two times: that of all rows if they could be divided exactly by
+        # the ranks' speeds, and that of the longest row on the fastest rank. It is approximate,
+        # because the rows are assumed to be cut into passes as is cheapest on the fastest device.
         alone = self._seconds_alone(self._best_cut, len(self._lengths))
         longest = min(
             fixed + seconds[0] for fixed, seconds in zip(self._fixed, self._seconds, strict=True)
@@ -291,13 +289,13 @@ class RowAssigner(msgspec.Struct, frozen=True):
     saves_padding: bool = True  # adds passes to save padding; if False, only limits add passes
 
     def assign(self, lengths: Sequence[int]) -> RowAssignment:
-        """Assign rows of these `lengths` to the ranks, which should all finish at the same time.
+        """Assign rows to the ranks, which should finish at the same time.
 
-        Each rank gets at least one row if there are enough rows. If all rows are equally long, they
-        are assigned in their order, by the ratios of the shares. Otherwise they are sorted first,
-        to put rows of similar length into a pass: a pass costs its number of rows times the cost of
-        its longest row.
+        `lengths` are the rows' lengths. Each rank gets at least one row if there are enough.
         """
+        # If all rows are equally long, they are assigned in their order, by the ratios of the
+        # shares. Otherwise they are sorted first, to put rows of similar length into a pass: a pass
+        # costs its number of rows times the cost of its longest row.
         if min(lengths) == max(lengths):
             return self._make(self._assign_equal(len(lengths), lengths[0]), lengths)
         order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
@@ -314,10 +312,10 @@ class RowAssigner(msgspec.Struct, frozen=True):
         return self._make(tuple(assigned), lengths)
 
     def check(self, lengths: Sequence[int], rows: int) -> None:
-        """Check that there is a length for each row, and that each row fits on some rank.
+        """Check that each row has a length and fits on some rank.
 
-        Raises RequestError if there aren't `rows` lengths, if a length is negative, or if no
-        rank can hold the longest row.
+        Raises RequestError if there aren't `rows` lengths, if one is negative, or if no rank can
+        hold the longest row.
         """
         if len(lengths) != rows:
             raise RequestError(
@@ -365,12 +363,13 @@ class RowAssigner(msgspec.Struct, frozen=True):
 def make_row_assigner(
     batches: Sequence[int], micros: Sequence[int], shares: Sequence[Share]
 ) -> RowAssigner:
-    """Return an assigner for the shares of a plan, with the costs of passes that the plan contains.
+    """Return an assigner for a plan's shares, with the plan's costs of passes.
 
-    `batches` are each rank's rows in a full batch, and `micros` its maximum rows per pass. If the
-    plan has no costs, each rank's tokens/s are assumed to be proportional to its rows in a full
-    batch. The cost of a further pass is then unknown, so a rank computes as few passes as possible.
+    `batches` are each rank's rows in a full batch, and `micros` its maximum rows per pass.
     """
+    # If the plan has no costs, each rank's tokens/s are assumed to be proportional to its rows in a
+    # full batch. The cost of a further pass is then unknown, so a rank computes as few passes as
+    # possible.
     ratios = tuple(map(float, batches))
     costs = [share.cost for share in shares if share.cost is not None]
     if costs:

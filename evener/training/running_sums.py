@@ -23,12 +23,13 @@ FEWEST_BINS, ERRORS = 4, 2.4
 
 
 class RunningSums:
-    """Sums of a rank's step times, over all steps and over recent steps.
+    """Sums of a rank's step times, over all steps and recent steps.
 
-    Recent steps are at least the last RECENT_STEPS steps and the last RECENT_SECONDS seconds. Steps
-    are grouped into bins of about a second; the differences between bins show how precise the means
-    are.
+    Recent steps are at least the last RECENT_STEPS steps and RECENT_SECONDS seconds.
     """
+
+    # Steps are grouped into bins of about a second; the differences between bins show how precise
+    # the means are.
 
     def __init__(self) -> None:
         self._now = [0.0] * len(StepSums.__struct_fields__)
@@ -80,11 +81,9 @@ class RunningSums:
         return self.whole.minus(self._ends[0])
 
     def errors(self) -> StepSums:
-        """Return the margin of error (half of the 95 % interval) of each mean over recent steps.
-
-        It is estimated from the differences between bins of steps. With fewer than FEWEST_BINS
-        bins, it is half of each mean.
-        """
+        """Return the margin of error of each mean over recent steps."""
+        # The margin is half of the 95 % interval, estimated from the differences between bins of
+        # steps. With fewer than FEWEST_BINS bins, it is half of each mean.
         bins = [after.minus(before) for before, after in pairwise(self._ends)]
         bins = [each for each in bins if each.steps]
         names = StepSums.__struct_fields__[1:]

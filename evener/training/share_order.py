@@ -63,10 +63,11 @@ def check_agreement(ranks: Sequence[RankInfo]) -> None:
 def order_shares(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[int, ...]:
     """Return the index in `active` of each rank's share.
 
-    `active` are the plan's shares of the devices that take part. Ranks are matched to shares by
-    device. If no rank's device is in the plan, they are matched by host and local rank, or by rank
-    if the shares name no hosts. Raises PlanError unless each rank has a share of its own.
+    `active` are the shares of the plan's active devices. Raises PlanError unless each rank has a
+    share of its own.
     """
+    # Ranks are matched to shares by device. If no rank's device is in the plan, they are matched by
+    # host and local rank, or by rank if the shares name no hosts.
     by_device = [_find_by_device(active, info) for info in ranks]
     if any(place is not None for place in by_device):
         return check_places(active, by_device)
@@ -136,11 +137,12 @@ def _find_by_local_rank(active: Sequence[Share], info: RankInfo) -> int | None:
 def divide_by_ratios(
     ratios: Sequence[float] | None, global_batch: int | None, world: int
 ) -> tuple[int, ...]:
-    """Divide a global batch among `world` processes by the ratios; without ratios, evenly.
+    """Divide a global batch among `world` processes by ratios, or else evenly.
 
-    Raises RequestError if there is no global batch, if a ratio isn't above 0, or if there aren't
-    `world` ratios. Raises PlanError if there are fewer rows than processes.
+    Raises RequestError without a global batch or with invalid ratios, and PlanError for fewer rows
+    than processes.
     """
+    # ratios are valid if there are `world` of them and all are above 0
     if global_batch is None:
         raise RequestError(
             "Neither a plan nor a global batch is given.",

@@ -20,11 +20,9 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl.h
 
 
 def main() -> None:
-    """Read this process's entry in EVENER_STARTS, then replace this process by the script.
-
-    The entry sets environment variables, cores and output files. It may also make ranks other than
-    0 wait until rank 0 releases them.
-    """
+    """Prepare this process by EVENER_STARTS, then replace it by the script."""
+    # This process's entry in EVENER_STARTS sets environment variables, cores and output files. It
+    # may also make ranks other than 0 wait until rank 0 releases them.
     starts = json.loads(os.environ.pop(STARTS))
     own = starts[int(os.environ["LOCAL_RANK"]) if len(starts) > 1 else 0]
     # if the launcher is killed, the training ends

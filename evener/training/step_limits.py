@@ -101,10 +101,10 @@ class TrainingAnalysis(NamedTuple):
 def judge_training(
     ranks: Sequence[MeasuredRank], whole: bool = True, competitors: str = ""
 ) -> TrainingAnalysis:
-    """Return an analysis of these ranks' steps: what limits them, and which shares are faster.
+    """Return what limits these ranks' steps, and which shares are faster.
 
-    `whole` is False if some of the training run's ranks are missing, so that no shares can be
-    advised. `competitors` names the programs that used cores which this training run needed.
+    `whole` is False if ranks are missing; then no shares are advised. `competitors` names the
+    programs that used cores which this run needed.
     """
     steps = tuple(
         divide_steps([rank.sums for rank in ranks], [rank.least_waiting_s for rank in ranks])
@@ -230,11 +230,11 @@ def _find_rest_error(seconds: float, step_s: float) -> float:
 
 
 def list_last(steps: Sequence[RankStep], step_s: float) -> list[int]:
-    """Return the indices of the ranks that reach the exchange last, or almost last.
+    """Return the indices of the ranks that reach the exchange last.
 
-    These are the ranks that wait at most 5 % of a step (`step_s` seconds) longer than the rank that
-    waits least.
+    A step takes `step_s` seconds.
     """
+    # these are the ranks that wait at most 5 % of a step longer than the rank that waits least
     least_s = min(step.waiting_s for step in steps)
     return [
         place
@@ -374,11 +374,12 @@ def _with_advice(part: StepPart, advice: Advice | None, step_s: float) -> StepPa
 
 
 def advise_shares(ranks: Sequence[MeasuredRank], step_s: float) -> Advice | None:
-    """Return shares that make steps faster, as predicted from the ranks' compute times.
+    """Return shares that make steps faster; None if none certainly do.
 
-    Return None if a share or a compute time is unknown, or if the gain is below 2 % or at most two
-    of its standard errors.
+    They are predicted from the ranks' compute times.
     """
+    # None is returned if a share or a compute time is unknown, or if the gain is below 2 % or at
+    # most two of its standard errors
     shares, own_work_s = [rank.share for rank in ranks], [rank.own_work_s for rank in ranks]
     if len(ranks) < 2 or not all(shares) or sum(shares) > MOST_ROWS:
         return None

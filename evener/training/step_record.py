@@ -89,9 +89,8 @@ class StepRecord:
     ) -> None:
         """Add a step with the shares that it used.
 
-        `own_work_s` is the rank's compute time (own work) and `step_s` the duration of the whole
-        step, in seconds; they are NaN if unknown. A `disturbed` step counts only if there are too
-        few other steps.
+        `own_work_s` is the rank's compute time and `step_s` the whole step's, in seconds; NaN if
+        unknown. A `disturbed` step counts only if there are too few others.
         """
         if self._now is None or shares != self._now.shares:
             self.changes += self._now is not None
@@ -135,9 +134,9 @@ class StepRecord:
 def compare(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> Comparison:
     """Compare the step times under the first and the last shares.
 
-    `first` and `last` have the medians of every rank. The gain is computed from the first rank's
-    steps, because all ranks have the same step time.
+    `first` and `last` have the medians of every rank.
     """
+    # the gain is computed from the first rank's steps, because all ranks have the same step time
     before, after = first[0], last[0]
     expected = _gain_at_present_speed(first, last)
     if expected is None or not (before.error_s and after.error_s):

@@ -89,10 +89,10 @@ class RankStep(NamedTuple):
 def divide_steps(ranks: Sequence[StepSums], least_meeting_s: Sequence[float]) -> list[RankStep]:
     """Return each rank's mean step, divided into five parts.
 
-    `least_meeting_s` is each rank's shortest time from its last gradient to the end of the
-    exchange. The smallest of these times counts as the exchange of every rank, because even the
-    last rank needs that long. The rest of a rank's mean `meeting_s` is waiting.
+    `least_meeting_s` is each rank's shortest time from its last gradient to the exchange's end.
     """
+    # The smallest of these times counts as the exchange of every rank, because even the last rank
+    # needs that long. The rest of a rank's mean `meeting_s` is waiting.
     means = [rank.mean("meeting_s") for rank in ranks]
     known = [least for least, mean in zip(least_meeting_s, means, strict=True) if mean > 0]
     exchange_s = min(known, default=0.0)
