@@ -52,15 +52,12 @@ def launch_on_cluster(
     grace_seconds: float = GRACE_SECONDS,
     more: Sequence[str] = (),
 ) -> int:
-    """Launch a training run on all hosts of a plan, wait for its end and return the exit code.
-
-    The plan, the script and the Python files beside it are sent to each host.
+    """Launch a training run on all hosts; return its exit code.
 
     - `path`: the plan file.
     - `command`: the script and its arguments.
-    - `max_restarts`: how often training may start again without the hosts that were lost.
-    - `rendezvous`: the HOST:PORT at which the hosts first meet; None for a free port of the first
-      host.
+    - `max_restarts`: how often training may start again without lost hosts.
+    - `rendezvous`: the HOST:PORT at which the hosts meet; None for a free port of the first host.
     - `address`: Ray's address.
     - `wait_seconds`: how long each host waits for the others to join.
     - `grace_seconds`: how long processes have to exit after SIGTERM.
@@ -68,6 +65,7 @@ def launch_on_cluster(
 
     Raises EvenerError if training can't start.
     """
+    # the plan, the script and the Python files beside it are sent to each host
     planned = plan = load_plan(path)
     check_plan(plan, command)
     end_seconds = grace_seconds + END_SECONDS
@@ -206,12 +204,12 @@ class RemoteLaunch:
 
 
 def wait_for_hosts(parts: Sequence[RemoteLaunch], caught: Sequence[int]) -> int:
-    """Wait until all launches have ended or one has failed, and return the exit code.
+    """Wait until all launches end or one fails; return the exit code.
 
-    A signal in `caught` also ends the wait. After a failure, the other launches get PEER_SECONDS to
-    end by themselves. Raises DeviceError if Ray's head node is lost.
+    A signal in `caught` also ends the wait. Raises DeviceError if Ray's head node is lost.
     """
-    # if a host is lost, the others can't continue
+    # After a failure, the other launches get PEER_SECONDS to end by themselves. If a host is lost,
+    # the others can't continue.
     deadline = float("inf")
     answered = time.monotonic()
     code = 0  # exit code of the first part that failed

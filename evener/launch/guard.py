@@ -35,11 +35,12 @@ class GuardedTraining:
 
 @contextmanager
 def start_guard(prefix: str) -> Iterator[GuardedTraining]:
-    """Return a context that kills leftover processes of a training run on exit.
+    """Return a context that kills a training run's leftover processes on exit.
 
-    The context's value is a GuardedTraining. The run's folder is private, and has an unpredictable
-    name that begins with `prefix`. Raises RequestError if the folder can't be created.
+    Its value is a GuardedTraining with a private folder. Raises RequestError if the folder can't be
+    created.
     """
+    # the folder's name is unpredictable, and begins with `prefix`
     run = new_run_id()
     own = {name: value for name, value in os.environ.items() if name != RUN}
     watching = subprocess.Popen(

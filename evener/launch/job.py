@@ -73,11 +73,12 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def release(self) -> Path | None:
-        """The file for which all ranks but the first one wait before they run the program.
+        """The file that all ranks but the first wait for before starting.
 
-        The first rank creates the file when its program creates a process group with the other
-        ranks. The value is None if all ranks start immediately.
+        None if no rank waits.
         """
+        # the first rank creates the file when its program creates a process group with the other
+        # ranks
         several = self.executable and len(self.processes) > 1
         return self.folder / f"released-{self.attempt}" if several else None
 
@@ -96,11 +97,12 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of this host's processes, for their output; empty for a single process.
+        """The names of this host's processes, for their output.
 
-        They are "rank 0" and so on. With several hosts they are device labels, because a host
-        doesn't know the ranks of its processes.
+        They are "rank 0" and so on; with several hosts, they are device labels. Empty for a single
+        process.
         """
+        # a host of several doesn't know the ranks of its processes
         if len(self.processes) < 2:
             return ()
         alone = len(self.hosts) == 1
@@ -125,10 +127,10 @@ class HostJob(msgspec.Struct, frozen=True):
     def environment(self, more: Sequence[dict[str, str]] = ()) -> dict[str, str]:
         """Return the environment variables with which to start this host's processes.
 
-        The variables are the same for all processes. Settings that differ between processes are in
-        the variable STARTS, which `start_rank` reads. So are the variables in `more`, one
-        dictionary for each process.
+        All processes get the same variables. `more`, one dictionary per process, is part of STARTS.
         """
+        # the variable STARTS has all settings that differ between processes, and `start_rank` reads
+        # it
         hooks = str(HOOKS)
         inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         others = import_path(os.pathsep.join(each for each in inherited if each != hooks))
@@ -182,14 +184,15 @@ def make_job(
     executable: str = "",
     check_use: bool = False,
 ) -> HostJob:
-    """Return this host's part of a training run whose plan is in the file `path`.
+    """Return this host's part of a training run.
 
+    - `path`: the plan file.
     - `command`: a script, or `-m` and a module, followed by arguments.
     - `host`: this host's name in the plan; None to find it.
     - `rendezvous`: HOST:PORT; None to take it from the plan.
     - `wait_seconds`: how long the hosts have to join.
     - `grace_seconds`: how long processes have to exit after SIGTERM.
-    - `executable`: a program to run with `command` as its arguments, which trains with PyTorch; ""
+    - `executable`: a program that trains with PyTorch, to run with `command` as its arguments; ""
       for Python.
     - `check_use`: stop a script that doesn't read its plan.
 
@@ -265,10 +268,10 @@ def assign_devices(devices: Sequence[Device], one_process: bool) -> tuple[tuple[
 
 
 def check_plan(plan: Plan, command: Sequence[str]) -> None:
-    """Check that processes can train with the plan, and that there is a script to run.
+    """Check that a plan can be launched, and that there is a script.
 
-    Raises PlanError if the plan places a model's parts in one process or packs several training
-    runs onto one device. Raises RequestError if the script doesn't exist or -m names no module.
+    Raises PlanError for several model parts in one process, or several training runs on one device.
+    Raises RequestError if the script doesn't exist or -m names no module.
     """
     if plan.layout.traits.placed:
         raise PlanError(

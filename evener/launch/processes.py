@@ -95,12 +95,13 @@ def _always() -> bool:
 def named_output(
     names: Sequence[str], has_several: Callable[[], bool] = _always
 ) -> Iterator[tuple[tuple[str, str], ...]]:
-    """Return a context with the output files of each process: (standard output, standard error).
+    """Return a context with each process's output files.
 
-    Lines that a process writes there are printed, with its name from `names` in front once
-    `has_several` has returned True. All output is printed by the end of the context.
+    They are pairs (standard output, standard error). Lines that a process writes there are printed,
+    after its name in `names` once `has_several` has returned True.
     """
-    # a marker, as descendants of the processes may keep the pipes open
+    # All output is printed by the end of the context. A marker ends each pipe, because descendants
+    # of the processes may keep the pipes open.
     end = secrets.token_bytes(16)
     pipes = [
         (*os.pipe(), _LineNames(name, has_several), stream)
@@ -178,10 +179,10 @@ POLL_SECONDS = 0.1
 
 
 def run_children(job: HostJob) -> GroupExit:
-    """Start the job's processes as children, wait until they exit and return how they ended.
+    """Start the job's processes as children; return how they ended.
 
-    If a process fails, the others get SIGTERM. Signals are forwarded to all processes. Processes
-    that still run after `grace_seconds` are killed.
+    If a process fails, the others get SIGTERM. Signals are forwarded to all. Processes that still
+    run after `grace_seconds` are killed.
     """
     with caught_signals() as caught:
         running = _start(job)
@@ -338,10 +339,10 @@ def _read_failures(job: HostJob, failures: Mapping[int, Any]) -> GroupExit:
 
 
 def run_agent(job: HostJob, max_restarts: int) -> GroupExit:
-    """Start the job's processes through PyTorch's agent, and return how they ended.
+    """Start the job's processes through PyTorch's agent; return how they ended.
 
-    The agent restarts the processes up to `max_restarts` times. Raises RequestError if PyTorch
-    can't be imported, and DeviceError if the hosts don't rendezvous in time.
+    It restarts them up to `max_restarts` times. Raises RequestError without PyTorch, and
+    DeviceError if the hosts don't meet in time.
     """
     # such restarts are for several hosts, whose agents have to restart together
     address = _find_address()

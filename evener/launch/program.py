@@ -72,7 +72,7 @@ class ProgramCommand(msgspec.Struct, frozen=True):
 
 
 def read_command(words: Sequence[str]) -> ProgramCommand:
-    """Return the command that is given after `--`, such as `python train.py` or `train.py`.
+    """Return the command given after `--`, such as `python train.py` or `train.py`.
 
     Raises RequestError in these cases:
 
@@ -189,12 +189,13 @@ def choose_plan(given: Path | None, devices: str, command: ProgramCommand) -> Ch
 
 
 def measure_plan(command: ProgramCommand, devices: str, path: Path, run: str) -> Path | None:
-    """Measure a split with the program's build() or its Trainer, and write the plan to `path`.
+    """Measure a split with the program's build() or its Trainer.
 
-    Return `path`. Return None if the plan leaves out a device, because the program's global batch
-    is meant for all devices. `devices` is the option `--devices`. `run` is the name by which a
-    guard finds the measuring processes. Raises RequestError if no plan could be measured.
+    Write the plan to `path`, and return `path`. None if the plan leaves out a device. Raises
+    RequestError if no plan could be measured.
     """
+    # A plan must use all devices, because the program's global batch is meant for all. `devices` is
+    # the option `--devices`. `run` is the name by which a guard finds the measuring processes.
     python = (
         command.executable if Path(command.executable).name.startswith("python") else sys.executable
     )
@@ -305,11 +306,12 @@ def read_notes(folder: Path) -> tuple[RankNote, ...]:
 
 
 def save_plan(plan: Plan, command: ProgramCommand, notes: Sequence[RankNote]) -> Path | None:
-    """Save the final shares of a training run as a plan next to its journal.
+    """Save a training run's final shares as a plan next to its journal.
 
-    `plan` is the plan at the start, and `notes` are the ranks' notes. Return the path of the saved
-    plan. Return None if nothing was trained by shares, or if a rank's device isn't known.
+    Return the plan's path. None if nothing was trained by shares, or if a rank's device isn't
+    known.
     """
+    # `plan` is the plan at the start, and `notes` are the ranks' notes
     if not notes or not notes[0].run or notes[0].last is None:
         return None
     last = notes[0].last.shares

@@ -32,15 +32,15 @@ from .processes import GroupExit, named_output, run_children
 
 
 def run_job(first: HostJob, max_restarts: int) -> int:
-    """Train until the processes exit, restart them after a loss, and return the exit code.
+    """Train until the processes exit, with restarts after losses; return the exit code.
 
-    A loss means that a process was killed or aborted. With several hosts, any failure counts as a
-    loss. After a loss, all devices of the job `first` are checked, and training starts again on
-    those that work. Training ends when all processes succeed, a script raises an exception, or
-    `max_restarts` restarts are used up. Raises DeviceError if no device works any more, or if a
-    device of a job on several hosts doesn't.
+    A process is lost if it was killed or aborted; with several hosts, any failure is a loss.
+    Training then starts again on the devices that work, at most `max_restarts` times. Raises
+    DeviceError if none works, or if one of a job on several hosts doesn't.
     """
-    # with several hosts, no launcher sees all failures
+    # Training ends when all processes succeed, a script raises an exception, or the restarts are
+    # used up. After a loss, all devices of the job `first` are checked. With several hosts, no
+    # launcher sees all failures.
     job = first
     several = len(first.hosts) > 1
     # the agents restart all processes in lockstep

@@ -8,13 +8,13 @@ from .files import LiveDevice, LiveRecord
 
 
 def recent_sums(record: LiveRecord, live: LiveDevice) -> StepSums:
-    """Return the sums of the durations of a device's last steps.
+    """Return the sums of a device's times over its last steps.
 
-    `record` is the process's record, and `live` is the device's entry in it. If the record has no
-    such sums, the medians in it are returned as a single step. If there are no medians either, the
-    sums are empty.
+    `live` is the device's entry in `record`. Without sums in the record, its medians count as one
+    step.
     """
-    # the record's sums are the whole process's, not those of one of several devices
+    # Without medians either, the sums are empty. The record's sums are the whole process's, not
+    # those of one of several devices.
     if record.recent.steps and (len(record.devices) <= 1 or not live.own_work_s):
         return record.recent
     if not (record.step_s or live.own_work_s):

@@ -36,10 +36,10 @@ def metrics() -> dict[str, float]:
     """Return the metrics of this process's training run, named `evener/NAME`.
 
     They cover the ranks on this machine, and can be passed to `wandb.log` and similar functions.
-    The result is empty until the first report, about half a second after the start. Metrics that
-    weren't measured are left out; docs/trackers.md lists all. Files are read at most twice a
-    second.
+    Empty until the first report, about half a second after the start. Unmeasured metrics are left
+    out; docs/trackers.md lists all.
     """
+    # files are read at most twice a second
     global _cache
     reporter = newest_reporter()
     if reporter is None:

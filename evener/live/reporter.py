@@ -216,12 +216,12 @@ class Reporter:
         timed: bool = True,
         tokens: tuple[int, int] = (0, 0),
     ) -> None:
-        """Count one optimizer step on `samples` samples, and write a report if it is due.
+        """Count an optimizer step on `samples` samples; write a report if due.
 
-        The arguments up to `batches` are described by `evener.report`. A step that isn't `timed`,
-        for example because it compiles, is left out of samples/s. `tokens` are the step's numbers
-        of tokens without and with padding.
+        The arguments up to `batches` are those of `evener.report`. A step that isn't `timed` is
+        left out of samples/s. `tokens` are the step's tokens without and with padding.
         """
+        # a step that compiles, for example, isn't timed
         if samples.__class__ is not int or samples < 0:
             samples = _whole(samples)
         with self._lock:
@@ -521,8 +521,9 @@ def report(
     framework: str = "",
     batches: Sequence[int] | None = None,
 ) -> None:
-    """Report an optimizer step on `samples` samples to the monitor; call this after each step.
+    """Report an optimizer step to the monitor; call this after each step.
 
+    - `samples`: the number of samples in the step.
     - `devices`: UUIDs, slice names, indices, or a plan's shares.
     - `batches`: the devices' samples per step. By default, they are the plan's shares, or equal
       parts of the samples.

@@ -14,13 +14,15 @@ KEPT_STEPS = 50  # number of steps stored for medians
 
 
 class ClockedReports:
-    """Measures the steps of one process and reports each step to the monitor.
+    """Measures one process's steps, and reports each to the monitor.
 
     A trainer calls `begin` once it has its batch, and `end` when the step is done. The time from
-    `end` to the next `begin` counts as input: the process waits for the loader or runs callbacks.
-    Times are measured on the host, which runs ahead of its GPU at first. Once it has to wait for
-    the GPU in each step, the measured step times are the GPU's.
+    `end` to the next `begin` counts as input.
     """
+
+    # In that time, the process waits for the loader or runs callbacks. Times are measured on the
+    # host, which runs ahead of its GPU at first. Once the host has to wait for the GPU in each
+    # step, the measured step times are the GPU's.
 
     def __init__(self, framework: str, workload: str = "", rank: int = -1, world: int = 0) -> None:
         self._framework = framework

@@ -178,11 +178,12 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return self.layout.batches
 
     def shares(self, global_batch: int | None = None) -> tuple[int, ...]:
-        """Return the number of samples of each device; they sum to `global_batch` exactly.
+        """Return the number of samples of each device; they sum to `global_batch`.
 
-        The default is the plan's global batch. If shares are fractions of a batch's cost, which
-        depends on its rows' lengths, the numbers are in proportion to these fractions.
+        The default is the plan's global batch. Shares that are fractions of a batch's cost count as
+        fractions of its samples.
         """
+        # a batch's cost depends on its rows' lengths
         batch = self.layout.global_batch if global_batch is None else global_batch
         if batch == self.layout.global_batch and not self.layout.by_cost:
             return self.batches

@@ -181,11 +181,12 @@ def make_layout(
 
 
 def complete_layout(layout: Any) -> Any:
-    """Return a copy of `layout`, the decoded data of a plan file, with missing keys filled in.
+    """Return a plan file's decoded `layout` with its missing keys filled in.
 
-    Missing keys are derived from the devices and batches. Without a valid list of shares, `layout`
-    is returned unchanged; reading the plan then raises an error.
+    The result is a copy. Without a valid list of shares, it is `layout` itself.
     """
+    # Missing keys are derived from the devices and batches. Reading a plan without a valid list of
+    # shares then raises an error.
     shares = layout.get("share", []) if isinstance(layout, dict) else None
     if not isinstance(shares, list) or not all(isinstance(each, dict) for each in shares):
         return layout
@@ -324,8 +325,8 @@ def _check_share(share: Share, where: str) -> None:
 def is_curve(curve: Knots) -> bool:
     """True if the knots form a valid curve, or if there are none.
 
-    A curve has at least two finite knots. Their rows increase, their seconds never decrease, and
-    the last knot is above 0 s.
+    A curve has at least two finite knots. Rows increase, seconds never decrease, and the last
+    seconds are above 0.
     """
     if not curve:
         return True

@@ -56,14 +56,14 @@ def solve_shares(
     quantum: int = 1,
     extras: Sequence[float] = (),
 ) -> tuple[int, ...] | None:
-    """Return the rows per device that minimize the step time; None if they don't fit in memory.
+    """Return the rows per device that minimize the step time.
 
-    Shares sum to `batch`, and each is at least `quantum`.
+    None if they don't fit in memory. Shares sum to `batch`, and each is at least `quantum`.
 
     - `curves`: each device's compute time by rows.
     - `pass_limits`: the most rows per pass that fit in each device's memory; 0 for no limit.
-    - `passes`: each device's maximum rows per pass if its share may be cut into several passes; 0
-      if it may not. True stands for `pass_limits`, and False for 0 on every device.
+    - `passes`: each device's maximum rows per pass if its share may be cut into several passes, and
+      otherwise 0. True stands for `pass_limits`, and False for 0 on every device.
     - `extras`: seconds that each pass after the first adds to a device's step.
     """
     count = len(curves)
@@ -103,12 +103,12 @@ def _join_knots(knots: Knots) -> Curve:
 def leave_out(plan: Plan, gone: Collection[tuple[str, str]]) -> Plan:
     """Return the plan without the devices in `gone`, at the same global batch.
 
-    `gone` has pairs of a host and a device id. The remaining devices get the shares that are
-    fastest by their curves and fit in memory, in passes if necessary. The throughput is only
-    estimated: the plan's throughput times the fraction of the batch that the remaining devices had
-    before. Raises PlanError if no device remains, if the remaining ones compute no rows, or if only
-    one device of a sharded plan remains.
+    `gone` has pairs of a host and a device id. Raises PlanError if no device remains, if the
+    remaining ones compute no rows, or if only one of a sharded plan remains.
     """
+    # The remaining devices get the shares that are fastest by their curves and fit in memory, in
+    # passes if necessary. The throughput is only estimated: the plan's throughput times the
+    # fraction of the batch that the remaining devices had before.
     layout = plan.layout
     left = tuple(share for share in layout.active if (share.host, share.device) not in gone)
     if not left:

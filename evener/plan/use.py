@@ -76,10 +76,10 @@ def explain_once(path: str, words: str) -> None:
 
 
 def describe_unused(imported: Container[str], program: bool) -> str:
-    """Return a message for a script that reads no plan, with the lines to add to it.
+    """Return a message for a script that reads no plan.
 
-    `imported` are the libraries that the script imports. `program` is True if `evener run` could
-    balance the script without changes.
+    The message has the lines to add. `imported` are the script's libraries. `program` is True if
+    `evener run` could balance the unchanged script.
     """
     known = [*_LINES, *_SAME]
     found = [_SAME.get(name, name) for name in known if name in imported]

@@ -52,10 +52,10 @@ class Cut:
         return -(-rows // self.micros[device])
 
     def bounds(self, rows: Any) -> list[Any]:
-        """Return the boundaries of the devices' slices of a batch of `rows` rows.
+        """Return the boundaries of the devices' slices of a batch.
 
-        Device i gets the rows from bounds[i] to bounds[i + 1]. `rows` is an int or an int64 scalar
-        tensor, and so are the boundaries.
+        Device i gets the rows from bounds[i] to bounds[i + 1]. `rows`, the batch's size, is an int
+        or an int64 scalar tensor, and so are the boundaries.
         """
         if self.floors:
             parts = [rows * weight // self.total for weight in self.weights[:-1]]
@@ -83,14 +83,15 @@ WORTH_BYTES = 8 << 20  # fewer bytes are summed at once, because a second sum wo
 
 
 def divide_sums(tensors: Sequence[tuple[int, Hashable]], apart: int = 0) -> list[list[int]]:
-    """Group the gradient tensors that are summed together; return the indices in each group.
+    """Group the gradient tensors that are summed together; return indices by group.
 
-    `tensors` are pairs (bytes, type) in the order in which gradients become ready. Tensors of
-    different types are never in the same group. If all tensors have less than 8 MiB in total, each
-    type has one group. Otherwise, each type has an early group, summed during the backward pass,
-    and a late one. The late groups have at most LATE_PART of all bytes, unless they consist of a
-    single larger tensor. The last `apart` tensors form further groups, which are summed at the end.
+    `tensors` are pairs (bytes, type) in the order in which gradients become ready. The last `apart`
+    tensors form further groups, which are summed at the end.
     """
+    # Tensors of different types are never in the same group. If all tensors have less than 8 MiB in
+    # total, each type has one group. Otherwise, each type has an early group, summed during the
+    # backward pass, and a late one. The late groups have at most LATE_PART of all bytes, unless
+    # they consist of a single larger tensor.
     sizes = [size for size, _ in tensors]
     left = sum(sizes)
     last = len(sizes) - apart - 1

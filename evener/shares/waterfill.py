@@ -76,11 +76,11 @@ Costs = Sequence[float]
 def split_fixed(
     devices: Sequence[DeviceCurve], costs: Costs, batch: int, quantum: int = 1, fewest: int = 2
 ) -> Allocation | None:
-    """Return the fastest allocation of exactly `batch` samples to at least `fewest` devices.
+    """Return the fastest allocation of exactly `batch` samples.
 
-    `costs` are the seconds of gradient exchange by number of devices. Shares are multiples of
-    `quantum`. Returns None if the devices' limits don't allow `batch` samples, or if there are
-    fewer than `fewest` devices.
+    It has at least `fewest` devices, and shares are multiples of `quantum`. `costs` are the seconds
+    of gradient exchange by number of devices. None if the devices are too few or
+    their limits too low.
     """
     devices = [device for device in devices if device.limit >= quantum]
     most = min(len(devices), batch // quantum)
@@ -345,12 +345,12 @@ def _divide_batch(
 
 
 def finish_times(devices: Sequence[DeviceCurve], quantum: int) -> list[float]:
-    """Return the finish times that the best allocation may have, in increasing order.
+    """Return the finish times that the best allocation may have, in order.
 
-    At each of them, a curve bends, or a device reaches its limit or finishes its first quantum. At
-    most 400 are returned for up to 32 devices, and fewer for more devices. If there are more finish
-    times, the returned ones are evenly spaced among them.
+    At each of them, a curve bends, or a device reaches its limit or finishes its first quantum.
     """
+    # At most 400 are returned for up to 32 devices, and fewer for more devices. If there are more
+    # finish times, the returned ones are evenly spaced among them.
     times = sorted(
         {t for x in devices for t in (*x.curve.breakpoints(x.limit), x.curve.seconds(quantum))}
     )

@@ -56,8 +56,8 @@ def is_ratio(ratio: object) -> bool:
 def apportion(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
     """Divide `batch` samples in proportion to `ratios`, by largest remainder.
 
-    The result sums to `batch`. A device with a ratio above 0 gets at least one sample, as long as
-    there are enough samples. A device with ratio 0 gets none. Ties go to the earlier device.
+    The result sums to `batch`. A device with a ratio above 0 gets at least one sample if there are
+    enough, and other devices get none. Ties go to the earlier device.
     """
     # an empty replica can abort a TensorFlow process
     check_ratios(ratios)
@@ -199,11 +199,11 @@ def largest_pass(shares: Sequence[int], micros: Sequence[int]) -> int | None:
 
 
 def shares_to_evaluate(shares: Sequence[int], micros: Sequence[int]) -> tuple[int, ...]:
-    """Return the rows of a validation batch for each rank, so that each computes them in one pass.
+    """Return each rank's rows of a validation batch, for a single pass.
 
-    `micros` are the ranks' maximum rows per pass. The training shares are scaled down only if one
-    of them needs several passes.
+    `micros` are the ranks' maximum rows per pass.
     """
+    # the training shares are scaled down only if one of them needs several passes
     if tuple(shares) == tuple(micros):
         return tuple(shares)
     return apportion(max(len(shares), batch_in_one_pass(shares, micros)), shares)
