@@ -17,10 +17,11 @@ from .printable import printable
 class EvenerError(Exception):
     """Base class of evener's errors; only subclasses are raised.
 
-    The message says what is wrong, and the remedy says what to do. Terminal control characters are
-    replaced in both. `kind` names the class in JSON output. `exit_code` is evener's exit code after
-    this error.
+    The message says what is wrong, and the remedy what to do. `kind` names the class in JSON
+    output, and `exit_code` is evener's exit code after this error.
     """
+
+    # terminal control characters are replaced in the message and the remedy
 
     kind: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 2
@@ -47,10 +48,10 @@ class RequestError(EvenerError):
 def as_request_error(
     what: str, remedy: str, kind: type[RequestError] = RequestError
 ) -> Iterator[None]:
-    """Return a context that converts an OSError or ValueError into an error of the class `kind`.
+    """Return a context that converts an OSError or ValueError into a RequestError.
 
-    The error's message consists of `what`, which says what failed, and the system's reason.
-    `remedy` tells the user what to do.
+    `what` says what failed; the system's reason is added. `remedy` tells the user what to do.
+    `kind` is the class of the new error.
     """
     try:
         yield

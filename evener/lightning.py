@@ -260,9 +260,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def on_train_start(self) -> None:
         """Check loaders and optimizers before the first step, once they exist.
 
-        Raises RequestError if training data don't come from one `split.loader`, or if training_step
-        fetches batches itself. Also raises it if LBFGS or a learning-rate finder is used with
-        several passes.
+        Raises RequestError if data don't come from one `split.loader`, or if training_step fetches
+        batches. Several passes with LBFGS or a learning-rate finder also raise it.
         """
         self._note_searches()
         given = private.loaders(self._trainer.fit_loop)
@@ -418,13 +417,13 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return {**result, "loss": loss} if isinstance(result, Mapping) else loss
 
     def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the backward passes of the batch, and the forward passes after the first.
+        """Run the batch's backward passes, and its forward passes after the first.
 
-        `closure_loss` is the loss of the first pass. Each loss is weighted by its part of the
-        batch, so that the mean of the ranks' gradients is the global batch's gradient. In manual
-        optimization, only one backward pass runs. Raises RequestError if training_step returns None
+        `closure_loss` is the first pass's loss. Raises RequestError if training_step returns None
         in a later pass.
         """
+        # Each loss is weighted by its part of the batch, so that the mean of the ranks' gradients
+        # is the global batch's gradient. In manual optimization, only one backward pass runs.
         loss, result = closure_loss, None
         while self._part is not None:
             part = self._part

@@ -43,11 +43,12 @@ class ModuleAudit:
         self._audits.question = " Is it a mean over rows?"
 
     def after_step(self, loader: Any, step: int, others: Sequence[Any]) -> None:
-        """Audit the gradients of a step, on rows of the epoch's batch `step`, if an audit is due.
+        """Audit the gradients of a step if an audit is due.
 
-        `loader` is the training loader. `others` are training_step's arguments after the batch.
-        Raises RequestError if the audit finds a difference.
+        It uses rows of the epoch's batch `step` from `loader`. `others` are training_step's
+        arguments after the batch. Raises RequestError if the gradients differ.
         """
+        # the loader is the training loader
         own = self._strategy.lightning_module.training_step
         self._audits.after_batch(partial(self._find, loader, step, others), own)
 

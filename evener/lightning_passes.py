@@ -36,11 +36,12 @@ DummyLogger = import_module(f"{LIGHTNING}.loggers.logger").DummyLogger
 
 
 def check_module_part(strategy: Any, part: Part, rows: int) -> None:
-    """Check that the pass `part` may be cut into parts of `rows` rows, because memory ran out.
+    """Check that the pass `part` may be cut into parts of `rows` rows.
 
-    Raises RequestError, on this rank only, if the parts' gradients don't add up to the pass's, or
-    if an optimizer is LBFGS.
+    Raises RequestError, on this rank only, if their gradients don't add up, or if an optimizer is
+    LBFGS.
     """
+    # The pass has run out of memory. The parts' gradients must add up to the pass's.
     module = strategy.lightning_module
     audits = strategy.planned.audits
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in strategy.optimizers):
