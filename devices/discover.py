@@ -73,7 +73,8 @@ def _check_limit(device: Device) -> None:
 def _all_memory(device: Device) -> int | None:
     """Return a device's total memory in bytes; None if unknown.
 
-    For a CPU slice, the result is the machine's total memory, because all slices share this memory.
+    For a CPU slice, the result is the machine's total memory. All slices share this memory, and
+    more of it may be free later.
     """
     if not device.on_cpu:
         return device.memory_bytes

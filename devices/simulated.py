@@ -188,9 +188,9 @@ def _convert(table: Any, kind: type[Table], where: str) -> Table:
 
 
 def _explain_decoding_error(message: str, table: Any, where: str) -> str:
-    """Return msgspec's error message with the place of the error.
+    """Return msgspec's error message with the location of the error.
 
-    The place is the table, the key and the value, before the message.
+    The location comes first: the table, the key and the value.
     """
     text, _, path = message.partition(" - at `$")
     seen = table

@@ -258,8 +258,8 @@ def _with_local_ids(
 ) -> Training:
     """Return a training run's report with this machine's device ids.
 
-    `pids` has the pids that the driver reports, by device id. If the report names no device, its
-    samples/s are divided equally among the devices on which the driver reports its process.
+    `pids` has the pids that the driver reports, by device id. A report may name no device. Its
+    samples/s are then divided equally among the devices on which the driver reports its process.
     """
     seen = [device for device in devices if training.pid in pids.get(device.id, ())]
     if not training.devices:
