@@ -100,7 +100,7 @@ def run_app(
 def _is_first_start(options: Mapping[str, Any]) -> bool:
     """True if no run is stored and a search could be started.
 
-    False for a read-only app, for a replay, and for an app that isn't drawn on a terminal.
+    False for a read-only app and for a replay. Also False if the app isn't drawn on a terminal.
     """
     from evener.balancer.store.runs import have_runs
 

@@ -215,8 +215,8 @@ def compare(
 def _resume_comparison(request: Request, resume: str, others: str | None) -> OpenRun:
     """Open the run `resume` to continue its comparison.
 
-    Raises RequestError if the run isn't a comparison, or if an option that chooses layouts
-    (`others`) is given. A run's layouts can't be changed.
+    `others` is an option that chooses layouts, if one was given. A run's layouts can't be changed,
+    and RequestError is raised. It is also raised if the run isn't a comparison.
     """
     if others:
         raise RequestError(

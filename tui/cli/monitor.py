@@ -113,7 +113,7 @@ def monitor(
 def _metrics_server(address: str | None, public: bool, once: bool) -> Serving:
     """Return a function that starts the metrics server if one was requested.
 
-    The function takes a callable that returns the latest snapshot, and returns a context in which
+    The function takes a callable that returns the latest snapshot. It returns a context in which
     the server runs. Without `--metrics`, the context does nothing.
 
     The parameters are the values of `--metrics`, `--metrics-public` and `--once`. Raises

@@ -39,8 +39,8 @@ PRESSED_TWICE_SECONDS = 1.0  # a second signal within this time is ignored
 class _Progress:
     """The state of a running session, and messages to the user.
 
-    On a terminal, the state is drawn as live lines, which are redrawn often, with the messages
-    below them.
+    On a terminal, the state is drawn as live lines, which are redrawn often. The messages are below
+    them.
     """
 
     def __init__(self) -> None:

@@ -256,8 +256,8 @@ def _find_holding(silent: Sequence[RankRow]) -> list[RankRow]:
 def _are_all_at_one(rows: Sequence[RankRow], holding: Sequence[RankRow]) -> bool:
     """True if all ranks are silent in the same part of a step.
 
-    The part is known. `rows` are all ranks of a training, and `holding` are the silent ranks that
-    the others wait for.
+    False if this part is unknown. `rows` are all ranks of a training. `holding` are the silent
+    ranks that the others wait for.
     """
     # A rank that isn't in `holding` has made more progress. A single rank isn't waited for.
     at = {row.doing for row in rows}
