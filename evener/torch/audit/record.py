@@ -47,9 +47,9 @@ AS_WRITTEN, ROW_COUNTS, MULTIPLES = range(3)  # which numbers in a record are co
 
 
 class RowNumber(int):
-    """A number that the program read from a tensor's size: `each` times the batch's number of rows.
+    """A multiple of the batch's number of rows, read from a tensor's size.
 
-    When the calls are repeated with other rows, it becomes `each` times the number of these rows.
+    It is `each` times the number of rows, also when the calls are repeated with other rows.
     """
 
     each = 1

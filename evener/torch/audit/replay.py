@@ -45,7 +45,7 @@ def audit_record(
     counts: Sequence[int] = EVERY_COUNT,
     moves: bool = False,
 ) -> Replayed:
-    """Audit a loss with the first rows for which the loss can be computed.
+    """Audit a loss with the first selection of rows that the loss supports.
 
     - `rows`: alternatives, such as rows with and without padding.
     - `sketcher`: creates a GradientSketcher for each audit.
@@ -55,7 +55,8 @@ def audit_record(
 
     Raises RequestError if the loss synchronizes with other ranks.
     """
-    # The ways in `counts` are tried in turn until an audit finds no difference.
+    # A loss supports rows if it can be computed for them. The ways in `counts` are tried in turn
+    # until an audit finds no difference.
     fault = "its batch can't be cut into rows"
     has_only_these_rows = not record.has_other_rows()
     for selection in rows:

@@ -348,8 +348,8 @@ def find_shares(
 ) -> RankShares:
     """Return the shares of all ranks, from a plan or from `ratios`.
 
-    Every rank has to call this function. Without `plan` and
-    `ratios`, evener launch's plan is used, if there is one.
+    Every rank has to call this function. Without `plan` and `ratios`, evener launch's plan is used,
+    if there is one.
 
     - `global_batch`: number of rows per step, by default the plan's.
     - `options`: the user's options; they have to be the same on all ranks.
