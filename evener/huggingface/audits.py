@@ -184,10 +184,11 @@ class TrainerComputations:
         ]
 
     def count_items(self, batches: Sequence[Any]) -> Any:
-        """Return the number of items in all these batches, by which the trainer divides its loss.
+        """Return the number of items in all these batches.
 
-        Return None if the trainer doesn't count items.
+        None if the trainer doesn't count items.
         """
+        # The trainer divides its loss by this number.
         trainer = self._trainer
         with pretend_processes(trainer.accelerator, 1):
             return private.count_items(trainer, batches, trainer.args.device)

@@ -69,7 +69,8 @@ class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call a torch function on plain tensors, so that its results aren't PassValues."""
+        """Call a torch function on plain tensors."""
+        # So the results aren't PassValues.
         with plain_tensors():
             return function(*args, **(kwargs or {}))
 
@@ -105,14 +106,14 @@ class Gathering:
         self.end_pass()
 
     def end_pass(self) -> None:
-        """End a pass: discard the values that the pass, or each piece of it, has gathered."""
+        """End a pass: discard the values that its gather calls have collected."""
         self._pieces, self._gathered_calls = [], []
 
     @contextmanager
     def local(self, shift: float = 0.0) -> Iterator[None]:
-        """Return a context in which a rank gathers only its own values, each increased by `shift`.
+        """Return a context in which a rank gathers only its own values.
 
-        A shift shows whether a loss depends on gathered values.
+        Each value is increased by `shift`, which shows whether a loss depends on gathered values.
         """
         before, self._local, self._shift = (self._local, self._shift), True, shift
         try:

@@ -105,7 +105,8 @@ def count_labels(batch: Any) -> dict[str, float]:
 
 
 def has_ignored(batch: Any) -> bool:
-    """True if the batch has ignored labels (-100), which shows that the loss supports them."""
+    """True if the batch has ignored labels (-100)."""
+    # Ignored labels show that the loss supports them.
     labels, _ = _labels(batch)
     return labels is not None and bool((labels == IGNORED).any())
 

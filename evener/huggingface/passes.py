@@ -181,13 +181,13 @@ class TrainerPasses:
         return self._trainer.accelerator.no_sync(self._model)
 
     def note(self, loss: Any) -> None:
-        """Add a hook to a pass's loss that notices if the trainer itself starts a backward pass."""
+        """Notice if the trainer itself starts a backward pass from `loss`."""
         # such a backward pass can't be retried in pieces, because its gradients can't be undone
         if loss.requires_grad:
             loss.register_hook(lambda _: self._passes.note_backward())
 
     def backward(self, loss: Any, **options: Any) -> None:
-        """Run the accelerator's backward pass so that it can be undone if memory runs out.
+        """Run the accelerator's backward pass; it can be undone if memory runs out.
 
         This method replaces `accelerator.backward`.
         """

@@ -11,7 +11,10 @@ from typing import Any
 
 
 def prepare_inputs(trainer: Any, batch: Any) -> Any:
-    """Return a batch as the trainer passes it to `compute_loss`: on its device, in its dtypes."""
+    """Return a batch as the trainer passes it to `compute_loss`.
+
+    The batch is on the trainer's device, in the trainer's dtypes.
+    """
     return trainer._prepare_inputs(batch)
 
 

@@ -202,7 +202,10 @@ class PassSampler(StepSampler):
 
 
 class PassRows(Dataset):  # type: ignore[misc]  # torch is not followed
-    """A data set of passes: for a tuple of row indices, it returns these rows, collated."""
+    """A data set that returns the collated rows of a pass.
+
+    The index of a pass is a tuple of row indices.
+    """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self._dataset = dataset
@@ -218,9 +221,10 @@ class PassRows(Dataset):  # type: ignore[misc]  # torch is not followed
 
 
 def find_lengths(trainer: Any) -> list[int] | None:
-    """Return the number of tokens in each training row; None if the rows have no token ids.
+    """Return the number of tokens in each training row.
 
-    These are the lengths by which the trainer itself would group rows.
+    None if the rows have no token ids. These are the lengths by which the trainer itself would
+    group rows.
     """
     dataset, name = trainer.train_dataset, trainer.args.length_column_name
     if name in (getattr(dataset, "column_names", None) or ()):

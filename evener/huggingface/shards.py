@@ -21,9 +21,9 @@ ARGUMENTS = "training_args.bin"
 
 
 class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete types
-    """A mixin for a Trainer class whose plan puts a shard of the model on each device.
+    """A mixin for a Trainer class that trains a sharded model.
 
-    Its checkpoints have the format of `Split.save`.
+    The plan puts a shard of the model on each device. Checkpoints have the format of `Split.save`.
     """
 
     args: Any
@@ -93,9 +93,9 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
 
 def load_from_shards(trainer: Any, folder: str | os.PathLike[str] | None) -> None:
-    """Load an optimizer's state that was saved with a sharded model, if `folder` has one.
+    """Load an optimizer's state that was saved with a sharded model.
 
-    The trainer's own model isn't sharded. Does nothing if `folder` is None.
+    Does nothing if `folder` is None or has no such state. The trainer's own model isn't sharded.
     """
     if folder is None or not checkpoint.has_optimizer(folder, trainer.model):
         return
@@ -124,7 +124,8 @@ def keep_no_casts(accelerator: Any) -> None:
 
 
 def _note_device(model: Any, device: torch.device) -> None:
-    """Set a loaded model's `hf_device_map`, if it has one, to `device`; accelerate reads it."""
+    """Set a loaded model's `hf_device_map`, if any, to `device`."""
+    # accelerate reads `hf_device_map`.
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(base, "hf_device_map", None):
         base.hf_device_map = {"": device}
