@@ -24,9 +24,10 @@ Leaves = dict[str, Any]  # tensors by name: layer number, attribute and item, as
 
 
 class PlainVariables:
-    """Restores the `tf.Variable`s of a model that a call may assign, such as a counter of calls.
+    """Restores the `tf.Variable`s of a model that a call may assign.
 
-    Each device and each pass of a step then starts with their values from before the step.
+    Such a variable may count calls, for example. Each device and each pass of a step then starts
+    with the variables' values from before the step.
     """
 
     def __init__(self, model: Any) -> None:
@@ -96,7 +97,10 @@ class CallTensors:
             _fill(container, content)
 
     def put(self, leaves: Leaves) -> None:
-        """Replace tensors that the last call stored by tensors of the same names in `leaves`."""
+        """Replace tensors that the last call stored by those in `leaves`.
+
+        A tensor is replaced by the tensor of the same name.
+        """
         for slot in self._find_slots([]):
             flat = [leaves.get(name, leaf) for name, leaf in slot.leaves().items()]
             value = tf.nest.pack_sequence_as(slot.container[slot.key], flat)

@@ -92,14 +92,16 @@ IN_PARTS = LikelyCause(
 
 
 class StepPair(NamedTuple):
-    """The two steps that an audit compares: Keras' own step on one device, and the engine's."""
+    """The two steps that an audit compares: Keras' own and the engine's."""
+
+    # Keras' own step runs on one device.
 
     plain: TracedStep
     engine: TracedStep
 
 
 class Finding(msgspec.Struct):
-    """A difference that an audit has found, with a message about it and a remedy."""
+    """A difference that an audit has found, with a message and a remedy."""
 
     difference: GradientDifference
     message: str
@@ -149,9 +151,9 @@ class StepAudit:
         self._specs.clear()
 
     def before_steps(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a function that audits the next batch if an audit is due, and then calls `run`.
+        """Return a function that calls `run`, after an audit if one is due.
 
-        `run` is Keras' train function.
+        `run` is Keras' train function. The next batch is audited.
         """
 
         def run_audited(batches: Any) -> Any:
@@ -886,7 +888,8 @@ def _is_finite(gradients: Sketch) -> bool:
 
 @contextmanager
 def _plain_float32() -> Iterator[None]:
-    """Return a context without TensorFloat-32, so that GPUs multiply float32 at full precision."""
+    """Return a context without TensorFloat-32."""
+    # GPUs then multiply float32 at full precision.
     before = tf.config.experimental.tensor_float_32_execution_enabled()
     tf.config.experimental.enable_tensor_float_32_execution(False)
     try:

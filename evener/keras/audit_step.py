@@ -38,7 +38,9 @@ Values = dict[int, Any]  # values of variables, by their keys
 
 
 class StepCall(NamedTuple):
-    """The results of the model's call in Keras' own step, which determine the step's loss."""
+    """The results of the model's call in Keras' own step."""
+
+    # These results determine the loss of the step.
 
     outputs: Tensors  # with the masks that Keras attaches
     losses: list[Any]  # losses of layers, then of the weights' regularizers
@@ -61,7 +63,10 @@ class StepResult(NamedTuple):
 
 
 class StepVariable(NamedTuple):
-    """A variable that the graph of a step uses; `key` is the same in every graph."""
+    """A variable that the graph of a step uses.
+
+    The `key` is the same in every graph.
+    """
 
     key: int
     name: str
@@ -126,9 +131,10 @@ class TracedStep:
         self.draws = any(map(_is_draw, _list_operations(self._graph.graph)))
 
     def run_shifted(self, data: Tensors, place: str, amounts: Sequence[Any]) -> StepResult:
-        """Run the step with `amounts` added to the left sides of the comparisons at `place`.
+        """Run the step with shifted comparisons at `place`, a line of user code.
 
-        The place is a line of user code. There is one amount for each comparison in that line.
+        `amounts` has an amount for each comparison in that line. The amounts are added to the left
+        sides of the comparisons.
         """
         assert self._shifts is not None
         self._shifts.assign(place, amounts)
@@ -165,10 +171,8 @@ class TracedStep:
         return StepResult(sketch, numbers, states, by_place, summed, _with_masks(call))
 
     def leave(self, call: StepCall) -> None:
-        """Set the model's attributes to their values after `call`, so that a loss can be computed.
-
-        The loss may read tensors that the call stored in attributes.
-        """
+        """Set the model's attributes to their values after `call`."""
+        # A loss may read tensors that the call stored in attributes.
         self._left.restore()
         self._left.put(call.attributes)
 
@@ -253,7 +257,9 @@ class TracedStep:
 
 
 class PlainSteps:
-    """Traces Keras' own steps of a model on one device, once for each type of batch."""
+    """Traces Keras' own steps of a model on one device."""
+
+    # Each type of batch is traced once.
 
     def __init__(self, model: Any, device: str) -> None:
         self._model = model
@@ -265,10 +271,10 @@ class PlainSteps:
         self._traced = {key: step for key, step in self._traced.items() if key[0] != training}
 
     def trace(self, spec: Tensors, training: bool) -> TracedStep:
-        """Return the graph of a step for batches (x, y, weight) of the type `spec`.
+        """Return the graph of a training or test step.
 
-        If the user's program raises an error while it is traced, every call for that type raises
-        this error.
+        `spec` is the type of its batches (x, y, weight). If the user's program raises an error
+        while it is traced, every call for that type raises this error.
         """
         kind = type(self._model)
         own = functools.partial(kind.train_step if training else kind.test_step, self._model)
@@ -381,7 +387,8 @@ def _is_here(tensor: Any) -> bool:
 
 
 def _project_gradients(gradients: Sequence[Any], shapes: Sequence[Any], seed: Any) -> Any:
-    """Return PROJECTIONS random sums of each gradient: its elements are added with random signs."""
+    """Return PROJECTIONS random sums of each gradient."""
+    # The elements of a gradient are added with random signs.
     pairs = zip(gradients, shapes, strict=True)
     matrices = [_as_matrix(gradient, shape) for gradient, shape in pairs]
     if not matrices:

@@ -54,10 +54,11 @@ class GroupSync(kinds.Callback):  # type: ignore[misc]
         self._share_weights()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Stop together if a process stops, and check that all have trained on the same data.
+        """Stop together if a process stops, and compare the training data.
 
-        This callback is last, so the first process has already written its files.
+        Raises RequestError if the processes have trained on different data.
         """
+        # This callback is last, so the first process has already written its files.
         self.agree()
         self._engine.check_data(epoch_ends=True)
 

@@ -34,7 +34,7 @@ NO_PASSES = "Make a plan without passes: evener balance --micro off."
 
 
 class SplitWarning(UserWarning):
-    """A warning that training continues, but differs from what the plan or the user may expect."""
+    """A warning that training continues, but not as the plan or user may expect."""
 
 
 def warn(sentence: str) -> None:
@@ -166,7 +166,10 @@ def refuse_in_one_process(seen: str, other: str) -> NoReturn:
 
 
 def warn_small_data(rows: int, planned: int | None) -> None:
-    """Warn if the data have fewer rows than `planned`, the plan's global batch (None: no plan)."""
+    """Warn if the data have fewer rows than the plan's global batch.
+
+    `planned` is that batch; None without a plan.
+    """
     if planned is not None and rows < planned:
         warn(
             f"The data have {rows} rows, fewer than the plan's global batch of {planned}: "

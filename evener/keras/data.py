@@ -30,7 +30,10 @@ _MASK = "Mask it, as Embedding(mask_zero=True) and Masking do, or train without 
 
 
 class AssignedArrays(NamedTuple):
-    """A global batch with its rows assigned to devices by length, and sorted by device."""
+    """A global batch with rows assigned to devices and sorted by device.
+
+    The rows are assigned by length.
+    """
 
     data: Tensors
     edges: Any  # the first row of each device, then the number of rows
@@ -99,7 +102,7 @@ def _check_padding(tokens: Any, steps: int | None) -> None:
 
 
 def cut_pieces(x: Tensors, assigned: AssignedArrays) -> list[tuple[Tensors, Any]]:
-    """Return each device's rows of x, and the number of these rows without filler rows.
+    """Return each device's rows of x, and their number without filler rows.
 
     The rows are cut to the length of the device's longest row.
     """
@@ -264,9 +267,10 @@ class ArrayBatches:
         return self._dataset(functools.partial(self._take, self._tensors), endless)
 
     def own_rows(self, cut: Cut, rank: int, endless: bool = False) -> Any:
-        """Return a dataset of `OwnRows`: the rows of each global batch for the process `rank`.
+        """Return a dataset of the rows of one process in each global batch.
 
-        `cut` is how a batch is divided. If `endless`, epochs follow each other without a pause.
+        The elements are `OwnRows` of the process `rank`. `cut` is how a batch is divided. If
+        `endless`, epochs follow each other without a pause.
         """
 
         def take_own(epoch: Any, start: Any, stop: Any) -> OwnRows:
@@ -371,7 +375,10 @@ def array_rows(data: Any) -> int:
 
 
 def are_arrays(x: Any) -> bool:
-    """True if every leaf of x is an array or a tensor, not a dataset or a generator."""
+    """True if every leaf of x is an array or a tensor.
+
+    A dataset or a generator is neither.
+    """
     if isinstance(x, tf.data.Dataset):
         return False
     return all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in tf.nest.flatten(x))
@@ -458,7 +465,10 @@ def _lead_batches(shapes: Sequence[Any]) -> bool | None:
 
 
 def batch_rows(dataset: Any) -> int | None:
-    """Return the number of rows in a dataset's full batches; None if it can't be determined."""
+    """Return the number of rows in a dataset's full batches.
+
+    None if the number can't be determined.
+    """
     shape = getattr(tf.nest.flatten(dataset.element_spec)[0], "shape", None)
     if shape is not None and shape.rank and shape[0] is not None:
         return int(shape[0])
@@ -472,10 +482,11 @@ def batch_rows(dataset: Any) -> int | None:
 
 
 def is_plain(chosen: dict[str, Any], model: Any) -> bool:
-    """True if Keras isn't needed to batch the data of a `fit` with these arguments.
+    """True if the data of this `fit` can be batched without Keras.
 
     The data must be dense arrays. Each epoch must train on all rows, one step per execution.
     """
+    # `chosen` has the arguments of `fit`.
     return (
         _are_dense_arrays(chosen)
         and not _weighs_nested_targets(chosen)

@@ -73,9 +73,10 @@ def read_margin(operation: Any) -> Any:
 
 
 class Shifts:
-    """Amounts that are added to the left sides of a graph's comparisons, to force their results.
+    """Amounts that force the results of a graph's comparisons.
 
-    All amounts are 0 until `assign` sets others.
+    An amount is added to the left side of a comparison. All amounts are 0 until `assign` sets
+    others.
     """
 
     def __init__(self) -> None:

@@ -174,7 +174,7 @@ def assign_updates(calls: Sequence[tuple[Any, Sequence[StateUpdate]]]) -> None:
 
 
 def adds_up(kind: str) -> bool:
-    """True if a state of this kind adds up the devices' changes."""
+    """True for ROWS and SUM: all devices contribute to such a state's change."""
     return kind in (ROWS, SUM)
 
 
