@@ -190,7 +190,8 @@ class StepAudit:
         self._values = values
 
     def _watch(self, plain: TracedStep) -> None:
-        """Choose the variables to watch: small ones that Keras' step reads but doesn't assign."""
+        """Choose the small variables that Keras' step reads but doesn't assign."""
+        # Their changes are watched.
         # a callback may assign them, for example; the training has then changed and is audited
         # again
         averages = list_normalization_states(self._model, synchronized=None)
@@ -202,7 +203,8 @@ class StepAudit:
         self._values = [_to_bytes(each.read()) for each in self._watched]
 
     def _describe_batches(self, batches: Any, first: Any) -> str:
-        """Return the types and shapes of batches as text, to detect when they change."""
+        """Return the types and shapes of batches as text."""
+        # The text shows when the types or shapes change.
         if not isinstance(batches, tf.data.Iterator):
             leaves = tf.nest.flatten(first)
             # not the number of rows, unless `batches` is a TensorFlow iterator
@@ -634,7 +636,8 @@ class StepAudit:
     def _repeat_with_rounding_errors(
         self, plain: TracedStep, rows: Tensors, values: Mapping[int, Any]
     ) -> list[StepResult]:
-        """Return results of the step on inputs and weights that have random rounding errors."""
+        """Return results of the step with random rounding errors."""
+        # The inputs and the weights have these errors.
         weights = {id(each.value.handle) for each in self._model.trainable_variables}
         found = []
         for number in range(REPEATS):

@@ -208,7 +208,8 @@ class TracedStep:
         return sums, logs, margins, outputs, call
 
     def _note_types(self, variables: Sequence[Any]) -> None:
-        """Set `_kinds` to the types in which the gradients of these variables are computed."""
+        """Set `_kinds` to the types in which these gradients are computed."""
+        # They are the gradients of these variables.
         names, half = _name_weights(self._model), computes_in_half(self._model)
         self._kinds.clear()
         for variable in variables:
@@ -572,7 +573,7 @@ def kept_attributes(model: Any) -> Iterator[dict[str, Any]]:
 
 
 def _restore_plain(owner: Any, plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Restore the plain values of an object's attributes; return the changed values by name."""
+    """Restore an object's plain attributes; return the changed values by name."""
     holder = vars(owner)
     changed = {}
     for name, value in plain.items():

@@ -150,7 +150,7 @@ def _only_judge(judge: Callable[..., bool], *values: Any, **named: Any) -> bool:
 
 
 def _save_backup(backup: Any) -> None:
-    """Save the backup of a BackupAndRestore callback, together with the epoch of its weights."""
+    """Save a BackupAndRestore callback's backup and the epoch of its weights."""
     path, steps = Path(backup._training_metadata_path), int(backup.model.optimizer.iterations)
     path.parent.mkdir(parents=True, exist_ok=True)
     before = getattr(backup, "saved", backup.model._initial_epoch or 0)

@@ -385,7 +385,8 @@ def are_arrays(x: Any) -> bool:
 
 
 def _fold_weights(y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None) -> Any:
-    """Return the sample weights, computed from `class_weight` if it is given, as Keras does."""
+    """Return the sample weights, as Keras computes them from `class_weight`."""
+    # Without `class_weight`, they are returned unchanged.
     if class_weight is None:
         return sample_weight
     if sample_weight is not None:

@@ -39,10 +39,13 @@ class Engine(Protocol):
     splits: bool  # True if the engine's steps replace Keras'
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return the scope in which Keras' own steps run, on the device that holds the weights."""
+        """Return the scope in which Keras' own steps run.
+
+        The scope is on the device that holds the weights.
+        """
 
     def sharing_failures(self) -> AbstractContextManager[None]:
-        """Return a context in which an error also makes the other processes of the group fail."""
+        """Return a context in which an error makes the whole group fail."""
 
     def check_model(self) -> None:
         """Raise RequestError at the start of `fit` if the engine can't train this model."""
@@ -84,7 +87,7 @@ class Engine(Protocol):
         """Return replacements for methods of the model other than its steps, by name."""
 
     def build(self, x: Any) -> None:
-        """Create the model's weights before the first batch if the engine needs them by then.
+        """Create the model's weights if the engine needs them before the first batch.
 
         `x` is the data of a `fit`.
         """
@@ -144,7 +147,8 @@ class OneProcess:
         """Accept every model: a `test_step` that the user overrides runs on the whole batch."""
 
     def judges_parts(self, training: bool) -> bool:
-        """True in training with passes, which compute a separate loss for each part of a batch."""
+        """True in training with passes."""
+        # Passes compute a separate loss for each part of a batch.
         return training and self.cut.in_passes
 
     def around_training(self, run: Steps) -> Steps:
@@ -178,7 +182,8 @@ class OneProcess:
         """Do nothing: there is only one process."""
 
     def device_times(self) -> Sequence[DeviceTimes]:
-        """Return an empty tuple: in one graph, it is unknown when each device computes or waits."""
+        """Return an empty tuple."""
+        # In one graph, it is unknown when each device computes or waits.
         return ()
 
 

@@ -158,7 +158,10 @@ def group_from_environment() -> Group | None:
 
 @functools.cache
 def _join_group(peers: tuple[str, ...], rank: int) -> Group:
-    """Return the group of these processes, which all Splits of this process share."""
+    """Return the group of these processes.
+
+    All Splits of this process share the group.
+    """
     # a second strategy would abort all-reduces that a faster process has already started
     return Group(peers, rank)
 
@@ -232,7 +235,10 @@ MOST = 251  # number of different digests; every float type represents them exac
 
 
 def digest(leaves: Sequence[Any], most: int = MOST) -> Any:
-    """Return a hash of these tensors, from 0 to `most` - 1, as an int64 scalar tensor."""
+    """Return a hash of these tensors as an int64 scalar tensor.
+
+    The hash is between 0 and `most` - 1.
+    """
     parts = [tf.io.serialize_tensor(leaf) for leaf in leaves]
     return tf.strings.to_hash_bucket_fast(tf.strings.join(parts), most)
 

@@ -35,7 +35,7 @@ class GroupFailures:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Return a context in which a failure of this process also stops the other processes.
+        """Return a context in which a failure also stops the other processes.
 
         Raises DeviceError if another process has failed. A nested context does nothing.
         """

@@ -12,9 +12,9 @@ from typing import Any
 
 @contextmanager
 def replaced(instance: Any, name: str, value: Any) -> Iterator[None]:
-    """Return a context in which the attribute or method `name` of an object has this value.
+    """Return a context in which an object's attribute or method is replaced.
 
-    Keras doesn't track the value. The earlier value is restored on exit.
+    Keras doesn't track `value`. The earlier value is restored on exit.
     """
     attributes = vars(instance)
     had = name in attributes

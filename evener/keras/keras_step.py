@@ -76,7 +76,7 @@ def widen_if_empty(start: Any, stop: Any) -> tuple[Any, Any]:
 
 
 def open_rows(leaf: Any) -> Any:
-    """Return the spec (type and shape) of a tensor or array, with an unknown number of rows.
+    """Return a tensor's type and shape (spec), with any number of rows.
 
     A scalar has no rows, so its spec has no axes.
     """
@@ -103,7 +103,7 @@ def take_rows(data: Tensors, rows: Any) -> Tensors:
 
 
 def pad_rows(tensor: Any, start: Any, rows: Any) -> Any:
-    """Pad a part of a batch with zeros, before and after it, to the batch's number of rows.
+    """Pad a part of a batch with zeros to the batch's number of rows.
 
     `start` is the index of the part's first row in the batch, which has `rows` rows.
     """
@@ -192,7 +192,8 @@ def calls_of_steps() -> Iterator[None]:
 
 
 def build_model(model: Any, x: Tensors) -> None:
-    """Create the weights of a model that would otherwise create them from its first batch."""
+    """Create the weights of a model if it doesn't have them yet."""
+    # A model without a known input shape creates its weights from its first batch.
     if not all(layer.built for layer in (model, *all_layers(model))):
         call_once(model, x)
 
@@ -221,9 +222,9 @@ def call_model(model: Any, x: Tensors, training: bool) -> Tensors:
 
 
 def warn_of_own_loop(model: Any) -> Callable[..., Any]:
-    """Return a replacement for the model's `call` that warns if a user's training loop calls it.
+    """Return a replacement for `call` that warns about a user's training loop.
 
-    Such a loop would compute the whole batch on one device.
+    Such a loop calls the model, and one device would compute the whole batch.
     """
     own = type(model).call
 
@@ -241,10 +242,10 @@ def warn_of_own_loop(model: Any) -> Callable[..., Any]:
 
 
 class CopiesScope(keras.StatelessScope):  # type: ignore[misc]
-    """A scope in which a model uses `copies` as its weights, and the given values as its states.
+    """A scope in which a model uses copies of its weights.
 
-    Assignments stay within the scope. `others` has the variables that were assigned there but
-    aren't the model's.
+    The model also uses the given values as its states. Assignments stay within the scope. `others`
+    has the variables that were assigned there but aren't the model's.
     """
 
     def __init__(

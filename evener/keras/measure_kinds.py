@@ -196,7 +196,7 @@ def measure(
 
 
 def _add_row(row: Any) -> Any:
-    """Return the row and a second one, whose floating-point values are half as large."""
+    """Return this row and a second row with half its floating-point values."""
     # parts can't be measured on a single row
     return None if row is None else tf.concat([row, row / 2 if row.dtype.is_floating else row], 0)
 
@@ -295,7 +295,7 @@ class Measured(NamedTuple):
         return found
 
     def find_attributes(self) -> dict[str, str]:
-        """Return the kind of each tensor that a call stores in an attribute, by attribute name.
+        """Return the kinds of the tensors that a call stores in attributes, by name.
 
         Tensors with one entry per row are left out. The others are, for example, means over the
         rows.
@@ -315,7 +315,10 @@ class Measured(NamedTuple):
         return found
 
     def find_loss(self, training: bool) -> str:
-        """Return the kind of the model's loss without the layers' losses; OTHER if no kind fits."""
+        """Return the kind of the model's loss without the layers' losses.
+
+        OTHER if no kind fits.
+        """
         # The rows may not distinguish all kinds: labels without padding don't show whether padding
         # counts. So the loss is also computed with changed masks, weights and labels.
         calls = [result.call for result in self.results if result.call is not None]

@@ -153,13 +153,13 @@ class Workers:
         }
 
     def _on_batch(self, name: str, x: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Call Keras' method `name`, after creating the model's weights from x if necessary."""
+        """Call Keras' method `name`; first create missing weights from x."""
         with self.sharing_failures():
             self.build(x)
             return getattr(type(self.model), name)(self.model, x, *arguments, **keywords)
 
     def build(self, x: Any) -> None:
-        """Create the weights of a model that would otherwise create them from its first batch.
+        """Create the weights of a model if it doesn't have them yet.
 
         `x` is the data of a `fit`.
         """
@@ -184,7 +184,10 @@ class Workers:
         return arrays.own_rows(self.cut, self.group.rank, endless)
 
     def draw_seed(self) -> int:
-        """Return a seed for the order of epochs, the same in all processes (a collective)."""
+        """Return a seed for the order of epochs (a collective).
+
+        All processes get the same seed.
+        """
         drawn = tf.constant(draw_number() if self.group.rank == 0 else 0, tf.int64)
         return int(self.group.sum_now([drawn])[0])
 

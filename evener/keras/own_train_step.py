@@ -1,6 +1,7 @@
-"""Run a user's overridden `train_step` with an engine's step in place of Keras' own step.
+"""Run a user's overridden `train_step` with an engine's step inside.
 
-The user's `train_step` must call `super().train_step(data)`. Typically it adds values to the logs.
+The engine's step replaces Keras' own step. The user's `train_step` must call
+`super().train_step(data)`. Typically it adds values to the logs.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ def _view(model: Any) -> Any:
 
 
 class OwnTrainStep:
-    """A user's `train_step` that calls `step`, the step of an engine; both are in one graph.
+    """A user's `train_step` that calls an engine's step.
 
-    A call raises RequestError unless the user's `train_step` calls `super().train_step` exactly
-    once. Otherwise the gradients wouldn't be the engine's.
+    Both are in one graph. A call raises RequestError unless the user's `train_step` calls
+    `super().train_step` exactly once. Otherwise the gradients wouldn't be the engine's.
     """
 
     def __init__(self, model: Any, step: Step) -> None:

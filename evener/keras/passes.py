@@ -122,7 +122,7 @@ class StepStates:
         return before + (new - start) * tf.cast(main_part(kind, part), new.dtype)
 
     def restarts_each_pass(self, state: Any) -> bool:
-        """True if every pass starts from the state's value at the start of the step."""
+        """True if every pass starts from the state's value before the step."""
         if id(state) in self._metrics:
             return id(state) in self._losses
         return self._kinds[id(state)] != CHAINED

@@ -45,9 +45,9 @@ class ChangingCut(Cut):
         self._most.assign(tf.constant(micros or shares, tf.int64))
 
     def passes(self, device: int, rows: Any) -> Any:
-        """Return the number of passes that the device at index `device` needs for `rows` rows.
+        """Return the number of passes that a device needs for `rows` rows.
 
-        `rows` and the result are int64 scalar tensors.
+        `device` is the device's index. `rows` and the result are int64 scalar tensors.
         """
         with tf.device("CPU:0"):
             return -(-rows // self._most[device])
@@ -84,9 +84,10 @@ class GroupStep(NamedTuple):
 
 
 class WorkTimes:
-    """Records the times of a group's last KEPT_STEPS steps, in the graph of the step.
+    """Records the times of a group's last KEPT_STEPS steps.
 
-    `rank` is this process's rank, and `size` the number of processes.
+    The times are recorded in the graph of the step. `rank` is this process's rank, and `size` the
+    number of processes.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -97,7 +98,10 @@ class WorkTimes:
             self._kept = tf.Variable(tf.zeros([KEPT_STEPS, 2 + size], tf.float64), trainable=False)
 
     def now(self, tensors: Sequence[Any]) -> Any:
-        """Return the Unix time at which these tensors are ready, as a tensor of the graph."""
+        """Return the Unix time at which these tensors are ready.
+
+        The time is a tensor of the graph.
+        """
         with tf.control_dependencies(tensors):
             # on the tensor's device, which computes in order
             last = tf.reshape(tensors[-1], [-1])[:1]
@@ -105,7 +109,10 @@ class WorkTimes:
             return tf.timestamp()
 
     def spread(self, own_work_s: Any, kind: Any) -> Any:
-        """Return a vector of type `kind`, with this process's value at its rank and 0 elsewhere."""
+        """Return a vector with this process's value at its rank.
+
+        The vector has the type `kind`. Its other elements are 0.
+        """
         # summed over the processes, the vector has the values of all of them
         return tf.one_hot(self._rank, self._size, tf.cast(own_work_s, kind), dtype=kind)
 

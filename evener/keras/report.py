@@ -77,7 +77,8 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         self._counted = counted
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Add shares and samples/s to the logs that later callbacks read, if `log` is set."""
+        """Add shares and samples/s to the logs, if `log` is set."""
+        # Later callbacks read the logs.
         if self._log and logs is not None and not self._is_another_rank():
             logs.update(metrics())
 
@@ -86,7 +87,8 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         self._reporter.close()
 
     def _is_another_rank(self) -> bool:
-        """True in a process other than the group's first, which reports for all."""
+        """True if another process of the group reports for this one."""
+        # The first process of a group reports for all.
         split = self._split
         return split is not None and split.group is not None and split.group.rank > 0
 

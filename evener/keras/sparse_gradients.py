@@ -70,7 +70,10 @@ def _find_source(indices: Any) -> Any:
 
 
 def merge_slices(gradients: Sequence[Any], places: Sequence[int]) -> list[Any]:
-    """Return the gradients; in the sparse ones at `places`, each table row's slices are summed."""
+    """Return the gradients, with merged slices in the sparse ones at `places`.
+
+    The slices of each table row are summed.
+    """
     return [
         _merge(gradient) if place in places and isinstance(gradient, tf.IndexedSlices) else gradient
         for place, gradient in enumerate(gradients)
@@ -95,9 +98,9 @@ def without_filler(gradient: Any, rows: Any) -> Any:
 
 
 def spec_of(tensor: Any) -> Any:
-    """Return the spec (type and shape) of a tensor or a gradient, for a traced graph.
+    """Return the spec (type and shape) of a tensor or a gradient.
 
-    A sparse gradient may have any number of slices.
+    The spec is for a traced graph. A sparse gradient may have any number of slices.
     """
     if not isinstance(tensor, tf.IndexedSlices):
         return tf.TensorSpec(tensor.shape, tensor.dtype)

@@ -36,7 +36,10 @@ class FitStep(NamedTuple):
 
     @property
     def whole_s(self) -> float:
-        """The duration of the whole step in seconds, including input and the time between steps."""
+        """The duration of the whole step in seconds.
+
+        It includes input and the time between steps.
+        """
         return self.input_s + self.work_s + self.between_s
 
 
@@ -55,7 +58,10 @@ class StepTimes:
         self._apart: dict[str, float] = {}  # seconds spent since the last step's end, by activity
 
     def note_rows(self, data: Any) -> None:
-        """Add an op to a step's graph that records when `data`, the step's rows, are available."""
+        """Record when `data`, a step's rows, are available.
+
+        The record is made by an op in the step's graph.
+        """
         self._notes = True
         every = tf.nest.flatten(data, expand_composites=True)
         leaves = [leaf for leaf in every if leaf is not None]

@@ -129,9 +129,9 @@ class SurvivingStep:
         self._spec = spec
 
     def as_one(self, data: Tensors) -> dict[str, Any]:
-        """Run the whole step in the graph that is being traced, instead of in two graphs.
+        """Run the whole step in the graph that is being traced.
 
-        Such a step fails if memory runs out.
+        Usually, a step has two graphs. In a single graph, it fails if memory runs out.
         """
         self._states = list_states(self._engine.model)
         before = [tf.convert_to_tensor(state) for state in self._states]
@@ -189,7 +189,10 @@ def list_states(model: Any) -> list[Any]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if an error means that memory ran out in TensorFlow or in a library that it calls."""
+    """True if an error means that memory ran out.
+
+    The error may come from TensorFlow or from a library that it calls.
+    """
     if isinstance(error, tf.errors.ResourceExhaustedError):
         return TOO_LONG not in str(error)
     return isinstance(
@@ -198,7 +201,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def describe_memory(device: str) -> str:
-    """Return how much of the device's memory is in use, as a part of an error message."""
+    """Return how much of the device's memory is in use.
+
+    The result is a part of an error message.
+    """
     if not device.startswith("GPU"):
         return "the memory of this machine's CPU"
     held = tf.config.experimental.get_memory_info(device)

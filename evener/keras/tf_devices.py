@@ -30,9 +30,10 @@ def name_plan_devices(plan: Plan) -> tuple[str, ...]:
 
 
 def name_gpus(gpus: int | Sequence[int]) -> tuple[str, ...]:
-    """Return the names of the first `gpus` GPUs, or of the GPUs with these numbers.
+    """Return the names of these GPUs.
 
-    `gpus` means the same as in `multi_gpu_model`. Raises RequestError if it names no GPU.
+    `gpus` is a number of GPUs (the first ones) or a list of GPU numbers, as in `multi_gpu_model`.
+    Raises RequestError if it names no GPU.
     """
     numbers = list(range(gpus)) if isinstance(gpus, int) else list(gpus)
     if not numbers or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):

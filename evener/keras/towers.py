@@ -175,7 +175,7 @@ class Towers(OneProcess):
     def pieces(
         self, x: Tensors, assigned: AssignedArrays | None = None
     ) -> list[tuple[Tensors, Any]]:
-        """Return each device's rows of x, and the number of them that aren't filler rows.
+        """Return each device's rows of x, and their number without filler rows.
 
         `assigned` says how rows were assigned by length; None if they weren't.
         """
