@@ -279,7 +279,7 @@ class Sharded:
     def read_outside(self, unit: Unit) -> None:
         """Gather a unit whose parameters are read outside its forward pass.
 
-        The unit is a single layer. The unit stays gathered until the backward pass ends.
+        The unit is a single layer, and stays gathered until the backward pass ends.
         """
         # for example, a model may multiply by its head's weight without calling the head
         if not (self._computes or _in_backward()) or (unit.gathered and not unit.hidden):

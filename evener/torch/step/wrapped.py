@@ -154,12 +154,13 @@ def wrap_module(
 
 
 def replace_all_reduce(model: Any, by_loss: bool) -> Exchange | None:
-    """Replace the all-reduce of a DistributedDataParallel with an exchange, and return it.
+    """Replace a DistributedDataParallel's all-reduce with an exchange, and return the exchange.
 
-    A model with a communication hook, mixed_precision or sparse gradients keeps its own all-reduce
-    if losses are weighted (`by_loss`); then return None. If gradients are weighted, raise
-    RequestError for a communication hook or mixed_precision.
+    A model with a communication hook or mixed_precision needs its own all-reduce. Return None for
+    such a model, or for sparse gradients, if losses are weighted (`by_loss`). If gradients are
+    weighted, raise RequestError for a communication hook or mixed_precision.
     """
+    # A model for which None is returned keeps its own all-reduce.
     # The wrapper's own all-reduce can't be weighted, or repeated after a failure. The model stays a
     # DistributedDataParallel, and its `no_sync` and `module` still work.
     sparse = any(getattr(module, "sparse", False) is True for module in model.modules())

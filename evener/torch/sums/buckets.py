@@ -319,13 +319,13 @@ class TailReader:
         self._expected = 0  # the expected sum of batch numbers for the copied tail
 
     def read(self, tail: torch.Tensor, expected: int) -> bool:
-        """Check a summed tail; return True if the buffers of any rank have changed.
+        """Check a summed tail; return True if any rank's buffers have changed.
 
-        `expected` is the sum of the ranks' batch numbers if all ranks sum the same batch. From the
-        second call on, a tail on a GPU is only saved, and the tail of the previous call is checked
-        in its place, so that the host needn't wait. Raises RequestError if ranks have summed
-        different batches, or if the model's weights differ between ranks.
+        `expected` is the sum of the ranks' batch numbers if all ranks sum the same batch. On a GPU,
+        each call after the first checks the tail of the call before. Raises RequestError if ranks
+        have summed different batches, or if the model's weights differ between ranks.
         """
+        # The host then needn't wait for the GPU.
         copied, self._copied = self._copied, HostCopy(tail) if tail.is_cuda else None
         read, wanted = (
             (tail.tolist(), expected) if copied is None else (copied.read(), self._expected)

@@ -206,10 +206,11 @@ class Exchange:
     # ------------------------------------------------------------------ a backward pass
 
     def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
-        """Detect backward passes through these outputs; with `sync`, they end in a sum.
+        """Detect backward passes through these outputs of the model.
 
-        `batch` is the batch of the outputs; it is passed to `begun`. Raises RequestError if an
-        earlier backward pass failed after some of its gradients were sent.
+        With `sync`, such a pass ends in a sum. `batch` is the batch of the outputs, and is passed
+        to `begun`. Raises RequestError if an earlier backward pass failed after some of its
+        gradients were sent.
         """
         if self.resting:
             return
