@@ -135,7 +135,7 @@ def wrap_next_batch(wrapper: Callable[..., Any]) -> None:
 def count_yielded(iterator: Any) -> int:
     """Return how many batches of its epoch a DataLoader's iterator has yielded.
 
-    0 if unknown.
+    Return 0 if that is unknown.
     """
     return getattr(iterator, "_num_yielded", 0)
 

@@ -169,7 +169,7 @@ class Rebalancing:
     def _rows_that_fit(self) -> int:
         """Return the largest share, in rows, predicted to fit this rank's memory.
 
-        0 if unknown.
+        Return 0 if that is unknown.
         """
         # More memory is left free if rows differ in length, which makes running out of memory
         # likelier, and if the loop computes a batch at once, because that pass can't be repeated in
@@ -185,7 +185,7 @@ class Rebalancing:
     def _rows_of_several_passes(self) -> int:
         """Return the maximum rows per pass with several passes per share.
 
-        0 if the maximum is unknown, or if the share can't be divided into more passes.
+        Return 0 if the maximum is unknown, or if the share can't be divided into more passes.
         """
         # memory must then also hold the gradients of earlier passes
         if not self._divides or self._training.passes.recovery.uses_collectives:

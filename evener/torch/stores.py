@@ -141,13 +141,12 @@ def _limit_tcp_stores() -> None:
 def listen_at(host: str, port: int) -> dict[str, int]:
     """Return arguments that make a TCPStore listen on the address of `host` only.
 
-    They are the port, and a socket that is already bound to it. They are empty if
+    They are the port, and a socket that is already bound to it. The TCPStore opens the port itself
+    if they are empty, which is so if
 
     - `host` means every address;
     - the machine doesn't have the address, as behind a router that translates addresses;
     - the port is in use, for example by this process's first store, whose server is then shared.
-
-    The TCPStore then opens the port itself.
     """
     if host in EVERY_ADDRESS:
         return {}

@@ -273,7 +273,7 @@ class TrainingAudits:
         function: Callable[..., Any],
         holders: Sequence[Any] = (),
     ) -> None:
-        """Audit the batch that a library's trainer has computed, if an audit is due.
+        """Audit a batch that a library's trainer has computed, if an audit is due.
 
         Every rank has to call this in each step, before its optimizer uses the gradients. Raises
         RequestError if the gradients differ.
@@ -676,10 +676,11 @@ class TrainingAudits:
     ) -> Computations:
         """Return the two computations of a few rows that an audit compares.
 
-        The reference computes all rows on one device or, in place of the program's own launcher,
-        equal parts on two devices, and takes the mean of both. The other computation divides the
-        rows by shares between two devices, which compute them in passes if a rank of the plan
-        does. For a training run on a single device, it computes the rows on that device in passes.
+        - The reference computes all rows on one device. In place of the program's own launcher, it
+          computes equal parts on two devices, and takes the mean of both.
+        - The other one divides the rows by shares between two devices. They compute in passes if a
+          rank of the plan does. For a training run on a single device, that device computes the
+          rows in passes.
         """
         in_passes = self._training.ranks.in_passes
         loss = refuse_collectives(compute)
@@ -720,12 +721,12 @@ class TrainingAudits:
     ) -> None:
         """Send this rank's result to the other ranks without waiting for theirs.
 
-        If it is a difference, print a warning, raise RequestError or request equal shares.
+        A difference leads to a warning, RequestError or a request for equal shares.
 
         - `numbers`: the numbers used in the loss, if known.
-        - `survives`: True if the audited passes may be retried in smaller ones after memory runs
-          out.
+        - `survives`: True if the audited passes may be retried in smaller ones.
         """
+        # With `survives`, passes are retried after memory runs out.
         # the action is a warning, RequestError or a request for equal shares; a retry needs no
         # further check if this audit found no difference
         own = RankVerdict() if replayed.audited is None else self._judge_result(replayed.audited)

@@ -13,11 +13,13 @@ _IS_THERE: Any = partial(is_not, None)
 
 
 class WeakList(Generic[T]):
-    """Objects in the order in which they were added, without duplicates, until garbage-collected.
+    """A list of objects without duplicates, which doesn't keep the objects alive.
 
-    Use it for a few objects only, because `add` compares the new object with all others. Iterating
-    over a WeakSet or WeakKeyDictionary takes several times as long.
+    The objects are in the order in which they were added. Use the list for a few objects only,
+    because `add` compares the new object with all others.
     """
+
+    # Iterating over a WeakSet or WeakKeyDictionary takes several times as long.
 
     def __init__(self) -> None:
         self._references: list[weakref.ref[T]] = []
