@@ -53,7 +53,7 @@ CERTAIN_TURN = 0.5
 
 
 class Budget:
-    """How much of a search's budget is left, and how long each probe may take."""
+    """What is left of a search's budget, and how long probes may take."""
 
     def __init__(
         self,
@@ -144,10 +144,10 @@ class Budget:
     def probes(
         self, layout: Layout, stage: Stage, turn: int, probes_left: int = 1, reserved: float = 0.0
     ) -> tuple[Probe, ...]:
-        """Return a probe of the layout in a turn; empty if the budget doesn't allow it.
+        """Return a probe of the layout in a turn.
 
         Of the time left, `reserved` seconds are kept for later. `probes_left` probes, including
-        this one, share the rest.
+        this one, share the rest. Return an empty tuple if the budget doesn't allow the probe.
         """
         fewest = FEWEST_STEPS if stage == Stage.CHECK else None
         if not self.affords(layout, stage, turn=turn, reserved=reserved, steps=fewest):
@@ -207,9 +207,10 @@ class Budget:
         return self.starts.seconds(layout) + overhead + measured
 
     def turns_left(self, layouts: Iterable[Layout]) -> float:
-        """Return how many more turns fit in the budget if each turn measures all these layouts.
+        """Return how many more turns of these layouts fit in the budget.
 
-        The number may be fractional, and is infinite without a budget.
+        Each turn measures all of them. The number may be fractional, and is infinite without a
+        budget.
         """
         each = sum(max(self.least_seconds(layout), BASE_SECONDS[Stage.RACE]) for layout in layouts)
         if not each:
@@ -217,7 +218,7 @@ class Budget:
         return max(0.0, LATER_TURNS_END_BY * self.seconds - self.spent) / each
 
     def budget_with_more_turns(self, missing_seconds: float) -> float:
-        """Return the budget, in seconds, with which every layout would have had its first turn.
+        """Return the budget, in seconds, that allows every layout a first turn.
 
         `missing_seconds` is how long the first turns that weren't run would have taken.
         """
@@ -235,7 +236,7 @@ class Budget:
         return (spent + grown_seconds) / GROWS
 
     def _stage_end_seconds(self, stage: Stage, turn: int = FIRST_TURN) -> float:
-        """Return how many seconds the whole search may take until this stage ends."""
+        """Return how many seconds a search may take until a stage ends."""
         later = turn > FIRST_TURN and stage in (Stage.RACE, Stage.KNOBS)
         if self.race_is_over or later:  # after the race, exploration may use the rest of the budget
             return LATER_TURNS_END_BY * self.seconds
@@ -257,7 +258,7 @@ class Budget:
         return min(own, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds)
 
     def _lone_overhead(self, layout: Layout, step_seconds: float) -> float:
-        """Return how many seconds longer a probe's first step takes than a later step."""
+        """Return how many seconds longer first steps take than later ones."""
         own = [first_step_overhead(timed) for timed in self._seen.timed_in(layout)]
         # for a layout that was never measured
         typical = self.time.lone_overhead_seconds + self.time.tuning_steps * step_seconds

@@ -63,7 +63,7 @@ def _explain_solo(probe: Probe) -> str:
 
 
 def _explain_split(layout: Layout, split_before: bool) -> str:
-    """Return a message that says which split a probe measures, and why that one."""
+    """Return a message that says which split is probed and why."""
     devices = len(layout.active)
     if layout.costs:
         return f"Measures a real step, its rows assigned to {devices} devices by what they cost."
@@ -72,7 +72,7 @@ def _explain_split(layout: Layout, split_before: bool) -> str:
 
 
 def explain_no_device(model: MachineModel) -> End:
-    """Return the reason why a search has ended: none of the devices can be used.
+    """Return the reason for a search's end: no device can be used.
 
     The message says for each device why it was lost, or at which batch it ran out of memory.
     """
@@ -120,6 +120,9 @@ def find_doubt(model: MachineModel, chosen: Result) -> str:
 
 
 def explain_too_long(problem: Problem) -> End:
-    """Return the reason why a search has ended: the longest row doesn't fit on any device."""
+    """Return the reason for a search's end: the longest row never fits.
+
+    No device can hold it.
+    """
     row = "it" if problem.longest_row < 0 else f"row {problem.longest_row}"
     return End(Stop.ROW_TOO_LONG, f"{row} has {problem.lengths[-1]} tokens")

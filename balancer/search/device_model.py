@@ -81,7 +81,10 @@ class DeviceModel:
 
     @cached_property
     def group_points(self) -> tuple[Point, ...]:
-        """The points of this device and of all devices that can't be distinguished from it."""
+        """The points of this device and of all devices like it.
+
+        Devices are alike if they can't be distinguished.
+        """
         return tuple(point for one in self._group for point in one.solo_points(self._among))
 
     @cached_property
@@ -112,9 +115,10 @@ class DeviceModel:
         return optimistic_curve(self.group_points, self.solo_curve)
 
     def seconds(self, layout: Layout, curve: Curve) -> float:
-        """Return the time in seconds that the device takes for its share of a layout.
+        """Return the seconds that the device takes for its share.
 
-        `curve` is the curve of one pass: `solo_curve` or `split_curve`.
+        The share is that in a layout. `curve` is the curve of one pass: `solo_curve` or
+        `split_curve`.
         """
         share = layout.shares[self.position]
         return step_in_passes(curve, share, layout.passes(self.position), self.extra_seconds)
@@ -134,9 +138,10 @@ class DeviceModel:
 
     @cached_property
     def guessed_rows(self) -> int:
-        """The maximum rows of one pass that are worth trying in a split, according to memory.
+        """The most rows of one pass worth trying in a split.
 
-        They may not fit. The limit is 0 for a device that can't be used.
+        Only memory counts, and the rows may not fit. The limit is 0 for a device that can't be
+        used.
         """
         if self.is_unusable:
             return 0
@@ -146,7 +151,10 @@ class DeviceModel:
 
     @cached_property
     def certain_rows(self) -> int:
-        """The largest share that certainly fits in one pass; 0 if the device never ran."""
+        """The largest share that certainly fits in one pass.
+
+        It is 0 if the device never ran.
+        """
         return self.memory.largest_safe(self.requested_rows, self.quantum)
 
     # ------------------------------------------------------------------ by time, and by what ran
@@ -167,9 +175,10 @@ class DeviceModel:
 
     @cached_property
     def guessed_alone_rows(self) -> int:
-        """The estimated largest batch that this device can compute alone in memory and in the time.
+        """The largest batch that this device can probably compute alone.
 
-        Several rounds of probes may be needed to reach it. It is 0 until the device has run.
+        Memory and the time left limit it. Several rounds of probes may be needed to reach it. It is
+        0 until the device has run.
         """
         if self.solo_curve is None or self.optimistic is None or not self.memory.largest_ran:
             return 0
@@ -195,7 +204,10 @@ class DeviceModel:
         return max(int(growth * self.memory.largest_ran) // self.quantum, 1) * self.quantum
 
     def _growth_factor(self, curve: Curve | PassCurve) -> float:
-        """Return the factor by which the next batch may exceed the largest that ran."""
+        """Return how far the next batch may exceed the largest that ran.
+
+        The result is a factor.
+        """
         smallest = self.evidence.alone[0].batch if self.evidence.alone else 0
         first = curve.seconds(smallest)
         last = curve.seconds(self.memory.largest_ran)
@@ -205,7 +217,7 @@ class DeviceModel:
         return math.inf if rises else self._time.growth(last)
 
     def _limit_by_time(self, curve: Curve | PassCurve, limit: int) -> int:
-        """Return `limit`, reduced so that no step takes longer than the time left allows."""
+        """Return `limit`, reduced so far that steps fit in the time left."""
         # not reduced below the largest batch that ran
         if math.isinf(self._time.seconds):
             return limit
@@ -253,7 +265,10 @@ class DeviceModel:
 
     @cached_property
     def largest_in_one_pass(self) -> int:
-        """The largest share in one pass: what fits, or less if two smaller passes are faster."""
+        """The largest share in one pass.
+
+        It is what fits, or less if two smaller passes are faster.
+        """
         rows = self.pass_rows
         if not rows or rows >= self.guessed_rows or self.split_curve is None:
             return self.guessed_rows

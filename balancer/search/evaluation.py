@@ -60,9 +60,10 @@ class Evaluation:
 
     @cached_property
     def next_probes(self) -> tuple[Probe, ...]:
-        """The probes to run now, at the same time; empty when the search is over.
+        """The probes to run now, all at the same time.
 
-        Probes that failed once, perhaps by chance, are retried first.
+        There are none when the search is over. Probes that failed once, perhaps by chance, are
+        retried first.
         """
         retries = self._retries()
         if retries:
@@ -127,7 +128,10 @@ class Evaluation:
         return self._explore(rest)
 
     def belief(self) -> Belief:
-        """Return the search's curves and its next step, which the app shows after each probe."""
+        """Return the search's curves and its next step.
+
+        The app shows them after each probe.
+        """
         policy = self.by_rows
         if self.sharding is not None and not self.model.live:
             policy = self.sharding.policy
@@ -159,7 +163,7 @@ class Evaluation:
         return self.policy.why_none() if self.model.live else explain_no_device(self.model)
 
     def _why_over(self) -> End:
-        """Return why the search is over, assuming that it has no further probes."""
+        """Return why the search is over, if there are no more probes."""
         if self._why_none and not self.race.running:
             return self._why_none
         if not self.race.ranking:
@@ -185,7 +189,7 @@ class Evaluation:
         return self._end_when_settled() if best_is_known else End(Stop.BUDGET)
 
     def _end_when_settled(self) -> End:
-        """Return why the search is over, if there is nothing left to measure.
+        """Return why the search is over if nothing is left to measure.
 
         The reason is `Stop.UNSURE` if the plan can be doubted; otherwise, `Stop.SETTLED`.
         """
@@ -315,7 +319,10 @@ class Evaluation:
         return self._results_that_ran[choose_winner(candidates, turns, self.problem).layout]
 
     def _eligible_layouts(self, raced: dict[Layout, Candidate]) -> Sequence[Layout]:
-        """Return the layouts of the requested families and batch that may be chosen."""
+        """Return the layouts that may be chosen.
+
+        They are of the requested families and have the requested batch.
+        """
         fit = [
             one
             for one in self._results_that_ran
@@ -329,7 +336,10 @@ class Evaluation:
 
     @cached_property
     def _results_that_ran(self) -> dict[Layout, Result]:
-        """The results of all layouts that ran as one training and may run again."""
+        """The results of all layouts that may run again.
+
+        Only layouts that ran as one training are included.
+        """
         found = self._seen.timed(Stage.SOLO, Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.RACE)
         trainings = [one for one in found if one.probe.layout.traits.by_shares]
         ran = [training for training in trainings if self.policy.is_sensible(training.probe.layout)]
@@ -434,7 +444,10 @@ class Evaluation:
         return tuple(sorted(self._results_that_ran.values(), key=order))
 
     def solos(self) -> tuple[Result | None, ...]:
-        """Return the best result of each device alone, by position; None if it never ran alone."""
+        """Return the best result of each device alone, by position.
+
+        The result is None for a device that never ran alone.
+        """
         alone = [result for result in self.results() if result.layout.traits.alone]
         fastest = {one.layout.active[0]: one for one in reversed(alone)}
         return tuple(fastest.get(i) for i in range(self.problem.devices))
@@ -454,7 +467,10 @@ class Evaluation:
 
     @property
     def _replaced_layouts(self) -> tuple[tuple[Candidate, Candidate], ...]:
-        """Each layout that ran out of memory in the race, with its smaller replacement."""
+        """Each layout that ran out of memory, with its smaller replacement.
+
+        The memory ran out in the race.
+        """
         pairs = self.offers.retreats
         return tuple(pair for pair in pairs if self._seen.turns(pair[1].layout))
 
@@ -471,7 +487,10 @@ class Evaluation:
 
     @property
     def _enough_seconds(self) -> float:
-        """The budget in seconds that would have sufficed to measure every layout once."""
+        """The budget that would have sufficed to measure every layout once.
+
+        It is in seconds.
+        """
         budget = self.budget
         live = self.model.live
         missing = [one.layout for one in self.race.unmeasured]
@@ -511,5 +530,5 @@ class Evaluation:
 
 
 def _is_like_any(layout: Layout, others: dict[Layout, Candidate]) -> bool:
-    """True if a measurement couldn't distinguish the layout from at least one of `others`."""
+    """True if a measurement couldn't tell the layout from one of `others`."""
     return any(same_measurement(layout, each) for each in others)

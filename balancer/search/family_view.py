@@ -51,9 +51,10 @@ class FamilyView:
 
     @property
     def even_splits(self) -> Sequence[Layout]:
-        """The even splits over all live devices and, if the options ask for scaling, over fewer.
+        """The even splits over all live devices.
 
-        Empty if splits were requested and exploration hasn't measured any yet.
+        If the options ask for scaling, even splits over fewer devices are included. Empty if splits
+        were requested and exploration hasn't measured any yet.
         """
         # a free batch has as many rows per device as the best split, which isn't known yet
         if self.options.with_splits and not self._policy.machine.splits:
@@ -80,9 +81,10 @@ class FamilyView:
 
     @cached_property
     def packings(self) -> tuple[tuple[PackMode, Packing], ...]:
-        """The modes of packs to try, each with its `Packing`, which finds the best pack.
+        """The modes of packs to try, each with its `Packing`.
 
-        Empty if no packs were requested, or if no device can train alone in one pass.
+        A `Packing` finds the best pack. Empty if no packs were requested, or if no device can train
+        alone in one pass.
         """
         if not any(family.traits.side_by_side for family in self.options.wanted):
             return ()
@@ -94,9 +96,10 @@ class FamilyView:
 
     @property
     def packs(self) -> list[Layout]:
-        """The best measured pack of each mode or, if none has run yet, the next to measure.
+        """The best measured pack of each mode, or the next one to measure.
 
-        A pack is several trainings on one device. Its mode is how the trainings share the device.
+        The next one is given if no pack of the mode has run yet. A pack is several trainings on one
+        device. Its mode is how the trainings share the device.
         """
         best = {mode: packing.best_layout() for mode, packing in self.packings}
         plain = best.get("")

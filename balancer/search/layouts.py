@@ -101,9 +101,10 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 def shrink(layout: Layout, quantum: int = 1) -> Layout | None:
-    """Return a layout with a smaller batch on every device, to try after `layout` didn't fit.
+    """Return the layout with a smaller batch on every device.
 
-    Shares are multiples of `quantum`. Return None if a device would have no rows left.
+    It is tried after `layout` didn't fit. Shares are multiples of `quantum`. Return None if a
+    device would have no rows left.
     """
     shares = []
     for share in layout.shares:

@@ -94,7 +94,10 @@ def _weighted_mean(samples: Sequence[tuple[float, float, float]]) -> float:
 
 
 class MachineModel:
-    """A model of the machine if all rows cost the same, based on one set of observations."""
+    """A model of the machine if all rows cost the same.
+
+    It is based on one set of observations.
+    """
 
     # True: devices take rows in the order of the data, so packs and placements are possible
     by_rows = True
@@ -168,7 +171,7 @@ class MachineModel:
         return (costs[0], tuple(within))
 
     def _unhidden_seconds(self, ranks: int, link: KnownLink) -> float:
-        """Return a lower bound for the seconds that an exchange adds to a step."""
+        """Return the least seconds that an exchange adds to a step."""
         batch = self.problem.global_batch
         # what is left of the exchange on the device that hides most of it behind its computation
         left = []
@@ -187,9 +190,9 @@ class MachineModel:
 
     @cached_property
     def sync_seconds(self) -> float | None:
-        """The exchange time, in seconds, for the devices of the largest split that was measured.
+        """The exchange time of the largest split that was measured, in seconds.
 
-        None if no split was measured.
+        The largest split is the one with the most devices. None if no split was measured.
         """
         layouts = [split.probe.layout for split in self.splits]
         if not layouts:
@@ -262,10 +265,10 @@ class MachineModel:
         )
 
     def lay_out_safely(self, shares: tuple[int, ...]) -> Layout | None:
-        """Return a layout of these shares in which every pass ran before or certainly fits.
+        """Return a layout of these shares with passes that certainly fit.
 
-        Passes have fewer rows than in `lay_out` if only these are safe. Return None if no passes
-        are.
+        A pass also fits if it ran before. Passes have fewer rows than in `lay_out` if only these
+        are safe. Return None if no passes are.
         """
         layouts = (self.lay_out(shares, surely) for surely in (False, True))
         return next((layout for layout in layouts if self.surely_fits(layout)), None)
@@ -276,14 +279,18 @@ class MachineModel:
         return all(rows <= device.guessed_rows for rows, device in both)
 
     def surely_fits(self, layout: Layout) -> bool:
-        """True if every pass of the layout ran before, or is far below the memory limit."""
+        """True if every pass of the layout certainly fits.
+
+        That is, it ran before, or is far below the memory limit.
+        """
         return all(layout.pass_rows[i] <= self.devices[i].certain_rows for i in layout.active)
 
     @cached_property
     def split_curves(self) -> tuple[DeviceCurve, ...]:
-        """Each live device's curve in a split, and the largest share that it computes in one pass.
+        """Each live device's curve in a split, and its largest share.
 
-        Devices without a curve, or without a share that may fit, are left out.
+        The share is computed in one pass. Devices without a curve, or without a share that may fit,
+        are left out.
         """
         found = []
         for position in self.live:
@@ -294,9 +301,9 @@ class MachineModel:
 
     @cached_property
     def holds_batch(self) -> bool:
-        """True if the devices together can compute the fixed global batch, in passes if necessary.
+        """True if the devices together can compute the fixed global batch.
 
-        Always True for a free batch.
+        They may need several passes. Always True for a free batch.
         """
         together = sum(device.limit for device in self.split_curves)
         if together >= (self.problem.global_batch or 0):

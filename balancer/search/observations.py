@@ -90,10 +90,10 @@ class Observations:
                 )
 
     def is_still_full(self, position: int, seen: OutOfMemory) -> bool:
-        """True if other processes may hold as much memory as when `seen` ran out of memory.
+        """True if other processes may hold as much memory as at a failure.
 
-        Only the device at `position` counts. Also True if the memory of processes outside this
-        session is unknown.
+        `seen` is the observation that ran out of memory. Only the device at `position` counts. Also
+        True if the memory of processes outside this session is unknown.
         """
         return not seen.short_bytes or seen.short_bytes[position] <= self._others_bytes[position][1]
 
@@ -124,7 +124,10 @@ class Observations:
         return [seen for seen in self.in_stage(*stages or STAGES) if isinstance(seen, Timed)]
 
     def timed_in(self, layout: Layout, *stages: Stage) -> list[Timed]:
-        """Return the timed observations of one layout, in some stages or by default in all."""
+        """Return the timed observations of one layout in some stages.
+
+        By default, they are from all stages.
+        """
         wanted = stages or STAGES
         own = self._by_layout.get(layout, {}).values()
         timed = (one for one in own if isinstance(one, Timed))
@@ -185,7 +188,7 @@ class Observations:
         return {**checks, **since}
 
     def _valid_checks(self, timed: Sequence[Timed]) -> Turns:
-        """Return a layout's checks by turn, without checks that were slowed only temporarily."""
+        """Return a layout's checks by turn, without those slowed only temporarily."""
         checked = [one for one in timed if one.probe.stage == Stage.CHECK]
         active = checked[0].probe.layout.active if checked else ()
         # a device that was throttled in a check, but not in its last measurement
@@ -194,9 +197,10 @@ class Observations:
         return {one.probe.turn: one for one in valid}
 
     def turns_after_choice(self, layout: Layout) -> Turns:
-        """Return a layout's turns from its first check on, numbered from 0; empty before a check.
+        """Return a layout's turns from its first check on, numbered from 0.
 
-        These turns had no part in the choice of the layout, so they don't bias its samples/s.
+        Empty before a check. These turns had no part in the choice of the layout, so they don't
+        bias its samples/s.
         """
         seen = self.timed_in(layout, Stage.CHECK, Stage.RACE, Stage.KNOBS)
         checks = (one.probe.turn for one in seen if one.probe.stage == Stage.CHECK)
@@ -240,7 +244,7 @@ class Observations:
         return [one for one in timed if self._still_fits(one.probe.layout, full)]
 
     def _still_fits(self, layout: Layout, full: Sequence[Layout]) -> bool:
-        """True unless a later observation shows that the layout doesn't fit any more."""
+        """True unless a later observation shows that the layout doesn't fit."""
         # `full` are the layouts that ran out of memory
         if self.gone.keys() & layout.active:
             return False
@@ -274,7 +278,7 @@ class Observations:
     # ------------------------------------------------------------------ failures and costs
 
     def _is_worth_retry(self, seen: Observation) -> bool:
-        """True if the observation is a failure, and the probe is worth another attempt."""
+        """True if the observation is a failure that is worth another attempt."""
         if not isinstance(seen, Failed) or len(self._failures[seen.probe]) >= TRIES:
             return False
         if seen.cause == "unsupported":
@@ -323,9 +327,9 @@ class Observations:
         return max(alone, default=0.5)
 
     def recovered(self, position: int) -> bool:
-        """True if the device wasn't throttled in its last measurement in the race or a check.
+        """True if the device wasn't throttled when it was last measured.
 
-        False if it wasn't measured there.
+        Only the race and checks count. False if it wasn't measured there.
         """
         turns = self.raced(position)
         return bool(turns) and not turns[-1].held_back(position)
@@ -378,9 +382,10 @@ def rank_observation(seen: Observation) -> tuple[int, int, float]:
 
 
 def order_probe(probe: Probe) -> tuple[Any, ...]:
-    """Return a probe's sort key: first by stage and turn, then by everything else that differs.
+    """Return a probe's sort key, which begins with stage and turn.
 
-    No two probes have equal keys, so the order of arrival of observations doesn't matter.
+    Everything else that differs between probes follows. No two probes have equal keys, so the order
+    of arrival of observations doesn't matter.
     """
     layout = probe.layout
     return (

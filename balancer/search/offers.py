@@ -40,7 +40,10 @@ class Offers:
 
     @cached_property
     def retreats(self) -> tuple[tuple[Candidate, Candidate], ...]:
-        """Pairs of a layout that ran out of memory in the race and its smaller replacement."""
+        """Layouts that ran out of memory, each with its smaller replacement.
+
+        The memory ran out in the race.
+        """
         pairs = [
             (candidate, self._replace_if_out_of_memory(candidate))
             for candidate in self._offered_candidates
@@ -48,9 +51,10 @@ class Offers:
         return tuple((wanted, instead) for wanted, instead in pairs if instead != wanted)
 
     def list_failed(self) -> list[tuple[Candidate, Observation]]:
-        """Return the layouts that failed in the race, each with the observation of its failure.
+        """Return the layouts that failed in the race, each with its failure.
 
-        If packs of a mode were tried and none of them ran, the smallest of them is included.
+        The failure is an observation. If packs of a mode were tried and none of them ran, the
+        smallest of them is included.
         """
         found = []
         for candidate in self.candidates:
@@ -116,7 +120,7 @@ class Offers:
 
 
 def _without_duplicates(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return all candidates except splits that are nearly equal to an earlier split.
+    """Return the candidates without splits that nearly equal an earlier one.
 
     A measurement couldn't tell such splits apart.
     """

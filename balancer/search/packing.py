@@ -53,7 +53,10 @@ class Packing:
         (self._position,) = single.active
 
     def next_layout(self) -> Layout | None:
-        """Return the next pack to measure; None when the best number of trainings is known."""
+        """Return the next pack to measure.
+
+        Return None when the best number of trainings is known.
+        """
         size = next_size(self._rates, self._most_trainings)
         if size is None or size < 2:
             return None
@@ -73,7 +76,10 @@ class Packing:
 
     @property
     def still_gains(self) -> bool:
-        """True if the largest number of trainings so far is the best, so more may be better."""
+        """True if the largest number of trainings so far is the best.
+
+        More may then be better.
+        """
         return len(self._rates) > 1 and best_size(self._rates) == max(self._rates)
 
     @cached_property
@@ -140,7 +146,10 @@ class Packing:
 
     @cached_property
     def _most_trainings(self) -> int:
-        """The maximum number of trainings that can fit on the device, up to `MOST_PROCESSES`."""
+        """The maximum number of trainings that can fit on the device.
+
+        It is at most `MOST_PROCESSES`.
+        """
         least = self._problem.global_batch or self._problem.multiple_of
         for size in range(MOST_PROCESSES, 1, -1):
             if self._largest_batch_for(size) >= least:
@@ -148,7 +157,10 @@ class Packing:
         return 1
 
     def _largest_batch_for(self, size: int) -> int:
-        """Return the largest batch that fits `size` times; `UNBOUNDED` if memory use is unknown."""
+        """Return the largest batch that fits `size` times.
+
+        Return `UNBOUNDED` if memory use is unknown.
+        """
         limit = self._policy.seen.memory_limit(self._position)
         if limit is None or not self._memory_per_training.points:
             return UNBOUNDED

@@ -21,9 +21,10 @@ Solve = Callable[[Sequence[DeviceCurve], Costs], Allocation | None]
 
 
 class Predictions:
-    """The layouts that a model of the machine predicts to be best if all rows cost the same.
+    """The layouts predicted to be best if all rows cost the same.
 
-    Predictions are allocations: (device, samples) pairs with the predicted step time.
+    A model of the machine predicts them. Predictions are allocations: (device, samples) pairs with
+    the predicted step time.
     """
 
     def __init__(self, machine: MachineModel) -> None:
@@ -36,10 +37,10 @@ class Predictions:
         return self.machine.lay_out(tuple(shares.get(i, 0) for i in range(self.problem.devices)))
 
     def fastest_of(self, devices: Sequence[DeviceCurve]) -> Allocation | None:
-        """Return the fastest split over some or all of these devices, or a faster single device.
+        """Return the fastest split over these devices, or a faster single device.
 
-        The devices' curves may include steps in several passes (`PassCurve`). Return None if the
-        batch doesn't fit.
+        A split may leave devices out. The devices' curves may include steps in several passes
+        (`PassCurve`). Return None if the batch doesn't fit.
         """
         return fastest([self._fastest_split_over(devices), *map(self._best_alone, devices)])
 
@@ -95,9 +96,9 @@ class Predictions:
         return False
 
     def split_over(self, positions: Sequence[int]) -> Allocation | None:
-        """Return the fastest split over some or all of these devices, with one pass on each.
+        """Return the fastest split over these devices, with one pass on each.
 
-        Return None if no such split fits.
+        The split may leave devices out. Return None if no such split fits.
         """
         return self._fastest_split_over(
             [device for device in self.machine.split_curves if device.position in positions]
@@ -151,7 +152,7 @@ class Predictions:
 
     @cached_property
     def _trusted_devices(self) -> tuple[DeviceCurve, ...]:
-        """The devices, each limited to the batches for which its curve can be trusted."""
+        """The devices, limited to batches for which their curves can be trusted."""
         found = []
         for curve in self.machine.split_curves:
             limit = self.machine.devices[curve.position].trusted_rows(curve.curve, curve.limit)
@@ -212,7 +213,10 @@ class Predictions:
         return min(reaching, key=lambda one: (one.global_batch, one.seconds), default=None)
 
     def _smallest_split_reaching(self, rate: float) -> Allocation | None:
-        """Return the split with the smallest batch that reaches `rate` samples/s, or None."""
+        """Return the split with the smallest batch that reaches `rate` samples/s.
+
+        Return None if no split reaches them.
+        """
         shares = self.fastest_split.shares if self.fastest_split else ()
         hosts = {self.machine.hosts[i] for i, _ in shares}
         # only hosts of the fastest split
@@ -228,7 +232,10 @@ class Predictions:
         )
 
     def _smallest_singles_reaching(self, rate: float) -> list[Allocation | None]:
-        """Return each device's smallest batch that reaches `rate` alone; None if none does."""
+        """Return each device's smallest batch that reaches `rate` alone.
+
+        The list has None for a device if no batch does.
+        """
         found = []
         for curve in self.machine.split_curves:
             alone = self.machine.devices[curve.position].solo_curve

@@ -58,7 +58,10 @@ class Race:
 
     @cached_property
     def running(self) -> tuple[Candidate, ...]:
-        """The candidates that did not fail in the race and whose devices are all available."""
+        """The candidates with available devices that haven't failed.
+
+        All devices of a candidate must be available. Only failures in the race count.
+        """
         candidates = self.offers.candidates
         here = (
             candidate
@@ -223,7 +226,7 @@ class Race:
         return ()
 
     def _reserved_seconds(self, layout: Layout, stage: Stage) -> float:
-        """Return how much time must remain after a probe of a turn, in seconds."""
+        """Return the seconds that must remain after a probe of a turn."""
         knobs = self._knobs_seconds if stage == Stage.RACE else 0.0
         # another such probe and, in the race, a turn with each knob
         return self._budget.least_seconds(layout) + knobs
@@ -246,7 +249,7 @@ class Race:
     def _find_undecided(
         self, rivals: Sequence[Candidate], stage: Stage, before: int = MOST_TURNS
     ) -> tuple[list[Candidate], bool]:
-        """Return the rivals that deserve another turn, and whether there is a tie.
+        """Return the rivals that deserve another turn, and True for a tie.
 
         Only turns with a lower number than `before` count. See `undecided` for the rules.
         """
@@ -267,7 +270,10 @@ class Race:
 
     @cached_property
     def _knob_rivals(self) -> list[Candidate]:
-        """The winner without knobs and with each requested knob, except layouts that failed."""
+        """The winner without knobs and with each requested knob.
+
+        Layouts that failed are left out.
+        """
         if not self._without_knobs or not self.options.knobs:
             return []
         winner = self._without_knobs[0].candidate
@@ -288,10 +294,10 @@ class Race:
 
     @cached_property
     def _knobs_seconds(self) -> float:
-        """The minimum time, in seconds, to measure the winner once with each knob."""
+        """The minimum seconds to measure the winner once with each knob."""
         return sum(self._budget.least_seconds(rival.layout) for rival in self._knob_rivals)
 
 
 def _was_held_back_in_only_turn(turns: Turns) -> bool:
-    """True if there is exactly one turn, and a device was throttled in it."""
+    """True if a device was throttled in the only turn."""
     return len(turns) == 1 and all(seen.held_back() for seen in turns.values())

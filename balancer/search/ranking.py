@@ -267,13 +267,19 @@ def _pooled_deviation(assumed: float, values: Sequence[float]) -> float:
 
 
 def center(interval: Interval, value: float) -> Interval:
-    """Return an interval of the same width with `value` in its middle, cut off at 0."""
+    """Return an interval of the same width around `value`.
+
+    It is cut off at 0.
+    """
     half = (interval.high - interval.low) / 2
     return Interval(value, max(0.0, value - half), value + half)
 
 
 def widen(interval: Interval, error: float) -> Interval:
-    """Return the interval, extended to a relative half-width of at least `error` on both sides."""
+    """Return the interval, extended if it is too narrow.
+
+    Its relative half-width is then at least `error` on both sides.
+    """
     low = min(interval.low, interval.value * max(0.0, 1 - error))
     return Interval(interval.value, low, max(interval.high, interval.value * (1 + error)))
 

@@ -30,7 +30,10 @@ MOST_TO_COMBINE = 6
 
 
 class RowPolicy:
-    """Chooses the layouts to race if a device's time depends only on its number of rows."""
+    """Chooses the layouts to race if all rows cost the same.
+
+    A device's time then depends only on its number of rows.
+    """
 
     def __init__(self, machine: MachineModel) -> None:
         self.machine = machine
@@ -39,9 +42,10 @@ class RowPolicy:
         self.seen = machine.seen
 
     def why_none(self) -> End | None:
-        """Return None: a usable device can always train if all rows have the same size.
+        """Return None: a usable device can always train.
 
-        Other policies return the reason why no device can train although some are usable.
+        All rows have the same size. Other policies return the reason why no device can train
+        although some are usable.
         """
         return None
 
@@ -59,9 +63,10 @@ class RowPolicy:
         return self.problem.global_batch is not None or not layout.in_passes
 
     def apart_seconds(self, layout: Layout) -> float | None:
-        """Return the longest time that a device would take for its share in a solo step.
+        """Return the longest time of a solo step with these shares.
 
-        The time is in seconds. Return None if none of the layout's devices ran alone.
+        The time is that of one device, in seconds. Return None if none of the layout's devices ran
+        alone.
         """
         seconds = []
         for position in layout.computing:
@@ -89,7 +94,10 @@ class RowPolicy:
         return tuple(found)
 
     def predicted_curve(self, position: int) -> PredictedCurve:
-        """Return a device's curve as points to draw; no points if it never ran alone."""
+        """Return a device's curve as points to draw.
+
+        There are no points if the device never ran alone.
+        """
         device = self.machine.devices[position]
         largest = device.guessed_rows or device.memory.largest_ran or None
         points: tuple[tuple[int, float], ...] = ()
@@ -231,7 +239,10 @@ class RowPolicy:
         ]
 
     def _split_rates(self) -> dict[Layout, float]:
-        """Return the samples/s of every explored split of the requested batch that still fits."""
+        """Return the samples/s of every explored split that still fits.
+
+        Only splits of the requested batch count.
+        """
         batch = self.problem.global_batch
         found = [
             split
@@ -243,7 +254,10 @@ class RowPolicy:
         return {one.probe.layout: one.samples_per_second for one in found}
 
     def _preferred_split(self, found: dict[Layout, float]) -> Layout:
-        """Return the split with the smallest global batch within the tolerance of the fastest."""
+        """Return the split with the smallest global batch that is fast enough.
+
+        Its speed is within the tolerance of the fastest.
+        """
         # `found` are the samples/s of the splits, and must not be empty
         tolerance = self.problem.tolerance if self.problem.global_batch is None else 0.0
         least = max(found.values()) * (1 - tolerance)
@@ -263,7 +277,10 @@ class RowPolicy:
         return [layout for layout in found if self.machine.surely_fits(layout)]
 
     def _smaller_splits(self, chosen: Layout) -> Iterator[Layout]:
-        """Yield splits with small batches that should be within the tolerance of the fastest."""
+        """Yield splits with small batches that should be fast enough.
+
+        Their speed should be within the tolerance of the fastest.
+        """
         tolerance = self.problem.tolerance
         ran = {
             one.probe.layout
@@ -303,7 +320,10 @@ class RowPolicy:
         return min(found, key=lambda one: (one.global_batch, one.shares), default=None)
 
     def _nearest_raced(self, layout: Layout, raced: Iterable[Layout]) -> Layout:
-        """Return the raced layout with nearly the same shares as `layout`, or `layout` itself."""
+        """Return the raced layout with nearly the same shares as `layout`.
+
+        If there is none, return `layout`.
+        """
         # shares differ by at most 2 %, so a measurement of `layout` would show nothing new
         near = [one for one in raced if same_measurement(one, layout, SAME_BATCH)]
         batch = layout.global_batch
@@ -328,7 +348,10 @@ class RowPolicy:
     def _make_even_split(
         self, positions: tuple[int, ...], splits: Sequence[Layout], whole: bool
     ) -> Layout | None:
-        """Return an even split over the devices at `positions`; None if none fits."""
+        """Return an even split over the devices at `positions`.
+
+        Return None if none fits.
+        """
         # if `whole`, a fixed batch isn't reduced when it doesn't fit
         count = len(positions)
         quantum = self.machine.quantum

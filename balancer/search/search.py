@@ -77,9 +77,9 @@ class Search:
             self._evaluation = Evaluation(problem, self.options, self._seen)
 
     def ask(self) -> tuple[Probe, ...]:
-        """Return the probes to run now, at the same time; empty when the search is over.
+        """Return the probes to run now, all at the same time.
 
-        Calling `ask` doesn't change the search.
+        The result is empty when the search is over. Calling `ask` doesn't change the search.
         """
         return self._evaluation.next_probes
 
@@ -88,12 +88,18 @@ class Search:
         return self._evaluation.ended()
 
     def why_stopped(self) -> str | None:
-        """Return why the search is over, as a message; None if there are more probes to run."""
+        """Return a message that says why the search is over.
+
+        Return None if there are more probes to run.
+        """
         end = self.ended()
         return None if end is None else end.words
 
     def belief(self) -> Belief:
-        """Return the search's current curves and its next step, to be drawn between two probes."""
+        """Return the search's current curves and its next step.
+
+        They are drawn between two probes.
+        """
         return self._evaluation.belief()
 
     def best(self) -> Result | None:
@@ -113,7 +119,10 @@ class Search:
 
 
 def _largest_batch_of(rows: int, problem: Problem) -> int:
-    """Return the largest batch for which an epoch of `rows` rows has `LEAST_STEPS` steps."""
+    """Return the largest batch for epochs of at least `LEAST_STEPS` steps.
+
+    An epoch has `rows` rows.
+    """
     quantum = problem.multiple_of
     # with few rows, an epoch may have fewer steps
     wanted = max(rows // LEAST_STEPS, problem.devices * quantum, SMALL)

@@ -106,7 +106,10 @@ class StateDivision(msgspec.Struct, frozen=True):
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """A sharded layout, and the predicted seconds of a step without the time for gathering."""
+    """A sharded layout, and the predicted seconds of a step.
+
+    The time for gathering isn't included.
+    """
 
     layout: Layout
     seconds: float
@@ -179,10 +182,10 @@ class Sharding:
         return [*(self._shard(one) for one in found if one.traits.together), *held]
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return each device's curve, and the rows of one pass that certainly fit, by position.
+        """Return each device's curve and the rows that certainly fit.
 
-        If some devices have no rows, shares aren't changed during the training, so all curves are
-        empty.
+        The rows are those of one pass. The result is by position. If some devices have no rows,
+        shares aren't changed during the training, so all curves are empty.
         """
         if _some_hold_only(layout):
             return NO_CURVE * len(layout.shares)
@@ -201,7 +204,10 @@ class Sharding:
 
     @cached_property
     def _division(self) -> StateDivision | None:
-        """The division of the state among the devices; None if the state doesn't fit."""
+        """The division of the state among the devices.
+
+        None if the state doesn't fit.
+        """
         problem = self._problem
         if not self._needs_are_known:
             # no parts until all devices were measured alone
@@ -219,7 +225,10 @@ class Sharding:
 
     @property
     def _limits(self) -> list[int]:
-        """The bytes that the framework's allocator can use on each device with known memory."""
+        """The bytes that the framework's allocator can use on each device.
+
+        Devices with unknown memory are left out.
+        """
         beside = self._state.beside_bytes
         return [max(1, size - beside) for size in self._problem.memory_bytes if size is not None]
 
@@ -257,7 +266,10 @@ class Sharding:
 
     @property
     def _row_demands(self) -> list[RowDemand]:
-        """The `RowDemand` of each device that ran alone, from its first two measurements."""
+        """The `RowDemand` of each device that ran alone.
+
+        It follows from the device's first two measurements.
+        """
         # later ones would change the division, which must stay the same after a whole step
         first = Observations(self._problem)
         for position in range(self._problem.devices):
@@ -285,9 +297,10 @@ class Sharding:
 
     @cached_property
     def without_rows(self) -> Proposal | None:
-        """The fastest training, as predicted, in which some devices hold state but have no rows.
+        """The fastest predicted training in which some devices only hold state.
 
-        None if no such training fits, or if the memory of a device is unknown.
+        Such devices have no rows. None if no such training fits, or if the memory of a device is
+        unknown.
         """
         limits = self._limits
         if not self._needs_are_known or len(limits) < self._problem.devices:
@@ -301,7 +314,10 @@ class Sharding:
         return max(found, key=lambda one: one.rate(), default=None)
 
     def _sets_of_holders(self) -> list[frozenset[int]]:
-        """Return the sets of devices, as positions, that may hold state without computing rows."""
+        """Return the sets of devices that may hold state without computing rows.
+
+        A set has the positions of its devices.
+        """
         positions = range(self._problem.devices)
         slowest = sorted(positions, key=lambda i: -self._row_demands[i].seconds(1))
         smallest = sorted(positions, key=lambda i: self._limits[i])
@@ -325,7 +341,10 @@ class Sharding:
         return Probe(wanted.layout, Stage.SHARD, seconds)
 
     def _may_win(self, wanted: Proposal) -> bool:
-        """True if the proposal should be faster than every sharded training that ran."""
+        """True if the proposal should be faster than every training so far.
+
+        Only sharded trainings that ran count.
+        """
         ran = [one for one in self._seen if isinstance(one, Timed) and one.probe.layout.state]
         if ran:
             # the time to gather units isn't known: the shortest of those that ran is assumed
@@ -447,7 +466,7 @@ class Sharding:
         )
 
     def _with_shards(self, probe: Probe) -> Probe:
-        """Return a probe of a sharded training with the same rows as this probe."""
+        """Return a probe of a sharded training with this probe's rows."""
         layout = probe.layout
         if layout.traits.together:
             return msgspec.structs.replace(probe, layout=self._shard(layout), stage=Stage.SHARD)
@@ -468,7 +487,7 @@ def _subtract_bytes(sizes: Sequence[int | None], taken: Sequence[float]) -> tupl
 
 
 def _fit_time(device: DeviceEvidence) -> tuple[float, float]:
-    """Return the fixed seconds of a device's step, and the additional seconds per row."""
+    """Return a step's fixed seconds, and its additional seconds per row."""
     points = sorted(device.alone, key=lambda point: point.batch)
     first, last = points[0], points[-1]
     proportion = last.seconds / last.batch
@@ -547,7 +566,7 @@ def expect_seconds(layout: Layout, needs: Sequence[RowDemand]) -> float:
 
 
 def _some_hold_only(layout: Layout) -> bool:
-    """True if some device of a sharded layout holds state but computes no rows."""
+    """True if some device holds state but computes no rows."""
     return layout.computing != layout.active
 
 
@@ -599,9 +618,10 @@ class StateRoom:
         return self._parts(max(map(self._rows_in, found), key=self._rate))
 
     def divide_for(self, batch: int) -> StateDivision | None:
-        """Return the division for this global batch in one pass; None if it doesn't fit.
+        """Return the division for this global batch in one pass.
 
-        All devices finish at the same time, but no device gets more rows than fit.
+        All devices finish at the same time, but no device gets more rows than fit. Return None if
+        the batch doesn't fit.
         """
         low, high = 0.0, max(self._row_demands[i].seconds(batch) for i in self._computing)
         for _ in range(HALVINGS):
@@ -628,13 +648,16 @@ class StateRoom:
         return found
 
     def _most_rows(self, position: int) -> float:
-        """Return the most rows that fit beside a tiny part of the state (`LEAST_PART`)."""
+        """Return the most rows that fit beside a tiny part of state.
+
+        The part is `LEAST_PART`.
+        """
         need = self._row_demands[position]
         left = self._limits[position] - need.base_bytes - LEAST_PART * self._held
         return left / need.row_bytes if need.row_bytes else float(UNBOUNDED)
 
     def _bytes_left(self, rows: Sequence[float]) -> list[float]:
-        """Return how many bytes of the state each device can hold beside its rows."""
+        """Return the bytes of state that each device can hold beside its rows."""
         # negative if the rows themselves don't fit
         found = []
         for limit, need, own in zip(self._limits, self._row_demands, rows, strict=True):
@@ -666,7 +689,7 @@ class StateRoom:
 
 
 def state_bytes_at_peak(state: ModelState, in_passes: bool) -> int:
-    """Return the bytes of a state that exist while a step's activations are at their peak.
+    """Return the bytes of a state at the peak of a step's activations.
 
     In several passes (`in_passes`), they include the gradients of earlier passes.
     """

@@ -62,7 +62,10 @@ class SoloStage:
     # ------------------------------------------------------------------ a round
 
     def _first_rounds(self) -> tuple[Probe, ...]:
-        """Return probes of the first small batches on devices that haven't run them yet."""
+        """Return probes of the first small batches.
+
+        Only devices that haven't run them yet are probed.
+        """
         for turn in range(2):
             due = self._next_small_batches(turn)
             if due and turn:
@@ -98,7 +101,7 @@ class SoloStage:
         return due
 
     def _lacks_memory_line(self, device: DeviceModel) -> bool:
-        """True if a smaller batch may help to extrapolate a device's memory use."""
+        """True if a smaller batch may show how memory use grows."""
         memory = device.memory
         # two batches are needed, and it never ran
         if not device.evidence.alone:
@@ -135,7 +138,10 @@ class SoloStage:
         return {one: due[one] for one in kept}
 
     def _affords_second(self, device: DeviceModel, batch: int) -> bool:
-        """True if the budget allows a round with `batch` as the device's second batch."""
+        """True if the budget allows a round with this second batch.
+
+        `batch` is the device's second batch.
+        """
         step_seconds = _step_seconds(device, batch)
         if any(len(other.evidence.alone) > 1 for other in self._live):
             return self._has_time(self._probe_seconds(device, batch), step_seconds)
@@ -175,7 +181,10 @@ class SoloStage:
         return batches
 
     def _fill_round(self, due: Batches) -> Batches:
-        """Return the round's batches, and batches for idle devices that don't prolong the round."""
+        """Return the round's batches, and batches for idle devices.
+
+        An idle device joins only if it doesn't prolong the round.
+        """
         longest = max(self._probe_seconds(one, batch) for one, batch in due.items())
         idle = {
             one: batch
@@ -218,7 +227,10 @@ class SoloStage:
         return self._middle_of_widest([point.batch for point in around], WIDE)
 
     def _even_share(self, device: DeviceModel) -> int:
-        """Return the device's share in an even split; 0 if it isn't worth measuring."""
+        """Return the device's share in an even split.
+
+        Return 0 if the share isn't worth measuring.
+        """
         batch = self._problem.global_batch or 0
         even = batch // len(self._devices_of_split) // self._quantum * self._quantum
         return (
@@ -327,7 +339,7 @@ class SoloStage:
         return COMES_TRUE * (wanted.samples_per_second / known.samples_per_second - 1) - error
 
     def _would_show_more(self, device: DeviceModel, share: int) -> bool:
-        """True if a measurement of this share would show something new about the device."""
+        """True if a measurement of this share would show something new."""
         if (
             device.solo_curve is None
             or device.optimistic is None
@@ -344,7 +356,7 @@ class SoloStage:
         return batch > 0 and all(abs(p.batch - batch) > SAME_BATCH * p.batch for p in device.points)
 
     def _probe_seconds(self, device: DeviceModel, batch: int) -> float:
-        """Return the expected duration of the shortest probe of this batch, in seconds."""
+        """Return the expected seconds of the shortest probe of this batch."""
         layout = solo(self._problem.devices, device.position, batch)
         return self._budget.least_seconds(layout, _step_seconds(device, batch))
 

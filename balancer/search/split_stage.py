@@ -28,9 +28,10 @@ from .time_left import LONE_STEPS, SHORTEST_PROBE_SECONDS
 
 
 class SplitStage:
-    """Chooses the splits to measure, and a device to measure while the others are idle.
+    """Chooses splits to measure, and devices to measure alone.
 
-    It chooses no splits unless `splits` is True.
+    The other devices are idle while a device is measured alone. No splits are chosen unless
+    `splits` is True.
     """
 
     def __init__(self, predictions: Predictions, budget: Budget, splits: bool) -> None:
@@ -42,9 +43,9 @@ class SplitStage:
         self._problem = predictions.problem
 
     def next_probe(self) -> Probe | None:
-        """Return a probe of the next split, or of one device with the others idle.
+        """Return a probe of the next split or of one device.
 
-        Return None when the stage is over.
+        While one device is measured, the others are idle. Return None when the stage is over.
         """
         if len(self._seen.in_stage(Stage.SPLIT, Stage.REST)) >= MOST_TURNS:
             return None
@@ -87,7 +88,10 @@ class SplitStage:
 
     @cached_property
     def _best_rate(self) -> float:
-        """The highest samples/s of the layouts that ran and could be the plan."""
+        """The highest samples/s of the layouts that could be the plan.
+
+        Only layouts that ran count.
+        """
         # as predicted now
         splits = [
             self._machine.predicted_rate(split.probe.layout)
@@ -125,7 +129,10 @@ class SplitStage:
         return wanted
 
     def _gains(self, wanted: Allocation) -> bool:
-        """True if the allocation should clearly beat all measured splits and single devices."""
+        """True if the allocation should clearly be the fastest so far.
+
+        It is compared with all measured splits and single devices.
+        """
         if not self._machine.fitting_splits:
             return True
         raced = [self._seen.turns(seen.probe.layout) for seen in self._seen.timed_race()]
@@ -204,7 +211,10 @@ class SplitStage:
         return sorted(i for group in groups for i in group)
 
     def _has_new_best_batch(self, position: int) -> bool:
-        """True if the device's best batch, as predicted, isn't near any measured batch."""
+        """True if the device's best batch isn't near any measured batch.
+
+        The best batch is predicted.
+        """
         wanted = self._predictions.single(position)
         if wanted is None:
             return False
@@ -214,7 +224,10 @@ class SplitStage:
 
 
 def _is_like(layout: Layout, seen: Observation) -> bool:
-    """True if measuring the split would show nothing new after the observation `seen`."""
+    """True if measuring the split would show nothing new.
+
+    The observation `seen` shows it already.
+    """
     if isinstance(seen, Timed) and seen.lone:
         # after a single step, similar splits aren't measured either
         return same_measurement(layout, seen.probe.layout)

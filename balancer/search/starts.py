@@ -22,9 +22,10 @@ GROUP_SECONDS = 4.0
 
 
 class StartTimes:
-    """The seconds that child processes took to start, without imports, in one set of observations.
+    """The seconds that child processes took to start, without imports.
 
-    Child processes are identified by `Layout.children`: a layout without its sizes.
+    They are from one set of observations. Child processes are identified by `Layout.children`: a
+    layout without its sizes.
     """
 
     def __init__(self, seen: Observations) -> None:
@@ -85,7 +86,10 @@ class StartTimes:
 
     @cached_property
     def _recovered(self) -> set[Layout]:
-        """The groups of child processes that ran out of memory and are still running."""
+        """The groups of child processes that survived running out of memory.
+
+        They are still running.
+        """
         seen = [one for one in self._seen.in_stage(*STAGES) if isinstance(one, OutOfMemory)]
         return {one.probe.layout.children for one in seen if one.goes_on} - self._exit_counts.keys()
 

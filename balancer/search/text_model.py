@@ -165,9 +165,9 @@ class TextModel(MachineModel):
         return [seen for seen in own if not seen.probe.layout.by_rows]
 
     def single_passes(self, position: int) -> dict[int, float]:
-        """Return the measured durations of steps with one pass over rows of one length, in seconds.
+        """Return the measured seconds of steps with one pass.
 
-        The keys are the numbers of tokens in the pass.
+        The rows of such a pass have one length. The keys are the numbers of tokens in the pass.
         """
         found = {}
         for seen in self.tried_alone(position):
@@ -185,7 +185,7 @@ class TextModel(MachineModel):
 
     @cached_property
     def alone(self) -> tuple[StepCost | None, ...]:
-        """Each device's cost when it runs in its own process, while the other devices are busy too.
+        """Each device's cost in its own process, while others are busy too.
 
         Indistinguishable devices share one cost.
         """
@@ -196,7 +196,10 @@ class TextModel(MachineModel):
         return tuple(map(found.get, range(self.problem.devices)))
 
     def _same_speed(self, one: int, other: int) -> bool:
-        """True if noise alone explains how two devices' times for the same passes differ."""
+        """True if noise alone explains how two devices' times differ.
+
+        The times for the same passes are compared.
+        """
         ours = self._points_alone(one)
         theirs = self._points_alone(other)
         gaps = []
@@ -273,7 +276,10 @@ class TextModel(MachineModel):
 
     @cached_property
     def token_limits(self) -> tuple[int, ...]:
-        """The maximum padded tokens of one pass on each device; 0 if no limit is known."""
+        """The maximum padded tokens of one pass on each device.
+
+        The maximum is 0 if no limit is known.
+        """
         return tuple(self._token_limit(self.memory(i)) for i in range(self.problem.devices))
 
     @staticmethod
@@ -290,7 +296,7 @@ class TextModel(MachineModel):
         return max(memory.largest_ran, int(min(predicted, below_failed)))
 
     def memory(self, position: int) -> Memory:
-        """Return how a device's memory use depends on the padded tokens of its largest pass."""
+        """Return a device's memory use by padded tokens of its largest pass."""
         points: dict[int, int] = {}
         full: list[int] = []
         for seen in (
@@ -354,7 +360,10 @@ class TextModel(MachineModel):
         return fmean(steps) + self.exchange_seconds(positions)
 
     def can_hold(self, positions: Sequence[int]) -> bool:
-        """True if a pass on at least one of these devices can hold the longest row."""
+        """True if one of these devices can hold the longest row.
+
+        That is, in one pass.
+        """
         return any(
             self.token_limits[i] == 0 or self.token_limits[i] >= self.problem.lengths[-1]
             for i in positions

@@ -14,7 +14,10 @@ from .text_model import TextModel
 
 
 class TextPolicy:
-    """Chooses the layouts to race if a device's time depends on the lengths of its rows."""
+    """Chooses the layouts to race if the cost of rows differs.
+
+    A device's time then depends on the lengths of its rows.
+    """
 
     def __init__(self, machine: TextModel) -> None:
         self.machine = machine
@@ -22,11 +25,14 @@ class TextPolicy:
         self.seen = machine.seen
 
     def why_none(self) -> End | None:
-        """Return why no device can train; None if at least one can hold the longest row."""
+        """Return why no device can train.
+
+        Return None if at least one can hold the longest row.
+        """
         return None if self.machine.can_hold(self.machine.live) else explain_too_long(self.problem)
 
     def is_sensible(self, layout: Layout) -> bool:
-        """True if the layout is a way to train, and not just a probe of passes.
+        """True if the layout trains, and isn't just a probe of passes.
 
         Its rows are assigned by cost, or it is a split by number of rows.
         """
@@ -37,7 +43,10 @@ class TextPolicy:
         return None
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return an empty curve for each device, because plans have the costs of rows instead."""
+        """Return an empty curve for each device.
+
+        Plans have the costs of rows instead.
+        """
         return NO_CURVE * len(layout.shares)
 
     # ------------------------------------------------------------------ candidates

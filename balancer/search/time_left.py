@@ -41,7 +41,10 @@ EXPLORES = 0.4
 
 
 class TimeLeft:
-    """The time that a search has left, given its observations. It is infinite without a budget."""
+    """The time that a search has left, given its observations.
+
+    It is infinite without a budget.
+    """
 
     def __init__(self, problem: Problem, options: LayoutOptions, seen: Observations) -> None:
         self._devices = problem.devices
@@ -155,10 +158,13 @@ class TimeLeft:
 
 
 def untimed_seconds(seen: Timed) -> float:
-    """Return the seconds of tracing and warm-up in a probe, without its start and timed steps."""
+    """Return the seconds of tracing and warm-up in a probe.
+
+    Its start and timed steps aren't included.
+    """
     return max(0.0, seen.elapsed_seconds - seen.start_seconds - seen.steps * seen.step_seconds)
 
 
 def first_step_overhead(seen: Timed) -> float:
-    """Return how much longer a probe's first step took than a later step, in seconds."""
+    """Return how many seconds longer a probe's first step took than a later one."""
     return max(0.0, seen.first_step_seconds - seen.step_seconds)

@@ -35,7 +35,7 @@ def all_reduce_seconds(size: int, ranks: int, link: KnownLink) -> float:
 
 
 def shard_pass_seconds(size: int, ranks: int, link: KnownLink) -> float:
-    """Return the duration of the collectives in one pass of a sharded training, in seconds.
+    """Return the seconds of the collectives in one pass of a sharded training.
 
     They gather the parameters, of `size` bytes, and reduce the gradients. Latency isn't included.
     """

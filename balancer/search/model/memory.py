@@ -66,9 +66,10 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def line(self) -> tuple[float, float] | None:
-        """The line (bytes at 0 samples, bytes per sample) through the two largest distinct batches.
+        """The line through the two largest distinct batches.
 
-        The slope is never negative. None with fewer than two points.
+        It is (bytes at 0 samples, bytes per sample). The slope is never negative. None with fewer
+        than two points.
         """
         if len(self.distinct_points) < 2:
             return None
@@ -164,7 +165,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def _line_is_refuted(self) -> bool:
-        """True if memory ran out twice at batches that fit according to the line."""
+        """True if memory ran out twice where the line predicted a fit."""
         if self.failure_count < 2:
             return False
         guess = self.predict_largest()

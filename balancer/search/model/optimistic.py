@@ -62,7 +62,10 @@ def _least_rise(points: Sequence[Point], curve: Curve) -> Curve:
 
 
 def _slope_beyond(points: Sequence[Point], curve: Curve) -> float:
-    """Return the slope, in seconds per sample, that is assumed beyond the last point."""
+    """Return the slope that is assumed beyond the last point.
+
+    It is in seconds per sample.
+    """
     first, middle, end = points[-3:]
     before = _slope(first, middle)
     last = _slope(middle, end)

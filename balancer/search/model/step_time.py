@@ -45,9 +45,10 @@ Sample = tuple[float, float, float]  # x, y, weight
 
 
 class Point(msgspec.Struct, frozen=True):
-    """The measured duration of a step in which a device computes `batch` rows in `passes` passes.
+    """The measured duration of a step of one device.
 
-    `error` is the relative standard error of `seconds`.
+    The device computes `batch` rows in `passes` passes. `error` is the relative standard error of
+    `seconds`.
     """
 
     batch: int
@@ -223,9 +224,10 @@ def _bend_factors(points: Sequence[Point], line: Curve) -> list[tuple[int, float
 
 
 def make_rising(times: Sequence[float]) -> list[float]:
-    """Return times that never fall: each is lowered to the smallest of the times after it.
+    """Return times that never fall.
 
-    `times` belong to batches in rising order. No result is below 0.
+    Each time is lowered to the smallest of the times after it. `times` belong to batches in rising
+    order. No result is below 0.
     """
     # a larger batch may take less time with a faster kernel, which smaller batches could then use
     # too
@@ -280,7 +282,7 @@ def fit_pass_overhead(steps: Sequence[Point], curve: Curve, rows: int) -> float:
 
 
 class Stairs(msgspec.Struct, frozen=True):
-    """A step function: time is level and jumps by `rise` seconds after every 1 / `each` samples.
+    """A step function: after every 1 / `each` samples, time jumps by `rise` seconds.
 
     seconds(b) = max(least, first + rise * ceil(each * b + shift)) for a batch b. The points don't
     determine `each` and `shift` exactly. All pairs that put every point on its measured level form
@@ -324,7 +326,10 @@ class Stairs(msgspec.Struct, frozen=True):
         )
 
     def _range_of_level_end(self, level: int) -> tuple[int, int]:
-        """Return the smallest and the largest batch at which level number `level` may end."""
+        """Return the smallest and the largest batch that may end a level.
+
+        `level` is the level's number.
+        """
         earliest = min(
             math.floor((level - most) / each + ROUNDING) for each, _, most in self.corners
         )
@@ -360,7 +365,10 @@ def fit_stairs(measured: tuple[Point, ...]) -> Stairs | None:
 
 
 def _shows_width(points: Sequence[Point], levels: Sequence[int]) -> bool:
-    """True if the points show how wide the steps are, in samples per level."""
+    """True if the points show how wide the levels are.
+
+    The width of a level is in samples.
+    """
     rise = bisect_left(levels, levels[0] + 1)
     # three levels, or two whose nearest batches aren't far apart
     return len(set(levels)) > 2 or points[rise].batch <= WIDE * points[rise - 1].batch
@@ -389,9 +397,9 @@ def _fit_stairs_to_levels(points: Sequence[Point], levels: Sequence[int]) -> Sta
 def _find_feasible_region(
     batches: Sequence[int], levels: Sequence[int]
 ) -> tuple[tuple[float, float, float], ...]:
-    """Return the `corners` of the `Stairs` that put each batch on its level.
+    """Return the `corners` of `Stairs` with each batch on its level.
 
-    Return an empty tuple if no step function does.
+    Return an empty tuple if no step function has them there.
     """
     pairs = list(combinations(zip(batches, levels, strict=True), 2))
     # bounds of 1 / width
