@@ -123,14 +123,13 @@ class GradientDifference(msgspec.Struct, frozen=True):
 def compare(
     reference: Sketch, trained: Sketch, repeats: Sequence[Sketch] = ()
 ) -> GradientDifference | None:
-    """Return the difference that most exceeds its allowed rounding; None if none exceeds it.
+    """Return the difference that most exceeds its allowed rounding; None if none does.
 
-    - Without `repeats`, the allowed rounding is the `floor` for the tensor's type, or more if the
-      tensor's gradient is very small beside the largest one.
-    - With `repeats`, it is at least SAFETY times the rounding that they show.
-
-    Return None if the reference isn't finite.
+    None, too, if the reference isn't finite.
     """
+    # Without `repeats`, the allowed rounding is the `floor` for the tensor's type, or more if the
+    # tensor's gradient is very small beside the largest one. With `repeats`, it is at least SAFETY
+    # times the rounding that they show.
     return _compare(reference, trained, find_noises(reference, repeats))
 
 

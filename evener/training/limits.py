@@ -127,12 +127,14 @@ class LimitKind(StrEnum):
 
 
 class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
-    """One limit of a training run's speed, with a remedy and its expected gain.
+    """One limit of a training run's speed, with a remedy and its gain.
 
-    Gains are relative to the current samples/s: 0.5 is 50 % more. `by` names the cause, such as a
-    rank, a program or a link; "" if unknown. The limits of a step don't overlap. The rest of the
-    step is compute time (own work) and parts under 5 %.
+    Gains are expected, and relative to the current samples/s: 0.5 is 50 % more. `by` names the
+    cause, such as a rank, a program or a link; "" if unknown.
     """
+
+    # The limits of a step don't overlap. The rest of the step is compute time (own work) and parts
+    # under 5 %.
 
     kind: LimitKind
     milliseconds: float  # of a step
@@ -148,15 +150,15 @@ class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a step's time that a remedy can shorten, such as waiting for input.
+    """A part of a step's time that a remedy can shorten.
 
     - `seconds`: the part's duration in a step, of which the remedy saves the fraction `spared`.
     - `without_s`: the duration of a step without the part, if that was measured.
-    - `remaining_s`: the seconds of a step that may remain after the usual remedy, or that the
-      remedy may add.
-
-    The part is reported only if the lower bound of its gain reaches the `least_gain` of its kind.
+    - `remaining_s`: the seconds that may remain after the usual remedy, or that it may add.
     """
+
+    # Waiting for input is such a part. A part is reported only if the lower bound of its gain
+    # reaches the `least_gain` of its kind.
 
     kind: LimitKind
     seconds: float  # of a step

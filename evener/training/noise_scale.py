@@ -54,17 +54,16 @@ class NoiseScale(msgspec.Struct, frozen=True):
 
 
 def separate_noise(sizes: Sequence[int], weighted: float, whole: float) -> Sample:
-    """Return the noise and the signal of one step, estimated from the gradients of its parts.
+    """Return the noise and the signal of one step, from its parts' gradients.
 
-    A part is what one rank or one pass computes.
+    A part is what one rank or one pass computes. Raises ValueError if fewer than two have rows.
 
     - `sizes`: the rows n_i of each part.
     - `weighted`: the sum of n_i |g_i|^2, where g_i is the mean gradient of part i.
     - `whole`: |g|^2, where g is the mean gradient of the batch.
-
-    By analysis of variance, the sum of n_i |g_i - g|^2 over K parts, divided by K - 1, has the
-    expected value tr(S). Raises ValueError if fewer than two parts have rows.
     """
+    # by analysis of variance, the sum of n_i |g_i - g|^2 over K parts, divided by K - 1, has the
+    # expected value tr(S)
     parts = sum(size > 0 for size in sizes)
     rows = sum(sizes)
     if parts < 2:

@@ -59,11 +59,11 @@ def count_equal_passes(rows: Sequence[int], most: Sequence[int]) -> int:
 
 
 def weigh_passes(sizes: Sequence[int], total: int | None = None) -> tuple[float, ...]:
-    """Return the weight of each pass's mean loss in the mean loss over `total` rows.
+    """Return the weight of each pass's mean loss in the total mean loss.
 
-    `sizes` are the rows of each pass, and `total` is their sum by default. If `total` is 0, all
-    weights are 1.
+    `sizes` are the passes' rows. `total` is by default their sum; if it is 0, all weights are 1.
     """
+    # the total mean loss is the mean over `total` rows
     rows = sum(sizes) if total is None else total
     return tuple(own / rows if rows else 1.0 for own in sizes)
 

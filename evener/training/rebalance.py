@@ -107,20 +107,18 @@ class Room(NamedTuple):
 class Rebalancer:
     """Proposes new shares from the measured windows.
 
-    It is deterministic, so each rank can run an instance with the same input and get the same
-    shares.
+    The same input gives the same shares, so each rank can run an instance.
 
-    - `shares` are the rows of each rank. `names` are the devices' names; a change's reason
-      contains one.
+    - `shares` are the rows of each rank. `names` are the devices' names.
     - `curves` predict the seconds of each rank's step from its rows.
     - `most` are the maximum rows per pass that fit in each rank's memory (0: unknown).
     - Without `passes`, each share must fit in one pass.
-
-    If `most` is unknown for a rank, a change adds at most half of its current rows. If fewer are
-    predicted to fit in memory at once (`fits` of `observe`), the new share must fit in one pass, or
-    in several passes of up to `passes_fit` rows. If memory isn't measured, the share stays within
-    1.25 times its initial rows.
     """
+
+    # A change's reason contains a device's name. If `most` is unknown for a rank, a change adds at
+    # most half of its current rows. If fewer are predicted to fit in memory at once (`fits` of
+    # `observe`), the new share must fit in one pass, or in several passes of up to `passes_fit`
+    # rows. If memory isn't measured, the share stays within 1.25 times its initial rows.
 
     def __init__(
         self,
@@ -608,11 +606,12 @@ def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:
 
 
 def choose_quantum(shares: Sequence[int]) -> int:
-    """Return the number of rows (the quantum) that must divide every new share.
+    """Return the number of rows that must divide every new share.
 
-    It is the largest of 8, 4 and 2 that divides all current shares and is at most 1/64 of their
-    mean. 1 if there is none.
+    1 if there is no such number.
     """
+    # this quantum is the largest of 8, 4 and 2 that divides all current shares and is at most 1/64
+    # of their mean
     quantum = math.gcd(LARGEST_QUANTUM, *shares)
     while quantum > 1 and quantum * FINE * len(shares) > sum(shares):
         quantum //= 2

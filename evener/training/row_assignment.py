@@ -35,9 +35,10 @@ class PartialAssignment:
 class AssignmentSearch:
     """Finds assignments of rows of unequal length to ranks and their passes.
 
-    `lengths` are sorted, longest first. If `saves_padding` is False, a pass is added only if a
-    rank's memory requires it, not to save padding.
+    `lengths` are sorted, longest first. With `saves_padding`, passes are added to save padding.
     """
+
+    # without it, a pass is added only if a rank's memory requires it
 
     def __init__(
         self, lengths: Sequence[int], ranks: Sequence[RankCost], saves_padding: bool

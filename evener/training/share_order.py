@@ -77,11 +77,11 @@ def order_shares(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[in
 
 
 def check_places(active: Sequence[Share], places: Sequence[int | None]) -> tuple[int, ...]:
-    """Check and return `places`, the index in `active` of the share of each rank.
+    """Check and return `places`, the index in `active` of each rank's share.
 
-    Raises PlanError, with the same message on every rank, if a rank has no share (None)
-    or two ranks have the same one.
+    Raises PlanError if a rank has no share (None) or two have the same.
     """
+    # the error's message is the same on every rank
     for rank, place in enumerate(places):
         if place is None:
             raise PlanError(

@@ -89,9 +89,10 @@ class StepRecord:
     ) -> None:
         """Add a step with the shares that it used.
 
-        `own_work_s` is the rank's compute time and `step_s` the whole step's, in seconds; NaN if
-        unknown. A `disturbed` step counts only if there are too few others.
+        `own_work_s` is the rank's compute time, and `step_s` the whole step's; NaN if unknown. Both
+        are in seconds. A `disturbed` step may be ignored.
         """
+        # a disturbed step counts only if there are too few others
         if self._now is None or shares != self._now.shares:
             self.changes += self._now is not None
             self._now = _ShareSpan(shares)

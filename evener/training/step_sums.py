@@ -21,11 +21,13 @@ Steps = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class StepSums(msgspec.Struct, frozen=True):
-    """A rank's time over a number of steps, in seconds, by activity.
+    """A rank's seconds by activity, summed over a number of steps.
 
-    The fields from `input_s` to `between_s` don't overlap and add up to the total. `idle_input_s`
-    and `idle_own_s` are already contained in `input_s` and `own_work_s`.
+    The fields from `input_s` to `between_s` add up to the total.
     """
+
+    # These fields don't overlap. `idle_input_s` and `idle_own_s` are already contained in `input_s`
+    # and `own_work_s`.
 
     steps: Steps = 0
     input_s: Seconds = 0.0  # until the batch is available
