@@ -255,16 +255,16 @@ END_SECONDS = 5.0  # time for a host's launch to exit after its own processes
 
 
 class HostLaunch:
-    """Runs `evener launch` on this host, for the RemoteLaunch that reads its output.
+    """Runs `evener launch` on this host, for a RemoteLaunch that reads its output.
 
     - `plan`: the content of the plan file.
     - `planned`: the plan file's original path; a script that opens it gets this plan.
     - `script`: copies of the script and the files beside it; None for a module.
     - `end_seconds`: how long the launch has to exit after SIGTERM.
     - `folder`: the working folder, if it exists on this host.
-
-    The launch is terminated together with this process.
     """
+
+    # the launch is terminated together with this process
 
     def __init__(
         self,

@@ -160,9 +160,9 @@ def choose_plan(given: Path | None, devices: str, command: ProgramCommand) -> Ch
     - the plan that was saved after the last run with the same arguments and devices;
     - a plan with even shares.
 
-    `devices` is the option `--devices`. Raises RequestError if the plan is for several hosts or a
-    device has a limit. Raises DeviceError if a device is simulated.
+    Raises RequestError for several hosts or limited devices, and DeviceError for simulated devices.
     """
+    # `devices` is the option `--devices`
     if given is not None:
         plan = load_plan(given)
         if len({share.host for share in plan.layout.active}) > 1:

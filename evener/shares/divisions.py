@@ -22,14 +22,15 @@ LARGEST_DENOMINATOR = 10_000  # for converting a ratio from a float to a fractio
 
 
 class Cut:
-    """Cuts batches into consecutive slices for devices, in proportion to their weights.
+    """Cuts batches into consecutive slices for devices, in proportion to weights.
 
-    - `weights`: whole samples, or ratios above 0. A batch of sum(weights) rows is cut exactly by
-      them.
-    - `floors`: True to round each slice down and give the remaining rows to the last device, as in
-      Keras' former `multi_gpu_model`.
-    - `micros`: maximum rows per pass of each device; empty if each device takes one pass.
+    - `weights`: whole samples, or ratios above 0.
+    - `floors`: True to round each slice down, and give the remaining rows to the last device.
+    - `micros`: maximum rows per pass of each device; empty if each takes one pass.
     """
+
+    # A batch of sum(weights) rows is cut exactly by the weights. Slices are rounded down as in
+    # Keras' former `multi_gpu_model`.
 
     def __init__(
         self, weights: Sequence[float], floors: bool = False, micros: Sequence[int] = ()

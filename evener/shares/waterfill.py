@@ -146,10 +146,10 @@ def split_free(
     limit: int | None = None,
     fewest: int = 2,
 ) -> Allocation | None:
-    """Return the allocation with the highest samples/s on at least `fewest` devices.
+    """Return the allocation with the most samples/s on at least `fewest` devices.
 
-    `costs` are the seconds of gradient exchange by number of devices. Shares are multiples of
-    `quantum`, and sum to at most `limit`. Returns None if no allocation fits.
+    Shares are multiples of `quantum`, and sum to at most `limit`. `costs` are the seconds of
+    gradient exchange by number of devices. None if no allocation fits.
     """
     devices = [device for device in devices if device.limit >= quantum]
     found = []
@@ -175,11 +175,10 @@ def smallest_reaching(
     limit: int | None = None,
     fewest: int = 2,
 ) -> Allocation | None:
-    """Return the allocation with the smallest global batch that reaches `rate` samples/s.
+    """Return the allocation of the smallest global batch that reaches `rate` samples/s.
 
-    It has at most `limit` samples and at least `fewest` devices. `costs` are the seconds of
-    gradient exchange by number of devices. Shares are multiples of `quantum`. Returns None if no
-    such allocation reaches `rate`.
+    It has at most `limit` samples, at least `fewest` devices, and multiples of `quantum` as shares.
+    `costs` are the seconds of gradient exchange by number of devices. None if there is none.
     """
     devices = [device for device in devices if device.limit >= quantum]
     found: list[Allocation] = []

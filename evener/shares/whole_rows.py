@@ -139,11 +139,11 @@ def bounds(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def gradient_weight(sizes: Sequence[int], rank: int) -> float:
-    """Return the weight of a rank's mean gradient in the mean gradient of the batch.
+    """Return the weight of a rank's mean gradient in the batch's mean gradient.
 
-    With n_i rows on device i and N rows in total, the batch's mean is sum_i (n_i / N) * mean_i.
     Raises RequestError if a size is negative or all sizes are 0.
     """
+    # with n_i rows on device i and N rows in total, the batch's mean is sum_i (n_i / N) * mean_i
     total = sum(sizes)
     if total < 1 or min(sizes) < 0:
         raise RequestError(
