@@ -19,12 +19,11 @@ extract_batch_size = import_module(f"{LIGHTNING}.utilities.data").extract_batch_
 class Report(Callback):  # type: ignore[misc]  # lightning isn't followed
     """Reports steps to evener's monitor, and speed metrics to the trainer's loggers.
 
-    The metrics are samples/s, the step time and the wait for data. With a plan or `evener run`,
-    they are compute time (own work), waiting time, shares and samples/s. Loggers receive them every
-    `log_every_n_steps` steps.
+    Every `log_every_n_steps` steps, loggers receive samples/s, the step time and the wait for data.
     """
 
-    # with a plan, the monitor gets the steps even without this callback
+    # With a plan or `evener run`, they receive compute time (own work), waiting time, shares and
+    # samples/s. With a plan, the monitor gets the steps even without this callback.
 
     def __init__(self) -> None:
         super().__init__()
