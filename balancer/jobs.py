@@ -1,7 +1,8 @@
-"""Turns a request into a job: finds the devices and the workload, and checks all options.
+"""Turns a request into a job.
 
-Errors in a request are found here, before a run is created or a child is started. For a comparison,
-the module also finds which layouts can't be measured on these devices, and why.
+A job has the devices and the workload of the request, and its options have been checked. Errors in
+a request are found here, before a run is created or a child is started. For a comparison, the
+module also finds which layouts can't be measured on these devices, and why.
 """
 
 from __future__ import annotations

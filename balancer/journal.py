@@ -1,8 +1,8 @@
 """The journal of a run: a JSON Lines file that is only appended to.
 
 Each line is written to disk before the session acts on it. A kill or a full disk may leave an
-incomplete last line, which is cut off. Any other broken line is an error that names the line. A
-journal is trusted only if it belongs to this user and nobody else may write to it.
+incomplete last line. Such a line is cut off. Any other broken line is an error that names the line.
+A journal is trusted only if it belongs to this user and nobody else may write to it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The memory of a training's state for different training methods: full, LoRA and QLoRA.
+"""The memory of a training's state for different training methods.
 
-It is given in bytes per parameter of the model. Adapters are assumed to have rank 16 on all linear
-layers. In models of 1 to 8 billion parameters, they then have about a hundredth as many parameters
-as the model. Their gradients and AdamW's averages are in float32.
+The methods are full training, LoRA and QLoRA. The memory is given in bytes per parameter of the
+model. Adapters are assumed to have rank 16 on all linear layers. In models of 1 to 8 billion
+parameters, they then have about a hundredth as many parameters as the model. Their gradients and
+AdamW's averages are in float32.
 """
 
 from __future__ import annotations

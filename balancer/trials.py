@@ -1,8 +1,8 @@
 """Measurements outside a search: runs at given batch sizes, and dry runs.
 
-The metrics of a run are given per device. They come from the timed steps if a device's compute time
-(own work) can be separated from waiting, as on CPU slices and simulated devices. Otherwise each
-device is also timed alone at its share.
+The metrics of a run are given per device. They come from the timed steps if these separate a
+device's compute time (own work) from waiting, as on CPU slices and simulated devices. Otherwise,
+each device is also timed alone at its share.
 
 A dry run shows what to expect of a search. It builds the workload once and runs steps of two small
 batches on one device. None of its results are saved.

@@ -1,8 +1,7 @@
 """The data types of a session: what can be measured, and what was observed.
 
-They are frozen, and compute nothing but simple arithmetic. Devices are given by their positions in
-the request (0 to K-1 for K devices). The caller of a session knows which device is at each
-position.
+The types are frozen. They compute only simple arithmetic. A device is given by its position in the
+request (0 to K-1 for K devices). The caller of a session knows which device is at each position.
 """
 
 from __future__ import annotations

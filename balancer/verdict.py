@@ -1,8 +1,8 @@
-"""The verdict of a search as data: the recommendation, the plan's gain over its rivals, and doubts.
+"""The verdict of a search as data.
 
-`result/judge.py` creates the verdict, `result/sentences.py` writes it as text, and `--json` prints
-its fields (docs/json.md). A rival is another layout that was measured. Gains, errors and fractions
-are relative: 0.17 is 17 %.
+It has the recommendation, the plan's gain over its rivals, and doubts. A rival is another layout
+that was measured. Gains, errors and fractions are relative: 0.17 is 17 %. `result/judge.py` creates
+the verdict, `result/sentences.py` writes it as text, and `--json` prints its fields (docs/json.md).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Chooses the recommendation of a verdict.
 
-It is one of: use one device, use equal shares without a plan, train with the plan, measure again,
-or fix the user's code first. If layouts are equally fast, the simplest is recommended, even if the
-search chose another one.
+There are five recommendations: use one device, use equal shares without a plan, train with the
+plan, measure again, or fix the user's code first. If layouts are equally fast, the simplest is
+recommended, even if the search chose another one.
 """
 
 from __future__ import annotations

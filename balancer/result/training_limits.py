@@ -1,8 +1,9 @@
-"""Finds what limits a training with the chosen layout, from measured parts of a step.
+"""Finds what limits a training with the chosen layout.
 
-Only probes with real children measure these parts, so simulated devices have no limits. Times are
-in seconds per optimizer step. The time of a part, such as waiting for input, is that of the rank
-where it takes longest, because the other ranks wait for that rank.
+The limits are found from the measured parts of a step, such as waiting for input. Only probes with
+real children measure these parts, so simulated devices have no limits. Times are in seconds per
+optimizer step. A part's time is that of the rank where it takes longest, because the other ranks
+wait for that rank.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Compares two runs: the second run's slowdown, and the part of a step that causes it.
+"""Compares two runs.
 
-The slowdown has a 95 % interval. The functions have no side effects.
+The result is the slowdown of the second run, and the part of a step that causes it. The slowdown
+has a 95 % interval. The functions have no side effects.
 
 Other programs, on this machine or on other virtual machines of its host, slow whole trainings by
 tens of percent, each training differently. They don't change the duration of a quick step (the 5th

@@ -1,8 +1,8 @@
-"""Keeps sessions apart: only one session per run, and one per device unless the user allows more.
+"""Keeps sessions apart by locks.
 
-Locks are the kernel's (flock), so the kernel releases them when the process that holds them exits.
-Sessions of one user lock files in the user's state folder. A file contains the pid and the run of
-its holder.
+A run has only one session at a time. So has a device, unless the user allows more. Locks are the
+kernel's (flock), so the kernel releases them when the process that holds them exits. Sessions of
+one user lock files in the user's state folder. A file contains the pid and the run of its holder.
 
 Sessions of different users, or with different state folders, lock the file by which the kernel
 itself shows a device. Everybody can read this file and nobody can replace it, so nobody can tamper

@@ -1,8 +1,9 @@
 """Compares how long quick steps of two trainings take on a CPU core at full speed.
 
-A CPU core is up to half slower while its other hardware thread is busy, for seconds at a time. So
-equal steps take unequal times. Almost every training has moments at full speed. Therefore a
-training is represented by its fastest windows: a low percentile of the windows' quick steps.
+A quick step is shorter than almost all steps of its training. A CPU core is up to half slower while
+its other hardware thread is busy, for seconds at a time. So equal steps take unequal times. Almost
+every training has moments at full speed. Therefore a training is represented by its fastest
+windows: a low percentile of the windows' quick steps.
 
 Each window also has the time of a fixed loop on the same core (`evener/system/core_speed.py`). The
 same percentile of these times shows whether the core was at full speed in the fastest windows. Full
