@@ -215,8 +215,9 @@ def compare(
 def _resume_comparison(request: Request, resume: str, others: str | None) -> OpenRun:
     """Open the run `resume` to continue its comparison.
 
-    `others` is an option that chooses layouts, if one was given. A run's layouts can't be changed,
-    and RequestError is raised. It is also raised if the run isn't a comparison.
+    `others` is the value of an option that chooses layouts, or None. Raises RequestError if it is
+    given, because a run's layouts can't be changed. Also raises RequestError if the run isn't a
+    comparison.
     """
     if others:
         raise RequestError(
