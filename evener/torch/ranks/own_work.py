@@ -1194,10 +1194,8 @@ def _notify_timers_of_update(_: Any, arguments: tuple[Any, ...], keywords: dict[
 
 @cache
 def _takes_closure_first(kind: Any) -> bool:
-    """True if the first argument of `step` is a closure, in optimizers of class `kind`.
-
-    The `step` of a program's own optimizer may have other arguments, such as the loss.
-    """
+    """True if an optimizer class has a closure as the first argument of `step`."""
+    # A program's own optimizer may have other arguments there, such as the loss.
     with suppress(TypeError, ValueError):  # the method has no signature
         return list(inspect.signature(kind.step).parameters)[1:2] == ["closure"]
     return False
