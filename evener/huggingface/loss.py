@@ -1,4 +1,4 @@
-"""The meaning of a Trainer's loss: whether it is a mean over rows, labels or items.
+"""What a Trainer's loss is: a mean over rows, labels or items.
 
 `meaning.py` determines it before the first step, and `passes.py` weights passes accordingly.
 """

@@ -357,7 +357,8 @@ def _relate_losses(one: Sketch, other: Sketch) -> float:
 
 
 def _difference_of_losses(one: Sketch, other: Sketch, allowed: float) -> GradientDifference:
-    """Return the difference of two losses; `allowed` is the relative difference due to rounding."""
+    """Return the difference of two losses."""
+    # `allowed` is the relative difference that rounding may cause.
     return GradientDifference(
         name=LOSS,
         relative=_relate_losses(one, other),
@@ -369,7 +370,7 @@ def _difference_of_losses(one: Sketch, other: Sketch, allowed: float) -> Gradien
 
 
 def _double(sketch: Sketch) -> Sketch:
-    """Return a sketch with a gradient and a loss that are twice as large."""
+    """Return a sketch with a doubled gradient and a doubled loss."""
     sums = {name: tuple(2.0 * each for each in line) for name, line in sketch.sums.items()}
     return Sketch(sums, sketch.kinds, 2.0 * sketch.loss)
 

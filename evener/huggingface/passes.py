@@ -1,4 +1,7 @@
-"""The passes of a Trainer: the weights of their losses, and the retry if memory runs out."""
+"""The passes of a Trainer: their losses' weights, and retries.
+
+A pass is retried in pieces if memory runs out.
+"""
 
 from __future__ import annotations
 
@@ -66,13 +69,15 @@ def weigh_passes(
 
 
 def _weigh_by_rows(sizes: list[tuple[int, ...]], totals: list[int]) -> list[float]:
-    """Return the weight of each pass in the mean over its global batch's rows."""
+    """Return the weights of passes for means over rows."""
+    # A weight is the pass's weight in the mean over the rows of its global batch.
     pairs = zip(sizes, totals, strict=True)
     return [weight for step, total in pairs for weight in weigh_rows(step, total)]
 
 
 def _weigh_by_labels(counts: list[list[float]], totals: list[float]) -> list[float]:
-    """Return the weight of each pass in the mean over its global batch's labels."""
+    """Return the weights of passes for means over labels."""
+    # A weight is the pass's weight in the mean over the labels of its global batch.
     pairs = zip(counts, totals, strict=True)
     return [count / (total or 1.0) for step, total in pairs for count in step]
 

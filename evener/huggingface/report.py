@@ -1,4 +1,7 @@
-"""Report a trainer's speed to evener's monitor and to its trackers, with or without a plan."""
+"""Report a trainer's speed to evener's monitor and to its trackers.
+
+A plan isn't required.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,9 @@ class _ReportCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
 
 
 class _SpeedMetricsFilter(TrainerCallback):  # type: ignore[misc]
-    """Removes the speed metrics from a log entry before another callback prints the entry."""
+    """Removes the speed metrics from a log entry."""
+
+    # Another callback then prints the entry without them.
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Remove the speed metrics, so that the printed log stays unchanged."""

@@ -39,7 +39,10 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         """Leave the model on the host, where it is cut into shards."""
 
     def begin_plan(self) -> None:
-        """Switch to training with the plan, with a shard of the model on each device."""
+        """Switch to training with the plan.
+
+        Each device then holds a shard of the model.
+        """
         check_shards(self)
         super().begin_plan()
         casts = find_autocast(self.accelerator)

@@ -71,11 +71,13 @@ def with_plan(
     noise: bool = False,
     check: bool = True,
 ) -> type[Any]:
-    """Return a subclass of `trainer_class` that trains with `plan`; use it like the class itself.
+    """Return a subclass of `trainer_class` that trains with `plan`.
 
-    The plan determines the rows of each process and pass, instead of `per_device_train_batch_size`.
-    `plan` is a Plan or the path of its file. Without `plan` and `ratios`, the plan of `evener
-    launch` is used. With `gradient_accumulation_steps=A`, an optimizer step has A global batches.
+    Use the subclass like the class itself. The plan determines the rows of each process and pass,
+    instead of `per_device_train_batch_size`. `plan` is a Plan or the path of its file. Without
+    `plan` and `ratios`, the plan of `evener launch` is used.
+
+    With `gradient_accumulation_steps=A`, an optimizer step has A global batches.
 
     - `ratios`, instead of a plan, divide each global batch among the processes.
     - `global_batch` is the number of rows per global batch. The default is the plan's number. With
