@@ -121,7 +121,8 @@ class CallTensors:
 
 @functools.cache
 def keras_attributes() -> frozenset[str]:
-    """Return the names of the attributes that Keras itself sets on every model and layer."""
+    """Return the names of the attributes that Keras itself sets on layers."""
+    # Keras sets them on every model, too.
     # an explicit name, so that Keras' counters for automatic names don't change
     return frozenset(vars(keras.Model(name="without_layers")))
 

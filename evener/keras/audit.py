@@ -325,7 +325,10 @@ class StepAudit:
         return found
 
     def _trace_tests(self, rows: Tensors) -> StepPair | None:
-        """Trace Keras' own test step and the engine's; None if they can't be audited."""
+        """Trace Keras' own test step and the engine's test step.
+
+        None if they can't be audited.
+        """
         model, spec = self._model, tf.nest.map_structure(open_rows, rows)
         try:
             plain = self._plain.trace(spec, training=False)
@@ -341,7 +344,10 @@ class StepAudit:
         self._warn_once(f"the {name} can't be traced{find_users_line(error)}: {first_line(error)}")
 
     def _none_if_random(self, steps: StepPair | None) -> StepPair | None:
-        """Return the steps; warn and return None if their random numbers can't be compared."""
+        """Return the steps if their random numbers can be compared.
+
+        Otherwise, warn and return None.
+        """
         # a row's random numbers depend on the device or pass that computes it
         if steps is not None and any(step.draws for step in steps):
             self._warn_once("it draws random numbers that aren't Keras'; use keras.random")
@@ -349,7 +355,10 @@ class StepAudit:
         return steps
 
     def _trace_steps(self, rows: Tensors, signature: Any) -> StepPair | None:
-        """Trace Keras' own step and the engine's; None if they can't be audited."""
+        """Trace Keras' own training step and the engine's step.
+
+        None if they can't be audited.
+        """
         spec = tf.nest.map_structure(open_rows, rows)
         before = self._specs.get(signature)
         if before is not None:
@@ -418,12 +427,13 @@ class StepAudit:
         return self._compare_outputs(plain, rows), rows
 
     def _mixes_rows(self, signature: Any) -> bool:
-        """True if the user overrides the step, because such a step may mix rows."""
+        """True if the user overrides the step."""
+        # An overridden step may mix rows.
         # every engine gives an overridden step the whole batch
         return overrides(self._model, "test_step" if signature == "test" else "train_step")
 
     def _compare_outputs(self, plain: TracedStep, rows: Tensors) -> Finding | None:
-        """Return a finding if rows have different outputs when they are computed in parts."""
+        """Return a finding if computing in parts changes a row's output."""
         few = min(int(count_rows(rows)), FEW)
         first = max(1, 3 * few // 8)
         together = self._run_own_step_on_part(plain, cut_rows(rows, 0, few))
@@ -477,7 +487,8 @@ class StepAudit:
         return int(batch.rows if isinstance(batch, OwnRows) else count_rows(read_triple(batch)))
 
     def _find_incomplete(self, what: str, error: Exception) -> Finding:
-        """Return a finding that some rows (`what`) can't be computed alone because of `error`."""
+        """Return a finding that some rows can't be computed alone."""
+        # `what` names these rows, and `error` is the reason.
         message = f"{self._moment}, {what} can't be computed alone: {first_line(error)}"
         return Finding(_unknown_difference(), f"{message.rstrip('.')}.", ALONE)
 
@@ -506,7 +517,10 @@ class StepAudit:
         return self._try(call, rows)
 
     def _compare_steps(self, steps: StepPair, rows: Tensors, signature: Any) -> Finding | None:
-        """Compare Keras' own step and the engine's on these rows; return the first finding."""
+        """Compare Keras' own step and the engine's on these rows.
+
+        Return the first finding; None without any.
+        """
         found = self._compare_gradients(steps, rows, {}, "")
         unequal = self._compare_ranks(steps.plain)
         found = found or unequal or self._compare_attributes(steps, rows)
@@ -557,7 +571,10 @@ class StepAudit:
         return self._compare_states(plain, rows, reference, trained)
 
     def _compare_tests(self, steps: StepPair, rows: Tensors) -> Finding | None:
-        """Compare the losses and states of both evaluations; return a finding if they differ."""
+        """Compare the losses and states of both evaluations.
+
+        Return a finding if they differ.
+        """
         plain, shared = steps
         seeds = self._list_seeds()
         reference = plain.run(rows, seeds)
@@ -625,7 +642,10 @@ class StepAudit:
         return GradientDifference(LOSS, relative, allowed, abs(one), abs(other), (one, other))
 
     def _list_seeds(self) -> dict[int, Any]:
-        """Return new states for Keras' random generators, by the key of each state's variable."""
+        """Return new states for Keras' random generators.
+
+        They are listed by the key of each state's variable.
+        """
         seeds = [variable for variable in self._model.non_trainable_variables if is_seed(variable)]
         return {
             # the same in all processes, however often they have drawn, and different in each step
@@ -677,7 +697,7 @@ class StepAudit:
     def _compare_states(
         self, plain: TracedStep, rows: Tensors, reference: StepResult, trained: StepResult
     ) -> Finding | None:
-        """Return a finding if a variable's value differs after the two steps; otherwise, None."""
+        """Return a finding if a variable differs after the two steps."""
         own = {id(each.value.handle) for each in self._model.non_trainable_variables}
         own |= {id(each.handle) for each in plain_variables(self._model)}
         for variable in list_states(self._model, plain):
@@ -822,7 +842,10 @@ class StepAudit:
     # ---------------------------------------------------------------- agreement and messages
 
     def _if_all(self, steps: StepPair | None) -> StepPair | None:
-        """Return the steps if every process could trace its own steps; otherwise, None."""
+        """Return the steps if every process has traced its steps.
+
+        None otherwise.
+        """
         return steps if self._all(steps is not None) else None
 
     def _all(self, fine: bool) -> bool:
@@ -834,7 +857,10 @@ class StepAudit:
         return bool(failed == 0)
 
     def _share_finding(self, finding: Finding | None) -> Finding | None:
-        """Return, in all processes, the finding of the first process that has one."""
+        """Return the finding of the first process that has one.
+
+        All processes get the same result.
+        """
         if self._group is None:
             return finding
         rank, size = self._group.rank, self._group.size
@@ -923,7 +949,8 @@ def _norm(value: Any) -> float:
 
 
 def _distance(one: Any, other: Any) -> float:
-    """Return the norm of the difference of two tensors, relative to the larger norm."""
+    """Return the relative norm of the difference of two tensors."""
+    # It is relative to the larger norm of the two.
     size = max(_norm(one), _norm(other))
     return _norm(_as_float64(one) - _as_float64(other)) / size if size else 0.0
 
@@ -986,7 +1013,8 @@ def _unknown_difference() -> GradientDifference:
 
 
 def _with_finite(difference: GradientDifference) -> GradientDifference:
-    """Return the difference with infinities and NaN replaced by numbers that JSON can hold."""
+    """Return the difference with finite numbers only."""
+    # Infinities and NaN are replaced by numbers that JSON can hold.
     fields = {
         name: each if math.isfinite(each) else math.copysign(1e300, each)
         for name, each in (

@@ -92,7 +92,8 @@ def read_lengths(lengths: Any, x: Tensors, rows: int, assigner: RowAssigner) -> 
 
 
 def _check_padding(tokens: Any, steps: int | None) -> None:
-    """Raise RequestError if a row has more tokens than the padded arrays have steps."""
+    """Raise RequestError if a row has more tokens than steps."""
+    # The padded arrays have `steps` steps.
     if steps is None or tokens.max() > steps:
         held = "no second axis" if steps is None else f"a second axis of {steps}"
         raise RequestError(
@@ -216,7 +217,10 @@ def _check_output(whole: Any, short: Any, steps: int, weights: list[Any]) -> Non
 
 
 def _count_steps(x: Tensors) -> int | None:
-    """Return the length of the first input's second axis; None if it has none."""
+    """Return the length of the first input's second axis.
+
+    None without a second axis.
+    """
     shape = keras.tree.flatten(x)[0].shape
     return shape[1] if len(shape) > 1 else None
 

@@ -65,7 +65,8 @@ def _normalize_still(layer: Any) -> Callable[..., Any]:
 
 @functools.cache
 def _replace_random_functions() -> None:
-    """Replace the functions of Keras and TensorFlow that draw random numbers, once per process."""
+    """Replace the functions of Keras and TensorFlow that draw random numbers."""
+    # This happens once per process.
     # neither library has a hook for this; outside `equal_rows` and `draws_alike`, the replaced
     # functions work as before
     drawn: Any = import_module("keras.src.backend.tensorflow.random")
@@ -160,7 +161,10 @@ def _make_equal_draw(draw: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
-    """Return a context that restores the random states of Python, NumPy and TensorFlow on exit."""
+    """Return a context that restores random states on exit.
+
+    These are the states of Python, NumPy and TensorFlow.
+    """
     # TensorFlow has such a generator only if its seed was set
     drawing = getattr(context.context(), "_rng", random.Random())
     seeds = random.getstate(), np.random.get_state(), drawing.getstate()

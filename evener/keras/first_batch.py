@@ -1,4 +1,7 @@
-"""Read the first batch of a `fit` or `evaluate` before Keras' train or test function gets it."""
+"""Read the first batch of a `fit` or `evaluate` in advance.
+
+Keras' train or test function then still gets this batch.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The parts of Keras' step that all engines use, and functions that cut and join nested tensors.
+"""The parts of Keras' step that all engines use.
 
-Masks and logits that Keras attaches to tensors are cut and joined together with the rows.
+Some functions cut and join nested tensors. Masks and logits that Keras attaches to tensors are cut
+and joined together with the rows.
 """
 
 from __future__ import annotations

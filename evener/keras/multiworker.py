@@ -263,7 +263,10 @@ class Workers:
         return train_and_check
 
     def around_tests(self, run: Steps) -> Steps:
-        """Return a function that runs Keras' test function `run` on one batch at a time."""
+        """Return a function that runs `run` on one batch at a time.
+
+        `run` is Keras' test function.
+        """
         return functools.partial(self._run_one_by_one, run)
 
     def _run_one_by_one(self, run: Steps, batches: Any) -> Any:
@@ -516,7 +519,8 @@ def _digest(data: Tensors) -> BatchDigests | None:
 
 
 def _part(own: OwnRows) -> Any:
-    """Return this process's fraction of the global batch's rows; a filler row doesn't count."""
+    """Return this process's fraction of the global batch's rows."""
+    # A filler row doesn't count.
     return tf.cast(own.size, tf.float64) / tf.cast(own.rows, tf.float64)
 
 

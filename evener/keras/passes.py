@@ -72,7 +72,7 @@ class StepStates:
         self._counted: dict[int, Any] = {}  # values of metrics after the previous devices
 
     def starts(self, device: int, apart: bool = True) -> list[tuple[Any, Any]]:
-        """Return (state, value) for every state, with the value from which a device's call starts.
+        """Return (state, value) for every state, from before a device's call.
 
         `device` is the device's index. With `apart`, metrics start from 0 instead of the previous
         device's values.

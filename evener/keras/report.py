@@ -122,7 +122,10 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return StepSums() if hooks is None else hooks.times.sums.whole
 
     def _promised(self) -> float:
-        """Return the samples/s of the plan; 0 unless its global batch is the split's."""
+        """Return the samples/s of the plan.
+
+        0 unless the plan's global batch is the split's.
+        """
         split = self._split
         if split is None or split.plan is None:
             return 0.0

@@ -135,7 +135,8 @@ class Split:
         return changing
 
     def _warn_of_engine(self, measured: str) -> None:
-        """Warn that the samples/s will differ if the plan was measured with another engine."""
+        """Warn if the plan was measured with another engine."""
+        # The samples/s then differ from the plan's.
         if self.why == ONE_PROCESS:
             warn(
                 f"{self.why} Expect other samples/s, or start one for each as in docs/training.md."
@@ -162,9 +163,10 @@ class Split:
         return nullcontext() if self.group else tf.device(self.devices[0])
 
     def build(self, make_model: Callable[[], Any] | keras.Model) -> Any:
-        """Create a model on the first device, and make it train on the split's devices.
+        """Create a model, and make it train on the split's devices.
 
-        `make_model` is a function that returns a compiled model. It may also be a compiled model.
+        `make_model` is a function that returns a compiled model. It is called in the context of
+        `scope()`. A compiled model may be given instead.
         """
         if isinstance(make_model, keras.Model) or not callable(make_model):
             return self.model(make_model)
@@ -373,7 +375,8 @@ class Split:
 
 
 def _warn_of_limits(plan: Plan) -> None:
-    """Warn if the plan was measured with device limits, such as memory in `gpu:0@24GiB`."""
+    """Warn if the plan was measured with device limits."""
+    # A limit is, for example, the memory in `gpu:0@24GiB`.
     # this training has no such limits, so another split may be faster
     limited = ", ".join(
         f"{describe(share)} to {share.limit}" for share in plan.layout.active if share.limit

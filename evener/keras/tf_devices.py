@@ -140,7 +140,10 @@ def make_logical_cpus(count: int) -> None:
 
 
 def _visible_gpus() -> list[str] | None:
-    """Return the entries of CUDA_VISIBLE_DEVICES in CUDA's order; None if all GPUs are visible."""
+    """Return the entries of CUDA_VISIBLE_DEVICES in CUDA's order.
+
+    None if all GPUs are visible.
+    """
     text = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if text is None else [entry.strip() for entry in text.split(",") if entry.strip()]
 

@@ -283,7 +283,10 @@ class Towers(OneProcess):
 
 
 def _open(data: Tensors) -> tuple[AssignedArrays | None, tuple[Any, Any, Any]]:
-    """Return (assigned, (x, y, weight)); `assigned` is None unless rows are assigned by length."""
+    """Return a batch as (assigned, (x, y, weight)).
+
+    `assigned` is None unless rows are assigned by length.
+    """
     assigned = data if isinstance(data, AssignedArrays) else None
     return assigned, keras.utils.unpack_x_y_sample_weight(
         data if assigned is None else assigned.data
@@ -315,7 +318,10 @@ def _floats(outputs: Tensors) -> list[Any]:
 
 
 def _sum(gradients: Sequence[Any]) -> Any:
-    """Return the sum of the gradients that aren't None; None if there are none."""
+    """Return the sum of the gradients that aren't None.
+
+    None if there are none.
+    """
     # sparse gradients are concatenated, as in TensorFlow
     present = [gradient for gradient in gradients if gradient is not None]
     if not present:
