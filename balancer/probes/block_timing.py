@@ -1,10 +1,10 @@
-"""Decides how many steps to time next, and when the step time is known precisely enough.
+"""Decides how many steps a probe times next, and when it ends.
 
 The functions have no side effects: the caller runs the steps and measures their time.
 
 A `BlockTimer` first warms up. Warm-up steps are timed in series ("windows") until two consecutive
-windows take about the same time per step. The timer then requests blocks of steps until the 95 %
-interval of the mean step time is within `TIGHT`, or until the probe's time is used up. There are
+windows take about the same time per step. The timer then requests blocks of steps. It ends when the
+95 % interval of the mean step time is within `TIGHT`, or the probe's time is used up. There are
 four exceptions:
 
 - A probe ends after half of its time if its interval would still exceed `TOO_IMPRECISE` at the end.

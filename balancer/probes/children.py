@@ -1,7 +1,9 @@
-"""Starts a layout's child processes as a group, sends commands, collects replies and kills them.
+"""Runs a layout's child processes as a group.
 
-A layout has one child on one device, one child over several GPUs, or one child per device. Two
-threads for each child drain its standard output and standard error, so that no amount of output
+The group sends commands, collects replies, and kills its children. A layout has one child on one
+device, one child over several GPUs, or one child per device.
+
+Two threads for each child drain its standard output and standard error. So no amount of output
 blocks the child or fills this process's memory. If a child fails, the others get `GRACE_SECONDS` to
 report their own failures. Then the root cause is chosen from all failures.
 """

@@ -1,4 +1,4 @@
-"""Classifies the failures of a layout's children: did memory run out, or did something else fail?
+"""Tells whether a layout's children ran out of memory or failed otherwise.
 
 The module looks at exceptions, exit codes and signals. Its lists of typical texts come from
 TensorFlow's and PyTorch's issue trackers, and from experiments with capped CPU allocators. The

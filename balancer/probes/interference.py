@@ -1,9 +1,9 @@
-"""Finds external disturbances of a probe: heat, power limits, held memory and lost devices.
+"""Finds external disturbances of a probe: heat, power limits and lost devices.
 
-Held memory is memory that other processes use. GPUs are read through their driver, and only between
-timed blocks. Each GPU has a watch (`VitalsWatch`), which calls the driver on separate threads, so
-that a driver that hangs doesn't block the probe. CPU slices have no driver, so only the host's free
-memory is read for them.
+It also finds memory that other processes hold. GPUs are read through their driver, and only between
+timed blocks. Each GPU has a watch (`VitalsWatch`), which calls the driver on separate threads. So a
+driver that hangs doesn't block the probe. CPU slices have no driver, so only the host's free memory
+is read for them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Determines a layout's child processes, their build commands, and which idle children to kill.
+"""Plans the child processes of a layout.
 
-Idle children are killed to free memory for others. PyTorch's children release their cache while
-they are idle, and report how much memory they still hold. TensorFlow's allocator never releases
-memory, so an idle child still holds its peak, and somewhat more.
+It determines the children and their build commands, and which idle children to kill to free memory.
+PyTorch's children release their cache while they are idle, and report how much memory they still
+hold. TensorFlow's allocator never releases memory, so an idle child still holds its peak, and
+somewhat more.
 
 In this module, `key` is a layout without its sizes (`Layout.children`), which determines the
 children.

@@ -1,8 +1,8 @@
-"""One rank of a link measurement: it joins the other ranks, runs all-reduces and checks sums.
+"""One rank of a link measurement, run as a program.
 
-This module runs as a program. Its commands and replies are JSON Lines on standard input and output.
-The output of libraries goes to standard error. A command names the ranks that take part in an
-all-reduce. The program exits when its standard input ends.
+The rank joins the other ranks, runs all-reduces and checks sums. A command names the ranks that
+take part in an all-reduce. Commands and replies are JSON Lines on standard input and output. The
+output of libraries goes to standard error. The program exits when its standard input ends.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Measures the links between devices by all-reduces between each pair and between all devices.
+"""Measures the links between devices by all-reduces.
 
-The links are measured first with the driver's default transport, then with some of NCCL's
-transports disabled. Variables of the user's environment that disable transports are ignored in
-these measurements. If the user's variables amount to yet another setting, that setting is measured
-too.
+Each pair of devices is measured, and all devices together. The first setting is the driver's
+default transport. In the next ones, some of NCCL's transports are disabled. Variables of the user's
+environment that disable transports are ignored in these measurements. If they amount to yet another
+setting, that setting is measured too.
 
 Each rank has its own process, and each reply has a deadline. If an all-reduce hangs, its devices
 are reported and the other links are still measured. If an all-reduce hangs or gives wrong sums over

@@ -1,4 +1,4 @@
-"""Forks children from a copy of a child that has already built the user's model.
+"""Forks children from a copy of a child with the model built.
 
 A model with a billion parameters takes 20 s to build. The copy is made before the model is moved to
 a device. Children of the copy share its memory until they write to it, and start within a moment.

@@ -1,9 +1,9 @@
-"""Decides how long each probe measures, what it costs at least, and whether it fits the budget.
+"""Decides how long each probe measures, and whether it fits the budget.
 
-Exploration gets a part of the budget, so that the race can measure every candidate once. This part
-is nearly all of the budget if only solo, even and split layouts are requested. It is less if packs,
-placements or knobs follow, because each of them starts child processes of its own, which takes
-time.
+It also computes what a probe costs at least. Exploration gets a part of the budget, so that the
+race can measure every candidate once. This part is nearly all of the budget if only solo, even and
+split layouts are requested. It is less if packs, placements or knobs follow, because each of them
+starts child processes of its own, which takes time.
 
 Before the first split, devices may be measured alone in more rounds than a plan needs. Such a round
 may take at most the fraction `EXPLORES` / 2 of the time that exploration has left, and must leave

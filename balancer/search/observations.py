@@ -1,7 +1,7 @@
 """The observations of a search, queried by device, layout and stage.
 
 They may arrive in any order, and equal sets of observations give equal answers. Until a winner is
-checked, devices are modeled from exploration only (stages solo, rest and split), so that the race
+checked, devices are modeled from exploration only (stages solo, rest and split), so the race
 doesn't change the candidates that it compares. Costs, failures, and memory used by other processes
 count from all stages.
 """

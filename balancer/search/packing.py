@@ -1,14 +1,14 @@
-"""Chooses the packs to measure: how many trainings run side by side on a device, at which batch.
+"""Chooses the packs to measure: numbers of trainings, and their batches.
 
-The number N of trainings grows as 1, 2, 3, 5, 8, 13, ... while the combined throughput gains.
-Growth ends once two larger numbers have failed to beat the best one, or one has failed to run. Then
-the gaps on both sides of the best number are halved. More trainings need more memory, and each of
-them takes longer. Therefore the smallest N within `ENOUGH` of the best is chosen, or within the
-tolerance if that is larger.
+A pack's trainings run side by side on one device. Their number N grows as 1, 2, 3, 5, 8, 13, ...
+while the combined throughput gains. Growth ends once two larger numbers have failed to beat the
+best one, or one has failed to run. Then the gaps on both sides of the best number are halved. More
+trainings need more memory, and each of them takes longer. Therefore the smallest N within `ENOUGH`
+of the best is chosen, or within the tolerance if that is larger.
 
-Trainings side by side share the memory. A fixed batch isn't changed. A free batch is the largest
-that fits N times according to the device's memory points, and at most the batch of the solo layout.
-A little memory is left as headroom for contexts and allocators.
+A fixed batch isn't changed. A free batch is the largest that fits N times according to the device's
+memory points, and at most the batch of the solo layout. A little memory is left as headroom for
+contexts and allocators.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""The last stage: candidates run in turns A B C A B C until more turns aren't worth their time.
+"""The last stage: candidates run in turns A B C A B C.
 
-In the first turn (0), every candidate is measured once. The candidates with the highest expected
-samples/s, relative to the duration of their probe, come first. If exploration has measured a split,
-or a device with the others idle, that measurement counts as the layout's turn 0. Then larger packs
-are measured while they gain. Later turns decide which layout is fastest. The winner is measured
-with each requested knob (a tuned option such as XLA or mixed precision). Finally, another
-measurement checks the winner's samples/s, because the highest of several noisy values is biased
-upwards.
+It ends when more turns aren't worth their time. In the first turn (0), every candidate is measured
+once. The candidates with the highest expected samples/s, relative to the duration of their probe,
+come first. If exploration has measured a split, or a device with the others idle, that measurement
+counts as the layout's turn 0. Then larger packs are measured while they gain.
+
+Later turns decide which layout is fastest. The winner is measured with each requested knob (a tuned
+option such as XLA or mixed precision). Finally, another measurement checks the winner's samples/s,
+because the highest of several noisy values is biased upwards.
 """
 
 from __future__ import annotations

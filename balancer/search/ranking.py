@@ -1,11 +1,12 @@
-"""Ranks layouts that were measured in turns A B C A B C, with the differences between them.
+"""Ranks layouts that were measured in turns A B C A B C.
 
 Layouts are compared within each turn. Drift between turns, such as from heat or other processes,
 affects all layouts of a turn. So the difference between two layouts is more certain than the
-samples/s of either. Two layouts deserve another turn as long as choosing the one that seems slower
-may still gain more than `LEAST_GAIN`. The expected gain is E[max(0, d)], with d normally
-distributed around the measured difference (Jones and others, "Efficient global optimization",
-1998).
+samples/s of either.
+
+Two layouts deserve another turn as long as choosing the one that seems slower may still gain more
+than `LEAST_GAIN`. The expected gain is E[max(0, d)], with d normally distributed around the
+measured difference (Jones and others, "Efficient global optimization", 1998).
 """
 
 from __future__ import annotations

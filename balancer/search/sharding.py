@@ -1,11 +1,11 @@
-"""Chooses each device's part of the model's state, and its rows, in sharded training.
+"""Chooses each device's part of the model's state, and its rows.
 
-Each device is first measured alone, while it holds only a small part of the state and gathers the
-model's units (blocks of layers) from that part. This shows its step time, and the memory that it
-needs besides the state. Then the rows with the highest expected samples/s are chosen, and the state
-is divided so that it fills the memory that these rows leave free. From then on, the parts of the
-state stay the same. Rows are searched as in other trainings, within the memory that is left.
-Measurements of whole steps show how much time gathering takes.
+In sharded training, each device is first measured alone, while it holds only a small part of the
+state and gathers the model's units (blocks of layers) from that part. This shows its step time, and
+the memory that it needs besides the state. Then the rows with the highest expected samples/s are
+chosen, and the state is divided so that it fills the memory that these rows leave free. From then
+on, the parts of the state stay the same. Rows are searched as in other trainings, within the memory
+that is left. Measurements of whole steps show how much time gathering takes.
 
 A slow or small device may hold a part of the state and compute no rows, if its rows would only keep
 the others waiting. The best such training is measured too if it should be faster.

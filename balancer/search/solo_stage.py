@@ -1,11 +1,13 @@
-"""The first stage: every device runs alone, all at the same time, with a few batches each.
+"""The first stage: every device runs alone with a few batches.
 
-A round is one probe of each device that takes part. Rounds of two small batches give a first curve
-and the memory per row. The next rounds measure shares of an optimistic layout: the one that would
-be fastest if every device were as fast as its points allow. A share is worth a measurement if it is
-larger than all measured batches, or if it is in a gap between two points in which the time may rise
-only late. Rounds go on while that layout promises to gain more than a round costs. A device that
-would keep the others waiting for little gain is left out of a round.
+All devices run at the same time. A round is one probe of each device that takes part. Rounds of two
+small batches give a first curve and the memory per row. The next rounds measure shares of an
+optimistic layout: the one that would be fastest if every device were as fast as its points allow.
+
+A share is worth a measurement if it is larger than all measured batches, or if it is in a gap
+between two points in which the time may rise only late. Rounds go on while that layout promises to
+gain more than a round costs. A device that would keep the others waiting for little gain is left
+out of a round.
 """
 
 from __future__ import annotations

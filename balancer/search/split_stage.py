@@ -1,14 +1,14 @@
-"""The second stage: a few real synchronous steps, each predicted from the previous observations.
+"""The second stage: a few real synchronous steps, each predicted from observations.
 
 The first split is the fastest that the solo curves predict. Its step gives the cost of gradient
-exchange and, if the devices' compute times (own work) are reported, one more point of every curve.
-The stage ends when the predicted split has already been measured, or promises at most 0.2 % more
-samples/s than the layouts that ran.
+exchange. If the devices' compute times (own work) are reported, it also gives one more point of
+every curve. The stage ends when the predicted split has already been measured, or promises at most
+0.2 % more samples/s than the layouts that ran.
 
 A device that may be faster alone than every split is measured while the others are idle. For a
-fixed batch, the fastest single device is measured even before the first split, if its probe takes
-little of the remaining time or if it should be faster than the split. This
-measurement is needed in any case, to compare the splits with it, and starts no new child processes.
+fixed batch, the fastest single device may be measured even before the first split: if its probe
+takes little of the remaining time, or if it should be faster than the split. This measurement is
+needed in any case, to compare the splits with it, and starts no new child processes.
 """
 
 from __future__ import annotations

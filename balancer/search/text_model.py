@@ -1,7 +1,7 @@
-"""Models the cost of rows of unequal length on each device, and predicts the time of batches.
+"""Models what rows of unequal length cost on each device.
 
-For a prediction, batches of rows are drawn from the lengths in the data, and assigned to devices by
-cost, as the training's loader does.
+It also predicts the time of batches. For this, batches of rows are drawn from the lengths in the
+data, and assigned to devices by cost, as the training's loader does.
 """
 
 from __future__ import annotations

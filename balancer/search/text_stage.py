@@ -1,4 +1,4 @@
-"""Exploration with rows of unequal length: passes of a few sizes, then whole batches.
+"""Exploration with rows of unequal length: first passes, then whole batches.
 
 Each device's cost is determined by four kinds of passes:
 

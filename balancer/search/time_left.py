@@ -1,4 +1,4 @@
-"""The time that exploration has left, and the longest step that this time allows.
+"""The time that exploration has left, and the longest step allowed.
 
 The models of the devices use the longest step to limit their batches. The cost of a probe isn't
 computed here but in `budget`, which depends on these models.

@@ -1,7 +1,8 @@
-"""Estimates how many samples fit on a device from its memory use and from what ran or failed.
+"""Estimates how many samples fit on a device.
 
-Memory use is extrapolated with the line through the two largest distinct batches ("memory line").
-The next guess is the batch at which the line reaches the device's memory.
+The estimate follows from the device's memory use, and from what ran or failed. Memory use is
+extrapolated with the line through the two largest distinct batches ("memory line"). The next guess
+is the batch at which the line reaches the device's memory.
 
 A guess that runs out of memory refutes the line. From then on, the next attempt is in the gap
 between the largest batch that ran and the smallest that failed. It is nearer to the batch that ran,

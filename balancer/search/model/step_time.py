@@ -1,9 +1,12 @@
-"""Fits a device's step time as a rising function of its batch, from a few noisy points.
+"""Fits a device's step time as a rising function of its batch.
 
-The curve is the simplest that fits the points: a straight line (fixed cost + cost per sample), a
-level stretch up to a knee with a line after it, a step function ("stairs"), or a line that is bent
-towards the points. In the last case, each point's deviation from the line is shrunk by the fraction
-that noise explains.
+The points are few and noisy, and the curve is the simplest that fits them:
+
+- a straight line (fixed cost + cost per sample)
+- a level stretch up to a knee, and a line after it
+- a step function ("stairs")
+- a line that is bent towards the points; each point's deviation from the line is shrunk by the
+  fraction that noise explains
 
 The curve must rise so that it can be inverted. If a larger batch took less time than a smaller one,
 the smaller one is therefore assumed to need no more time than the larger.
