@@ -378,7 +378,7 @@ class Reporter:
         batches: Sequence[int] | None,
         rates: tuple[float, float, float] | None,
     ) -> None:
-        """Record a report in the journal, and write known rates to the file."""
+        """Record a report in the journal; write it to the file with known rates."""
         # This also schedules the next write, and starts the thread that notices steps that hang.
         # Rates are None if they are unknown.
         if rates is None and self._journal is None:

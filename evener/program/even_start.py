@@ -46,10 +46,11 @@ class EvenStart:
     - `stay`: called with the reason why shares have to stay even.
     - `leave`: called if the plan's shares take effect.
 
-    After the last even step, all ranks call either `stay` or `leave`.
+    After the last even step, all ranks call either `stay` or `leave`, unless an audit has found a
+    difference.
     """
 
-    # they call neither if an audit has found a difference, which itself makes shares stay even
+    # a difference itself makes shares stay even
 
     def __init__(
         self,

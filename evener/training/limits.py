@@ -176,8 +176,8 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True):
 def bound_error(seconds: float, step_s: float, relative: float, left: float = LEFT_ERROR) -> float:
     """Return the margin of error of a part's measured time.
 
-    The part takes `seconds` of a step of `step_s` seconds. The margin is `relative` times this or,
-    if smaller, `left` times the rest of the step.
+    The part takes `seconds` of a step of `step_s` seconds. The margin is `relative` times
+    `seconds` or, if smaller, `left` times the rest of the step.
     """
     # It is half of the time's 95 % interval. The rest was measured, too, so its error limits the
     # part's.
@@ -207,7 +207,7 @@ SLOWED = frozenset({LimitKind.POWER, LimitKind.HEAT, LimitKind.NEIGHBOUR})
 def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
     """Return the parts without their overlaps; they add up to at most `step_s`.
 
-    Parts are shortened for that.
+    Overlapping parts are shortened.
     """
     # A lack of cores slows all other parts except those of `APART` kinds. The time spent waiting
     # for a core is subtracted from them, in proportion to their durations. Unequal work includes

@@ -34,10 +34,10 @@ class MemoryPeaks:
     def note(self, rows: int, peak_bytes: float, held_bytes: float = 0.0) -> None:
         """Record the peak of a step whose passes had up to `rows` rows.
 
-        `held_bytes` is the memory in use between steps; the smallest value is stored.
+        `held_bytes` is the memory in use between steps. The peak is ignored if an earlier step had
+        larger passes.
         """
-        # The peak is ignored if an earlier step had larger passes, because a device reports only
-        # its highest peak so far.
+        # A device reports only its highest peak so far. The smallest `held_bytes` is stored.
         least = held_bytes if self._held_bytes is None else self._held_bytes
         self._held_bytes = min(least, held_bytes)
         if rows > 0 and rows >= max(self._peaks, default=0):
@@ -53,8 +53,8 @@ class MemoryPeaks:
     def most_rows(self, capacity_bytes: float, left: float) -> int:
         """Return the maximum rows per pass that leave some memory free.
 
-        `left` is the free fraction of `capacity_bytes`. 0 before a peak is recorded, and then at
-        least the largest recorded pass.
+        `left` is the free fraction of `capacity_bytes`. 0 before a peak is recorded, and later at
+        least the rows of the largest recorded pass.
         """
         # that pass fit
         if not self._peaks:

@@ -316,7 +316,7 @@ class Rebalancer:
         return passes or fixed
 
     def _learn_fixed(self) -> bool:
-        """Learn the fixed part of ranks' compute times without a measured curve.
+        """Learn the fixed compute time of ranks without a measured curve.
 
         True if anything was learned.
         """
