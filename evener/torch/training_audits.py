@@ -726,9 +726,8 @@ class TrainingAudits:
         - `numbers`: the numbers used in the loss, if known.
         - `survives`: True if the audited passes may be retried in smaller ones.
         """
-        # With `survives`, passes are retried after memory runs out.
-        # the action is a warning, RequestError or a request for equal shares; a retry needs no
-        # further check if this audit found no difference
+        # With `survives`, passes are retried if memory runs out. A retry needs no further check if
+        # this audit found no difference.
         own = RankVerdict() if replayed.audited is None else self._judge_result(replayed.audited)
         own.numbers, own.certain = numbers, replayed.certain
         if not (replayed.certain and replayed.closed):

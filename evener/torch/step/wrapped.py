@@ -160,9 +160,9 @@ def replace_all_reduce(model: Any, by_loss: bool) -> Exchange | None:
     such a model, or for sparse gradients, if losses are weighted (`by_loss`). If gradients are
     weighted, raise RequestError for a communication hook or mixed_precision.
     """
-    # A model for which None is returned keeps its own all-reduce.
-    # The wrapper's own all-reduce can't be weighted, or repeated after a failure. The model stays a
-    # DistributedDataParallel, and its `no_sync` and `module` still work.
+    # A model for which None is returned keeps its own all-reduce. For others it is replaced: it
+    # can't be weighted, or repeated after a failure. The model stays a DistributedDataParallel, and
+    # its `no_sync` and `module` still work.
     sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
     if needs_own_sums(model) or (by_loss and sparse):
         if by_loss:
