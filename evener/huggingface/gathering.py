@@ -201,7 +201,7 @@ class Gathering:
         return self._gather_pieces(self._pieces[call])
 
     def _join_earlier_passes(self, call: int, gathered: Any, is_scalar: bool) -> Any:
-        """Return a gather call's values, concatenated with those of the batch's earlier passes."""
+        """Return a gather call's values, joined with the batch's earlier passes."""
         if call == len(self._earlier):
             self._earlier.append([])
         every = self._earlier[call]

@@ -121,7 +121,10 @@ def has_uneven_labels(batch: Any) -> bool:
 
 
 def _labels(batch: Any) -> tuple[Any, bool]:
-    """Return a batch's integer labels, or None, and whether they are already shifted."""
+    """Return a batch's integer labels, and whether they are already shifted.
+
+    The labels are None if there are none.
+    """
     shifted = hasattr(batch, "get") and "shift_labels" in batch
     labels = batch.get("shift_labels" if shifted else "labels") if hasattr(batch, "get") else None
     found = isinstance(labels, torch.Tensor) and labels.ndim and not labels.is_floating_point()

@@ -174,7 +174,10 @@ class LossFinder:
             return None
 
     def _find_by_losses_if_needed(self) -> TrainerLoss | None:
-        """Return the result of `_find`; compare only losses if gradients can't be computed."""
+        """Return the result of `_find`.
+
+        Only losses are compared if gradients can't be computed.
+        """
         try:
             return self._find()
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""A Trainer with a plan: its rows, the weights of its passes and its logged metrics."""
+"""A Trainer with a plan: its rows, pass weights and logged metrics."""
 
 from __future__ import annotations
 
@@ -201,7 +201,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return self._batches
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
-        """Return an evaluation loader that gives whole batches to the ranks in turn."""
+        """Return an evaluation loader that gives each rank whole batches."""
+        # The ranks take batches in turn.
         # with `is_training`, it is the class's own loader
         made = partial(super()._get_dataloader, *args, is_training=is_training, **kwargs)
         return made() if is_training else share_evaluation(self, made, self._gathering)

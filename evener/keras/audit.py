@@ -315,7 +315,8 @@ class StepAudit:
         return tf.nest.map_structure(lambda leaf: None if leaf is None else next(gathered), own)
 
     def _gather_leaves(self, leaves: list[Any], rows: int) -> list[Any]:
-        """Return `rows` rows of each tensor, gathered from the shares of all processes."""
+        """Return `rows` rows of each tensor, from all processes."""
+        # The rows are gathered from the shares of the processes.
         cut, rank = self._engine.cut, self._group.rank
         start, size = int(cut.bounds(rows)[rank]), cut.sizes(rows)[rank]
         sent = [_as_number(pad_rows(leaf[:size], start, rows)) for leaf in leaves]
@@ -782,7 +783,8 @@ class StepAudit:
         return None
 
     def _cut_parts(self, rows: Tensors) -> list[Tensors]:
-        """Cut these rows into the parts that the devices compute, without empty parts."""
+        """Cut these rows into the parts that the devices compute."""
+        # Empty parts are left out.
         edges = [int(edge) for edge in self._engine.cut.bounds(int(count_rows(rows)))]
         return [cut_rows(rows, start, stop) for start, stop in pairwise(edges) if stop > start]
 

@@ -660,7 +660,8 @@ def _leaves(outputs: Tensors) -> list[Any]:
 
 
 def _pack(outputs: Tensors, leaves: Sequence[Any]) -> Tensors:
-    """Return `leaves`, the tensors and masks from `_leaves`, in the structure of `outputs`."""
+    """Return tensors and masks in the structure of `outputs`."""
+    # `leaves` has these tensors and masks in the order of `_leaves`.
     left = iter(leaves)
     own = keras.tree.flatten(outputs)
     found = [tf.ensure_shape(next(left), [None, *leaf.shape[1:]]) for leaf in own]

@@ -183,9 +183,9 @@ class SharedSlices:
     """The slices of a group's sparse gradients, prepared for an all-reduce.
 
     The slices of all processes have to be concatenated, but an all-reduce can only add. Therefore
-    each process makes tensors with room for the slices of all processes (`own`). They have its own
-    slices, and 0 elsewhere. Every process must create this object at the same point of the step (a
-    collective).
+    each process makes tensors with room for the slices of all processes (`own`). The tensors
+    contain the process's own slices, and are 0 elsewhere. Every process must create this object at
+    the same point of the step (a collective).
     """
 
     def __init__(self, group: Any, gradients: Sequence[tf.IndexedSlices]) -> None:
