@@ -1,6 +1,6 @@
 """The process from which children are forked.
 
-It imports the framework once, so that each child starts without a delay for imports.
+It imports the framework once, so children start without a delay for imports.
 
 `ForkServer` runs in that process. It reads requests from a socket, one per datagram, and answers
 them. It never imports the user's own code. When the other end of its socket closes, it kills its

@@ -1,4 +1,4 @@
-"""Decides whether a process in which the user's code has built a model can be forked.
+"""Decides whether a process that has built the user's model can be forked.
 
 Four things rule out a fork:
 

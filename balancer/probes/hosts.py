@@ -1,4 +1,6 @@
-"""One interface for all hosts of a session's devices: this machine, and others through Ray.
+"""One interface for all hosts of a session's devices.
+
+The hosts are this machine, and others that are reached through Ray.
 
 A `RemoteHost` calls a `HostService`, which runs in evener's actor on a host of the cluster. A
 thread receives the messages of the children on that host, and delivers them like messages of local

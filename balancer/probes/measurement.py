@@ -442,10 +442,10 @@ class Measurement:
         ]
 
     def _cpu_share(self, ran: Ran) -> float | None:
-        """Return how much of a block a process had all its CPU cores.
+        """Return for what part of a block a process had its cores.
 
-        The result is a fraction of time. Return None if it is unknown, or if the process doesn't
-        have its cores to itself.
+        The result is the fraction of time in which the process had all of them. Return None if it
+        is unknown, or if the process doesn't have its cores to itself.
         """
         if not self._ranks.own_cores:
             return None

@@ -1,4 +1,4 @@
-"""Copies the user's own script to another host, so that children can run it there.
+"""Copies the user's own script to another host for children there.
 
 The copy includes the Python files beside the script, and the packages in its folder.
 """

@@ -1,4 +1,4 @@
-"""The child process of a probe: builds one workload and runs its steps as commanded.
+"""The child process of a probe: builds one workload and runs its steps.
 
 The child runs on CPU cores of its own. When this module is run as a program, it is the fork server.
 The fork server imports the framework and then forks a child for each request.
@@ -353,7 +353,7 @@ def _encodable(text: str) -> str:
 
 
 def _without_middle(text: str) -> str:
-    """Return the text of an error, shortened in the middle if it is long.
+    """Return an error's text, without the middle if it is long.
 
     A text of at most `LONGEST_TEXT` characters is returned unchanged.
     """

@@ -1,7 +1,8 @@
-"""A model of one device: its step time by number of rows, and limits for the rows of one pass.
+"""A model of one device: its step times and its limits.
 
-Each limit is a multiple of the quantum (the unit in which shares are assigned); 0 leaves the device
-out. The name of a limit says what it is based on:
+The step times are by number of rows, and the limits are for the rows of one pass. Each limit is a
+multiple of the quantum (the unit in which shares are assigned); 0 leaves the device out. The name
+of a limit says what it is based on:
 
     requested   the request: largest share, fixed global batch, largest global batch
     certain     memory: what ran, or a little more if memory is far from full

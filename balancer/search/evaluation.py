@@ -1,4 +1,6 @@
-"""Conclusions from the observations: the next probes, the best layout, and why the search ends.
+"""Conclusions from the observations of a search.
+
+They are the next probes, the best layout, and the reason why the search ends.
 
 A new evaluation is created after each observation. Each of its values is computed once, on first
 access.

@@ -1,4 +1,7 @@
-"""The layouts that a search may try, the candidates of a race, and layouts derived from others."""
+"""The layouts that a search may try.
+
+Some are candidates of a race, and some are derived from others.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A model of the machine: each device's curve and limits, and the time of gradient exchange.
+"""A model of the machine: its devices and the time of gradient exchange.
+
+Each device has a curve and limits.
 
 For k devices on h hosts, exchange that isn't hidden behind computation takes within_k + across_h
 seconds. within_k = base + each * (k - 1) is the time of k devices on a single host. across_h is

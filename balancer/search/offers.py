@@ -1,4 +1,7 @@
-"""The candidates of a race: the families' layouts, or smaller ones if these ran out of memory."""
+"""The candidates of a race.
+
+They are the families' layouts, or smaller ones if these ran out of memory.
+"""
 
 from __future__ import annotations
 

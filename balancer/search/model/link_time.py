@@ -1,4 +1,4 @@
-"""Predicts the time of a gradient exchange from the speed of the link between the devices.
+"""Predicts the time of a gradient exchange from the speed of the link.
 
 A ring all-reduce over n ranks sends 2 (n - 1) / n times the bytes of the gradients over each link.
 It overlaps with computation, so only the part that computation doesn't hide prolongs a step.

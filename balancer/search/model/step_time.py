@@ -61,7 +61,7 @@ class Point(msgspec.Struct, frozen=True):
 
     @property
     def sure_error(self) -> float:
-        """The relative standard error, but at least the smallest error that a timing can have."""
+        """The relative standard error, but at least the smallest of a timing."""
         return max(self.error, LEAST_ERROR)
 
     @property
