@@ -425,9 +425,9 @@ def test_fit_shows_keras_own_signature(found: Any) -> None:
     assert found["towers"]["signatures"]
 
 
-def test_readme_and_docs_show_one_form() -> None:
+def test_docs_show_one_form() -> None:
     """The documented form gives no warning."""
-    assert 'Split("plan.toml").build(build)' in (ROOT / "README.md").read_text()
+    assert 'Split("plan.toml").build(build)' in (ROOT / "docs" / "index.md").read_text()
     text = (ROOT / "docs" / "training.md").read_text()
     assert "model = split.build(make_model)  # " in text
     assert "\nmodel.fit(x, y, epochs=5)  # the batch size is the plan's" in text
