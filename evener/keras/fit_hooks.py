@@ -381,8 +381,5 @@ def _is_clone_model(frame: Any) -> bool:
 
 
 def _inputs(model: Any) -> Any:
-    """Return the model's inputs.
-
-    None if they aren't known before the first batch.
-    """
+    """Return the model's inputs; None if they aren't known before the first batch."""
     return getattr(model, "inputs", None) if model.built else None

@@ -158,10 +158,7 @@ def group_from_environment() -> Group | None:
 
 @functools.cache
 def _join_group(peers: tuple[str, ...], rank: int) -> Group:
-    """Return the group of these processes.
-
-    All Splits of this process share the group.
-    """
+    """Return the group of these processes, which all Splits of this process share."""
     # a second strategy would abort all-reduces that a faster process has already started
     return Group(peers, rank)
 
@@ -235,10 +232,7 @@ MOST = 251  # number of different digests; every float type represents them exac
 
 
 def digest(leaves: Sequence[Any], most: int = MOST) -> Any:
-    """Return a hash of these tensors as an int64 scalar tensor.
-
-    The hash is between 0 and `most` - 1.
-    """
+    """Return a hash of these tensors, between 0 and `most` - 1, as an int64 scalar tensor."""
     parts = [tf.io.serialize_tensor(leaf) for leaf in leaves]
     return tf.strings.to_hash_bucket_fast(tf.strings.join(parts), most)
 
@@ -263,8 +257,7 @@ def digest_batch(data: Any) -> BatchDigests:
 
 
 def _digest_rows(data: Any) -> Any:
-    """Return a hash of these tensors."""
-    # Of a tensor with long rows, only row 0 counts.
+    """Return a hash of these tensors, in which only row 0 of a tensor with long rows counts."""
     return digest(
         [
             leaf if (leaf.shape[1:].num_elements() or FEW + 1) <= FEW else leaf[:1]
@@ -297,9 +290,9 @@ def check_same_arrays(group: Any, data: Any, size: int, settings: Sequence[Any])
 
 
 def refuse_other(rank: int) -> None:
-    """Raise RequestError if `rank` isn't 0.
+    """Raise RequestError if `rank` isn't 0, because that rank's data differ from rank 0's.
 
-    `rank` is a rank whose data differ from rank 0's, or 0 if the data of all ranks agree.
+    If the data of all ranks agree, `rank` is 0.
     """
     if rank:
         raise RequestError(

@@ -148,10 +148,7 @@ def _map(function: Callable[[Any], Any], data: Tensors) -> Tensors:
 
 
 def _with_marks(result: Any, sources: Sequence[Any], combine: Callable[[list[Any]], Any]) -> Any:
-    """Attach the combined masks and logits of `sources` to `result`.
-
-    Return `result`.
-    """
+    """Attach the combined masks and logits of `sources` to `result`, and return `result`."""
     # Masks are attached only if all sources have one. The same is true for logits.
     masks = [getattr(source, "_keras_mask", None) for source in sources]
     if all(mask is not None for mask in masks):
@@ -225,7 +222,7 @@ def call_model(model: Any, x: Tensors, training: bool) -> Tensors:
 def warn_of_own_loop(model: Any) -> Callable[..., Any]:
     """Return a replacement for `call` that warns about a user's training loop.
 
-    Such a loop calls the model, and one device would compute the whole batch.
+    In such a loop, which calls the model directly, one device would compute the whole batch.
     """
     own = type(model).call
 
@@ -243,10 +240,10 @@ def warn_of_own_loop(model: Any) -> Callable[..., Any]:
 
 
 class CopiesScope(keras.StatelessScope):  # type: ignore[misc]
-    """A scope in which a model uses copies of its weights.
+    """A scope in which a model uses copies of its weights, and the given values as its states.
 
-    The model also uses the given values as its states. Assignments stay within the scope. `others`
-    has the variables that were assigned there but aren't the model's.
+    Assignments stay within the scope. `others` holds the new values of variables that aren't the
+    model's.
     """
 
     def __init__(
@@ -356,9 +353,9 @@ def part_of_loss(
 
 
 def own_loss(model: Any, losses: Sequence[Any], batch: Sequence[Any], training: bool) -> Any:
-    """Return the model's own loss on `batch`, which is (x, y, outputs, weight).
+    """Return the model's own loss on `batch`, without the losses that layers added.
 
-    The layers' `losses` aren't included.
+    `batch` is (x, y, outputs, weight). `losses` are those of the layers and regularizers.
     """
     x, y, outputs, weight = batch
     nothing = [tf.zeros([], losses[0].dtype)] if losses else []

@@ -140,10 +140,7 @@ def measure_batch(
 
 
 def _warn_of_joined(names: Sequence[str]) -> None:
-    """Warn that Adam won't update these tables as on one device.
-
-    No warning is issued without names.
-    """
+    """Warn that Adam would update these tables differently than on one device, if there are any."""
     # The same is true for other optimizers that square gradients. `names` are tables that several
     # calls of `tf.nn.embedding_lookup_sparse` read. The warning names the first table.
     if names:
@@ -241,17 +238,17 @@ class Measured(NamedTuple):
         return list(zip(*values, strict=True))
 
     def _raise_zeros(self) -> tuple[Values, list[Tensors]]:
-        """Return nonzero values for variables that are 0, and the rows.
+        """Return nonzero values for variables that are 0, and the unchanged rows of each run.
 
-        The values are listed by variable key. The rows of each run are unchanged.
+        The keys of the values identify the variables.
         """
         # The step is run again with these values, because a variable that is 0 may hide a loss.
         return raise_zeros(self.model, self.step)[0], self.every
 
     def _change_weights(self) -> tuple[Values, list[Tensors]]:
-        """Return noisy weights, and rows with negated inputs.
+        """Return noisy weights, and the rows of each run with negated inputs.
 
-        The values include those of `_raise_zeros`. The rows are listed by run.
+        The values of `_raise_zeros` are returned together with the weights.
         """
         values, _ = self._raise_zeros()
         for number, variable in enumerate(self.model.trainable_variables):
@@ -264,7 +261,8 @@ class Measured(NamedTuple):
         """Return the kind of each state that the step assigns, by index.
 
         The kind says how a state's changes on parts of a batch combine. It is OTHER if measurements
-        from two starting values disagree. The index refers to `model.non_trainable_variables`.
+        from two starting values disagree. The index is the state's position in
+        `model.non_trainable_variables`.
         """
         # a sum that decays looks like a plain sum while it is 0
         variables = self.model.non_trainable_variables
@@ -315,10 +313,7 @@ class Measured(NamedTuple):
         return found
 
     def find_loss(self, training: bool) -> str:
-        """Return the kind of the model's loss without the layers' losses.
-
-        OTHER if no kind fits.
-        """
+        """Return the kind of the model's loss without the layers' losses; OTHER if none fits."""
         # The rows may not distinguish all kinds: labels without padding don't show whether padding
         # counts. So the loss is also computed with changed masks, weights and labels.
         calls = [result.call for result in self.results if result.call is not None]
@@ -337,10 +332,7 @@ class Measured(NamedTuple):
     def _find_possible_loss_kinds(
         self, batch: Sequence[Tensors], calls: Sequence[StepCall], training: bool
     ) -> list[str] | None:
-        """Return the possible kinds of the model's loss.
-
-        None if the loss can't be computed or isn't finite.
-        """
+        """Return the loss's possible kinds; None if the loss can't be computed or isn't finite."""
         # A kind is possible if it gives the loss of all rows when applied to the losses of their
         # parts. `batch` is (x, y, outputs, weight). `calls` are the model's calls on all rows, then
         # on each part.
@@ -367,10 +359,7 @@ class Measured(NamedTuple):
 
 
 def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> str:
-    """Return how a state's changes on parts of a batch combine.
-
-    The result is a kind, such as SUM.
-    """
+    """Return the kind, such as SUM, by which a state's changes on parts of a batch combine."""
     # `start` is the state's value before the step. `whole` is the value after a step on all rows,
     # and `parts` are the values after a step on each part. `sizes` are the parts' numbers of rows.
     if whole.dtype.kind not in "iuf":
@@ -389,7 +378,7 @@ def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[i
 def _predict_whole_state(
     before: Any, parts: Sequence[Any], sizes: Sequence[int], near: float
 ) -> dict[str, Any]:
-    """Return the predicted value of a state, by possible kind.
+    """Return a state's value after the whole batch as each possible kind predicts it, by kind.
 
     SAME is left out if `parts` differ by more than `near`.
     """
@@ -440,10 +429,7 @@ def _negate(leaf: Any) -> Any:
 
 
 def _list_variants(model: Any, rows: Tensors, call: StepCall) -> Iterator[tuple[Any, ...]]:
-    """Yield batches with other masks, weights and labels.
-
-    Each is (x, y, outputs, weight). The first one is unchanged.
-    """
+    """Yield (x, y, outputs, weight), first unchanged, then with other masks, weights or labels."""
     # `call` is the model's call on `rows`.
     # on the unchanged rows, losses of different kinds may have the same value
     x, y, weight = rows

@@ -159,10 +159,7 @@ class Workers:
             return getattr(type(self.model), name)(self.model, x, *arguments, **keywords)
 
     def build(self, x: Any) -> None:
-        """Create the weights of a model if it doesn't have them yet.
-
-        `x` is the data of a `fit`.
-        """
+        """Create the model's weights from `x`, the data of a `fit`, unless they already exist."""
         # the processes can share the weights only if they exist
         if self.model.built:
             return
@@ -184,10 +181,7 @@ class Workers:
         return arrays.own_rows(self.cut, self.group.rank, endless)
 
     def draw_seed(self) -> int:
-        """Return a seed for the order of epochs (a collective).
-
-        All processes get the same seed.
-        """
+        """Return a seed for the order of epochs, the same in all processes (a collective)."""
         drawn = tf.constant(draw_number() if self.group.rank == 0 else 0, tf.int64)
         return int(self.group.sum_now([drawn])[0])
 
@@ -263,16 +257,13 @@ class Workers:
         return train_and_check
 
     def around_tests(self, run: Steps) -> Steps:
-        """Return a function that runs `run` on one batch at a time.
-
-        `run` is Keras' test function.
-        """
+        """Return a function that runs `run`, Keras' test function, on one batch at a time."""
         return functools.partial(self._run_one_by_one, run)
 
     def _run_one_by_one(self, run: Steps, batches: Any) -> Any:
-        """Run the steps of one Keras call one at a time.
+        """Run the steps of one Keras call one at a time, and return the last step's logs.
 
-        Return the last step's logs. Raises StopIteration if there is no batch.
+        Raises StopIteration if there is no batch.
         """
         # Keras would run the steps as a loop in one graph, whose all-reduces TensorFlow would
         # confuse
@@ -395,10 +386,7 @@ class Workers:
         ]
 
     def _shared_states(self) -> list[tuple[Any, str]]:
-        """Return the states that the rows of all processes change.
-
-        Each is a pair of state and kind.
-        """
+        """Return pairs (state, kind) of the states that the rows of all processes change."""
         found, states = self.kinds[True], self.model.non_trainable_variables
         kinds = kinds_of_states(self.model, found)
         every = [(states[place], kinds[id(states[place])]) for place in found.states]
@@ -458,7 +446,7 @@ class Workers:
         times: tuple[Any, Any],
         kind: Any,
     ) -> list[Any]:
-        """Sum `tensors` over the processes, and record all compute times."""
+        """Sum `tensors` over the processes, and record every process's compute time."""
         # `times` are the Unix times at which this process's step began and its tensors were ready.
         # compute times and batch digests travel in the same collective, converted to the type
         # `kind`
@@ -637,7 +625,7 @@ def _read(metrics: Any) -> list[tuple[Any, Any]]:
 def _row_bytes(outputs: Tensors) -> float:
     """Return the number of bytes of one row's outputs.
 
-    Infinite if the outputs can't be summed over processes.
+    Return infinity if the outputs can't be summed over processes.
     """
     # They can't be summed, for example, if their size is unknown.
     total = 0.0

@@ -30,8 +30,8 @@ class _EngineStep(keras.Model):  # type: ignore[misc]
 
 
 def _view(model: Any) -> Any:
-    """Return a view of the model for the user's `train_step`."""
-    # The view's `super().train_step` is the engine's step. Both share their attributes, so what the
+    """Return a view of the model, whose `super().train_step` is the engine's step."""
+    # The user's `train_step` runs on the view. View and model share their attributes, so what the
     # step sets on the view is also set on the model.
     kind = type(model)
     make_class: Any = type(kind)

@@ -43,10 +43,7 @@ class PartKinds(msgspec.Struct, frozen=True):
     merged: tuple[int, ...] = ()
 
     def added_kind(self, place: int) -> str:
-        """Return the kind of the layers' loss at index `place`.
-
-        ROWS if it wasn't measured.
-        """
+        """Return the kind of the layers' loss at index `place`; ROWS if it wasn't measured."""
         return self.added[place] if place < len(self.added) else ROWS
 
 

@@ -115,17 +115,14 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
     def _whole(self) -> StepSums:
         """Return the durations of the steps' parts, summed over all steps.
 
-        Empty if the model has no hooks of a split yet.
+        The sums are empty before the model has the hooks of a split.
         """
         # A part of a step is, for example, the wait for input.
         hooks = getattr(self.model.fit, "hooks", None) if self.model is not None else None
         return StepSums() if hooks is None else hooks.times.sums.whole
 
     def _promised(self) -> float:
-        """Return the samples/s of the plan.
-
-        0 unless the plan's global batch is the split's.
-        """
+        """Return the plan's samples/s; 0 unless its global batch is the split's."""
         split = self._split
         if split is None or split.plan is None:
             return 0.0
@@ -134,10 +131,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return plan.throughput.samples_per_second if same else 0.0
 
     def _count_rows(self, steps: int) -> int:
-        """Return the number of rows in an epoch's first `steps` steps.
-
-        0 if unknown.
-        """
+        """Return the number of rows in an epoch's first `steps` steps; 0 if unknown."""
         hooks = getattr(self.model.fit, "hooks", None)
         own = self._split.global_batch if self._split is not None else self._rows
         batch = getattr(hooks, "batch", None) or own or 0

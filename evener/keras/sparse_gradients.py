@@ -70,10 +70,7 @@ def _find_source(indices: Any) -> Any:
 
 
 def merge_slices(gradients: Sequence[Any], places: Sequence[int]) -> list[Any]:
-    """Return the gradients, with merged slices in the sparse ones at `places`.
-
-    The slices of each table row are summed.
-    """
+    """Return the gradients; in sparse ones at `places`, the slices of each table row are summed."""
     return [
         _merge(gradient) if place in places and isinstance(gradient, tf.IndexedSlices) else gradient
         for place, gradient in enumerate(gradients)
@@ -87,9 +84,9 @@ def _merge(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def without_filler(gradient: Any, rows: Any) -> Any:
-    """Return the gradient; if `rows` is 0, drop the slices of a sparse gradient.
+    """Return the gradient, without the slices of a sparse one that come from a filler row.
 
-    These slices would come from a filler row.
+    If `rows` is 0, all its slices come from the filler row.
     """
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
@@ -98,9 +95,9 @@ def without_filler(gradient: Any, rows: Any) -> Any:
 
 
 def spec_of(tensor: Any) -> Any:
-    """Return the spec (type and shape) of a tensor or a gradient.
+    """Return the spec (type and shape) with which a graph is traced for a tensor or gradient.
 
-    The spec is for a traced graph. A sparse gradient may have any number of slices.
+    A sparse gradient may have any number of slices.
     """
     if not isinstance(tensor, tf.IndexedSlices):
         return tf.TensorSpec(tensor.shape, tensor.dtype)

@@ -36,10 +36,7 @@ class FitStep(NamedTuple):
 
     @property
     def whole_s(self) -> float:
-        """The duration of the whole step in seconds.
-
-        It includes input and the time between steps.
-        """
+        """The duration of the step in seconds, including input and the time between steps."""
         return self.input_s + self.work_s + self.between_s
 
 
@@ -58,10 +55,7 @@ class StepTimes:
         self._apart: dict[str, float] = {}  # seconds spent since the last step's end, by activity
 
     def note_rows(self, data: Any) -> None:
-        """Record when `data`, a step's rows, are available.
-
-        The record is made by an op in the step's graph.
-        """
+        """Record, by an op in the step's graph, when the step's rows `data` are available."""
         self._notes = True
         every = tf.nest.flatten(data, expand_composites=True)
         leaves = [leaf for leaf in every if leaf is not None]
@@ -102,7 +96,7 @@ class StepTimes:
 
     @contextmanager
     def apart(self, name: str) -> Iterator[None]:
-        """Return a context whose duration counts as `name`, not as callbacks.
+        """Return a context whose duration counts as `name` instead of as callbacks.
 
         `name` is "validation" or "files".
         """

@@ -77,10 +77,7 @@ class SurvivingStep:
             ) from None
 
     def _run_with_retries(self, data: Tensors, before: list[Any]) -> Any:
-        """Run the passes and return their results.
-
-        If memory runs out, smaller passes are tried.
-        """
+        """Run the passes, in smaller ones if memory runs out, and return their results."""
         # `before` has the states' values before the step, which are restored for a retry.
         cut, rank, limit = self._engine.cut, self._engine.group.rank, self._limit
         size = cut.sizes(int(data.rows if isinstance(data, OwnRows) else count_rows(data)))[rank]
@@ -189,10 +186,7 @@ def list_states(model: Any) -> list[Any]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if an error means that memory ran out.
-
-    The error may come from TensorFlow or from a library that it calls.
-    """
+    """True if an error means that memory ran out in TensorFlow or a library that it calls."""
     if isinstance(error, tf.errors.ResourceExhaustedError):
         return TOO_LONG not in str(error)
     return isinstance(
@@ -201,10 +195,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def describe_memory(device: str) -> str:
-    """Return how much of the device's memory is in use.
-
-    The result is a part of an error message.
-    """
+    """Return, as part of an error message, how much memory the training holds on the device."""
     if not device.startswith("GPU"):
         return "the memory of this machine's CPU"
     held = tf.config.experimental.get_memory_info(device)

@@ -318,10 +318,7 @@ def _floats(outputs: Tensors) -> list[Any]:
 
 
 def _sum(gradients: Sequence[Any]) -> Any:
-    """Return the sum of the gradients that aren't None.
-
-    None if there are none.
-    """
+    """Return the sum of the gradients that aren't None; None if all are None."""
     # sparse gradients are concatenated, as in TensorFlow
     present = [gradient for gradient in gradients if gradient is not None]
     if not present:

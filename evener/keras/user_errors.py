@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def find_users_line(error: BaseException) -> str:
-    """Return the last line of user code in an error's traceback.
+    """Return the last line of user code in an error's traceback, such as ` (train.py, line 3)`.
 
-    An example is ` (train.py, line 3)`. Return "" if the traceback has no user code.
+    Return "" if the traceback has no user code.
     """
     own = str(Path(__file__).parents[1])
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
@@ -26,10 +26,9 @@ PLACES = re.compile(
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error that says what is wrong.
+    """Return the first line of a Keras or TensorFlow error that says what is wrong.
 
-    The error is from Keras or TensorFlow. Return the error's class if all lines only name a
-    location.
+    Return the error's class if all lines only name a location.
     """
     plain = re.sub(r"\x1b\[\d+m| ?\[Op:.*|\{\{.*?\}\} ?", "", str(error))
     lines = [re.sub(r"^\(\d+\) [A-Z_]+:", "", line.strip()).strip() for line in plain.splitlines()]
