@@ -73,10 +73,7 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def release(self) -> Path | None:
-        """The file that all ranks but the first wait for before starting.
-
-        None if no rank waits.
-        """
+        """The file that all ranks but the first wait for before starting; None if none waits."""
         # the first rank creates the file when its program creates a process group with the other
         # ranks
         several = self.executable and len(self.processes) > 1
@@ -97,7 +94,7 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of this host's processes, for their output.
+        """The names by which this host's processes are distinguished in their output.
 
         They are "rank 0" and so on; with several hosts, they are device labels. Empty for a single
         process.

@@ -71,7 +71,7 @@ class GroupExit(msgspec.Struct, frozen=True):
 
 
 def _order(code: int) -> int:
-    """Return the sort key of an exit code, from likely causes to consequences."""
+    """Return the key that sorts exit codes, likely causes before consequences."""
     # The lowest key is the most likely cause of all failures. A killed process makes others abort
     # or raise an error, and then the launcher sends SIGTERM to the rest.
     return {-signal.SIGKILL: 0, -signal.SIGTERM: 3}.get(code, 1 if code < 0 else 2)
@@ -95,10 +95,10 @@ def _always() -> bool:
 def named_output(
     names: Sequence[str], has_several: Callable[[], bool] = _always
 ) -> Iterator[tuple[tuple[str, str], ...]]:
-    """Return a context with each process's output files.
+    """Return a context with each process's output files (standard output, standard error).
 
-    They are pairs (standard output, standard error). Lines that a process writes there are printed,
-    after its name in `names` once `has_several` has returned True.
+    The lines that a process writes to them are printed, with its name in `names` as a prefix once
+    `has_several` has returned True.
     """
     # All output is printed by the end of the context. A marker ends each pipe, because descendants
     # of the processes may keep the pipes open.

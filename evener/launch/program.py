@@ -1,7 +1,7 @@
 """Prepare a user's program for `evener run`, and evaluate its training run at the end.
 
 Before the start, the command is read and the plan is chosen. At the end, all ranks' notes are read,
-and the final shares are saved for the next run.
+and the shares that the run ended with are saved for the next run.
 """
 
 from __future__ import annotations
@@ -140,10 +140,7 @@ def _refuse_isolation(options: Sequence[str]) -> None:
 
 
 def _skip_options(words: Sequence[str]) -> list[str]:
-    """Return Python's arguments from the script, `-m` or `-c` on.
-
-    Empty if there is no such argument.
-    """
+    """Return Python's arguments from the script, `-m` or `-c` on; empty if none is there."""
     left = list(words)
     while left and left[0].startswith("-") and left[0] not in ("-m", "-c", "-"):
         takes_value = left.pop(0) in ("-W", "-X", "--check-hash-based-pycs")
@@ -306,10 +303,10 @@ def read_notes(folder: Path) -> tuple[RankNote, ...]:
 
 
 def save_plan(plan: Plan, command: ProgramCommand, notes: Sequence[RankNote]) -> Path | None:
-    """Save a training run's final shares as a plan next to its journal.
+    """Save the shares that a training run ended with as a plan next to its journal.
 
-    Return the plan's path. None if nothing was trained by shares, or if a rank's device isn't
-    known.
+    Return the plan's path. Return None if nothing was trained by shares, or if a rank's device
+    isn't known.
     """
     # `plan` is the plan at the start, and `notes` are the ranks' notes
     if not notes or not notes[0].run or notes[0].last is None:

@@ -61,7 +61,7 @@ class SingleAgentRendezvous(RendezvousHandler):  # type: ignore[misc]
         return self._closed
 
     def set_closed(self) -> None:
-        """Close the rendezvous, because the agent has ended."""
+        """Close the rendezvous; PyTorch's agent calls this when it ends."""
         self._closed = True
 
     def num_nodes_waiting(self) -> int:

@@ -191,7 +191,7 @@ class _MatchedRank(NamedTuple):
     def summarize(self, step: RankStep | None) -> RankSummary:
         """Return the device's summary.
 
-        `step` has the rank's mean seconds per activity; None if unknown.
+        `step` holds the rank's mean seconds per activity; None if they aren't known.
         """
         # these are the rank's mean times in a step
         live, record = self.live, self.record
@@ -223,10 +223,7 @@ def _speed(record: LiveRecord) -> float:
 
 
 def _measure(record: LiveRecord, live: LiveDevice, name: str) -> MeasuredRank:
-    """Return a rank's step metrics over the whole training run.
-
-    If the record has no sums over it, they are from the last steps.
-    """
+    """Return a rank's step metrics over the whole run, or the last steps if only they are known."""
     sums = record.whole if record.whole.steps else recent_sums(record, live)
     return measure_rank(record, live, name, sums, live.micro, record.starved_so_far)
 
@@ -315,10 +312,7 @@ def _describe_ranks(summary: TrainingSummary) -> list[str]:
 
 
 def _describe_share(rank: RankSummary) -> str:
-    """Return a share and its compute time as text.
-
-    An example is "48 on GPU:1 (60 ms of own work)".
-    """
+    """Return a share and its compute time as text, such as "48 on GPU:1 (60 ms of own work)"."""
     if not rank.share:
         return f"none on {rank.device}, which holds a part of the state"
     return f"{write_share(rank.share, rank.micro)} on {rank.device}{_describe_own_work(rank)}"
@@ -376,8 +370,7 @@ def _describe_memory(rank: RankSummary) -> str:
 
 
 def _describe_record(summary: TrainingSummary) -> list[str]:
-    """Return a line with the command that shows this run; [] if none."""
-    # the command shows the run's record, so the list is empty without a record
+    """Return a line with the command that shows this run's record; [] if there is no record."""
     if not (runs_folder() / summary.run / TRAINING_JOURNAL).exists():
         return []
     return [f"record: evener runs show {summary.run}"]
