@@ -146,7 +146,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def _begin_loop(self, rows: UnevenBatchSampler) -> None:
         """Turn off shuffling for `overfit_batches` when a training loop starts.
 
-        Nothing changes if the user has given an order of rows.
+        Shuffling stays as it is if the user has given an order of rows.
         """
         if self.trains and self.lightning_module.trainer.overfit_batches and rows.order is None:
             rows.shuffle = False  # as Lightning does with its own loaders

@@ -45,8 +45,8 @@ class ModuleAudit:
     def after_step(self, loader: Any, step: int, others: Sequence[Any]) -> None:
         """Audit the gradients of a step if an audit is due.
 
-        It uses rows of the epoch's batch `step` from `loader`. `others` are training_step's
-        arguments after the batch. Raises RequestError if the gradients differ.
+        The audit computes a few rows of batch number `step` of the epoch, from `loader`. `others`
+        are training_step's arguments after the batch. Raises RequestError if the gradients differ.
         """
         # the loader is the training loader
         own = self._strategy.lightning_module.training_step
@@ -150,10 +150,7 @@ def _kept_steps(strategy: Any) -> Iterator[None]:
 
 
 def _list_stubs(strategy: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the methods by which training_step may advance optimizers and schedules.
-
-    Items are (object, method name, stub).
-    """
+    """Yield (object, method name, stub) for methods that may advance an optimizer or schedule."""
     # the stub replaces the method during an audit
     yield strategy, "optimizer_step", lambda _, closure, *__, **___: closure()
     for optimizer in strategy.optimizers:

@@ -203,7 +203,7 @@ class PassMetrics:
     def _average_steps(self, before: dict[str, Any]) -> None:
         """Replace step metrics that ranks don't reduce by means over the passes.
 
-        `before` has the metrics' values before this pass.
+        `before` holds the metrics' values before this pass.
         """
         # metrics that the pass didn't log are skipped
         for name, metric in self._logged.items():

@@ -52,10 +52,7 @@ def wrapped_optimizers(strategy: Any) -> list[Any]:
 
 
 def logged(loop: Any) -> Any:
-    """Return the metrics that were logged in a loop.
-
-    For a trainer, return the metrics of its running loop.
-    """
+    """Return the metrics that were logged in a loop or, for a trainer, in its running loop."""
     return loop._results
 
 
