@@ -282,7 +282,7 @@ class TrainingJournal:
         self._noted = []
 
     def close(self) -> None:
-        """Record the final speed and how the training run ended, and close the file."""
+        """Record the last speed and how the training run ended, and close the file."""
         # a run that was interrupted by Ctrl-C counts as stopped and has no end
         if not self._began or self._last is None:
             return
@@ -325,10 +325,7 @@ class TrainingJournal:
         )
 
     def _note_speed(self, record: LiveRecord) -> None:
-        """Record the speed since the last speed entry.
-
-        The noise scale is also recorded if it is known.
-        """
+        """Record the speed since the last speed entry, and the noise scale if it is known."""
         # the first report only marks the start of the measured time
         earlier = self._from
         self._from = record

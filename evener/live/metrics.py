@@ -122,7 +122,7 @@ def _drop_zeros(metrics: Mapping[str, float]) -> dict[str, float]:
 def _number_devices(record: LiveRecord) -> Sequence[tuple[int, LiveDevice]]:
     """Return pairs (number, device) for the devices of a process.
 
-    A single device has the rank's number; several are numbered from 0.
+    A single device gets the rank's number; several devices are numbered from 0.
     """
     devices = record.devices or (LiveDevice("", -1, 0, record.samples_per_second),)
     first = max(0, record.rank) if len(devices) == 1 else 0

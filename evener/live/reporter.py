@@ -342,9 +342,8 @@ class Reporter:
     def _recent_rates(self, now: float) -> tuple[float, float, float] | None:
         """Return samples/s, tokens/s and the padding's fraction over the last WINDOW_SECONDS.
 
-        None at the first call.
+        The first call returns None, because rates need two points in time.
         """
-        # rates need two points in time
         points = self._points
         points.append(self._count(now))
         while len(points) > 2 and now - points[0].at > WINDOW_SECONDS:
@@ -553,7 +552,7 @@ def _describe_devices(
 ) -> tuple[LiveDevice, ...]:
     """Return the devices that compute, with their samples/s and their times.
 
-    `rate` is all devices' samples/s, and `times` are the devices' times.
+    `rate` is the samples/s of all devices together, and `times` are the devices' times.
     """
     # `devices` and `batches` are arguments of `report`
     named = [_identify_device(device) for device in devices]
