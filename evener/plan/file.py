@@ -323,10 +323,7 @@ def with_current_schema(plan: Plan) -> Plan:
 
 
 def _upgrade_layout(layout: PlanLayout) -> PlanLayout:
-    """Return a layout in which every share has its rows per pass.
-
-    A share without that number gets a single pass.
-    """
+    """Return the layout with rows per pass in every share; a share without them gets one pass."""
     shares = (
         msgspec.structs.replace(share, micro=share.micro or share.batch) for share in layout.share
     )
@@ -368,10 +365,7 @@ def _as_printable(data: Any) -> Any:
 
 
 def _check_whole_numbers(data: Any, where: str) -> None:
-    """Raise PlanError for an integer that doesn't fit in 64 bits.
-
-    `where` is the key of `data`.
-    """
+    """Raise PlanError for an integer in `data`, whose key is `where`, that exceeds 64 bits."""
     # msgspec doesn't check such integers against a field's limits
     if isinstance(data, int) and not -(1 << 63) <= data < 1 << 63:
         raise PlanError(f"{where} is larger than any number of a plan.", "Correct that key.")

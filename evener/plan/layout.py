@@ -181,9 +181,9 @@ def make_layout(
 
 
 def complete_layout(layout: Any) -> Any:
-    """Return a plan file's decoded `layout` with its missing keys filled in.
+    """Return a copy of a plan file's decoded `layout` with its missing keys filled in.
 
-    The result is a copy. Without a valid list of shares, it is `layout` itself.
+    If it has no valid list of shares, return `layout` itself.
     """
     # Missing keys are derived from the devices and batches. Reading a plan without a valid list of
     # shares then raises an error.
@@ -287,10 +287,7 @@ def _check_states(layout: PlanLayout, where: str) -> None:
 
 
 def _has_valid_state(share: Share) -> bool:
-    """True if the share's part of the sharded state is valid.
-
-    The part may be 0 only without rows.
-    """
+    """True if the share's part of the state is finite and above 0, or is 0 without rows."""
     if not share.state:
         return not share.batch
     return math.isfinite(share.state) and share.state > 0

@@ -143,9 +143,9 @@ def leave_out(plan: Plan, gone: Collection[tuple[str, str]]) -> Plan:
 
 
 def _divide_batch(layout: PlanLayout, left: Sequence[Share], part: float) -> PlanLayout:
-    """Return the layout with the whole batch divided among certain shares.
+    """Return the layout with the whole batch divided among the shares in `left`.
 
-    `left` are these shares, and `part` is the fraction of the batch that they had before.
+    `part` is the fraction of the batch that these shares had before.
     """
     rows, micros = _divide_rows(layout, left)
     held = sum(share.state for share in left)
@@ -198,9 +198,9 @@ def _largest_pass(share: Share) -> int:
 def _solve_by_curves(
     layout: PlanLayout, left: Sequence[Share], pass_limits: tuple[int, ...]
 ) -> Sequence[int] | None:
-    """Return the fastest rows of each share, by the devices' curves.
+    """Return the rows of each share for which the curves predict the shortest step.
 
-    None if the rows don't fit in memory, even in several passes.
+    Return None if the rows don't fit in memory, even in several passes.
     """
     # the shares are those in `left`
     curves = read_curves(left)
