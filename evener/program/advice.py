@@ -153,9 +153,9 @@ def _share_rows(name: str, loader: Any) -> list[str]:
 
 
 def _find_frame(weights: set[int], loader: Any) -> FrameType | None:
-    """Return the program's stack frame that has the loader or a trained model.
+    """Return the stack frame of the program in which a variable is the loader or a trained model.
 
-    None if no frame has them. `weights` are the ids of the optimizer's parameters.
+    Return None if there is no such frame. `weights` are the ids of the optimizer's parameters.
     """
     # Frames that have both are preferred to frames that have one of them. Of these, the outermost
     # is returned, because lines inserted there run once, before all epochs.

@@ -170,7 +170,7 @@ class Exchanges:
             return run_compared(call) if is_uneven and not self._knows_rows else call.run()
 
     def note_entered(self, words: str, what: str) -> None:
-        """Set `fault`, because values from a collective affect what the model learns.
+        """Set `fault` to say that a collective's values affect what the model learns.
 
         `words` names the collective; nothing happens if it is "". `what` says where its values go.
         """
@@ -305,10 +305,7 @@ def _forget_filled(call: ExchangeCall, guard: Guard) -> None:
 
 
 def _counts_rows(call: ExchangeCall, rows: int) -> bool:
-    """True if the call exchanges a scalar equal to the rank's row count.
-
-    False if `rows`, the row count, is 1.
-    """
+    """True if a scalar in the call equals `rows`, the rank's row count, and `rows` isn't 1."""
     # many other values equal 1
     numbers = [each for each in _tensors(call) if each.numel() == 1 and not each.is_complex()]
     return rows > 1 and any(float(number.detach()) == rows for number in numbers)

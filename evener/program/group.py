@@ -88,10 +88,7 @@ def _signature(function: Any) -> inspect.Signature:
 
 
 def _read_place(given: dict[str, Any]) -> GroupRank | None:
-    """Return this process's rank and the size of its new group.
-
-    None if a number is unknown.
-    """
+    """Return this process's rank and the size of its new group; None if either is unknown."""
     # `given` are the arguments of `init_process_group`. Numbers that aren't in them are taken from
     # the environment. With MPI, only the backend knows them.
     query = dict(parse_qsl(urlsplit(given.get("init_method") or "").query))
@@ -220,10 +217,7 @@ def _free_interfaces(place: GroupRank) -> None:
 
 
 def _keep_to(device: str) -> None:
-    """Pin this process to the cores of its CPU slice.
-
-    Nothing happens on other devices.
-    """
+    """Pin this process to the cores of its device if the device is a CPU slice."""
     cores = slice_cores(device, allowed_cpus())
     if cores:
         pin_threads(cores)
@@ -242,7 +236,7 @@ def begin_processes(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 def _without_rank() -> Iterator[None]:
     """Return a context without a rank's environment variables, such as RANK.
 
-    They stay unless only one of evener's ranks runs the program.
+    The variables are removed only if a single one of evener's ranks runs the program.
     """
     # With these variables, child processes would act as ranks that evener started. They stay if
     # evener didn't start this process, or if other ranks run the program by now.

@@ -161,10 +161,7 @@ class Guard(Recorder):
             super()._write(*arguments, **options)
 
     def _is_given(self, tensor: torch.Tensor) -> bool:
-        """True if a small tensor was created before the batch.
-
-        A sum over all ranks' rows doesn't count.
-        """
+        """True if a small tensor existed before the batch and isn't a sum over all ranks' rows."""
         # Task weights are such a tensor. A sum over all ranks' rows is the same with any shares.
         totals = self._origins.totals if self._origins is not None else None
         is_total = totals is not None and bool(totals.find(tensor))
@@ -208,7 +205,7 @@ class Guard(Recorder):
             self._before.setdefault(address(tensor), tensor.detach().clone())
 
     def treat_as_input(self, tensor: torch.Tensor) -> None:
-        """Treat a tensor as an input from now on, because a collective has overwritten it."""
+        """Treat a tensor as an input from now on; called after a collective has overwritten it."""
         # the recorded calls that computed its previous contents no longer apply
         if tensor.grad_fn is None:
             self._made.pop(id(tensor), None)
@@ -303,10 +300,7 @@ class Guard(Recorder):
             self._busy = False
 
     def _make_fewer(self, entries: list[WrittenCall], tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that the recorded calls compute with fewer rows.
-
-        The calls, `entries`, are repeated with 3/4 of the rows.
-        """
+        """Return the tensor that the recorded calls `entries` compute with 3/4 of the rows."""
         # `tensor` is the result of these calls with all rows
         rows = max(1, self.rows * 3 // 4)
         batch = cut_rows(self.batch, 0, rows, self.rows)
@@ -328,7 +322,7 @@ class Guard(Recorder):
     def judge(self, loss: torch.Tensor) -> str:
         """Return why shares would change what is learned from this loss.
 
-        "" if they change nothing. If that is unknown, return the reason for that.
+        Return "" if they change nothing, or the reason if that can't be determined.
         """
         # Shares change nothing if they give the same gradient as the program's own launcher. If
         # ranks communicate in the models' layers, losses are compared instead of gradients.
@@ -364,10 +358,7 @@ class Guard(Recorder):
         return record
 
     def _judge_on_all_ranks(self, record: LossRecord | str, agree: Callable[[str], str]) -> str:
-        """Return why shares can't be used with a loss; "" if they can.
-
-        The result is the same on all ranks.
-        """
+        """Return why shares can't be used with a loss, the same on all ranks; "" if they can."""
         # All ranks run the same passes to find out. `record` has the calls that computed the loss
         # on this rank, or says why there are none. `agree` gathers the ranks' reasons and returns
         # the first.
@@ -447,10 +438,7 @@ class Guard(Recorder):
         return ""
 
     def _is_found_sum(self, record: LossRecord, cause: str) -> bool:
-        """True if the loss turns out to be a sum over rows.
-
-        `are_sums` is set in that case.
-        """
+        """True if the loss turns out to be a sum over rows; `are_sums` is then set, too."""
         # `cause` is the likely cause of the difference that an audit has found. A number that
         # counts rows, such as len() of a list, would make a mean look like a sum.
         if not self._finds_sums or cause != "sum" or record.may_count_rows():
