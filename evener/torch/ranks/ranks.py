@@ -386,10 +386,7 @@ def find_shares(
 
 
 def describe_own_rows(device: Any, rows: int, world: int) -> RankShares:
-    """Return the shares of a program whose processes each train `rows` rows.
-
-    The program is unchanged. `world` is the number of its processes.
-    """
+    """Return the shares of an unchanged program whose `world` processes each train `rows` rows."""
     # As their device, all shares name this process's `device`, or the CPU slice on which evener
     # started this process.
     name = _name_gpu(device, visible_gpus()) if device.type == "cuda" else launched_device()
@@ -409,10 +406,7 @@ def describe_own_rows(device: Any, rows: int, world: int) -> RankShares:
 
 
 def _name_gpu(device: Any, gpus: Mapping[str, int]) -> str:
-    """Return the UUID of this process's GPU.
-
-    "" if `device` isn't a GPU.
-    """
+    """Return the UUID of this process's GPU, or "" if `device` isn't a GPU."""
     # The UUIDs are the keys of `gpus`.
     if device is None or device.type != "cuda":
         return ""

@@ -18,10 +18,7 @@ _timers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def time_waits(timer: Any) -> None:
-    """Exclude waiting for collectives within passes from a timer's compute time.
-
-    `timer` is a StepTimer. This takes effect from now on.
-    """
+    """From now on, exclude waits for collectives in passes from a StepTimer's compute time."""
     # On a GPU, the host doesn't wait for collectives. The excluded time is that in which the
     # computing stream waits for another stream, which runs the collectives.
     _timers.add(timer)

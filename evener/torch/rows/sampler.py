@@ -91,10 +91,7 @@ class RowOrder:
 
 
 def _whole_numbers(given: Any) -> torch.Tensor | None:
-    """Return a 1-d int64 copy of a sequence of integers.
-
-    None for other values.
-    """
+    """Return a 1-d int64 copy of a sequence of integers, or None for other values."""
     try:
         found = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError):
@@ -508,8 +505,8 @@ class LengthSampler(UnevenBatchSampler):
     ) -> tuple[int, ...]:
         """Return each rank's number of rows in the batch that begins at `first`.
 
-        0 for a rank with a filler row only. By default, `epoch` is the current one. `schedule` is
-        ignored.
+        The number is 0 for a rank that has only a filler row. By default, `epoch` is the current
+        one. `schedule` is ignored.
         """
         # `first` is a row's position in the epoch's order. Lengths determine the numbers of rows,
         # not `schedule`.
@@ -518,7 +515,8 @@ class LengthSampler(UnevenBatchSampler):
     def pass_sizes(self, first: int, epoch: int) -> tuple[int, ...]:
         """Return the number of rows in each of this rank's passes of a batch.
 
-        The batch begins at row `first` of the epoch's order. (0,) for only a filler row.
+        The batch begins at row `first` of the epoch's order. If the rank has only a filler row in
+        it, the result is (0,).
         """
         return tuple(map(len, self.assignment_at(first, epoch).passes[self.rank])) or (0,)
 
