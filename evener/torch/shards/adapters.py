@@ -16,10 +16,7 @@ from .whole_model import WholeModel
 
 
 def find_names(model: Any, sharded: Sharded | WholeModel) -> list[str]:
-    """Return the names of the parameters to write.
-
-    They are those that PEFT saves or training changes.
-    """
+    """Return the names of the parameters that PEFT saves or that training changes."""
     # PEFT may save more than adapters, such as resized embeddings. A call with a state dict of
     # empty tensors shows what it saves.
     names = [slot.names[0] for slot in sharded.slots]

@@ -72,10 +72,10 @@ def find_sharded(model: Any) -> Sharded | WholeModel:
 
 
 def model_state(model: Any) -> Tensors:
-    """Return the model's whole parameters and buffers on rank 0.
+    """Return the model's whole parameters and buffers on rank 0, in host memory.
 
-    They have the names of `state_dict`, and are in host memory. Other ranks get an empty dict, but
-    every rank has to call this.
+    Their names are those of `state_dict`. Other ranks get an empty dict, but every rank has to call
+    this.
     """
     sharded, state = find_sharded(model), Tensors()
     names = {slot.names[0]: slot.names for slot in sharded.slots}
@@ -203,10 +203,7 @@ def _states(sharded: AnyModel, optimizer: Any) -> Iterator[Tensors]:
 
 
 def _gather_optimizer_states(flat: Flat, optimizer: Any) -> Iterator[Tensors]:
-    """Yield a Flat's whole optimizer state, as one dict per kind.
-
-    A kind is, for example, exp_avg.
-    """
+    """Yield a Flat's whole optimizer state, as one dict per kind, such as exp_avg."""
     slots = [slot for slot in flat.slots if optimizer.state.get(slot.piece)]
     kinds = [kind for slot in slots for kind in _shard_kinds(optimizer.state[slot.piece])]
     for kind in dict.fromkeys(kinds):
@@ -266,10 +263,7 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _number(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return groups from `_groups` in the form of a `state_dict`.
-
-    The value of "params" is a list of indices.
-    """
+    """Return groups from `_groups` as in a `state_dict`, where "params" is a list of indices."""
     numbers = count()
     return [{**group, "params": list(islice(numbers, group["params"]))} for group in groups]
 
@@ -428,10 +422,7 @@ def load_whole(folder: str | os.PathLike[str], model: Any, optimizer: Any) -> An
 
 
 def has_optimizer(folder: str | os.PathLike[str], model: Any) -> bool:
-    """True if a folder has a checkpoint with an optimizer's state.
-
-    The checkpoint is one that `save` wrote of `model`.
-    """
+    """True if this folder has a checkpoint of `model` from `save` with an optimizer's state."""
     try:
         index = json.loads((Path(folder) / _index_of(model)).read_bytes())
     except (OSError, ValueError):
@@ -466,9 +457,9 @@ def _load(
 def _read_optimizer(
     reader: _Reader, sharded: AnyModel, optimizer: Any, own: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the stored optimizer state, with this rank's part of each tensor.
+    """Return the stored optimizer state as a `state_dict` with this rank's part of each tensor.
 
-    It has the form of a `state_dict`. `own` has evener's entries in the index.
+    `own` has evener's entries in the index.
     """
     numbers = {name: number for number, name in enumerate(_names(sharded, optimizer))}
     state: dict[int, Any] = {}
@@ -606,9 +597,10 @@ class _Reader:
         return [flat for flat, has in zip(listed, have, strict=True) if has]
 
     def read_whole(self, names: Iterable[str], device: torch.device) -> Tensors:
-        """Return the named tensors of the checkpoint, whole and on every rank.
+        """Return the named tensors of the checkpoint, whole, on this rank's `device`.
 
-        They are on `device`. Tensors that aren't in the checkpoint, or can't be read, are left out.
+        Every rank has to call this. Tensors that aren't in the checkpoint, or can't be read, are
+        left out.
         """
         found = {name: self._read_tensor(name) for name in names if self._reads}
         listed = {name: each for name, each in found.items() if each is not None}

@@ -132,10 +132,7 @@ class Flat:
             )
 
     def _open(self) -> torch.Tensor:
-        """Return the buffer for gradients of whole parameters from this rank's rows.
-
-        The buffer is created if there is none.
-        """
+        """Return the buffer for whole parameters' gradients, creating it if there is none."""
         # the reduction from an earlier use of the unit may still be running
         self.receive()
         if self._grads is None:
@@ -147,7 +144,7 @@ class Flat:
     def take(self, slot: Slot, weight: float) -> None:
         """Add a whole parameter's gradient, times `weight`, to the flat's buffer.
 
-        The whole gradient is freed.
+        The parameter's own gradient is freed.
         """
         gradients = self._open()
         gradient, slot.whole.grad = slot.whole.grad, None
@@ -178,10 +175,7 @@ class Flat:
         return buffer
 
     def count_gradients(self) -> None:
-        """Count the bytes of whole parameters' gradients in the Ledger.
-
-        They are counted until the gradients are freed.
-        """
+        """Count the bytes of whole parameters' gradients in the Ledger until they are freed."""
         gradients = [slot.whole.grad for slot in self.slots]
         size = sum([gradient.nbytes for gradient in gradients if gradient is not None])
         self.held.add("gathered", size - self._computed_bytes)
@@ -232,9 +226,9 @@ class Flat:
         self._work, self._sends = sender.send(), True
 
     def receive(self) -> None:
-        """Wait for the reduction that `send` started, and use its result.
+        """Wait for the reduction that `send` started, and add its result to this rank's gradients.
 
-        The result is added to this rank's gradients. Return at once if no reduction is running.
+        Return at once if no reduction is running.
         """
         if not self._work:
             return

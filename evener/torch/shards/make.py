@@ -160,10 +160,7 @@ def cut_model(
 
 
 def trains_shards_only(model: Any) -> bool:
-    """True if the model is sharded with all of its trained parameters.
-
-    Then no rank holds a trained parameter, such as an adapter, whole.
-    """
+    """True if the model is sharded and no trained parameter, such as an adapter, is held whole."""
     # gradients are then reduced unit by unit, and no rank has the gradient of a few rows
     sharded = getattr(model, "exchange", None)
     return isinstance(sharded, Sharded) and sharded.whole is None
@@ -336,7 +333,7 @@ def _sum_shard_norms(norm: Callable[..., Any], own: list[Any], kind: float) -> t
 
 
 def _norm_over_ranks(own: torch.Tensor | None, kind: float, device: Any) -> torch.Tensor:
-    """Return the norm over all ranks, from the norm of each.
+    """Return the norm over all ranks, computed from each rank's norm.
 
     `own` is this rank's norm, or None if the rank has no elements. `kind` is the order of the norm.
     """

@@ -217,9 +217,9 @@ def bound_received(ranks: int) -> float:
 
 
 def saves_memory(ranges: Sequence[tuple[int, int]]) -> bool:
-    """True if received gradients need no more memory than a sum in float32.
+    """True if, on every rank, received gradients need no more memory than a sum in float32.
 
-    This has to be so on each rank. `ranges` are the ranks' ranges of a flat tensor's elements.
+    `ranges` are the ranks' ranges of a flat tensor's elements.
     """
     # a rank receives the gradients of its range from each other rank
     largest = max(stop - start for start, stop in ranges)
@@ -227,9 +227,9 @@ def saves_memory(ranges: Sequence[tuple[int, int]]) -> bool:
 
 
 def _divide(segments: Sequence[Segment], start: int, stop: int) -> list[DtypeRange]:
-    """Return a DtypeRange per dtype for one rank's elements.
+    """Return one DtypeRange per dtype for a rank's elements of a flat tensor.
 
-    The rank has the elements of a flat tensor from `start` to `stop`.
+    The rank's elements are those from `start` to `stop` - 1.
     """
     pieces: list[DtypeRange] = []
     byte = HEADER

@@ -107,10 +107,7 @@ class Sharded:
         self._spread_buffers()
 
     def compute_nothing(self) -> None:
-        """From now on, run the model's collectives without computing.
-
-        This is for a rank that holds state but has no rows.
-        """
+        """From now on, only run the model's collectives, on a rank with state but without rows."""
         self._follower = Follower(self.root, self.units, self.place.device)
 
     def _send_as_computed(self) -> None:
@@ -183,10 +180,7 @@ class Sharded:
     # ------------------------------------------------------------------ a forward pass
 
     def begin_forward(self, unit: Unit) -> None:
-        """Gather a unit before it computes, and prefetch the next unit.
-
-        The next unit is the one that followed in the last pass.
-        """
+        """Gather a unit before it computes; prefetch the unit that followed in the last pass."""
         if _in_backward():  # recomputed for activation checkpointing: only gather
             unit.gather()
             return
@@ -475,10 +469,7 @@ class Sharded:
             self.whole.forget()
 
     def note_state(self, optimizer: Any) -> None:
-        """Count the bytes of an optimizer's state in the Ledger.
-
-        The optimizer trains this model.
-        """
+        """Count the bytes of the state of this model's optimizer in the Ledger."""
         whole = self.whole.parameters if self.whole is not None else []
         self.held.note_state(optimizer, set(map(id, whole)))
 

@@ -242,10 +242,7 @@ class Unit:
             self._work = [work for flat in self.flats for work in flat.gather()]
 
     def gather(self) -> None:
-        """Gather the whole parameters if needed, and make the modules use them.
-
-        This waits until they are there.
-        """
+        """Gather the whole parameters if needed, wait for them, and make the modules use them."""
         if self.gathered and not self.hidden:
             return
         self.begin_gather()

@@ -81,10 +81,7 @@ class UnitBytes(NamedTuple):
 
     @property
     def reduced(self) -> int:
-        """The bytes for the gradients of two units of this size.
-
-        One of the units is being reduced.
-        """
+        """The bytes for the gradients of two units of this size, one of which is being reduced."""
         return self.gradients + self.buffer
 
 
@@ -113,11 +110,11 @@ def _measure(own: Sequence[Slot], dtype: Any, casts: Any, received: float | None
 
 
 def choose_whole(parameters: Mapping[str, Sequence[Slot]]) -> list[Slot]:
-    """Return the trained parameters of a mostly frozen model.
+    """Return the trained parameters that each rank holds whole in a mostly frozen model.
 
-    Each rank holds them whole. `parameters` has each unit's parameters by the unit's name. The
-    result is empty if these parameters, their gradients and their optimizer state would take more
-    than a quarter of the model's bytes.
+    `parameters` has each unit's parameters by the unit's name. The result is empty if the trained
+    parameters, their gradients and their optimizer state would take more than a quarter of the
+    model's bytes.
     """
     slots = [slot for unit in parameters.values() for slot in unit]
     trained = [slot for slot in slots if slot.tensor.requires_grad]
