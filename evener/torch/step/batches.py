@@ -232,10 +232,7 @@ def _is_kept(epoch: Epoch, ended: Epoch) -> bool:
 
 
 def _drop_computed(batches: list[TakenBatch]) -> None:
-    """Remove the batches that no forward pass will compute any more.
-
-    All of `batches` are from one epoch.
-    """
+    """Remove the batches of an epoch that no forward pass will compute any more."""
     # These are the batches before a used one. While there are more than two, the oldest is also
     # removed if the loop no longer holds its tensors.
     if batches and batches[-1].used:
@@ -253,9 +250,9 @@ def _list_waiting(epoch: Epoch) -> list[TakenBatch]:
 
 
 def _weigh_the_same(epochs: Sequence[Epoch]) -> bool:
-    """True if each rank's weight is the same for all these epochs.
+    """True if each rank has the same weight, whichever epoch the current batch is from.
 
-    The batch that is being computed is from one of the epochs.
+    `epochs` are those that it may be from.
     """
     newest = epochs[-1].batches[-1]
     if not all(batch.can_share_backward(newest) for epoch in epochs for batch in epoch.batches):

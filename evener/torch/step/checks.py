@@ -49,10 +49,7 @@ class OptimizerCheck:
         self.hooks = ProcessHooks(lambda: [register_optimizer_step_pre_hook(self._before_step)])
 
     def forget(self) -> None:
-        """Forget which optimizers were checked, because another training run begins.
-
-        Each optimizer is checked again before its next step.
-        """
+        """Forget which optimizers were checked, so the next training run checks them again."""
         self._known.clear()
 
     def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> Any:
@@ -161,10 +158,10 @@ def check_memory(optimizer: Any, trained: list[Any]) -> None:
 
 
 def update_one_by_one(optimizer: Any, tensors: int = 0) -> None:
-    """Make a step update parameters one by one if memory is short.
+    """Make a step update parameters one by one if there isn't memory to update all at once.
 
-    Memory is short if there isn't enough to update all at once. For each parameter, the step needs
-    one tensor of the parameter's size, and `tensors` state tensors of that size.
+    For each parameter, the step needs one tensor of the parameter's size, and `tensors` state
+    tensors of that size.
     """
     # a step that ran out of memory halfway would leave only some of the parameters updated
     for group in optimizer.param_groups:

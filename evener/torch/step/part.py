@@ -41,10 +41,7 @@ class Part:
 
     @property
     def is_piece(self) -> bool:
-        """True if this part has only some rows of a planned pass.
-
-        The planned pass has run out of memory.
-        """
+        """True if this part has only some rows of a planned pass, which has run out of memory."""
         return self.rows < self.turn.planned
 
     def __enter__(self) -> Part:

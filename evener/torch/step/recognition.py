@@ -45,10 +45,7 @@ def _count_among(inputs: Sequence[torch.Tensor], batch: TakenBatch) -> tuple[int
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    """Return the address of a tensor's first element, or the tensor's id.
-
-    The id is for a tensor without storage.
-    """
+    """Return the address of a tensor's first element, or the id of a tensor without storage."""
     try:
         return tensor.data_ptr()
     except (RuntimeError, NotImplementedError):

@@ -27,10 +27,7 @@ from .part import Part
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """True if an error means that memory ran out.
-
-    PyTorch's allocator, or a library below it, raises such errors.
-    """
+    """True if an error of PyTorch, or of a library below it, means that memory ran out."""
     # libraries' errors are recognized by their messages
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
@@ -38,10 +35,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def drop_frames(error: BaseException) -> str:
-    """Clear the local variables in an error's stack frames.
-
-    Return the error as text.
-    """
+    """Clear the local variables in an error's stack frames, and return the error as text."""
     # these variables would keep the failed pass's tensors in memory
     text = str(error).partition("\n")[0]
     seen: BaseException | None = error
@@ -141,9 +135,9 @@ class Recovery:
         return self.advice if is_out_of_memory(error) else ""
 
     def begin_batch(self) -> None:
-        """Begin a batch, and raise the limit of rows per pass if possible.
+        """Begin a batch, and raise the limit of rows per pass if memory probably suffices.
 
-        The limit is raised if memory probably suffices. See `PassLimit.begin_batch`.
+        See `PassLimit.begin_batch`.
         """
         self.limit.begin_batch(self._held_by_others)
 

@@ -58,9 +58,7 @@ from .unowned import UNOWNED
 
 @dataclass
 class LoaderSteps(StepListener):
-    """Begins a step with each batch of a loader.
-
-    The step ends when the loop requests the next batch.
+    """Begins a step with each batch of a loader, and ends it when the loop requests the next.
 
     - `training`: the PlannedTraining of the loader.
     - `trains`: False for a validation loader, whose steps aren't timed or reported.
@@ -118,10 +116,7 @@ class LoaderSteps(StepListener):
             self.training.end()
 
     def end(self, origin: Epoch) -> None:
-        """Stop timing and auditing after an epoch.
-
-        The epoch has ended, or its loop was left early.
-        """
+        """Stop timing and auditing after an epoch that has ended or was left early."""
         if self.trains:
             self.training.audits.close()
             self.training.timer.pause()
@@ -330,10 +325,7 @@ class Passes:
             self.recovery.forget(running, self._exchanges)
 
     def _retry(self, running: RunningPass, queue: PassQueue) -> None:
-        """Undo a pass that ran out of memory, and queue its rows again.
-
-        The new passes are smaller.
-        """
+        """Undo a pass that ran out of memory, and queue its rows again in smaller passes."""
         # Unless an earlier failed pass is still being retried, gradients that were sent are
         # complete for the rows of this pass only.
         queue.retry(all(exchange.held.final is None for exchange in self._exchanges))
