@@ -36,10 +36,7 @@ Handler = Callable[..., Iterator[tuple[Any, int, int]]]
 
 
 def open_file_store(path: str) -> Any:
-    """Return a store in a file, for any number of processes.
-
-    `path` is the file. The processes are on this host.
-    """
+    """Return a store in the file at `path`, for any number of processes on this host."""
     # with a fixed number of processes, they would delete the file when they exit
     return dist.FileStore(path, -1)
 
@@ -101,10 +98,7 @@ def _read_address(url: str) -> str:
 
 
 def _choose_prefix() -> str:
-    """Return the prefix of a new store's keys in the launcher's file.
-
-    An example is evener/group/0.
-    """
+    """Return the prefix of a new store's keys in the launcher's file, such as evener/group/0."""
     # Each process group needs a new prefix, because the file still has the addresses of the
     # previous group. Groups are numbered in order of creation, which is the same in all of their
     # processes. A child process adds its parent's number, as in evener/group/1/0. Stores without a

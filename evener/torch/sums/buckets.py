@@ -231,10 +231,10 @@ class Bucket:
 
 
 def make_buckets(parameters: Sequence[Any], most_bytes: int) -> list[Bucket]:
-    """Return buckets of up to about `most_bytes`.
+    """Return buckets of up to about `most_bytes`, in the order in which they fill up.
 
-    They are in the order in which they fill up. A bucket's parameters have the same dtype and
-    device. `parameters` are in the order in which their gradients are computed.
+    A bucket's parameters have the same dtype and device. `parameters` are in the order in which
+    their gradients are computed.
     """
     made: list[Bucket] = []
     open_: dict[Any, list[Any]] = {}

@@ -38,10 +38,7 @@ def note_own() -> None:
 
 @contextmanager
 def own_collectives() -> Iterator[None]:
-    """Return a context in which collectives count as evener's own.
-
-    They don't count as the program's.
-    """
+    """Return a context in which collectives count as evener's, and not as the program's."""
     global _own
     before = count_foreign()
     try:

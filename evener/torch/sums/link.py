@@ -34,10 +34,7 @@ class LinkSums(NamedTuple):
 
 
 class LinkMember:
-    """A process with one rank, which measures its link to other ranks.
-
-    The process has one device.
-    """
+    """A process with one rank and one device, which measures its link to other ranks."""
 
     def __init__(self, device: str, rank: int) -> None:
         self._device, self._rank = torch.device(device), rank
@@ -47,10 +44,9 @@ class LinkMember:
         self._groups: dict[tuple[int, ...], Any] = {}
 
     def join(self, file: str, world: int, seconds: float) -> None:
-        """Join the process group of `world` ranks.
+        """Join the process group of `world` ranks, which meet through the file at the path `file`.
 
-        The ranks meet through the file at the path `file`. Collectives fail after a timeout of
-        `seconds`.
+        Collectives fail after a timeout of `seconds`.
         """
         dist.init_process_group(
             "nccl" if self._device.type == "cuda" else "gloo",

@@ -74,10 +74,7 @@ class RankNoise:
             self._noted.append(batch)
 
     def add_own(self, bucket: Bucket) -> None:
-        """Compute the norm of this rank's weighted gradients in a bucket.
-
-        This is done before the bucket is sent.
-        """
+        """Compute the norm of this rank's weighted gradients in a bucket, before it is sent."""
         if self._is_sampled():
             self._own.append(_norm(bucket.gradients))
 
@@ -160,9 +157,9 @@ def _norm(gradients: torch.Tensor) -> torch.Tensor:
 
 
 def _add_squares(norms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of squared norms as a float64 tensor.
+    """Return the sum of squared norms as a float64 tensor with one element.
 
-    The tensor has one element, and is on the device of the first norm.
+    The tensor is on the device of the first norm.
     """
     if len({(norm.device, norm.dtype) for norm in norms}) > 1:
         norms = [norm.to(norms[0].device, torch.float64) for norm in norms]
