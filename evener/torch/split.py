@@ -131,10 +131,7 @@ class Split(PlannedTraining):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Each rank's number of rows in a full step.
-
-        They are from the plan or the last rebalancing.
-        """
+        """Each rank's number of rows in a full step, from the plan or the last rebalancing."""
         return self.ranks.batches
 
     @property
@@ -319,16 +316,15 @@ class Split(PlannedTraining):
     def model_state(self, model: Any) -> dict[str, torch.Tensor]:
         """Return a sharded model's whole parameters and buffers in host memory on rank 0.
 
-        They have the names of the model's `state_dict`. Other ranks get {}, but every rank has to
+        Their names are those of the model's `state_dict`. Other ranks get {}, but every rank has to
         call this. It needs device memory for one unit at a time.
         """
         return cast("dict[str, torch.Tensor]", _checkpoints().model_state(model))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the whole state of a sharded model's optimizer on rank 0.
+        """Return the whole state of a sharded model's optimizer on rank 0, like its `state_dict`.
 
-        It is like the optimizer's `state_dict`. Other ranks get {}, but every rank has to call
-        this.
+        Other ranks get {}, but every rank has to call this.
         """
         return cast("dict[str, Any]", _checkpoints().optimizer_state(optimizer))
 
@@ -353,10 +349,9 @@ class Split(PlannedTraining):
         return _checkpoints().load(folder, model, optimizer)
 
     def scale(self, loss: Any) -> Any:
-        """Return this rank's mean loss, scaled for DDP's mean over ranks.
+        """Return this rank's mean loss, scaled so that DDP's mean over ranks is the mean over rows.
 
-        That mean is then the mean over rows. Raises RequestError if `weigh` isn't "loss", because
-        gradients are then already weighted.
+        Raises RequestError if `weigh` isn't "loss", because gradients are then already weighted.
         """
         self.weights.refuse_in_parts("scale")
         if self.weights.weigh != "loss":

@@ -164,10 +164,7 @@ class TrainingAudits:
 
     @property
     def follows_change(self) -> bool:
-        """True if the current batch is audited because of a change.
-
-        The loss or a setting has just changed.
-        """
+        """True if the current batch is audited because the loss or a setting has just changed."""
         return self._due and not is_audited(self.judge.step)
 
     @property
@@ -207,11 +204,10 @@ class TrainingAudits:
         return self._due
 
     def note_loss(self, loss: Any, made_of: tuple[Any, ...], caller: FrameType) -> None:
-        """Make the next audit due if this loss is computed in another way.
+        """Make the next audit due if this loss is computed in another way than earlier ones.
 
-        That is so if it comes from other operations than earlier losses, or if a setting that it
-        uses has changed. `made_of` identifies the operations. `caller` is the frame that calls
-        backward.
+        The way differs if the loss comes from other operations, or if a setting that it uses has
+        changed. `made_of` identifies the operations. `caller` is the frame that calls backward.
         """
         if self.judge.over:
             return
@@ -299,10 +295,7 @@ class TrainingAudits:
             self._share_result(Replayed(self._try_audit(lambda: find(first))))
 
     def expect_function(self) -> None:
-        """Expect that a function passed to `after_step` computes the loss.
-
-        The loss then isn't expected from a loop.
-        """
+        """Expect the loss from a function passed to `after_step`, and not from a loop."""
         self._is_loops = False
 
     def after_step(self, batch: Any, compute: OfPart, counted: OfPart | None) -> None:
@@ -447,9 +440,9 @@ class TrainingAudits:
             self._pending = self._audit_record(record, counted, 1.0)
 
     def _note_fault(self, replayed: Replayed) -> None:
-        """Warn if a loss wasn't audited, or not with other padding.
+        """Warn if a loss wasn't audited, or if an audit couldn't try other padding.
 
-        The latter is so if parts keep the whole batch's padding.
+        It couldn't if its parts keep the whole batch's padding.
         """
         # with that padding, the audit can't show whether other padding would change the loss
         fault = replayed.fault
@@ -523,10 +516,7 @@ class TrainingAudits:
             return Replayed(None)
 
     def _list_rows(self, record: LossRecord) -> list[FewRows]:
-        """Return several choices of a few rows of the current batch.
-
-        They are in the order to try them.
-        """
+        """Return several choices of a few rows of the current batch, in the order to try them."""
         # fetched from the data set if possible, then cut from the batch
         taken = self._training.weights.current
         every = [self._take_rows(None, taken, record)]
@@ -802,10 +792,7 @@ class TrainingAudits:
                 del self._published[step]
 
     def _compare_results(self, every: Sequence[RankVerdict], step: int) -> None:
-        """Compare all ranks' results for an audited step.
-
-        All ranks do so in the same step.
-        """
+        """Compare all ranks' results for an audited step, in the same step on every rank."""
         if self.judge.over:
             return
         self._compared = True
@@ -823,10 +810,7 @@ class TrainingAudits:
         self._apply(Action.REFUSE if strict else Action.WARN, worst)
 
     def _warn_of_guesses(self, every: Sequence[RankVerdict]) -> None:
-        """Warn if a difference may come from an unrecognized count of rows.
-
-        Such a count is a number with which the loss is computed.
-        """
+        """Warn if a difference may come from a count of rows that wasn't recognized in the loss."""
         guessed = any(each.message and not each.certain for each in every)
         if guessed and not any(each.fine for each in every):
             self._warn_once(NOT_AUDITED.format(MAY_COUNT) + self.question)
@@ -897,10 +881,7 @@ class TrainingAudits:
 
 
 def describe_error(error: Exception) -> str:
-    """Return why an error prevents the comparison of a loss.
-
-    The result is a part of a message.
-    """
+    """Return why an error prevents the comparison of a loss, as a part of a message."""
     return CANT.format(type(error).__name__, str(error).partition("\n")[0])
 
 
@@ -934,11 +915,10 @@ def is_sharded_model(models: Iterable[Any]) -> bool:
 def make_share_computations(
     few: FewRows, loss: OfPart, counted: OfPart | None = None, micro: int = 0
 ) -> Computations:
-    """Return a few rows' computations on one device and on two devices.
+    """Return the computations of a few rows on one device and on two, for an audit to compare.
 
-    An audit compares them. `loss(part)` returns the mean loss of a part, over rows or over the
-    items that `counted(part)` counts. The two devices compute passes of up to `micro` rows; 0 means
-    a single pass.
+    `loss(part)` returns the mean loss of a part, over rows or over the items that `counted(part)`
+    counts. The two devices compute passes of up to `micro` rows; 0 means a single pass.
     """
     computation = partial(_make_computation, loss, counted)
     whole = computation([few.whole], [few.rows], 0)
@@ -982,10 +962,7 @@ def make_launcher_computations(
 
 
 def add_unweighted(computations: Computations) -> Computations:
-    """Return the computations of a loss that is a sum over rows.
-
-    All parts weigh the same.
-    """
+    """Return the computations with equal weights of all parts, for a loss that sums over rows."""
     # causes that only apply to a mean are left out
     trained = computations.changes["sum"].trained
     changes = {"sum": AuditChange(trained)}
@@ -1058,10 +1035,7 @@ def _unscaled(loss: Any) -> Any:
 
 
 def _place(error: BaseException) -> str:
-    """Return the program's line that raised an error, in parentheses.
-
-    The result is "" if the line is unknown.
-    """
+    """Return the program's line that raised an error, in parentheses, or "" if it is unknown."""
     own = [
         each
         for each in traceback.extract_tb(error.__traceback__)
