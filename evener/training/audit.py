@@ -123,9 +123,9 @@ class GradientDifference(msgspec.Struct, frozen=True):
 def compare(
     reference: Sketch, trained: Sketch, repeats: Sequence[Sketch] = ()
 ) -> GradientDifference | None:
-    """Return the difference that most exceeds its allowed rounding; None if none does.
+    """Return the difference that most exceeds its allowed rounding.
 
-    None, too, if the reference isn't finite.
+    Return None if no difference exceeds it, or if the reference isn't finite.
     """
     # Without `repeats`, the allowed rounding is the `floor` for the tensor's type, or more if the
     # tensor's gradient is very small beside the largest one. With `repeats`, it is at least SAFETY
@@ -157,8 +157,8 @@ def find_largest(
 ) -> GradientDifference | None:
     """Return the difference of the tensor whose gradients differ most.
 
-    `noises` is the result of `find_noises`. None if the reference isn't finite, or if all gradients
-    are 0 or missing.
+    `noises` is the result of `find_noises`. Return None if the reference isn't finite, or if all
+    gradients are 0 or missing.
     """
     # to compare tensors, each difference is divided by the rounding that is allowed for its tensor
     names = sorted(reference.sums.keys() | trained.sums.keys())
@@ -249,7 +249,7 @@ def compare_ranks(
 ) -> GradientDifference | None:
     """Return the largest difference between ranks' gradients of the same rows.
 
-    `every` has the ranks' sketches, and `noises` their results of `find_noises`. None if no
+    `every` has the ranks' sketches, and `noises` their results of `find_noises`. Return None if no
     difference exceeds the rounding.
     """
     # Without `noises`, a returned difference only means that rounding has to be measured. The
@@ -431,10 +431,10 @@ CAUSES = {
 
 
 def find_cause(answers: Mapping[str, Callable[[], bool]]) -> str:
-    """Return the key in CAUSES of a difference's likeliest cause.
+    """Return the key in CAUSES of a difference's likeliest cause, or "rows" if none is found.
 
-    "rows" if none is found. `answers` has a function per cause, which returns True if the
-    difference is gone without the cause.
+    `answers` has a function per cause, which returns True if the difference is gone without the
+    cause.
     """
     # the functions recompute the gradient without the cause, and are called in the order of CAUSES
     for name in CAUSES:
@@ -491,9 +491,9 @@ def _write_apart(one: float, other: float) -> str:
 def find_unequal(
     every: Sequence[Mapping[str, Sequence[float]]], near: float = 1e-4
 ) -> tuple[str, float, float] | None:
-    """Return the first name whose values differ between ranks; None if none do.
+    """Return the first name whose values differ between ranks, with the lowest and highest value.
 
-    The lowest and the highest value are returned with it. Values may differ by the fraction `near`.
+    Return None if none do. Values may differ by the fraction `near`.
     """
     # `every` has, for each rank, a few values for each buffer and for each number that enters the
     # loss. Only names that all ranks have are compared.

@@ -54,9 +54,9 @@ def find_bottleneck(ranks: Sequence[RankTimes]) -> Bottleneck:
 
 
 def fewest_windows(bottleneck: Bottleneck, window_s: float) -> int:
-    """Return how many windows must pass before shares may change.
+    """Return how many windows of `window_s` seconds must pass before shares may change.
 
-    This is 2 to 64 windows of `window_s` seconds; 0 if the host or the input is the bottleneck.
+    The number is from 2 to 64, or 0 if the host or the input is the bottleneck.
     """
     # with 0, shares don't change at all, because that wouldn't help
     seconds = EVIDENCE_SECONDS.get(bottleneck)
