@@ -504,10 +504,7 @@ def _warn_of_limits(active: Sequence[Share]) -> None:
 
 
 def _seen(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[str, ...] | None:
-    """Return the UUIDs of the GPUs that any rank sees.
-
-    None if all devices in the plan are CPU slices.
-    """
+    """Return the UUIDs of the GPUs that any rank sees, or None if the plan has only CPU slices."""
     # They are compared with the plan's devices. Without any such GPU, the result has "the CPU".
     if all(map(is_cpu, active)):
         return None

@@ -37,7 +37,7 @@ def _is_current(stream: Any) -> bool:
 def _time_waits_in(kind: Any, name: str, counts: Callable[[Any], bool] | None = None) -> None:
     """Measure the time spent in a method of the class `kind`.
 
-    `counts` returns False for an object that isn't timed. None times all objects.
+    `counts` returns False for an object that isn't timed. If it is None, all objects are timed.
     """
     # The method is replaced by one that notifies timers when it begins and ends. `counts` is called
     # with the method's object.

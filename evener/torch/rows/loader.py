@@ -282,9 +282,9 @@ class RowSampler(SequentialSampler):  # type: ignore[misc]  # torch isn't follow
         self._loader = loader
 
     def __len__(self) -> int:
-        """Return the number of this rank's rows in an epoch.
+        """Return the number of this rank's rows in an epoch, including filler rows.
 
-        That includes a filler row for each batch in which the rank has no row of its own.
+        A batch in which the rank has no row of its own has one filler row.
         """
         sampler = self._loader.batch_sampler
         firsts = range(0, len(sampler) * sampler.global_batch, sampler.global_batch)

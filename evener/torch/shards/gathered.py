@@ -82,10 +82,7 @@ class Gathered:
         raise KeyError(slot.computes)
 
     def gather(self) -> list[Any]:
-        """Allocate the block, and start to gather into it.
-
-        Return the work handles to wait for.
-        """
+        """Allocate the block, start to gather into it, and return the work handles to wait for."""
         self._storage.resize_(self.size)
         for target, source in self._copies:  # neither is known to autograd
             target.copy_(source)

@@ -82,10 +82,7 @@ class Parts:
         self.own = self._parts[rank]
 
     def gather(self) -> list[Any]:
-        """Start to fill the tensor with all ranks' parts.
-
-        Return the work handles to wait for.
-        """
+        """Start to fill the tensor with all ranks' parts; return the work handles to wait for."""
         return run_own(("gather", *self._kind), self._gather)
 
     def _gather(self) -> list[Any]:

@@ -150,10 +150,7 @@ class GradientSender:
             self._fill(dtype, copies, gradients)
 
     def send(self) -> list[Any]:
-        """Start to send the gradients that were taken.
-
-        Return the work handles to wait for.
-        """
+        """Start to send the gradients that were taken; return the work handles to wait for."""
         self._received.untyped_storage().resize_(len(self._received))
         return [run_own("exchange", self._exchange)]
 
@@ -208,10 +205,9 @@ class GradientSender:
 
 
 def bound_received(ranks: int) -> float:
-    """Return an upper bound for the gradients that a rank receives.
+    """Return the most that a rank receives, as a multiple of a Flat's gradients.
 
-    The bound is a multiple of the size of a Flat's gradients: 2.0 means at most twice that size.
-    `ranks` is the number of ranks.
+    2.0 means at most twice the size of these gradients. `ranks` is the number of ranks.
     """
     return min(MOST_RECEIVED, ranks - 1.0)
 
@@ -268,10 +264,7 @@ def _find_copies(
 
 
 def _weight_of(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weight in a part's header as a one-element tensor.
-
-    `dtype` is the dtype of the weight.
-    """
+    """Return the weight in a part's header, of type `dtype`, as a one-element tensor."""
     return part[: dtype.itemsize].view(dtype)
 
 

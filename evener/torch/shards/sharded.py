@@ -340,10 +340,7 @@ class Sharded:
         unit.free()
 
     def accumulated(self, unit: Unit) -> None:
-        """Record that a unit has gradients to reduce.
-
-        Also prepare for the backward pass if that hasn't been done yet.
-        """
+        """Record that a unit has gradients to reduce; prepare for the backward pass if needed."""
         unit.unsent = True
         if self._task is None:
             self.arm(self._batch)
