@@ -42,7 +42,7 @@ _LISTENERS: WeakList[Any] = WeakList()
 def listen(listener: LossListener) -> Callable[[], Any]:
     """Notify a listener of each loss from now on, until the listener is garbage-collected.
 
-    Returns a function that ends this earlier.
+    Return a function that stops the notifications earlier.
     """
     # without listeners, `Tensor.backward` is PyTorch's original method
     _LISTENERS.add(listener)

@@ -54,10 +54,10 @@ class TakenBatch:
         )
 
     def can_share_backward(self, other: TakenBatch) -> bool:
-        """True if both batches can be in one backward pass.
+        """True if both batches can be in one backward pass, with the same weight of each rank.
 
-        They can if each rank has the same weight in both. If they are from different epochs, this
-        must also hold for the last batches of both epochs.
+        If they are from different epochs, the weights in the last batches of both epochs must also
+        be the same.
         """
         return self.weighs_as(other) and (
             self.origin is other.origin or self.origin.tail == other.origin.tail

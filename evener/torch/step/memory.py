@@ -41,10 +41,10 @@ class MemoryGauge:
         return self._peaks.most_rows(self._capacity_bytes, self._left)
 
     def most_in_several(self, gradient_bytes: float) -> int:
-        """Predict how many rows per pass fit with several passes per share.
+        """Predict how many rows per pass fit beside the gradients of a share's earlier passes.
 
-        The gradients of earlier passes then need `gradient_bytes` of memory. Return 0 without a
-        prediction. Call `measure` before.
+        These gradients need `gradient_bytes` of memory. Return 0 without a prediction. Call
+        `measure` before this method.
         """
         return self._peaks.most_rows_beside(self._capacity_bytes, self._left, gradient_bytes)
 

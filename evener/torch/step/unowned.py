@@ -32,10 +32,9 @@ Weigh = Callable[[], float | None]
 
 
 class UnownedTensors:
-    """The unowned tensors of this process, in groups.
+    """The tensors of this process that an optimizer trains and no module owns, in groups.
 
-    The tensors of a group have the same optimizer, dtype and device. An unowned tensor is trained
-    by an optimizer, and is in no module.
+    The tensors of a group have the same optimizer, dtype and device.
     """
 
     def __init__(self) -> None:

@@ -351,11 +351,10 @@ class BatchWeights(BatchTracker):
         ]
 
     def count_equal_passes(self, batch: TakenBatch) -> int:
-        """Return the number of passes that every rank runs.
+        """Return the number of passes that every rank runs, or 0 if the numbers may differ.
 
-        Return 0 if the numbers may differ. If ranks synchronize in each pass, as with a sharded
-        model, the numbers have to be equal. In this case, raises RequestError if the batch's rows
-        are assigned by length.
+        If ranks synchronize in each pass, as with a sharded model, the numbers have to be equal. In
+        this case, raises RequestError if the batch's rows are assigned by length.
         """
         # the rank that needs the most passes determines the number
         if not self.equal_passes:

@@ -30,9 +30,9 @@ from ..sums.exchange import Exchange
 
 
 def model_digest(model: Any) -> str:
-    """Return a digest of the shapes and dtypes of a module's parameters and buffers.
+    """Return a digest of a module's parameters and buffers, of 16 hexadecimal digits.
 
-    It has 16 hexadecimal digits. Names don't affect it.
+    Shapes, dtypes and whether a parameter is trained affect it, but names don't.
     """
     parameters = [
         f"{tuple(parameter.shape)}:{parameter.dtype}:{parameter.requires_grad}"

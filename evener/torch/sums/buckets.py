@@ -162,9 +162,9 @@ class Bucket:
         self.flat.zero_()
 
     def weigh(self, weight: float, number: int) -> None:
-        """Gather the gradients, and multiply them by this rank's weight.
+        """Gather the gradients, and multiply them by this rank's weight, before they are sent.
 
-        They can then be sent. `number` is the batch's number in its epoch, for the tail.
+        `number` is the batch's number in its epoch, for the tail.
         """
         gradients = list(map(GRADIENT, self._parameters))
         if all(map(is_not, gradients, self._views)) and all(map(is_not, gradients, repeat(None))):
@@ -452,10 +452,7 @@ class EarlierGradients:
                 parameter.grad = None
 
     def merge(self) -> None:
-        """Add the pass's gradients to the gradients set aside by `open`.
-
-        Final gradients aren't added.
-        """
+        """Add the pass's gradients, except final ones, to those that `open` has set aside."""
         if self._kept is None:
             return
         kept = [

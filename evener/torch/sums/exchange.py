@@ -371,10 +371,7 @@ class Exchange:
         tail[-1:].copy_(own.abs().sum())
 
     def _finish_pass(self) -> None:
-        """Send the remaining buckets at the end of a backward pass.
-
-        Nothing is sent if the pass doesn't end in a sum.
-        """
+        """End a backward pass; if it ends in a sum, send the remaining buckets."""
         if self._hooks:
             self._note_arrived()
         came = self._came if self._hooks else self.has_gradients()
@@ -505,10 +502,7 @@ def _end(task: int) -> None:
 
 
 def is_in_backward(task: int) -> bool:
-    """True if a wrapped model is still in a backward pass.
-
-    `task` is the number of the backward pass.
-    """
+    """True if a wrapped model is still in the backward pass with the number `task`."""
     return task in _open.values()
 
 

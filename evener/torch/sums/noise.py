@@ -27,10 +27,10 @@ _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 class RankNoise:
-    """Measures the noise scale of one model's gradient, in rows.
+    """Measures the noise scale of one model's gradient, in rows, from the ranks' gradients.
 
-    It compares the ranks' gradients. The result is equal on all ranks. `window` collects the
-    samples, and one in `every` sums is sampled.
+    The result is equal on all ranks. `window` collects the samples, and one in `every` sums is
+    sampled.
     """
 
     # A loop may fetch a batch before it has trained the previous one. So besides `begin` for each
