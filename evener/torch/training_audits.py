@@ -179,16 +179,16 @@ class TrainingAudits:
         return not self.judge.over and self.judge.step <= self._measures_until
 
     def report(self, fault: str) -> None:
-        """Send the other ranks the result of a check of the loss.
+        """Send the other ranks the result of a check of the loss that isn't an audit.
 
-        The check isn't an audit. `fault` is the reason why shares have to become equal, or "".
+        `fault` is the reason why shares have to become equal, or "".
         """
         self._publish(RankVerdict(fault, even=bool(fault)))
 
     def begin(self, batch: Any) -> bool:
-        """Count a batch, and return True if an audit is due.
+        """Count a batch, compare earlier audits' results, and return True if an audit is due.
 
-        A batch isn't counted twice. This also compares the ranks' results of earlier audits.
+        A batch is counted only once.
         """
         # a single device that computes a batch at once needs no audit
         if self._is_single_device:
@@ -905,10 +905,7 @@ def _read_verdicts(keys: Sequence[str]) -> list[RankVerdict]:
 
 
 def is_sharded_model(models: Iterable[Any]) -> bool:
-    """True if another library shards the weights of one of the models.
-
-    Its gradients are then sharded, too.
-    """
+    """True if another library shards the weights, and so the gradients, of one of the models."""
     return any(map(is_sharded, models))
 
 

@@ -30,8 +30,8 @@ def end_process(code: int) -> NoReturn:
 def last_error() -> BaseException | None:
     """Return the uncaught exception that ended the program; None if there is none.
 
-    Exit handlers call this. An interactive session continues after an exception, so None is
-    returned there.
+    Call this from an exit handler. In an interactive session, return None, because the session
+    continues after an exception.
     """
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return None

@@ -70,8 +70,8 @@ def release_others() -> None:
 def wait_for_release(path: str, rank: int) -> None:
     """Wait until the file `path` exists, which lets the other ranks start.
 
-    Rank 0 doesn't wait; it writes its process id beside `path`. If rank 0 exits before, this
-    process exits with code 0.
+    Rank 0 doesn't wait; it writes its process id beside `path`. If rank 0 exits before the file
+    exists, this process exits with code 0.
     """
     first = Path(f"{path}.first")
     if rank == 0:
