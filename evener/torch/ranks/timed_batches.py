@@ -31,8 +31,8 @@ IF_HOST_LIMITS = Rate(2.0, 8)
 class TimedBatches:
     """Chooses which batches are timed: one in each group of `stride` consecutive batches.
 
-    `stride` is adapted so that batches are timed as often as `rate` says. It is `first_stride` at
-    first. `clock` returns seconds.
+    `stride` is `first_stride` at first, and is then adapted so that batches are timed as often as
+    `rate` says. `clock` returns seconds.
     """
 
     # The timed position differs from group to group. So if batches form a cycle, such as those of

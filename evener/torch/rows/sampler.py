@@ -196,10 +196,10 @@ class UnevenBatchSampler:
             schedule.change(ahead * self.global_batch, shares)
 
     def warn_of_short_batches(self, planned: int) -> None:
-        """Warn if an epoch's last step has no row for a rank.
+        """Warn if an epoch's last step has no row for a rank, or if the data set is too small.
 
-        Also warn if the data set has fewer rows than `planned`, the plan's global batch. 0 skips
-        this check.
+        It is too small if it has fewer rows than `planned`, the plan's global batch. 0 skips this
+        check.
         """
         if self.length < planned:
             warnings.warn(

@@ -118,10 +118,10 @@ class Flat:
     # ------------------------------------------------------------------ gradients
 
     def send_as_computed(self) -> None:
-        """Send gradients in the dtypes they were computed in from now on.
+        """From now on, send gradients in the dtypes they were computed in, if that saves bytes.
 
-        This is done only if it saves bytes. Such gradients can't be accumulated over several
-        backward passes, so each backward pass must then end in a reduction.
+        Such gradients can't be accumulated over several backward passes, so each backward pass must
+        then end in a reduction.
         """
         as_stored = self.cuts[-1][1] * self.shard.element_size()
         is_shorter = self.gathered.size < as_stored

@@ -346,10 +346,7 @@ class Sharded:
             self.arm(self._batch)
 
     def accumulated_whole(self) -> None:
-        """Prepare for the backward pass if that hasn't been done yet.
-
-        This is called before an unsharded parameter gets its gradient.
-        """
+        """Prepare for the backward pass, if needed, before an unsharded parameter's gradient."""
         if self._task is None:
             self.arm(self._batch)
 

@@ -62,9 +62,9 @@ class Slot:
         ]
 
     def point_to(self, parameter: Any) -> None:
-        """Make the modules that own this parameter use the tensor `parameter`.
+        """Make the modules that own this parameter use its whole tensor or this rank's piece.
 
-        It is either the whole parameter or this rank's piece.
+        `parameter` is the tensor that they use.
         """
         for module, name in self.owners:
             if isinstance(module, torch.nn.RNNBase):
