@@ -152,11 +152,10 @@ class Recovery:
     def catch(
         self, error: BaseException, running: RunningPass, exchanges: Sequence[Exchange]
     ) -> str:
-        """Return the error as text if the running pass can be computed again.
+        """Return the error as text if the running pass can be computed again, otherwise "".
 
-        Otherwise return "". The pass can be computed again if memory ran out before any of its
-        backward passes ended. Raises DeviceError if memory ran out and `exchanges`, which sum the
-        gradients, is empty.
+        It can be if memory ran out before any of its backward passes ended. Raises DeviceError if
+        memory ran out and `exchanges`, which sum the gradients, is empty.
         """
         # another library then sums the gradients, so the pass can't be undone
         if not is_out_of_memory(error) or running.ended:
@@ -270,10 +269,9 @@ class Recovery:
 
 
 class PassState:
-    """The state of random numbers and buffers before a pass.
+    """The state of random numbers and buffers before a pass, to be restored if the pass fails.
 
-    It is restored if the pass fails. `constant` has the ids of buffers that passes don't change;
-    these aren't copied.
+    `constant` has the ids of buffers that passes don't change; these aren't copied.
     """
 
     def __init__(self, exchanges: Sequence[Exchange], constant: set[int]) -> None:

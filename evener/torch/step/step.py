@@ -303,9 +303,9 @@ class Passes:
             self._running.ended = True
 
     def catch(self, error: BaseException) -> str:
-        """Return an error as text if the current part can be computed again.
+        """Return an error as text if the current part can be computed again, otherwise "".
 
-        Otherwise return "". `error` was raised in the caller's `with part:` block.
+        `error` was raised in the caller's `with part:` block.
         """
         running = self._running
         return "" if running is None else self.recovery.catch(error, running, self._exchanges)

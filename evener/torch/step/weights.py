@@ -460,8 +460,8 @@ class BatchWeights(BatchTracker):
     def weigh_backward(self, losses: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
         """Return the weighted initial gradients for a backward pass from several losses.
 
-        `gradients` are the gradients to weight, one for each loss. None stands for a gradient of
-        ones. They are multiplied by the same factor as in `scale`.
+        `gradients` are the gradients to weight, one for each loss; None stands for a gradient of
+        ones. All are multiplied by the same factor as in `scale`.
         """
         weight = self.shares.world * self.weight
         made = []
