@@ -296,7 +296,7 @@ class Split(PlannedTraining):
     ) -> Model:
         """Shard a model's parameters, gradients and optimizer state over the ranks.
 
-        Use this instead of `wrap`, and create the optimizer after it. It returns the model itself.
+        Use this instead of `wrap`, and create the optimizer afterwards. Returns the model itself.
 
         - `shard="all"`: the parameters of a unit, a group of layers, are gathered before the unit
           computes and freed afterwards.
@@ -317,7 +317,7 @@ class Split(PlannedTraining):
         """Return a sharded model's whole parameters and buffers in host memory on rank 0.
 
         Their names are those of the model's `state_dict`. Other ranks get {}, but every rank has to
-        call this. It needs device memory for one unit at a time.
+        call this. The call needs device memory for one unit at a time.
         """
         return cast("dict[str, torch.Tensor]", _checkpoints().model_state(model))
 

@@ -239,10 +239,10 @@ class TrainingAudits:
         return self._go_even is not None
 
     def find_difference(self, find: Callable[[], Audited | None]) -> str:
-        """Run an audit before the first step, and return any difference found.
+        """Run an audit before the first step; return a message on any difference, or "".
 
-        The result is a message, or "" without a difference. `find` runs the audit, or returns None
-        if there is nothing to audit. If the loss can't be computed again, the message says so.
+        `find` runs the audit, or returns None if there is nothing to audit. If the loss can't be
+        computed again, the message says so.
         """
         fault = ""
 
@@ -556,10 +556,10 @@ class TrainingAudits:
     def _take_rows(
         self, batch: Any, taken: Any, record: LossRecord | None = None
     ) -> FewRows | None:
-        """Return a few rows of the current batch on this rank's device.
+        """Return a few rows of the current batch on this rank's device, or None if that fails.
 
-        None if that fails. `taken` is the batch as its loader yielded it; None without a loader.
-        `batch`, or the batch of `record`, is cut if the rows can't be fetched from the data set.
+        `taken` is the batch as its loader yielded it; None without a loader. `batch`, or the batch
+        of `record`, is cut if the rows can't be fetched from the data set.
         """
         # fetched rows are the same on every rank
         loader = None if taken is None else taken.origin.loader()

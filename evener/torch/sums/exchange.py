@@ -231,10 +231,9 @@ class Exchange:
             self._watch_parameters(sync, batch)
 
     def _watch_parameters(self, sync: bool, batch: Any) -> None:
-        """Detect backward passes by the gradients of the model's parameters.
+        """Detect backward passes by parameters' gradients, for outputs with hidden tensors.
 
-        This is for outputs of unknown classes, whose tensors are hidden. `sync` and `batch` mean
-        the same as in `watch`.
+        Such outputs are of unknown classes. `sync` and `batch` mean the same as in `watch`.
         """
         # a backward pass is assumed to start with the first gradient
         reference = weakref.ref(self)

@@ -91,10 +91,9 @@ def measure_sums(group: Any, rank: int, members: Sequence[int], device: Any) -> 
 def find_wrong(
     add_up: Callable[[Any], None], size: int, rank: int, members: Sequence[int], device: Any
 ) -> str:
-    """Check an all-reduce of whole numbers, and return what is wrong.
+    """Check an all-reduce of whole numbers; return a message on what is wrong, or "".
 
-    The result is a message, or "" if nothing is wrong. `add_up` all-reduces a tensor in place.
-    `size` is the number of values.
+    `add_up` all-reduces a tensor in place. `size` is the number of values.
     """
     # each rank sends a different pattern, whose sums are exact in float32
     numbers = torch.arange(size, device=device)
