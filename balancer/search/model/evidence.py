@@ -52,20 +52,16 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
     undivided: bool = False  # a step in passes failed for a reason other than memory
 
     def is_unusable(self, quantum: int) -> bool:
-        """True if the device can't be used.
-
-        It failed permanently, or ran out of memory at the smallest share.
-        """
+        """True if the device failed permanently, or ran out of memory at the smallest share."""
         return bool(self.lost) or (
             self.memory.smallest_failed is not None and self.memory.smallest_failed <= quantum
         )
 
     @property
     def best_rate(self) -> float:
-        """The highest samples/s of the device in its own process.
+        """The highest samples/s of the device in its own process; 0 if it never ran in one.
 
-        They are 0 if it never ran in one. Measurements while the other devices were idle don't
-        count.
+        Measurements while the other devices were idle don't count.
         """
         return max((point.batch / point.seconds for point in self.alone), default=0.0)
 
@@ -182,10 +178,7 @@ def _fits_no_rows(store: Observations, position: int, by_rows: Sequence[Observat
 
 
 def _out_of_memory(store: Observations, position: int, seen: Observation) -> bool:
-    """True if the device at `position` ran out of memory.
-
-    Only this observation counts.
-    """
+    """True if the device at `position` ran out of memory in this observation."""
     if isinstance(seen, Failed):
         return _too_large(store, position, seen)
     # other processes may have held memory that they have released since
@@ -203,9 +196,9 @@ def _out_of_memory(store: Observations, position: int, seen: Observation) -> boo
 
 
 def _too_large(store: Observations, position: int, seen: Failed) -> bool:
-    """True if a device failed perhaps because its batch was too large.
+    """True if a device failed alone, with a larger batch than any that it had computed.
 
-    The device ran alone, and the batch was larger than any that it had computed.
+    The batch was then perhaps too large. False if the cause is the device itself.
     """
     layout = seen.probe.layout
     if layout.active != (position,) or layout.in_passes or seen.cause == "device":
@@ -216,10 +209,7 @@ def _too_large(store: Observations, position: int, seen: Failed) -> bool:
 
 
 def _why_left_out(store: Observations, position: int, explored: Sequence[Observation]) -> str:
-    """Return a message that says why the device is left out.
-
-    Return "" if it isn't.
-    """
+    """Return a message that says why the device is left out; "" if it isn't."""
     if position in store.gone:
         return store.gone[position]
     for seen in explored:
@@ -310,10 +300,7 @@ def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0)
 
 
 def _typical_noise(seen: Iterable[Timed]) -> float:
-    """Return the median relative standard error of one step.
-
-    The median is that of the given probes.
-    """
+    """Return the relative standard error of one step: its median over these probes."""
     # a probe with a single step doesn't show its noise
     certain = (timed for timed in seen if not timed.lone)
     noises = [relative_error(one) * math.sqrt(max(1, one.steps)) for one in certain]

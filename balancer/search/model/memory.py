@@ -156,8 +156,8 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         """Return the largest batch worth trying in a split.
 
         The batch is a multiple of `quantum`, up to `cap`. It is usually that of `largest_to_try`,
-        which may not fit. It is only the largest that ran after two failures that refute the memory
-        line. The same applies if the line or the limit is unknown, unless `bold`.
+        which may not fit. It is only the largest that ran if two failures refute the memory line
+        or, unless `bold`, if the line or the memory limit is unknown.
         """
         unknown = self.limit_bytes is None or self.line is None
         if (unknown and not bold) or self._line_is_refuted:

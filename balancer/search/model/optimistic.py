@@ -1,9 +1,9 @@
-"""Estimates the highest speed that a device may have between measured batches.
+"""Estimates the highest speed that a device may have between and beyond measured batches.
 
-It also estimates the speed beyond them. Times rise with the batch, but not necessarily on a line
-between two points: there may be a knee, a jump, or another kernel. So in each gap between points,
-time may continue with the slope before the gap in the first half, and rise only in the second half.
-A step function ("stairs") is assumed to continue beyond the batches that ran.
+Times rise with the batch, but not necessarily on a line between two points: there may be a knee, a
+jump, or another kernel. So in each gap between points, time may continue with the slope before the
+gap in the first half, and rise only in the second half. A step function ("stairs") is assumed to
+continue beyond the batches that ran.
 """
 
 from __future__ import annotations
@@ -62,10 +62,7 @@ def _least_rise(points: Sequence[Point], curve: Curve) -> Curve:
 
 
 def _slope_beyond(points: Sequence[Point], curve: Curve) -> float:
-    """Return the slope that is assumed beyond the last point.
-
-    It is in seconds per sample.
-    """
+    """Return the slope that is assumed beyond the last point, in seconds per sample."""
     first, middle, end = points[-3:]
     before = _slope(first, middle)
     last = _slope(middle, end)
@@ -89,10 +86,10 @@ def bend_is_open(points: Sequence[Point], curve: Curve) -> bool:
 
 
 def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | None:
-    """Return an optimistic point in the middle of a gap.
+    """Return an optimistic point in the middle of the gap before point number `right`.
 
-    The point is (batch, seconds). The gap is the one before point number `right`. Return None if
-    the optimistic point isn't clearly faster than the line across the gap.
+    The point is (batch, seconds). Return None if it isn't clearly faster than the line across the
+    gap.
     """
     one, other = points[right - 1], points[right]
     own = _slope(one, other)
@@ -109,10 +106,9 @@ def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | Non
 
 
 def _slope_before(points: Sequence[Point], right: int, own: float) -> float:
-    """Return the slope with which the time may begin to rise.
+    """Return the slope with which time may begin to rise in the gap before point number `right`.
 
-    The rise begins in the gap before point number `right`. `own` is the slope of the line across
-    the gap.
+    `own` is the slope of the line across the gap.
     """
     # the time may continue as in the gap before
     if right > 1:

@@ -157,10 +157,10 @@ def _average(group: Sequence[Point]) -> Point:
 
 
 def _simplest_curve(points: Sequence[Point]) -> tuple[Curve, float]:
-    """Return the simplest curve that fits the points, and its residual.
+    """Return the simplest curve that fits the points, and its largest residual.
 
-    The curve is a straight line or, if that doesn't fit well, has a knee. The residual is the one
-    at the worst point, in standard errors.
+    The curve is a straight line or, if that doesn't fit well, has a knee. The residual is in
+    standard errors.
     """
     line = _straight_curve(*rising_line(_weighted(points)))
     worst = _worst_residual(points, line)
@@ -173,10 +173,7 @@ def _simplest_curve(points: Sequence[Point]) -> tuple[Curve, float]:
 
 
 def _knee_curve(points: Sequence[Point], cut: int) -> Curve:
-    """Return a curve with a level part, then a straight one.
-
-    The straight part begins at point number `cut`.
-    """
+    """Return a curve that is level up to a knee, and straight from point number `cut` on."""
     before = points[:cut]
     rest = points[cut:]
     weights = math.fsum(p.weight for p in before)
@@ -329,10 +326,7 @@ class Stairs(msgspec.Struct, frozen=True):
         )
 
     def _range_of_level_end(self, level: int) -> tuple[int, int]:
-        """Return the smallest and the largest batch that may end a level.
-
-        `level` is the level's number.
-        """
+        """Return the smallest and the largest batch at which level number `level` may end."""
         earliest = min(
             math.floor((level - most) / each + ROUNDING) for each, _, most in self.corners
         )
@@ -368,20 +362,14 @@ def fit_stairs(measured: tuple[Point, ...]) -> Stairs | None:
 
 
 def _shows_width(points: Sequence[Point], levels: Sequence[int]) -> bool:
-    """True if the points show how wide the levels are.
-
-    The width of a level is in samples.
-    """
+    """True if the points show how wide the levels are, in samples."""
     rise = bisect_left(levels, levels[0] + 1)
     # three levels, or two whose nearest batches aren't far apart
     return len(set(levels)) > 2 or points[rise].batch <= WIDE * points[rise - 1].batch
 
 
 def _fit_stairs_to_levels(points: Sequence[Point], levels: Sequence[int]) -> Stairs | None:
-    """Return the step function that puts each point on its level.
-
-    Return None if none does.
-    """
+    """Return the step function that puts each point on its level; None if none does."""
     # levels are counted from 0 at the smallest batch
     samples = [
         (float(n), p.seconds, 1 / p.tolerance_seconds**2)
