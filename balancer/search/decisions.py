@@ -50,10 +50,7 @@ def explain_probe(probe: Probe, split_before: bool, running: int) -> str:
 
 
 def _explain_solo(probe: Probe) -> str:
-    """Return the purpose of a round of solo probes.
-
-    The text is the end of a sentence.
-    """
+    """Return the purpose of a round of solo probes, as the end of a sentence."""
     layout = probe.layout
     if layout.length:
         return f"what passes of rows of {layout.length} tokens and others cost"
@@ -120,9 +117,6 @@ def find_doubt(model: MachineModel, chosen: Result) -> str:
 
 
 def explain_too_long(problem: Problem) -> End:
-    """Return the reason for a search's end: the longest row never fits.
-
-    No device can hold it.
-    """
+    """Return the reason for a search's end: no device can hold the longest row."""
     row = "it" if problem.longest_row < 0 else f"row {problem.longest_row}"
     return End(Stop.ROW_TOO_LONG, f"{row} has {problem.lengths[-1]} tokens")

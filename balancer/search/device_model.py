@@ -116,10 +116,9 @@ class DeviceModel:
         return optimistic_curve(self.group_points, self.solo_curve)
 
     def seconds(self, layout: Layout, curve: Curve) -> float:
-        """Return the seconds that the device takes for its share.
+        """Return the seconds that the device takes for its share of a layout.
 
-        The share is that in a layout. `curve` is the curve of one pass: `solo_curve` or
-        `split_curve`.
+        `curve` is the curve of one pass: `solo_curve` or `split_curve`.
         """
         share = layout.shares[self.position]
         return step_in_passes(curve, share, layout.passes(self.position), self.extra_seconds)
@@ -139,10 +138,9 @@ class DeviceModel:
 
     @cached_property
     def guessed_rows(self) -> int:
-        """The most rows of one pass worth trying in a split.
+        """The most rows of one pass worth trying in a split, considering only memory.
 
-        Only memory counts, and the rows may not fit. The limit is 0 for a device that can't be
-        used.
+        They are a guess, so they may not fit. They are 0 for a device that can't be used.
         """
         if self.is_unusable:
             return 0
@@ -205,10 +203,7 @@ class DeviceModel:
         return max(int(growth * self.memory.largest_ran) // self.quantum, 1) * self.quantum
 
     def _growth_factor(self, curve: Curve | PassCurve) -> float:
-        """Return how far the next batch may exceed the largest that ran.
-
-        The result is a factor.
-        """
+        """Return the factor by which the next batch may exceed the largest that ran."""
         smallest = self.evidence.alone[0].batch if self.evidence.alone else 0
         first = curve.seconds(smallest)
         last = curve.seconds(self.memory.largest_ran)

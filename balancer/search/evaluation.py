@@ -287,10 +287,10 @@ class Evaluation:
 
     @cached_property
     def best(self) -> Result | None:
-        """The best of all layouts that were measured and may still run.
+        """The best of all layouts that were measured and may still run; None before any.
 
-        None before any measurement. If the layout was measured again after it was chosen, its
-        samples/s are from the turns since then.
+        If the layout was measured again after it was chosen, its samples/s are from the turns since
+        then.
         """
         chosen = self._chosen
         if chosen is None:
@@ -338,9 +338,9 @@ class Evaluation:
 
     @cached_property
     def _results_that_ran(self) -> dict[Layout, Result]:
-        """The results of all layouts that may run again.
+        """The results of all layouts that may run again and ran as a single training.
 
-        Only layouts that ran as one training are included.
+        If none of them may run again, all that ran are included.
         """
         found = self._seen.timed(Stage.SOLO, Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.RACE)
         trainings = [one for one in found if one.probe.layout.traits.by_shares]
@@ -363,10 +363,7 @@ class Evaluation:
 
     @cached_property
     def _lone_error(self) -> float:
-        """The relative error of a probe that timed a single step.
-
-        The error is the half-width of the 95 % interval.
-        """
+        """The relative error of a probe that timed a single step: half its 95 % interval."""
         lone = [timed for timed in self._seen.timed() if timed.lone]
         return lone_error_of([(one.first_step_seconds, one.step_seconds) for one in lone])
 
@@ -469,10 +466,7 @@ class Evaluation:
 
     @property
     def _replaced_layouts(self) -> tuple[tuple[Candidate, Candidate], ...]:
-        """Each layout that ran out of memory, with its smaller replacement.
-
-        The memory ran out in the race.
-        """
+        """Each layout that ran out of memory in the race, with its smaller replacement."""
         pairs = self.offers.retreats
         return tuple(pair for pair in pairs if self._seen.turns(pair[1].layout))
 
@@ -489,10 +483,7 @@ class Evaluation:
 
     @property
     def _enough_seconds(self) -> float:
-        """The budget that would have sufficed to measure every layout once.
-
-        It is in seconds.
-        """
+        """The budget, in seconds, that would have sufficed to measure every layout once."""
         budget = self.budget
         live = self.model.live
         missing = [one.layout for one in self.race.unmeasured]
@@ -511,10 +502,10 @@ class Evaluation:
         return fmean(self.problem.lengths) if self.problem.lengths else 0.0
 
     def _network_seconds(self) -> tuple[float, ...]:
-        """Return the extra seconds of an exchange over several hosts.
+        """Return how many seconds longer an exchange takes over several hosts than over one.
 
-        The exchange is between all devices, and is compared with one on a single host. The seconds
-        are indexed by the number of hosts. Return an empty tuple if there is a single host.
+        The exchange is between all devices. The seconds are indexed by the number of hosts. Return
+        an empty tuple if there is a single host.
         """
         exchange = self.machine.exchange
         if len(exchange) < 2:
@@ -522,10 +513,7 @@ class Evaluation:
         return tuple(costs[-1] - exchange[1][-1] for costs in exchange)
 
     def _curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return each device's curve in a layout, and its safe pass.
-
-        The safe pass is the number of rows in one pass that certainly fit.
-        """
+        """Return each device's curve in a layout, and the rows of one pass that certainly fit."""
         # without a split of rows, curves are empty and rows are 0
         sharding = self.sharding if layout.traits.sharded else None
         return (sharding or self.policy).curves(layout)

@@ -96,10 +96,7 @@ def _weighted_mean(samples: Sequence[tuple[float, float, float]]) -> float:
 
 
 class MachineModel:
-    """A model of the machine if all rows cost the same.
-
-    It is based on one set of observations.
-    """
+    """A model of the machine for rows of equal cost, based on one set of observations."""
 
     # True: devices take rows in the order of the data, so packs and placements are possible
     by_rows = True
@@ -129,7 +126,7 @@ class MachineModel:
 
     @cached_property
     def fitting_splits(self) -> tuple[Timed, ...]:
-        """The explored splits that still fit, according to all later observations."""
+        """The explored splits that still fit, according to all observations since."""
         return tuple(self.seen.still_fit(self.splits))
 
     @cached_property
@@ -192,9 +189,9 @@ class MachineModel:
 
     @cached_property
     def sync_seconds(self) -> float | None:
-        """The exchange time of the largest split that was measured, in seconds.
+        """The exchange time, in seconds, of the measured split with the most devices.
 
-        The largest split is the one with the most devices. None if no split was measured.
+        None if no split was measured.
         """
         layouts = [split.probe.layout for split in self.splits]
         if not layouts:
@@ -267,10 +264,10 @@ class MachineModel:
         )
 
     def lay_out_safely(self, shares: tuple[int, ...]) -> Layout | None:
-        """Return a layout of these shares with passes that certainly fit.
+        """Return a layout of these shares in which every pass certainly fits or has already run.
 
-        A pass also fits if it ran before. Passes have fewer rows than in `lay_out` if only these
-        are safe. Return None if no passes are.
+        Passes have fewer rows than in `lay_out` if its passes aren't safe. Return None if there is
+        no safe layout.
         """
         layouts = (self.lay_out(shares, surely) for surely in (False, True))
         return next((layout for layout in layouts if self.surely_fits(layout)), None)
@@ -289,10 +286,9 @@ class MachineModel:
 
     @cached_property
     def split_curves(self) -> tuple[DeviceCurve, ...]:
-        """Each live device's curve in a split, and its largest share.
+        """Each live device's curve in a split, and the largest share that fits in one pass.
 
-        The share is computed in one pass. Devices without a curve, or without a share that may fit,
-        are left out.
+        Devices without a curve, or without a share that may fit, are left out.
         """
         found = []
         for position in self.live:
@@ -303,9 +299,9 @@ class MachineModel:
 
     @cached_property
     def holds_batch(self) -> bool:
-        """True if the devices together can compute the fixed global batch.
+        """True if the devices can together compute the fixed batch, perhaps in several passes.
 
-        They may need several passes. Always True for a free batch.
+        Always True for a free batch.
         """
         together = sum(device.limit for device in self.split_curves)
         if together >= (self.problem.global_batch or 0):

@@ -90,9 +90,9 @@ class Observations:
                 )
 
     def is_still_full(self, position: int, seen: OutOfMemory) -> bool:
-        """True if other processes may hold as much memory as at a failure.
+        """True if other processes may still hold as much memory of a device as when it ran out.
 
-        `seen` is the observation that ran out of memory. Only the device at `position` counts. Also
+        `position` is the device's position, and `seen` the observation that ran out of memory. Also
         True if the memory of processes outside this session is unknown.
         """
         return not seen.short_bytes or seen.short_bytes[position] <= self._others_bytes[position][1]
@@ -100,9 +100,9 @@ class Observations:
     # ------------------------------------------------------------------ by probe, stage and layout
 
     def in_stage(self, *stages: Stage) -> list[Observation]:
-        """Return the final observations of some stages: all but failures that will be retried.
+        """Return the observations of some stages, except failures that will be retried.
 
-        They are listed stage by stage, in the order of their probes.
+        They are sorted by stage, in the order of the arguments, and then by `order_probe`.
         """
         found: list[Observation] = []
         for stage in stages:
@@ -160,7 +160,7 @@ class Observations:
 
     @property
     def _uncontended(self) -> tuple[Stage, ...]:
-        """The stages before the race with only one probe at a time."""
+        """The stages before the race in which only one probe runs at a time."""
         stages: tuple[Stage, ...] = (Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.PACK)
         # a single device runs alone in the solo stage too
         return (*stages, Stage.SOLO) if self._problem.devices == 1 else stages
@@ -314,31 +314,32 @@ class Observations:
     # ------------------------------------------------------------------ by device
 
     def explored(self, position: int) -> list[Observation]:
-        """Return a device's final observations in exploration, in the order of their probes."""
+        """Return a device's observations in exploration, except failures that will be retried.
+
+        They are in the order of their probes.
+        """
         return [one for one in self.in_stage(*EXPLORATION) if one.probe.layout.shares[position]]
 
     def largest_alone(self, position: int) -> float:
         """Return the most rows per pass that the device has run alone in exploration.
 
-        Return 0.5 if it never ran alone: callers divide by the result, and it is below any batch.
+        If it never ran alone, return 0.5: less than any batch, but not 0, so that callers can
+        divide by it.
         """
         layouts = [one.probe.layout for one in self.explored(position) if isinstance(one, Timed)]
         alone = (layout.pass_rows[position] for layout in layouts if layout.traits.alone)
         return max(alone, default=0.5)
 
     def recovered(self, position: int) -> bool:
-        """True if the device wasn't throttled when it was last measured.
+        """True if the device wasn't throttled in its last measurement in the race or a check.
 
-        Only the race and checks count. False if it wasn't measured there.
+        False if it wasn't measured there.
         """
         turns = self.raced(position)
         return bool(turns) and not turns[-1].held_back(position)
 
     def raced(self, position: int) -> list[Timed]:
-        """Return one device's measurements in the race and in later checks.
-
-        They are in the order of turns.
-        """
+        """Return one device's measurements in the race and in later checks, sorted by turn."""
         own = (
             timed
             for timed in self.timed(Stage.RACE, Stage.CHECK)
@@ -358,10 +359,7 @@ class Observations:
 
 
 def _is_plain_split(layout: Layout) -> bool:
-    """True if a layout is an ordinary split by number of rows.
-
-    An ordinary split sets no knobs, and isn't sharded.
-    """
+    """True if a layout is a split by number of rows that sets no knobs and isn't sharded."""
     if not layout.traits.together or layout.traits.sharded:
         return False
     return layout.by_rows and not layout.knobs

@@ -33,7 +33,7 @@ class Offers:
     def candidates(self) -> tuple[Candidate, ...]:
         """The layouts of the race, without duplicates.
 
-        A layout that ran out of memory is replaced by a smaller one.
+        Each layout that ran out of memory in the race is replaced by a smaller one.
         """
         kept: dict[Layout, Candidate] = {}
         for candidate in self._offered_candidates:
@@ -43,10 +43,7 @@ class Offers:
 
     @cached_property
     def retreats(self) -> tuple[tuple[Candidate, Candidate], ...]:
-        """Layouts that ran out of memory, each with its smaller replacement.
-
-        The memory ran out in the race.
-        """
+        """Each layout that ran out of memory in the race, with its smaller replacement."""
         pairs = [
             (candidate, self._replace_if_out_of_memory(candidate))
             for candidate in self._offered_candidates
@@ -54,10 +51,9 @@ class Offers:
         return tuple((wanted, instead) for wanted, instead in pairs if instead != wanted)
 
     def list_failed(self) -> list[tuple[Candidate, Observation]]:
-        """Return the layouts that failed in the race, each with its failure.
+        """Return the layouts that failed in the race, each with the observation of its failure.
 
-        The failure is an observation. If packs of a mode were tried and none of them ran, the
-        smallest of them is included.
+        If packs of a mode were tried and none of them ran, the smallest of them is included.
         """
         found = []
         for candidate in self.candidates:
@@ -97,10 +93,9 @@ class Offers:
             yield Candidate(family if own else family_of(layout), layout, extra)
 
     def _replace_if_out_of_memory(self, candidate: Candidate) -> Candidate:
-        """Return the candidate, or a smaller one if it didn't fit.
+        """Return the candidate or, if it ran out of memory in the race, a smaller one.
 
-        It didn't fit if it ran out of memory in the race. The smaller one has smaller passes or a
-        smaller batch.
+        The smaller one has smaller passes or a smaller batch.
         """
         fixed = self._problem.global_batch is not None
         if fixed and not (self._problem.micro and candidate.synchronous):
@@ -123,10 +118,7 @@ class Offers:
 
 
 def _without_duplicates(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates without splits that nearly equal an earlier one.
-
-    A measurement couldn't tell such splits apart.
-    """
+    """Return the candidates, except splits that a measurement couldn't tell from an earlier one."""
     kept: list[Candidate] = []
     splits: list[Layout] = []
     for candidate in candidates:

@@ -53,10 +53,7 @@ class Packing:
         (self._position,) = single.active
 
     def next_layout(self) -> Layout | None:
-        """Return the next pack to measure.
-
-        Return None when the best number of trainings is known.
-        """
+        """Return the next pack to measure; None when the best number of trainings is known."""
         size = next_size(self._rates, self._most_trainings)
         if size is None or size < 2:
             return None
@@ -117,9 +114,9 @@ class Packing:
         return rates
 
     def _may_retreat(self, size: int, tries: Sequence[Observation]) -> bool:
-        """True if packs of this size may fit with a smaller batch.
+        """True if packs that ran out of memory may fit with a smaller batch.
 
-        The packs have `size` trainings, and ran out of memory with larger batches.
+        The packs have `size` trainings, and `tries` are their observations.
         """
         if self._problem.global_batch is not None or len(tries) >= RETREATS:
             return False
@@ -131,10 +128,7 @@ class Packing:
         return throughput(self._policy.seen.turns(layout)).value
 
     def _batch_for(self, size: int) -> int:
-        """Return the batch size of each training in a pack.
-
-        `size` trainings run side by side. Return 0 if no batch fits.
-        """
+        """Return the batch size of each training in a pack of `size` trainings; 0 if none fits."""
         batch = self._single.global_batch
         if self._problem.global_batch is not None:
             return batch
@@ -146,10 +140,7 @@ class Packing:
 
     @cached_property
     def _most_trainings(self) -> int:
-        """The maximum number of trainings that can fit on the device.
-
-        It is at most `MOST_PROCESSES`.
-        """
+        """The maximum number of trainings that can fit on the device, at most `MOST_PROCESSES`."""
         least = self._problem.global_batch or self._problem.multiple_of
         for size in range(MOST_PROCESSES, 1, -1):
             if self._largest_batch_for(size) >= least:
@@ -157,10 +148,7 @@ class Packing:
         return 1
 
     def _largest_batch_for(self, size: int) -> int:
-        """Return the largest batch that fits `size` times.
-
-        Return `UNBOUNDED` if memory use is unknown.
-        """
+        """Return the largest batch that fits `size` times; `UNBOUNDED` if memory use is unknown."""
         limit = self._policy.seen.memory_limit(self._position)
         if limit is None or not self._memory_per_training.points:
             return UNBOUNDED
@@ -207,9 +195,9 @@ def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
 
 
 def best_size(tried: Rates, tolerance: float = TIE) -> int | None:
-    """Return the smallest number of trainings within the relative tolerance of the highest rate.
+    """Return the smallest number of trainings whose rate is within the tolerance of the highest.
 
-    Return None if all attempts failed.
+    The tolerance is relative. Return None if all attempts failed.
     """
     least = max(tried.values(), default=0.0) * (1 - tolerance)
     return min((size for size, rate in tried.items() if rate and rate >= least), default=None)

@@ -21,10 +21,9 @@ Solve = Callable[[Sequence[DeviceCurve], Costs], Allocation | None]
 
 
 class Predictions:
-    """The layouts predicted to be best if all rows cost the same.
+    """The layouts predicted to be best by a model of the machine in which all rows cost the same.
 
-    A model of the machine predicts them. Predictions are allocations: (device, samples) pairs with
-    the predicted step time.
+    Predictions are allocations: (device, samples) pairs with the predicted step time.
     """
 
     def __init__(self, machine: MachineModel) -> None:
@@ -83,10 +82,10 @@ class Predictions:
         return in_passes if gains else at_once
 
     def _is_limited_by_memory(self, found: Allocation | None) -> bool:
-        """True if a device has time for more rows than fit.
+        """True if a device has time for more rows than it can compute in one pass.
 
-        That is, for more rows than it can compute in one pass. Only devices that may use several
-        passes count. The time is that of a step of `found`; if it is None, time is unlimited.
+        Only devices that may use several passes count. The time is that of a step of `found`; if it
+        is None, time is unlimited.
         """
         seconds = found.seconds if found else math.inf
         for device in self._trusted_devices:
@@ -194,10 +193,10 @@ class Predictions:
         return self._best_alone(DeviceCurve(position, device.solo_curve, reach))
 
     def within(self, part: float) -> Allocation | None:
-        """Return the smallest layout that should be nearly as fast as the fastest.
+        """Return the layout with the smallest batch that should be nearly as fast as the fastest.
 
-        The smallest has the smallest batch. It may be slower by the fraction `part` of the
-        tolerance. Return None for a fixed batch, or without a tolerance.
+        It may be slower by the fraction `part` of the tolerance. Return None for a fixed batch, or
+        without a tolerance.
         """
         problem = self.problem
         if problem.global_batch is not None or not problem.tolerance:
@@ -232,10 +231,7 @@ class Predictions:
         )
 
     def _smallest_singles_reaching(self, rate: float) -> list[Allocation | None]:
-        """Return each device's smallest batch that reaches `rate` alone.
-
-        The list has None for a device if no batch does.
-        """
+        """Return each device's smallest batch that reaches `rate` alone; None if no batch does."""
         found = []
         for curve in self.machine.split_curves:
             alone = self.machine.devices[curve.position].solo_curve

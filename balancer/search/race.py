@@ -59,10 +59,7 @@ class Race:
 
     @cached_property
     def running(self) -> tuple[Candidate, ...]:
-        """The candidates with available devices that haven't failed.
-
-        All devices of a candidate must be available. Only failures in the race count.
-        """
+        """The candidates that haven't failed in the race and whose devices are all available."""
         candidates = self.offers.candidates
         here = (
             candidate
@@ -72,11 +69,10 @@ class Race:
         return tuple(one for one in here if self._seen.first_failure(one.layout) is None)
 
     def repeat_best(self, chosen: Layout) -> tuple[Probe, ...]:
-        """Return a probe of another turn of the chosen layout or its rival.
+        """Return a probe of another turn of the chosen layout or the best of the other layouts.
 
-        The rival is the best one. Such turns use up a budget that is to be spent completely
-        (`Problem.spend_all`). Return an empty tuple if there is no budget, or not enough of it
-        left.
+        Such turns use up a budget that is to be spent completely (`Problem.spend_all`). Return an
+        empty tuple if there is no budget, or not enough of it left.
         """
         if self._problem.budget_seconds is None:
             return ()
@@ -235,10 +231,7 @@ class Race:
     def _rivals_in_turn(
         self, rivals: Sequence[Candidate], stage: Stage, turn: int
     ) -> list[Candidate]:
-        """Return the rivals that take part in a turn.
-
-        They may still be the best.
-        """
+        """Return the rivals that take part in a turn because they may still be the best."""
         # the first turn of the race is in `_first_turn`
         if turn == FIRST_TURN and stage == Stage.KNOBS:
             return list(rivals)
@@ -250,7 +243,7 @@ class Race:
     def _find_undecided(
         self, rivals: Sequence[Candidate], stage: Stage, before: int = MOST_TURNS
     ) -> tuple[list[Candidate], bool]:
-        """Return the rivals that deserve another turn, and True for a tie.
+        """Return the rivals that deserve another turn, and whether there is a tie.
 
         Only turns with a lower number than `before` count. See `undecided` for the rules.
         """
@@ -271,10 +264,7 @@ class Race:
 
     @cached_property
     def _knob_rivals(self) -> list[Candidate]:
-        """The winner without knobs and with each requested knob.
-
-        Layouts that failed are left out.
-        """
+        """The winner without knobs and with each requested knob, except layouts that failed."""
         if not self._without_knobs or not self.options.knobs:
             return []
         winner = self._without_knobs[0].candidate

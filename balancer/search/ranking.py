@@ -134,9 +134,9 @@ def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Probl
 
     - The objective may give up speed, for example to save energy: return the layout with the best
       value of the objective. It may be slower than the fastest by at most `max_slowdown`.
-    - The user accepts a tolerance and didn't fix the global batch: return the layout with the
-      smallest batch within the tolerance. This doesn't apply if the fastest layout is a pack or
-      placement, or has knobs (tuned options such as XLA).
+    - The user accepts a tolerance and didn't fix the global batch, and the fastest layout isn't a
+      pack or placement, and has no knobs (tuned options such as XLA): return the layout with the
+      smallest batch within the tolerance.
     - All other cases: return the simplest of the layouts that are about as fast. They are slower
       than the fastest by less than 1 %, or by less than the tolerance if that is smaller.
     """
@@ -171,10 +171,7 @@ def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Probl
 def _list_tolerable(
     ran: Sequence[Candidate], turns: TurnsByLayout, leader: Turns, tolerance: float
 ) -> list[Candidate]:
-    """Return the synchronous layouts that are nearly as fast as the leader.
-
-    They are slower than the leader by at most the tolerance.
-    """
+    """Return the synchronous layouts that are slower than the leader by at most the tolerance."""
     # other layouts have global batches that can't be compared with the leader's
     synchronous = [candidate for candidate in ran if candidate.synchronous]
     return [one for one in synchronous if is_tolerable(turns[one.layout], leader, tolerance)]
@@ -268,18 +265,15 @@ def _pooled_deviation(assumed: float, values: Sequence[float]) -> float:
 
 
 def center(interval: Interval, value: float) -> Interval:
-    """Return an interval of the same width around `value`.
-
-    It is cut off at 0.
-    """
+    """Return an interval of the same width around `value`, cut off at 0."""
     half = (interval.high - interval.low) / 2
     return Interval(value, max(0.0, value - half), value + half)
 
 
 def widen(interval: Interval, error: float) -> Interval:
-    """Return the interval, extended if it is too narrow.
+    """Return the interval, extended where a bound is nearer to the value than `error`.
 
-    Its relative half-width is then at least `error` on both sides.
+    `error` is relative to the value.
     """
     low = min(interval.low, interval.value * max(0.0, 1 - error))
     return Interval(interval.value, low, max(interval.high, interval.value * (1 + error)))

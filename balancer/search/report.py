@@ -1,7 +1,4 @@
-"""The outcome of a search as one value.
-
-It has all data for a plan, a verdict and tables.
-"""
+"""The outcome of a search as one value, with all data for a plan, a verdict and tables."""
 
 from __future__ import annotations
 

@@ -63,10 +63,9 @@ class RowPolicy:
         return self.problem.global_batch is not None or not layout.in_passes
 
     def apart_seconds(self, layout: Layout) -> float | None:
-        """Return the longest time of a solo step with these shares.
+        """Return the most seconds that a device takes for its share in the solo stage.
 
-        The time is that of one device, in seconds. Return None if none of the layout's devices ran
-        alone.
+        Return None if none of the layout's devices ran alone.
         """
         seconds = []
         for position in layout.computing:
@@ -76,10 +75,10 @@ class RowPolicy:
         return max(seconds, default=None)
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return each device's curve in a split, and the rows that certainly fit.
+        """Return each device's curve in a split, and the rows of one pass that certainly fit.
 
-        The rows are those of one pass. The result is by position. An unused device, and every
-        device of a layout that isn't a split, has an empty curve and 0 rows.
+        The result is by position. An unused device, and every device of a layout that isn't a
+        split, has an empty curve and 0 rows.
         """
         found = list(NO_CURVE * len(layout.shares))
         if not layout.traits.together:
@@ -158,21 +157,19 @@ class RowPolicy:
         )
 
     def efficient(self) -> list[Layout]:
-        """Return layouts to race if the objective may give up speed.
+        """Return layouts to race if the objective may give up speed, for example to save energy.
 
-        Such an objective is, for example, to save energy. The layouts are the best solo layout of
-        each device, and the splits predicted to be most efficient. Layouts that don't fit are left
-        out.
+        They are the best solo layout of each device, and the splits predicted to be most efficient.
+        Layouts that don't fit are left out.
         """
         alone = {layout.active[0]: layout for layout in reversed(self._singles_by_rate())}
         layouts = [*alone.values(), *map(self.predictions.layout, self._most_efficient())]
         return [layout for layout in layouts if self.machine.fits(layout)]
 
     def _most_efficient(self) -> list[Allocation]:
-        """Return the splits with the most samples/s per unit of cost.
+        """Return the splits with the most predicted samples/s per unit of cost, such as a watt.
 
-        A unit of cost is, for example, a watt. The samples/s are predicted. The best split comes
-        first. Return an empty list before any cost is known.
+        The best split comes first. Return an empty list before any cost is known.
         """
         objective = find_objective(self.problem.objective)
         costs = objective.costs(self.seen.timed(), self.problem.devices)
@@ -239,10 +236,7 @@ class RowPolicy:
         ]
 
     def _split_rates(self) -> dict[Layout, float]:
-        """Return the samples/s of every explored split that still fits.
-
-        Only splits of the requested batch count.
-        """
+        """Return the samples/s of every explored split of the requested batch that still fits."""
         batch = self.problem.global_batch
         found = [
             split
@@ -254,9 +248,9 @@ class RowPolicy:
         return {one.probe.layout: one.samples_per_second for one in found}
 
     def _preferred_split(self, found: dict[Layout, float]) -> Layout:
-        """Return the split with the smallest global batch that is fast enough.
+        """Return the smallest split, by global batch, whose samples/s are within the tolerance.
 
-        Its speed is within the tolerance of the fastest.
+        The tolerance is relative to the fastest of the splits, and 0 for a fixed batch.
         """
         # `found` are the samples/s of the splits, and must not be empty
         tolerance = self.problem.tolerance if self.problem.global_batch is None else 0.0
@@ -277,10 +271,7 @@ class RowPolicy:
         return [layout for layout in found if self.machine.surely_fits(layout)]
 
     def _smaller_splits(self, chosen: Layout) -> Iterator[Layout]:
-        """Yield splits with small batches that should be fast enough.
-
-        Their speed should be within the tolerance of the fastest.
-        """
+        """Yield splits with small batches that should be within the tolerance of the fastest."""
         tolerance = self.problem.tolerance
         ran = {
             one.probe.layout
@@ -305,10 +296,9 @@ class RowPolicy:
     def _smallest_within(
         self, turns: dict[Layout, Turns], leader: Turns, most: int
     ) -> Layout | None:
-        """Return the measured layout with the smallest batch that is fast enough.
+        """Return the measured layout with the smallest batch within the tolerance of the leader.
 
-        A layout is fast enough if its speed is within the tolerance of the leader's. Return None if
-        there is none.
+        Return None if there is none.
         """
         # a layout without a check must have a batch of at most `most`
         checked = {one.probe.layout for one in self.seen.in_stage(Stage.CHECK)}
@@ -320,10 +310,7 @@ class RowPolicy:
         return min(found, key=lambda one: (one.global_batch, one.shares), default=None)
 
     def _nearest_raced(self, layout: Layout, raced: Iterable[Layout]) -> Layout:
-        """Return the raced layout with nearly the same shares as `layout`.
-
-        If there is none, return `layout`.
-        """
+        """Return the raced layout whose shares are nearly those of `layout`, or else `layout`."""
         # shares differ by at most 2 %, so a measurement of `layout` would show nothing new
         near = [one for one in raced if same_measurement(one, layout, SAME_BATCH)]
         batch = layout.global_batch
@@ -348,10 +335,7 @@ class RowPolicy:
     def _make_even_split(
         self, positions: tuple[int, ...], splits: Sequence[Layout], whole: bool
     ) -> Layout | None:
-        """Return an even split over the devices at `positions`.
-
-        Return None if none fits.
-        """
+        """Return an even split over the devices at `positions`; None if none fits."""
         # if `whole`, a fixed batch isn't reduced when it doesn't fit
         count = len(positions)
         quantum = self.machine.quantum

@@ -96,17 +96,11 @@ class Search:
         return None if end is None else end.words
 
     def belief(self) -> Belief:
-        """Return the search's current curves and its next step.
-
-        They are drawn between two probes.
-        """
+        """Return the search's current curves and its next step, to be drawn between two probes."""
         return self._evaluation.belief()
 
     def best(self) -> Result | None:
-        """Return the best layout of all that were measured and may still run.
-
-        Return None before any measurement.
-        """
+        """Return the best layout that ran and may run again; None before any measurement."""
         return self._evaluation.best
 
     def report(self, own_batch: int | None = None) -> SearchReport | None:
@@ -119,10 +113,7 @@ class Search:
 
 
 def _largest_batch_of(rows: int, problem: Problem) -> int:
-    """Return the largest batch for epochs of at least `LEAST_STEPS` steps.
-
-    An epoch has `rows` rows.
-    """
+    """Return the largest batch with which an epoch of `rows` rows has `LEAST_STEPS` steps."""
     quantum = problem.multiple_of
     # with few rows, an epoch may have fewer steps
     wanted = max(rows // LEAST_STEPS, problem.devices * quantum, SMALL)

@@ -157,11 +157,10 @@ class Sharding:
         return () if whole and not self.parts else tuple(map(self._with_shards, probes))
 
     def _urgent_whole_step(self, budget: Budget) -> Probe | None:
-        """Return a probe of the first whole step if time is short.
+        """Return a probe of the first whole step if there is barely enough time left to start it.
 
-        Time is short if there is barely enough to start the step. Without a whole step there is no
-        plan. Return None if one has run, or if there is time for more measurements of single
-        devices before it.
+        Without a whole step there is no plan. Return None if one has run, or if there is time for
+        more measurements of single devices before it.
         """
         policy = self.policy
         if not self.parts or policy.machine.splits:
@@ -204,10 +203,7 @@ class Sharding:
 
     @cached_property
     def _division(self) -> StateDivision | None:
-        """The division of the state among the devices.
-
-        None if the state doesn't fit.
-        """
+        """The division of the state among the devices; None if the state doesn't fit."""
         problem = self._problem
         if not self._needs_are_known:
             # no parts until all devices were measured alone
@@ -297,10 +293,9 @@ class Sharding:
 
     @cached_property
     def without_rows(self) -> Proposal | None:
-        """The fastest predicted training in which some devices only hold state.
+        """The fastest predicted training in which some devices hold state but have no rows.
 
-        Such devices have no rows. None if no such training fits, or if the memory of a device is
-        unknown.
+        None if no such training fits, or if the memory of a device is unknown.
         """
         limits = self._limits
         if not self._needs_are_known or len(limits) < self._problem.devices:
@@ -314,10 +309,7 @@ class Sharding:
         return max(found, key=lambda one: one.rate(), default=None)
 
     def _sets_of_holders(self) -> list[frozenset[int]]:
-        """Return the sets of devices that may hold state without computing rows.
-
-        A set has the positions of its devices.
-        """
+        """Return the sets of devices, by position, that may hold state without computing rows."""
         positions = range(self._problem.devices)
         slowest = sorted(positions, key=lambda i: -self._row_demands[i].seconds(1))
         smallest = sorted(positions, key=lambda i: self._limits[i])
@@ -341,10 +333,7 @@ class Sharding:
         return Probe(wanted.layout, Stage.SHARD, seconds)
 
     def _may_win(self, wanted: Proposal) -> bool:
-        """True if the proposal should be faster than every training so far.
-
-        Only sharded trainings that ran count.
-        """
+        """True if the proposal should be faster than every sharded training that ran."""
         ran = [one for one in self._seen if isinstance(one, Timed) and one.probe.layout.state]
         if ran:
             # the time to gather units isn't known: the shortest of those that ran is assumed
@@ -359,10 +348,9 @@ class Sharding:
         return everywhere is None or wanted.rate() > (1 + LEAST_GAIN) * everywhere.rate()
 
     def _surely_loses(self, layout: Layout) -> bool:
-        """True if a layout should be far slower than a measured one.
+        """True if a layout with rows on all devices should be far slower than one that ran.
 
-        The layout has rows on all devices. In the measured one, some devices hold state but have no
-        rows.
+        In the one that ran, some devices hold state but have no rows.
         """
         rates = [one.samples_per_second for one in self._held if isinstance(one, Timed)]
         if not rates or not layout.traits.together:
@@ -371,7 +359,7 @@ class Sharding:
         return expected < FAR_SLOWER * max(rates)
 
     def _beyond_rows(self, timed: Timed) -> float:
-        """Return how many seconds longer a step took than predicted without gathering."""
+        """Return the seconds of a step beyond those predicted for it without gathering."""
         layout = timed.probe.layout
         return max(0.0, timed.step_seconds - expect_seconds(layout, self._row_demands))
 
@@ -420,9 +408,9 @@ class Sharding:
         )
 
     def _bytes_without_state(self, timed: Timed) -> tuple[int | None, ...]:
-        """Return the bytes that each device's rows took, without its state.
+        """Return the bytes that each device's rows took, without its part of the state.
 
-        The bytes are None for a device if the state can't be subtracted.
+        They are None for a device if the state can't be subtracted.
         """
         layout = timed.probe.layout
         parts = layout.state or (MEASURED_PART,) * len(layout.shares)
@@ -648,10 +636,7 @@ class StateRoom:
         return found
 
     def _most_rows(self, position: int) -> float:
-        """Return the most rows that fit beside a tiny part of state.
-
-        The part is `LEAST_PART`.
-        """
+        """Return the most rows that fit beside the smallest part of the state (`LEAST_PART`)."""
         need = self._row_demands[position]
         left = self._limits[position] - need.base_bytes - LEAST_PART * self._held
         return left / need.row_bytes if need.row_bytes else float(UNBOUNDED)
@@ -673,10 +658,7 @@ class StateRoom:
         return min(left) > 0 and sum(left) >= self._state
 
     def _rate(self, rows: Sequence[float]) -> float:
-        """Return the predicted samples/s of a step with these rows.
-
-        The time to gather the state isn't counted.
-        """
+        """Return the predicted samples/s of a step with these rows, not counting the gathering."""
         return sum(rows) / max(self._row_demands[i].seconds(rows[i]) for i in self._computing)
 
     def _parts(self, rows: Sequence[float]) -> StateDivision:

@@ -64,10 +64,7 @@ class SoloStage:
     # ------------------------------------------------------------------ a round
 
     def _first_rounds(self) -> tuple[Probe, ...]:
-        """Return probes of the first small batches.
-
-        Only devices that haven't run them yet are probed.
-        """
+        """Return probes of the first small batches on the devices that haven't run them yet."""
         for turn in range(2):
             due = self._next_small_batches(turn)
             if due and turn:
@@ -91,7 +88,7 @@ class SoloStage:
     def _next_small_batches(self, turn: int) -> Batches:
         """Return the next small batches to measure, by device.
 
-        The devices are those that took part in exactly `turn` rounds.
+        They are for the devices that took part in exactly `turn` rounds.
         """
         due: Batches = {}
         for one in self._live:
@@ -140,10 +137,7 @@ class SoloStage:
         return {one: due[one] for one in kept}
 
     def _affords_second(self, device: DeviceModel, batch: int) -> bool:
-        """True if the budget allows a round with this second batch.
-
-        `batch` is the device's second batch.
-        """
+        """True if the budget allows a round with `batch` as the device's second batch."""
         step_seconds = _step_seconds(device, batch)
         if any(len(other.evidence.alone) > 1 for other in self._live):
             return self._has_time(self._probe_seconds(device, batch), step_seconds)
@@ -153,9 +147,9 @@ class SoloStage:
         return self._budget.affords(layout, Stage.RACE, step_seconds)
 
     def _optimistic_round(self) -> tuple[Probe, ...]:
-        """Return a round with new batches of the optimistic layout.
+        """Return a round with new batches of the optimistic layout if they are worth their time.
 
-        If they aren't worth their time, return a cheap round.
+        Otherwise, return a cheap round, which may be empty.
         """
         wanted = self._optimistic
         if wanted is None:
@@ -196,10 +190,7 @@ class SoloStage:
         return due | idle
 
     def _cheap_round(self) -> tuple[Probe, ...]:
-        """Return a cheap round, which may be empty.
-
-        A cheap round may run without an expected gain.
-        """
+        """Return a round so cheap that it needs no expected gain; empty if there is none."""
         wanted: Batches = {}
         for one in self._devices_of_split:
             # the even share or, as the samples/s may have a peak there, the middle of a gap
@@ -214,9 +205,9 @@ class SoloStage:
         return self._round(self._add_other_devices(wanted), self._turn)
 
     def _gap_at_best(self, device: DeviceModel) -> int:
-        """Return the middle of the wider gap beside the fastest batch.
+        """Return the middle of the wider gap beside the batch with the most samples/s.
 
-        The fastest batch has the most samples/s. Return 0 if the gap is too narrow to hide a peak.
+        Return 0 if the gap is too narrow to hide a peak.
         """
         undivided = self._problem.global_batch is not None and not device.pass_rows
         if device.solo_curve is None or device.solo_curve.error > TIE or undivided:
@@ -229,10 +220,7 @@ class SoloStage:
         return self._middle_of_widest([point.batch for point in around], WIDE)
 
     def _even_share(self, device: DeviceModel) -> int:
-        """Return the device's share in an even split.
-
-        Return 0 if the share isn't worth measuring.
-        """
+        """Return the device's share in an even split; 0 if it isn't worth measuring."""
         batch = self._problem.global_batch or 0
         even = batch // len(self._devices_of_split) // self._quantum * self._quantum
         return (
@@ -275,18 +263,12 @@ class SoloStage:
 
     @cached_property
     def _optimistic(self) -> Allocation | None:
-        """The fastest layout if all devices were as fast as possible.
-
-        Each device is as fast as its points allow.
-        """
+        """The fastest layout if each device were as fast as its points allow."""
         return self._predictions.fastest_of(list(self._optimistic_curves.values()))
 
     @cached_property
     def _optimistic_batches(self) -> Batches:
-        """The batches of the optimistic layout that are worth measuring.
-
-        They would show something new and fit the budget.
-        """
+        """The batches of the optimistic layout that would show something new and fit the budget."""
         found: Batches = {}
         for position, share in self._optimistic.shares if self._optimistic else ():
             one = self._machine.devices[position]
@@ -319,9 +301,9 @@ class SoloStage:
         return curve.rows if isinstance(curve, PassCurve) and share > curve.pass_limit else share
 
     def _expected_gain(self, wanted: Allocation) -> float:
-        """Return the optimistic layout's expected gain over the best known one.
+        """Return the optimistic layout's relative gain over the best known layout.
 
-        The gain is relative. It is infinite if no layout is known yet.
+        It is infinite if no layout is known yet.
         """
         ran = []
         for one in self._live:
@@ -369,10 +351,7 @@ class SoloStage:
 
     @cached_property
     def _reserved_seconds(self) -> float:
-        """The seconds to reserve for the first split.
-
-        If there is one device, they are reserved for the fixed batch.
-        """
+        """The seconds to reserve for the first split or, with one device, for the fixed batch."""
         # 0 once it has run
         if self._machine.splits or (self._machine.others_idle and len(self._live) == 1):
             return 0.0
@@ -421,10 +400,7 @@ class SoloStage:
         return max(quantum, smaller // quantum * quantum)
 
     def _choose_second_batch(self, device: DeviceModel, first: int, second: int) -> int:
-        """Return the second batch, or a smaller one to be safe.
-
-        It is smaller if running out of memory would be costly.
-        """
+        """Return the second batch, or a smaller one if running out of memory would be costly."""
         surely = device.memory.largest_in_proportion()
         if surely is None:
             return second
@@ -440,10 +416,7 @@ class SoloStage:
         return max(first + self._quantum, min(second, wanted))
 
     def _first_two_batches(self, most: int) -> tuple[int, int]:
-        """Return the first two batches to measure on a device.
-
-        Each has at most `most` rows.
-        """
+        """Return the first two batches to measure on a device, each of at most `most` rows."""
         # 8 and 64 rows or fewer, rounded up to multiples of the quantum
         quantum = self._quantum
         batch = self._problem.global_batch or self._problem.max_global_batch
@@ -458,10 +431,7 @@ class SoloStage:
 
 
 def _step_seconds(device: DeviceModel, batch: int) -> float:
-    """Return the expected seconds of a step of this batch.
-
-    Return 0 before any measurement.
-    """
+    """Return the expected seconds of a step of this batch; 0 before any measurement."""
     if device.solo_curve is None:
         return 0.0
     if len(device.evidence.alone) == 1:
@@ -472,10 +442,7 @@ def _step_seconds(device: DeviceModel, batch: int) -> float:
 
 
 def _optimistic_rate(due: Batches, some: Sequence[DeviceModel]) -> float:
-    """Return the most samples/s that the devices in `some` could reach.
-
-    Their batches are those in `due`.
-    """
+    """Return the most samples/s that the devices in `some` could reach with batches in `due`."""
     ran = [device for device in some if device.evidence.alone]
     # the batches take no longer than the first batch that each device ran
     return math.fsum(due[one] / one.evidence.alone[0].seconds for one in ran)

@@ -28,10 +28,9 @@ from .time_left import LONE_STEPS, SHORTEST_PROBE_SECONDS
 
 
 class SplitStage:
-    """Chooses splits to measure, and devices to measure alone.
+    """Chooses splits to measure, and devices to measure alone while the others are idle.
 
-    The other devices are idle while a device is measured alone. No splits are chosen unless
-    `splits` is True.
+    No splits are chosen unless `splits` is True.
     """
 
     def __init__(self, predictions: Predictions, budget: Budget, splits: bool) -> None:
@@ -43,9 +42,9 @@ class SplitStage:
         self._problem = predictions.problem
 
     def next_probe(self) -> Probe | None:
-        """Return a probe of the next split or of one device.
+        """Return a probe of the next split, or of one device while the others are idle.
 
-        While one device is measured, the others are idle. Return None when the stage is over.
+        Return None when the stage is over.
         """
         if len(self._seen.in_stage(Stage.SPLIT, Stage.REST)) >= MOST_TURNS:
             return None
@@ -62,10 +61,7 @@ class SplitStage:
         return self._budget.least_seconds(self._predictions.layout(wanted), wanted.seconds)
 
     def _make_probe(self, wanted: Allocation | None, after: float = 0.0) -> Probe | None:
-        """Return the probe of an allocation.
-
-        Return None without an allocation, or if the budget is too small.
-        """
+        """Return the probe of an allocation; None without one, or if the budget is too small."""
         # the probe must leave `after` seconds for later probes
         if wanted is None:
             return None
@@ -88,10 +84,7 @@ class SplitStage:
 
     @cached_property
     def _best_rate(self) -> float:
-        """The highest samples/s of the layouts that could be the plan.
-
-        Only layouts that ran count.
-        """
+        """The highest samples/s of the layouts that ran and could be the plan."""
         # as predicted now
         splits = [
             self._machine.predicted_rate(split.probe.layout)
@@ -129,10 +122,7 @@ class SplitStage:
         return wanted
 
     def _gains(self, wanted: Allocation) -> bool:
-        """True if the allocation should clearly be the fastest so far.
-
-        It is compared with all measured splits and single devices.
-        """
+        """True if the allocation should clearly beat all measured splits and single devices."""
         if not self._machine.fitting_splits:
             return True
         raced = [self._seen.turns(seen.probe.layout) for seen in self._seen.timed_race()]
@@ -141,9 +131,9 @@ class SplitStage:
         return wanted.samples_per_second > best * (1 + self._budget.least_gain)
 
     def _probe_first_single(self) -> Probe | None:
-        """Return a probe of the fastest device alone.
+        """Return a probe of the fastest device alone if it should precede the first split.
 
-        Return None unless the probe should precede the first split.
+        Otherwise, return None.
         """
         # for a fixed batch: a short search could end with only a split, which may be much slower
         if self._problem.global_batch is None or not self._with_splits:
@@ -165,10 +155,7 @@ class SplitStage:
         return None
 
     def _longest_first_step(self, wanted: Allocation) -> float:
-        """Return how long a step of the first split may take.
-
-        The result is in seconds, and is limited by the budget.
-        """
+        """Return how many seconds the budget allows for a step of the first split."""
         # `wanted` is the fastest split, whose steps take too long
         layout = self._predictions.layout(wanted)
         least = self._budget.least_seconds(layout, wanted.seconds, LONE_STEPS)
@@ -177,9 +164,9 @@ class SplitStage:
         return (self._budget.seconds - self._budget.spent - overhead) / LONE_STEPS
 
     def _next_single(self) -> Allocation | None:
-        """Return the next device to measure alone, with its best batch.
+        """Return the next device to measure alone while the others are idle, with its best batch.
 
-        The other devices are idle during the probe. Return None if no device should be measured.
+        Return None if no device should be measured.
         """
         others = len(self._machine.live) > 1
         if others and self._with_splits and not self._machine.splits:
@@ -211,10 +198,7 @@ class SplitStage:
         return sorted(i for group in groups for i in group)
 
     def _has_new_best_batch(self, position: int) -> bool:
-        """True if the device's best batch isn't near any measured batch.
-
-        The best batch is predicted.
-        """
+        """True if the device's predicted best batch isn't near any measured batch."""
         wanted = self._predictions.single(position)
         if wanted is None:
             return False
@@ -224,10 +208,7 @@ class SplitStage:
 
 
 def _is_like(layout: Layout, seen: Observation) -> bool:
-    """True if measuring the split would show nothing new.
-
-    The observation `seen` shows it already.
-    """
+    """True if measuring the split would show nothing that the observation `seen` doesn't show."""
     if isinstance(seen, Timed) and seen.lone:
         # after a single step, similar splits aren't measured either
         return same_measurement(layout, seen.probe.layout)

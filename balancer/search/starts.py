@@ -22,10 +22,9 @@ GROUP_SECONDS = 4.0
 
 
 class StartTimes:
-    """The seconds that child processes took to start, without imports.
+    """The seconds that child processes took to start, without imports, in some observations.
 
-    They are from one set of observations. Child processes are identified by `Layout.children`: a
-    layout without its sizes.
+    Child processes are identified by `Layout.children`: a layout without its sizes.
     """
 
     def __init__(self, seen: Observations) -> None:
@@ -56,10 +55,10 @@ class StartTimes:
 
     @cached_property
     def after_out_of_memory(self) -> float:
-        """The seconds to restart a child process after it ran out of memory.
+        """The seconds to restart the child process of one device after it ran out of memory.
 
-        The child process runs on one device. The seconds are 0 if child processes were measured
-        again after running out of memory, and none had to be restarted.
+        They are 0 if child processes were measured again after running out of memory, and none had
+        to be restarted.
         """
         rounds: defaultdict[Layout, list[Timed | OutOfMemory]] = defaultdict(list)
         for seen in self._seen.in_stage(Stage.SOLO):
@@ -86,19 +85,13 @@ class StartTimes:
 
     @cached_property
     def _recovered(self) -> set[Layout]:
-        """The groups of child processes that survived running out of memory.
-
-        They are still running.
-        """
+        """The groups of child processes that are still running although they ran out of memory."""
         seen = [one for one in self._seen.in_stage(*STAGES) if isinstance(one, OutOfMemory)]
         return {one.probe.layout.children for one in seen if one.goes_on} - self._exit_counts.keys()
 
     @cached_property
     def _exit_counts(self) -> defaultdict[Layout, int]:
-        """How often each group of child processes has exited.
-
-        Only exits because memory ran out count.
-        """
+        """How often each group of child processes has exited because memory ran out."""
         ends: defaultdict[Layout, int] = defaultdict(int)
         for seen in self._seen.in_stage(*STAGES):
             if isinstance(seen, OutOfMemory) and not seen.goes_on:

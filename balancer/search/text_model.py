@@ -1,7 +1,7 @@
-"""Models what rows of unequal length cost on each device.
+"""Models what rows of unequal length cost on each device, and predicts the time of batches.
 
-It also predicts the time of batches. For this, batches of rows are drawn from the lengths in the
-data, and assigned to devices by cost, as the training's loader does.
+To predict it, batches of rows are drawn from the lengths in the data, and assigned to devices by
+cost, as the training's loader does.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class WorkPoint(msgspec.Struct, frozen=True):
 
 
 class StepCost(msgspec.Struct, frozen=True):
-    """A model that predicts how long a device's step takes.
+    """A model that predicts how long a device's step with rows of unequal lengths takes.
 
-    The rows may have unequal lengths. `step_s` is the time in seconds per step that isn't part of a
-    pass, such as the optimizer's. `cost` gives the duration of each pass.
+    `step_s` is the time in seconds per step that isn't part of a pass, such as the optimizer's.
+    `cost` gives the duration of each pass.
     """
 
     step_s: float
@@ -165,9 +165,9 @@ class TextModel(MachineModel):
         return [seen for seen in own if not seen.probe.layout.by_rows]
 
     def single_passes(self, position: int) -> dict[int, float]:
-        """Return the measured seconds of steps with one pass.
+        """Return the measured seconds of steps with one pass of equally long rows.
 
-        The rows of such a pass have one length. The keys are the numbers of tokens in the pass.
+        The keys are the numbers of tokens in the pass.
         """
         found = {}
         for seen in self.tried_alone(position):
@@ -196,10 +196,7 @@ class TextModel(MachineModel):
         return tuple(map(found.get, range(self.problem.devices)))
 
     def _same_speed(self, one: int, other: int) -> bool:
-        """True if noise alone explains how two devices' times differ.
-
-        The times for the same passes are compared.
-        """
+        """True if noise alone explains how two devices' times for the same passes differ."""
         ours = self._points_alone(one)
         theirs = self._points_alone(other)
         gaps = []
@@ -233,10 +230,7 @@ class TextModel(MachineModel):
         )
 
     def _contention_factor(self, position: int, alone: StepCost) -> float:
-        """Return how many times longer a device computes in splits than alone.
-
-        Return 1 if this is unknown.
-        """
+        """Return how many times longer a device computes in splits than alone; 1 if unknown."""
         own = 0.0
         expected = 0.0
         for split in self.splits:
@@ -249,11 +243,7 @@ class TextModel(MachineModel):
         return own / expected if own and expected else 1.0
 
     def _costs_of(self, positions: Sequence[int]) -> list[StepCost]:
-        """Return the known step costs of these devices.
-
-        Several devices have their costs in a split. A single device has its cost when it runs
-        alone.
-        """
+        """Return the known step costs of these devices in a split or, for one device, alone."""
         costs = self.costs if len(positions) > 1 else self.alone
         found = [costs[i] for i in positions]
         return [one for one in found if one]
@@ -276,17 +266,14 @@ class TextModel(MachineModel):
 
     @cached_property
     def token_limits(self) -> tuple[int, ...]:
-        """The maximum padded tokens of one pass on each device.
-
-        The maximum is 0 if no limit is known.
-        """
+        """The maximum padded tokens of one pass on each device; 0 if no limit is known."""
         return tuple(self._token_limit(self.memory(i)) for i in range(self.problem.devices))
 
     @staticmethod
     def _token_limit(memory: Memory) -> int:
-        """Return the maximum padded tokens of one pass on a device.
+        """Return the maximum padded tokens of one pass on a device with this memory.
 
-        `memory` is the device's memory. Return 0 if the maximum is unknown.
+        Return 0 if the maximum is unknown.
         """
         most = memory.predict_largest()
         if most is None and memory.smallest_failed is None:
@@ -360,10 +347,7 @@ class TextModel(MachineModel):
         return fmean(steps) + self.exchange_seconds(positions)
 
     def can_hold(self, positions: Sequence[int]) -> bool:
-        """True if one of these devices can hold the longest row.
-
-        That is, in one pass.
-        """
+        """True if at least one of these devices can hold the longest row in one pass."""
         return any(
             self.token_limits[i] == 0 or self.token_limits[i] >= self.problem.lengths[-1]
             for i in positions
@@ -423,10 +407,7 @@ class TextModel(MachineModel):
         return min(batch for batch, rate in rates.items() if rate >= least)
 
     def _free_batches(self) -> list[int]:
-        """Return the global batches to choose from if none is requested.
-
-        Each is twice the previous one.
-        """
+        """Return the global batches to choose from, each twice the last, if none is requested."""
         quantum = self.quantum
         asked = min(LARGEST_BATCH, self.problem.max_global_batch or LARGEST_BATCH)
         most = max(quantum, asked // quantum * quantum)
@@ -447,10 +428,7 @@ class TextModel(MachineModel):
 def _draw_batches(
     ranks: tuple[RankCost, ...], lengths: tuple[int, ...], batch: int
 ) -> Sequence[RowAssignment]:
-    """Return global batches of rows, assigned to the ranks by cost.
-
-    The rows are drawn from these lengths.
-    """
+    """Return global batches of rows drawn from these lengths, assigned to the ranks by cost."""
     # the same rows in every search
     factor, prime = _DRAW
     rows = range(max(batch, DRAWN_ROWS // batch * batch))

@@ -40,7 +40,7 @@ PASS_SECONDS = 2.0
 class TextStage:
     """Chooses passes, then batches and splits, based on the observed cost of rows.
 
-    With `splits`, it also chooses splits to measure.
+    Splits are only chosen with `splits`.
     """
 
     def __init__(self, machine: TextModel, budget: Budget, splits: bool) -> None:
@@ -88,10 +88,7 @@ class TextStage:
     # ------------------------------------------------------------------ passes of one length
 
     def _next_passes(self, position: int) -> Layout | None:
-        """Return the next passes to measure on a device.
-
-        Return None if all have been measured.
-        """
+        """Return the next passes to measure on a device; None if all have been measured."""
         tried = [seen.probe.layout for seen in self._machine.tried_alone(position)]
         for layout in self._list_passes_to_measure(position):
             if layout not in tried:
@@ -99,10 +96,7 @@ class TextStage:
         return None
 
     def _list_passes_to_measure(self, position: int) -> Iterator[Layout]:
-        """Yield the passes to measure on a device, in order.
-
-        The rows of a pass have one length. The passes determine the device's cost.
-        """
+        """Yield the passes of equally long rows that determine a device's cost, in order."""
         middle = self._quantile(MIDDLE)
         longest = self._problem.lengths[-1]
         tokens = max(SMALL * middle, longest)
@@ -119,9 +113,9 @@ class TextStage:
             yield self._equal_rows(position, length, largest)
 
     def _equal_rows(self, position: int, length: int, tokens: int, passes: int = 1) -> Layout:
-        """Return a layout with rows of one length on one device.
+        """Return a layout for one device with passes of up to `tokens` tokens.
 
-        Each pass has up to `tokens` tokens.
+        All rows have the same length.
         """
         most = self._problem.global_batch or self._problem.max_global_batch or tokens
         rows = max(1, min(tokens // length, most))
@@ -133,9 +127,10 @@ class TextStage:
         return max(1, lengths[int(part * (len(lengths) - 1))])
 
     def _worth_growing(self, position: int, length: int, tokens: int) -> bool:
-        """True if a larger pass is worth measuring.
+        """True if a pass of `tokens` tokens in rows of `length` is worth measuring.
 
-        The pass has `tokens` tokens in rows of `length`.
+        It isn't if smaller passes already show the cost of tokens, or if it would take too long or
+        not fit.
         """
         steps = self._machine.single_passes(position).values()
         if not steps:

@@ -25,10 +25,7 @@ class TextPolicy:
         self.seen = machine.seen
 
     def why_none(self) -> End | None:
-        """Return why no device can train.
-
-        Return None if at least one can hold the longest row.
-        """
+        """Return why no device can train; None if at least one can hold the longest row."""
         return None if self.machine.can_hold(self.machine.live) else explain_too_long(self.problem)
 
     def is_sensible(self, layout: Layout) -> bool:
@@ -43,10 +40,7 @@ class TextPolicy:
         return None
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return an empty curve for each device.
-
-        Plans have the costs of rows instead.
-        """
+        """Return an empty curve for each device, because plans have the costs of rows instead."""
         return NO_CURVE * len(layout.shares)
 
     # ------------------------------------------------------------------ candidates
@@ -80,10 +74,10 @@ class TextPolicy:
         return list(dict.fromkeys(one.probe.layout for one in (*ran[-1:], *by_rate[:1])))
 
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
-        """Return the even split of rows over the devices of the best split.
+        """Return the even split of rows over the devices of the best split, the first of `splits`.
 
-        The best split is the first of `splits`. Return an empty list if there is none. Even splits
-        over fewer devices (`scaling`) aren't supported for unequal rows.
+        Return an empty list if there is none. Even splits over fewer devices (`scaling`) aren't
+        supported for unequal rows.
         """
         if not splits:
             return []

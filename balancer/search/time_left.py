@@ -108,10 +108,9 @@ class TimeLeft:
 
     @property
     def _lone_steps_save_time(self) -> bool:
-        """True if timing a single step saves much time.
+        """True if timing a single step of a probe saves much time compared with timing several.
 
-        Timing several steps is the alternative. False if the first step at a new size takes longer
-        than all later steps of a probe together.
+        False if the first step at a new size takes longer than all later steps of a probe together.
         """
         return self.tuning_steps <= CERTAIN_STEPS
 
@@ -135,10 +134,10 @@ class TimeLeft:
 
     @cached_property
     def tuning_steps(self) -> float:
-        """The time to tune kernels at a new size, in later steps.
+        """The time to tune kernels at a new size, as a number of later steps that take as long.
 
-        Kernels are tuned in the first step of that size. The number of later steps is fitted to the
-        quickest and the slowest step of each device alone. With TensorFlow, it is up to 100 steps.
+        Kernels are tuned in the first step of that size. The number is fitted to the quickest and
+        the slowest step of each device alone. With TensorFlow, it is up to 100.
         """
         alone: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for seen in self._seen.timed(Stage.SOLO):
@@ -158,10 +157,7 @@ class TimeLeft:
 
 
 def untimed_seconds(seen: Timed) -> float:
-    """Return the seconds of tracing and warm-up in a probe.
-
-    Its start and timed steps aren't included.
-    """
+    """Return the seconds of tracing and warm-up in a probe, without its start and timed steps."""
     return max(0.0, seen.elapsed_seconds - seen.start_seconds - seen.steps * seen.step_seconds)
 
 
