@@ -61,10 +61,7 @@ PHASES = {
 
 
 class PhaseDifference(msgspec.Struct, frozen=True):
-    """The seconds that one part of a step takes in two trainings.
-
-    The times are seconds per step on the first rank.
-    """
+    """The seconds per step that one part of a step takes in two trainings, on the first rank."""
 
     name: str
     before_s: float
@@ -215,10 +212,9 @@ def _mean(
 def _compare_quick_steps(
     trainings: Sequence[RecordedTraining], windows: Sequence[Sequence[StepsEntry]]
 ) -> tuple[list[_Mean], float]:
-    """Return each training's seconds per sample in quick steps.
+    """Return each training's seconds per sample in quick steps, and the error of their ratio.
 
-    The second result is the error of the ratio of both: half of the width of the 95 % interval, as
-    a fraction of the ratio.
+    The error is half of the width of the 95 % interval, as a fraction of the ratio.
     """
     starts = [training.start for training in trainings]
     quick = [
@@ -253,10 +249,7 @@ def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]
 
 
 def _find_disturbed(windows: Sequence[StepsEntry], quick: _Mean) -> float:
-    """Return the factor by which other programs slowed a training.
-
-    The factor is at least 1.
-    """
+    """Return the factor, at least 1, by which other programs slowed a training."""
 
     def work(window: StepsEntry) -> float:
         sums: StepSums = window.sums
@@ -274,10 +267,7 @@ def _per_sample(part: Callable[[StepsEntry], float]) -> Callable[[StepsEntry], f
 
 
 def _group_into_blocks(windows: Sequence[StepsEntry]) -> list[list[StepsEntry]]:
-    """Divide the windows into blocks of about equal duration.
-
-    The windows keep their order. There are at most `MOST_BLOCKS` blocks.
-    """
+    """Divide the windows, in order, into at most `MOST_BLOCKS` blocks of about equal duration."""
     whole_s = sum(window.seconds for window in windows)
     count = min(MOST_BLOCKS, len(windows))
     blocks: list[list[StepsEntry]] = [[] for _ in range(count)]
@@ -290,10 +280,7 @@ def _group_into_blocks(windows: Sequence[StepsEntry]) -> list[list[StepsEntry]]:
 
 
 def _weighted_mean(windows: Sequence[StepsEntry], metric: Callable[[StepsEntry], float]) -> float:
-    """Return the mean of `metric` over the windows.
-
-    Each window is weighted by its duration.
-    """
+    """Return the mean of `metric` over the windows, each weighted by its duration."""
     seconds = sum(window.seconds for window in windows)
     return sum(metric(window) * window.seconds for window in windows) / seconds
 
@@ -301,10 +288,7 @@ def _weighted_mean(windows: Sequence[StepsEntry], metric: Callable[[StepsEntry],
 def _compare_phases(
     first: Sequence[StepsEntry], second: Sequence[StepsEntry]
 ) -> list[PhaseDifference]:
-    """Return the differences between the parts of two trainings' steps.
-
-    Each difference has its interval.
-    """
+    """Return the differences, with intervals, between the parts of two trainings' steps."""
     # none if a training's ranks don't report the parts
     known = [[window for window in windows if window.sums.steps] for windows in (first, second)]
     if not all(known):

@@ -32,10 +32,7 @@ MOST_RECORDS = 256  # maximum number of records that are searched
 
 
 class LinkRecord(msgspec.Struct, frozen=True):
-    """The content of a file of measured links.
-
-    It also has the driver, the devices and the time.
-    """
+    """The content of a file of measured links, with the driver, the devices and the time."""
 
     driver: str
     devices: tuple[str, ...]  # ids of the devices, in order
@@ -81,10 +78,7 @@ def note_link(devices: Sequence[Device], driver: str, path: str, bytes_per_secon
 
 
 def find_links(devices: Sequence[Device], driver: str) -> LinkRecord | None:
-    """Return the saved measurements for exactly these devices with this driver.
-
-    Return None if there are none.
-    """
+    """Return the saved measurements for exactly these devices and this driver; None without any."""
     record = _read(_find_path(devices, driver))
     if record is not None and (record.driver, record.devices) == (driver, _list_ids(devices)):
         return record

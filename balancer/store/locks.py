@@ -236,10 +236,7 @@ def _lock(descriptor: int) -> None:
 
 
 def _lock_units(device: Device) -> list[str]:
-    """Return the names of the things that a device's lock covers.
-
-    These are a GPU, or the cores of a CPU slice.
-    """
+    """Return the names of what a device's lock covers: a GPU, or the cores of a CPU slice."""
     # two CPU slices that overlap exclude each other
     return [f"core {core}" for core in device.cores] if device.on_cpu else [device.id]
 

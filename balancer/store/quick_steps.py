@@ -40,10 +40,9 @@ SLOWED_DEVIATION = 1.2
 
 
 class QuickWindow(NamedTuple):
-    """The times of one window.
+    """The times of one window: of a quick step, per sample, and of the fixed loop.
 
-    One is that of the window's quick steps, per sample. The other is that of the fixed loop; 0 if
-    unknown.
+    The time of the loop is 0 if unknown.
     """
 
     step_s: float  # of a quick step, per sample

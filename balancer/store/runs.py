@@ -341,10 +341,7 @@ def _list_ids() -> list[str]:
 
 
 def _has_begun(run: str) -> bool:
-    """True if a run's journal has a first line.
-
-    Also True if the journal can't be opened.
-    """
+    """True if a run's journal has a first line, or can't be opened."""
     path = _training_path(run) if _is_training(run) else journal_path(run)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -420,10 +417,7 @@ def _summarize_training(training: RecordedTraining) -> RunSummary:
 
 
 def _find_state(record: JournalContents) -> tuple[State, str]:
-    """Return the state of a search, and why the search failed.
-
-    The reason is "" if the search didn't fail.
-    """
+    """Return the state of a search, and why the search failed; "" if it didn't."""
     if is_running(record.header.run):
         return "running", ""
     end = record.last_end
@@ -456,10 +450,9 @@ def make_search(
 
 
 def recover(record: JournalContents) -> Finished:
-    """Return the end of a run that was cut off.
+    """Return the end of a run that was cut off, with a plan made from its measurements.
 
-    The end has a plan made from the run's measurements. Raises NoLayoutError if nothing was
-    measured.
+    Raises NoLayoutError if nothing was measured.
     """
     search = make_search(read_job(record.header), record.facts, record.observations)
     report = search.report(record.header.request.own_batch)

@@ -37,17 +37,11 @@ class Trained(msgspec.Struct, frozen=True):
 
     @property
     def falls_short(self) -> bool:
-        """True if the last training was much slower than its plan predicts.
-
-        Much slower means more than 5 % slower.
-        """
+        """True if the last training was over 5 % slower than its plan predicts."""
         return self.part < 1 - SHORT
 
     def write_reason(self) -> str:
-        """Return why the last training was slow, as a clause.
-
-        If the reason isn't known, the clause says that.
-        """
+        """Return, as a clause, why the last training was slow, or that the reason isn't known."""
         return "; ".join(self.why) or "why isn't known from its journal"
 
 
@@ -91,10 +85,7 @@ def _speeds(entries: Sequence[TrainingEntry]) -> list[SpeedEntry]:
 
 
 def _explain_slowness(entries: Sequence[TrainingEntry]) -> Iterator[str]:
-    """Yield the causes of a slow training as clauses.
-
-    Causes are parts of the training's steps, and events.
-    """
+    """Yield, as clauses, what slowed a training: parts of its steps, and events."""
     speeds = [each for each in _speeds(entries) if each.step_s]
     for name, words in (
         ("input_s", "its first device waited for input in {part} of a step"),
