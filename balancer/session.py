@@ -265,10 +265,9 @@ class Session(EventThread):
         return RequestError(message, remedy)
 
     def _set_alarms(self) -> list[threading.Timer]:
-        """Start and return the two timers for the budget's end.
+        """Start and return two timers that stop late probes when the budget is used up.
 
-        They stop probes that are late when the budget is used up. The list is empty without a
-        budget, and for simulated devices.
+        The list is empty without a budget, and for simulated devices.
         """
         budget = self._job.request.budget_seconds
         if budget is None or self._job.machine is not None:
@@ -311,10 +310,10 @@ class Session(EventThread):
         self._paused_seconds += self._prober.now() - paused_at
 
     def _finish(self) -> Finished:
-        """Write and return the event that ends the session.
+        """Write and return the event that ends the session, with the best plan.
 
-        The event has the best plan. Raises NoLayoutError without a plan, or UnwrittenError if
-        writing failed before there was one.
+        Raises NoLayoutError without a plan, or UnwrittenError if writing failed before there was
+        one.
         """
         running = tuple(
             one
@@ -349,10 +348,7 @@ class Session(EventThread):
         return ended
 
     def _now(self) -> float:
-        """Return the session's time in seconds.
-
-        This is the prober's time without pauses.
-        """
+        """Return the session's time in seconds: the prober's time without pauses."""
         return self._prober.now() - self._paused_seconds
 
     def _seconds(self) -> float:
@@ -386,10 +382,7 @@ def _is_being_built(progress: ProbeProgress) -> bool:
 
 
 def _find_link(job: Job) -> KnownLink | None:
-    """Return the saved speed of the link between the job's devices.
-
-    None if there is none.
-    """
+    """Return the saved speed of the link between the job's devices; None if there is none."""
     # only PyTorch exchanges gradients by the all-reduces with which links are measured
     if job.simulated or job.framework != "torch":
         return None

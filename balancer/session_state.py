@@ -64,7 +64,7 @@ def first_state(
 ) -> SessionState:
     """Return the state of a session before its first event.
 
-    `kept` are the observations that a resumed run already has.
+    `kept` are the observations that a resumed run has from its journal.
     """
     labels, names = zip(*((device.label, device.name) for device in devices), strict=True)
     return SessionState(
@@ -103,10 +103,7 @@ def advance(state: SessionState, event: Event) -> SessionState:
 
 
 def _replace_report(state: SessionState, newest: ProbeProgress) -> tuple[ProbeProgress, ...]:
-    """Return the latest report of each running probe, including `newest`.
-
-    `newest` replaces the earlier report of its probe.
-    """
+    """Return the latest report of each running probe, with `newest` in place of its earlier one."""
     return tuple(({each.probe: each for each in state.running} | {newest.probe: newest}).values())
 
 
@@ -158,10 +155,9 @@ def chosen_layout(state: SessionState) -> Layout | None:
 
 
 def smallest_out_of_memory(state: SessionState, device: int) -> int | None:
-    """Return the smallest pass for which a device ran out of memory.
+    """Return the smallest pass, in rows, for which a device alone ran out of memory.
 
-    The size is in rows, and the device was alone. `device` is its position. Return None if it never
-    ran out of memory.
+    `device` is the device's position. Return None if it never ran out of memory alone.
     """
     failed = [
         entry.seen.probe.layout.pass_rows[device]
@@ -172,9 +168,9 @@ def smallest_out_of_memory(state: SessionState, device: int) -> int | None:
 
 
 def largest_run(state: SessionState, device: int) -> int:
-    """Return the most rows that a device computed in one pass.
+    """Return the most rows that a device computed in one pass; 0 if it computed none.
 
-    The number is 0 if nothing ran on the device. `device` is its position.
+    `device` is the device's position.
     """
     return max((each.probe.layout.pass_rows[device] for each in timed(state)), default=0)
 
@@ -227,9 +223,9 @@ def _rival(
 
 
 def rivals(state: SessionState) -> tuple[RatedLayout, ...]:
-    """Return the best layout, then the layouts to compare it with.
+    """Return the plan's layout, or the best one so far, then the layouts to compare it with.
 
-    The best layout is the plan, or the best one so far. Only measured layouts are returned.
+    Only measured layouts are returned.
     """
     if state.finished is None:
         return _rivals_so_far(state)
@@ -328,10 +324,7 @@ def plan_rivals(
 
 
 def _find_single(plan: Plan) -> Evidence | None:
-    """Return the solo measurement to compare the plan with.
-
-    None if there is none.
-    """
+    """Return the solo measurement to compare the plan with; None if there is none."""
     raced = [evidence for evidence in plan.evidence if evidence.kind == "best_device"]
     raced = _without_own_device(plan, raced)
     others = _without_own_device(plan, alone_at_batch(plan).values())
@@ -457,10 +450,7 @@ def throughput_interval(throughput: Throughput) -> Interval:
 
 
 def _sum(solos: list[Interval]) -> tuple[RatedLayout, ...]:
-    """Return the sum of the samples/s of all devices, each alone.
-
-    The result is empty for fewer than two devices.
-    """
+    """Return the sum of all devices' samples/s, each alone; empty for fewer than two devices."""
     if len(solos) < 2:
         return ()
     total = Interval(*map(sum, zip(*map(msgspec.structs.astuple, solos), strict=True)))
@@ -485,10 +475,7 @@ class ChartedCurve(NamedTuple):
 
 
 def curves(state: SessionState) -> tuple[ChartedCurve, ...]:
-    """Return the points to chart for each device.
-
-    Devices without a prediction or measurement are left out.
-    """
+    """Return the points to chart for each device with a prediction, measurement or failure."""
     sketches = (
         {sketch.device: sketch for sketch in state.belief.curves}
         if state.belief is not None
@@ -528,10 +515,9 @@ def _speeds(points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], .
 
 
 def seconds_left(state: SessionState) -> float | None:
-    """Return how many seconds of the budget are left.
+    """Return how many seconds of the budget are left; 0 if it is used up.
 
-    The number is 0 if the budget is used up. Return None if there is no budget or the session has
-    ended.
+    Return None if there is no budget or the session has ended.
     """
     if state.budget_seconds is None or state.finished is not None or state.ended:
         return None

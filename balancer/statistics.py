@@ -98,17 +98,14 @@ def _pool_lone(differences: Sequence[float], fitted: int) -> float:
 
 
 def relative_half_width(interval: Interval) -> float:
-    """Return half of the interval's width, divided by its value.
-
-    The result is infinite for a value of 0.
-    """
+    """Return half of the interval's width, divided by its value; infinite for a value of 0."""
     return (interval.high - interval.low) / 2 / interval.value if interval.value > 0 else math.inf
 
 
 def is_known(*intervals: Interval) -> bool:
-    """True if all of these samples/s have a relative error of at most `UNKNOWN`.
+    """True if all of these samples/s are precise enough to be compared.
 
-    They are then precise enough to be compared.
+    Their relative errors are then at most `UNKNOWN`.
     """
     return all(
         relative_error(interval.value, interval.low, interval.high) <= UNKNOWN

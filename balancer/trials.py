@@ -209,10 +209,7 @@ def _runs(
 
 
 def _measure(prober: Prober, probe: Probe, stop: threading.Event) -> Observation | None:
-    """Run one probe and return the observation.
-
-    None if `stop` was set before the probe ended.
-    """
+    """Run one probe and return its observation; None if `stop` was set before it ended."""
     return next(iter(prober.measure((probe,), lambda _: None, stop)), None)
 
 
@@ -237,10 +234,7 @@ def _require_timed(seen: Observation | None, devices: Sequence[Device]) -> Timed
 def _measure_alone(
     prober: Prober, layout: Layout, seconds: float, stop: threading.Event
 ) -> tuple[float | None, ...]:
-    """Time each device alone at its share, and return the samples/s.
-
-    Each device is timed for `seconds`.
-    """
+    """Time each device alone at its share, for `seconds` each, and return the samples/s."""
     # None for an unused device, and if a measurement failed or was stopped
     speeds: list[float | None] = []
     for position, share in enumerate(layout.shares):
@@ -253,9 +247,9 @@ def _measure_alone(
 
 
 class DryRunDevice(msgspec.Struct, frozen=True):
-    """A device with its memory, and the largest batch that should fit.
+    """A device with its memory, and the largest batch that should fit in one pass.
 
-    The batch is computed in one pass. `memory_bytes` and `largest_batch` are None if unknown.
+    `memory_bytes` and `largest_batch` are None if unknown.
     """
 
     label: str
@@ -311,10 +305,7 @@ class DryRunResult(msgspec.Struct, frozen=True):
     )
 
     def write_tried(self) -> str:
-        """Return as text what the dry run did.
-
-        The text has the device on which the workload was built, and how long its steps took.
-        """
+        """Return as text on which device the dry run built the workload, and its step times."""
         what = "A simulated model" if self.simulated else self.workload
         if not self.simulated and self.framework != "none":
             what += f" ({self.framework})"

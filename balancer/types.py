@@ -24,10 +24,7 @@ Position = Annotated[int, Meta(ge=0, lt=4096)]
 
 
 class Stage(StrEnum):
-    """The stage of a search that a probe belongs to.
-
-    The stage says what the probe is for.
-    """
+    """The stage of a search that a probe belongs to, which says what the probe is for."""
 
     SOLO = "solo"
     """Exploration: every device alone, all at the same time."""
@@ -79,10 +76,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def traits(self) -> Traits:
-        """The properties that all layouts of this kind have.
-
-        Training on one device is such a property.
-        """
+        """The properties that all layouts of this kind have, such as training on one device."""
         return KINDS[self.kind]
 
     @property
@@ -107,10 +101,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def pass_rows(self) -> tuple[int, ...]:
-        """The maximum rows per pass on each device.
-
-        Each device must have enough memory for these rows.
-        """
+        """The maximum rows per pass on each device, for which it must have enough memory."""
         return self.micro or self.shares
 
     @cached_property
@@ -131,18 +122,14 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def by_rows(self) -> bool:
-        """True if each device gets a fixed number of rows.
+        """True if each device gets a fixed number of rows, in the order of the data.
 
-        The rows are in the order of the data. False if rows are assigned by the cost of their
-        length, or if all have one length.
+        False if rows are assigned by the cost of their length, or if all have one length.
         """
         return not (self.costs or self.length)
 
     def passes(self, position: int) -> int:
-        """Return the number of passes in which a device computes its share.
-
-        The number is 0 if the device is unused.
-        """
+        """Return the number of passes in which a device computes its share; 0 if it is unused."""
         share = self.shares[position]
         return count_passes(share, self.pass_rows[position]) if share else 0
 
@@ -232,10 +219,7 @@ class Power(msgspec.Struct, frozen=True):
         return self.active_watts + self.idle_watts
 
     def samples_per_joule(self, samples_per_second: float) -> float | None:
-        """Return the samples per joule of all devices together.
-
-        Return None if they draw no power.
-        """
+        """Return the samples per joule of all devices together; None if they draw no power."""
         return samples_per_second / self.watts if self.watts else None
 
     @classmethod
@@ -273,9 +257,9 @@ class PartSeconds(msgspec.Struct, frozen=True):
 
 
 class KeptBatch(msgspec.Struct, frozen=True):
-    """The seconds of a step that reuses one batch.
+    """The seconds of a step that reuses one batch, and so doesn't wait for input.
 
-    The duration has its 95 % interval. Such a step doesn't wait for input.
+    The duration has its 95 % interval.
     """
 
     step_seconds: Amount
@@ -284,9 +268,9 @@ class KeptBatch(msgspec.Struct, frozen=True):
 
 
 class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
-    """A layout that ran, with the seconds of an optimizer step.
+    """A layout that ran, with the seconds of an optimizer step and their 95 % interval.
 
-    The duration has its 95 % interval. A step ends when all devices have finished it.
+    A step ends when all devices have finished it.
     """
 
     probe: Probe
@@ -324,10 +308,9 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def lone(self) -> bool:
-        """True if only one step was timed.
+        """True if only one step was timed, because it took longer than the probe's whole time.
 
-        The step took longer than the probe's whole time. The variation between steps is then
-        unknown.
+        The variation between steps is then unknown.
         """
         return self.steps == 1
 
@@ -356,10 +339,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def padding(self) -> float:
-        """The fraction of the computed tokens that is padding.
-
-        The fraction is 0 if rows have no lengths.
-        """
+        """The fraction of the computed tokens that is padding; 0 if rows have no lengths."""
         padded = sum(each.padded for each in self.work if each)
         return 1 - self.tokens / padded if padded else 0.0
 
@@ -410,10 +390,9 @@ KNOBS_BEGAN_AT = 1000  # journals up to 0.1: race turns from this number on comp
 
 
 def upgrade_probe(probe: Probe) -> Probe:
-    """Return a probe of an old journal with today's stage.
+    """Return a probe from a journal of version 0.1 or older, with the stage that it has today.
 
-    The journal is of version 0.1 or older. The stage "rest" was then a part of "split", and "knobs"
-    a part of "race".
+    The stage "rest" was then a part of "split", and "knobs" a part of "race".
     """
     if probe.stage == Stage.SPLIT and probe.layout.traits.alone:
         return msgspec.structs.replace(probe, stage=Stage.REST)
@@ -440,10 +419,7 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """The throughput of a layout in samples/s.
-
-    It is that of all turns in which the layout was measured.
-    """
+    """The throughput of a layout in samples/s, from all turns in which it was measured."""
 
     layout: Layout
     throughput: Interval
@@ -464,10 +440,7 @@ class PredictedCurve(msgspec.Struct, frozen=True):
 
 
 class Belief(msgspec.Struct, frozen=True):
-    """What a search predicts for each device.
-
-    A message says what the search measures next.
-    """
+    """What a search predicts for each device, and a message about what it measures next."""
 
     curves: tuple[PredictedCurve, ...]
     doing: str  # a message: what is being measured and why
@@ -511,10 +484,9 @@ class KnownLink(msgspec.Struct, frozen=True):
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """The problem that a search solves.
+    """The devices, the limits on the batch, and the objective of a search.
 
-    It has devices, limits on the batch, and what to maximize. `memory_bytes` is the memory that a
-    training process can use on each device; None if unknown.
+    `memory_bytes` is the memory that a training process can use on each device; None if unknown.
     """
 
     devices: int

@@ -164,10 +164,10 @@ class SplitLoss(msgspec.Struct, frozen=True):
 
 
 class SumLoss(msgspec.Struct, frozen=True):
-    """Why the plan is much slower than all devices' summed speeds.
+    """Why the plan is much slower than the sum of all devices' speeds, each measured alone.
 
-    Each device's speed is measured alone. Times are in seconds per step. `lost_seconds` is how much
-    longer a step takes than at the summed speed.
+    Times are in seconds per step. `lost_seconds` is how much longer a step takes than at the summed
+    speed.
     """
 
     # both: the two causes together explain it, and neither does alone
@@ -237,11 +237,10 @@ class LeftOut(msgspec.Struct, frozen=True):
 
 
 class ReplacedLayout(msgspec.Struct, frozen=True):
-    """A layout that a smaller one replaced in the race.
+    """A layout that ran out of memory in the race, where a smaller one then replaced it.
 
-    The layout had run out of memory; the smaller one was measured instead. `name` is the layout's
-    name. `original` and `replacement` are the samples per device before and after, as text, such as
-    820 + 568.
+    `name` is the layout's name. `original` and `replacement` are the samples per device before and
+    after, as text, such as 820 + 568.
     """
 
     name: str
@@ -250,10 +249,9 @@ class ReplacedLayout(msgspec.Struct, frozen=True):
 
 
 class Unfinished(msgspec.Struct, frozen=True):
-    """A phase that probes hadn't finished when the search ended.
+    """A phase before the timed steps that probes hadn't finished when the search ended.
 
-    The phase comes before the timed steps. `name` is what was imported or built. `seconds` is the
-    time spent in the phase.
+    `name` is what was imported or built. `seconds` is the time spent in the phase.
     """
 
     phase: str  # importing | loading | building | preparing | warming up
@@ -274,9 +272,9 @@ class TakenMemory(msgspec.Struct, frozen=True):
 
 
 class CodeLimit(msgspec.Struct, frozen=True):
-    """A number of rows above which the user's code fails.
+    """A number of rows above which the user's code fails although memory is left.
 
-    There is enough memory for more. Shares therefore stay at or below `rows`.
+    Shares therefore stay at or below `rows`.
     """
 
     rows: int  # the most rows that ran below the limit
@@ -308,10 +306,10 @@ class ShortBudget(msgspec.Struct, frozen=True):
 
 
 class PassStatistics(msgspec.Struct, frozen=True):
-    """A layer that computes statistics over the rows of one pass.
+    """A layer, such as batch normalization, that computes statistics over the rows of one pass.
 
-    An example is batch normalization. If a share is computed in several passes, the statistics
-    don't cover the whole share. `rows` is the number of rows per pass.
+    If a share is computed in several passes, the statistics don't cover the whole share. `rows` is
+    the number of rows per pass.
     """
 
     layer: str
