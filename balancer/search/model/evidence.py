@@ -196,7 +196,7 @@ def _out_of_memory(store: Observations, position: int, seen: Observation) -> boo
 
 
 def _too_large(store: Observations, position: int, seen: Failed) -> bool:
-    """True if a device failed alone, with a larger batch than any that it had computed.
+    """True if a device running alone failed at a larger batch than any that it had computed.
 
     The batch was then perhaps too large. False if the cause is the device itself.
     """
@@ -443,7 +443,7 @@ def contradict_each_other(one: DeviceEvidence, other: DeviceEvidence) -> bool:
 
 
 def _log_ratio(one: Point, other: Point) -> tuple[float, float]:
-    """Return the logarithm of the ratio of two times, and its standard error."""
+    """Return the logarithm of the ratio of two points' times, and its standard error."""
     # corrected for a small difference of the batches: times grow with the square root, between a
     # level curve and proportional growth
     gap = math.log(one.seconds / other.seconds * (other.batch / one.batch) ** 0.5)

@@ -121,8 +121,8 @@ def _level_curve(point: Point) -> Curve:
 def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Point]:
     """Return the points in rising order of batch, with similar points averaged.
 
-    Points of one batch are always similar. Others are if their batches differ by at most the
-    fraction `near`, and noise explains how their times differ.
+    Points of one batch are always similar. Points of two batches are similar if the batches differ
+    by at most the fraction `near`, and noise explains how their times differ.
     """
     groups: list[list[Point]] = []
     for point in sorted(points, key=lambda p: (p.batch, p.seconds, p.error)):
