@@ -287,7 +287,7 @@ class Evaluation:
 
     @cached_property
     def best(self) -> Result | None:
-        """The best of all layouts that were measured and may still run; None before any.
+        """The best of all layouts that ran and may still run; None before any measurement.
 
         If the layout was measured again after it was chosen, its samples/s are from the turns since
         then.
@@ -363,7 +363,10 @@ class Evaluation:
 
     @cached_property
     def _lone_error(self) -> float:
-        """The relative error of a probe that timed a single step: half its 95 % interval."""
+        """The relative error of a probe that timed a single step.
+
+        It is half the width of the 95 % interval, relative to the step's duration.
+        """
         lone = [timed for timed in self._seen.timed() if timed.lone]
         return lone_error_of([(one.first_step_seconds, one.step_seconds) for one in lone])
 

@@ -199,9 +199,9 @@ class MachineModel:
         return self.exchange_seconds(max(layouts, key=lambda layout: len(layout.active)).active)
 
     def exchange_seconds(self, positions: Sequence[int]) -> float:
-        """Return the exchange time that computation doesn't hide, in seconds; 0 for one device.
+        """Return the seconds of these devices' exchange that computation doesn't hide.
 
-        `positions` are the devices that take part.
+        `positions` are the devices that take part. Return 0 for one device.
         """
         return self.exchange[self._count_hosts(positions)][len(positions)]
 
@@ -238,7 +238,7 @@ class MachineModel:
     def predicted_rate(self, layout: Layout) -> float:
         """Return the samples/s of a solo or split layout according to the curves.
 
-        Return 0 if a curve is unknown.
+        Return 0 if one of its devices has no curve.
         """
         devices = [self.devices[i] for i in layout.computing]
         times = []

@@ -69,7 +69,7 @@ class Race:
         return tuple(one for one in here if self._seen.first_failure(one.layout) is None)
 
     def repeat_best(self, chosen: Layout) -> tuple[Probe, ...]:
-        """Return a probe of another turn of the chosen layout or the best of the other layouts.
+        """Return a probe of another turn of the chosen layout or of the best other layout.
 
         Such turns use up a budget that is to be spent completely (`Problem.spend_all`). Return an
         empty tuple if there is no budget, or not enough of it left.
@@ -202,7 +202,7 @@ class Race:
     def _next_turn(
         self, rivals: Sequence[Candidate], stage: Stage, settled: bool = False
     ) -> tuple[Probe, ...]:
-        """Return the next probe of the current turn or a new one.
+        """Return the next probe of the current turn or of a new one.
 
         A new turn begins when all rivals have had the current one. If the winner is known
         (`settled`), all rivals take part, and no time is kept for other probes. Return an empty

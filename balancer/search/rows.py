@@ -52,8 +52,8 @@ class RowPolicy:
     def is_sensible(self, layout: Layout) -> bool:
         """True if the layout is a sensible way to train.
 
-        Every split is. A single device is, unless every layout must use all devices, or it would
-        compute a free batch in several passes.
+        Every split is sensible. So is a single device, unless every layout must use all devices, or
+        the device would compute a free batch in several passes.
         """
         if layout.traits.together:
             return True
@@ -220,8 +220,8 @@ class RowPolicy:
         """Return the splits worth racing, possibly with duplicates.
 
         They are the preferred measured split, predicted splits that should be better, and the
-        fastest measured split. If no measured split still fits, they are the predicted fastest
-        split, if it certainly fits.
+        fastest measured split. If no measured split still fits, the only one is the split predicted
+        to be fastest, provided that it certainly fits.
         """
         found = self._split_rates()
         if not found:
@@ -357,9 +357,8 @@ class RowPolicy:
     def _even_batch(self, positions: tuple[int, ...], splits: Sequence[Layout]) -> int:
         """Return the global batch for an even split over these devices.
 
-        Each device gets as many rows as the first of `splits` has per device. If there are no
-        splits, it gets the smallest of the devices' best solo batches. Return 0 if none of the
-        devices ran.
+        Each device gets the mean rows per live device of the first of `splits`. Without splits, it
+        gets the smallest of the devices' best solo batches. Return 0 if none of the devices ran.
         """
         count = len(positions)
         if splits:

@@ -88,10 +88,7 @@ class Search:
         return self._evaluation.ended()
 
     def why_stopped(self) -> str | None:
-        """Return a message that says why the search is over.
-
-        Return None if there are more probes to run.
-        """
+        """Return a message that says why the search is over; None if it isn't over."""
         end = self.ended()
         return None if end is None else end.words
 

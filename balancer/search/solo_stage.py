@@ -177,10 +177,7 @@ class SoloStage:
         return batches
 
     def _fill_round(self, due: Batches) -> Batches:
-        """Return the round's batches, and batches for idle devices.
-
-        An idle device joins only if it doesn't prolong the round.
-        """
+        """Return the round's batches, and batches for idle devices that don't prolong the round."""
         longest = max(self._probe_seconds(one, batch) for one, batch in due.items())
         idle = {
             one: batch
@@ -368,8 +365,8 @@ class SoloStage:
     def _middle_of_widest(self, batches: Sequence[int], wider: float = 0.0) -> int:
         """Return the middle of the widest gap between neighboring batches.
 
-        `batches` rise. The width of a gap is the ratio of its two batches. Return 0 if no ratio
-        exceeds `wider`.
+        `batches` are in rising order. The width of a gap is the ratio of its two batches. Return 0
+        if no ratio exceeds `wider`.
         """
         low, high = max(pairwise(batches), key=lambda gap: gap[1] / gap[0], default=(0, 0))
         if high <= wider * low:
