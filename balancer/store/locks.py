@@ -1,8 +1,9 @@
 """Keeps sessions apart by locks.
 
-A run has only one session at a time. So has a device, unless the user allows more. Locks are the
-kernel's (flock), so the kernel releases them when the process that holds them exits. Sessions of
-one user lock files in the user's state folder. A file contains the pid and the run of its holder.
+A run or a device has only one session at a time, but the user may allow more for a device. Locks
+are the kernel's (flock), so the kernel releases them when the process that holds them exits.
+Sessions of one user lock files in the user's state folder. A file contains the pid and the run of
+its holder.
 
 Sessions of different users, or with different state folders, lock the file by which the kernel
 itself shows a device. Everybody can read this file and nobody can replace it, so nobody can tamper
@@ -90,7 +91,7 @@ def lock_job(job: Job, positions: Iterable[int] | None = None, run: str = "") ->
 def lock_devices(run: str, devices: Sequence[Device]) -> ExitStack:
     """Lock devices on their hosts until the returned stack is closed.
 
-    Other sessions can't lock them then, whether of this user or of others. These sessions show
+    No other session, of this user or of others, can lock them until then. Other sessions show
     `run`, the run's id. Raises DeviceError if another session holds any of the devices.
     """
     with ExitStack() as held:
