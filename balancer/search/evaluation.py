@@ -321,10 +321,7 @@ class Evaluation:
         return self._results_that_ran[choose_winner(candidates, turns, self.problem).layout]
 
     def _eligible_layouts(self, raced: dict[Layout, Candidate]) -> Sequence[Layout]:
-        """Return the layouts that may be chosen.
-
-        They are of the requested families and have the requested batch.
-        """
+        """Return the layouts that may be chosen: of the requested families and batch."""
         fit = [
             one
             for one in self._results_that_ran
@@ -376,7 +373,7 @@ class Evaluation:
         return self._seen.turns(layout) or dict(enumerate(self._seen.timed_in(layout, Stage.SOLO)))
 
     def turns(self, layout: Layout) -> tuple[Timed, ...]:
-        """Return the measurements that determine a layout's samples/s, in the order of turns."""
+        """Return the measurements that determine a layout's samples/s, sorted by turn."""
         return tuple(self._turns(layout).values())
 
     # ------------------------------------------------------------------ the report

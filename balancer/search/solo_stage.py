@@ -86,10 +86,7 @@ class SoloStage:
         return self._round(quick, self._turn)
 
     def _next_small_batches(self, turn: int) -> Batches:
-        """Return the next small batches to measure, by device.
-
-        They are for the devices that took part in exactly `turn` rounds.
-        """
+        """Return the next small batches for the devices that took part in exactly `turn` rounds."""
         due: Batches = {}
         for one in self._live:
             batch = self._small_batch(one)
