@@ -180,10 +180,9 @@ class Loop:
         return 0 if self.sampler is None else len(self.sampler.rows_at(self._step))
 
     def few_rows(self) -> FewRows | None:
-        """Return a few rows of the current batch, collated again.
+        """Return a few rows of the current batch, collated again as one batch and as two parts.
 
-        They are collated as one batch and as two parts. None if collating only stacks rows or
-        doesn't reproduce the batch.
+        Return None if collating only stacks rows or doesn't reproduce the batch.
         """
         collate = self._loader.collate_fn
         if self.sampler is None or collate in (None, default_collate):
@@ -448,7 +447,7 @@ def _copy_for(sampler: Any, rank: int) -> Any:
 def _find_rank_attribute(sampler: Any) -> Any:
     """Return the sampler that stores this process's rank, and the attribute's name.
 
-    None if neither `sampler` nor one nested in it stores the rank.
+    Return None if neither `sampler` nor one nested in it stores the rank.
     """
     for each in _chain(sampler):
         for own, world in _SHARDS:

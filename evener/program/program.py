@@ -115,10 +115,7 @@ class Program:
         return () if self._loop is None else self._loop.sizes
 
     def trains(self, loader: Any) -> bool:
-        """True if a loop over a DataLoader that begins now is probably a training loop.
-
-        False without other ranks.
-        """
+        """True if there are other ranks, and a loop over this DataLoader will probably train."""
         # a model is in training mode, or the loader has trained before: some programs leave their
         # models in evaluation mode after an epoch
         group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -652,7 +649,7 @@ class Program:
     def exchange(self, own: Any, seconds: float = 0) -> list[Any]:
         """Gather a value from every rank, in rank order.
 
-        `own` is this rank's value, which msgspec can encode. [] if a rank is missing after
+        `own` is this rank's value, which msgspec can encode. Returns [] if a rank is missing after
         `seconds`; 0 means no timeout.
         """
         # values are exchanged through the process group's store
@@ -669,7 +666,7 @@ class Program:
         return [msgspec.msgpack.decode(each, type=type(own)) for each in every]
 
     def _agree(self, fault: str) -> str:
-        """Gather all ranks' reasons against shares, and return the first or "".
+        """Gather all ranks' reasons against shares; return the first, or "" if there are none.
 
         `fault` is this rank's reason, or "".
         """

@@ -122,9 +122,9 @@ class Totals:
         return ""
 
     def _follow_gathered(self, function: Any, leaves: list[Any], result: Any, place: str) -> str:
-        """Mark a result that adds up gathered sums or views them.
+        """Mark a result that adds up or views gathered sums, and return "".
 
-        Return "" in these cases, and otherwise `place`.
+        If it does neither, only return `place`.
         """
         # `place` is the collective that gathered the sums
         if function in _SUMS and len(leaves) == 1:
@@ -137,10 +137,7 @@ class Totals:
 
 
 def _find_places(marks: TensorMarks, tensors: list[torch.Tensor]) -> list[str]:
-    """Return the collective that computed each tracked tensor.
-
-    Tensors that aren't in `marks` are left out.
-    """
+    """Return the collectives that computed those of the tensors that have a mark in `marks`."""
     return [place for place in map(marks.find, tensors) if place]
 
 
