@@ -76,11 +76,10 @@ Costs = Sequence[float]
 def split_fixed(
     devices: Sequence[DeviceCurve], costs: Costs, batch: int, quantum: int = 1, fewest: int = 2
 ) -> Allocation | None:
-    """Return the fastest allocation of exactly `batch` samples.
+    """Return the fastest allocation of exactly `batch` samples to at least `fewest` devices.
 
-    It has at least `fewest` devices, and shares are multiples of `quantum`. `costs` are the seconds
-    of gradient exchange by number of devices. None if the devices are too few or
-    their limits too low.
+    Shares are multiples of `quantum`. `costs` are the seconds of gradient exchange by number of
+    devices. Returns None if there are too few devices or their limits are too low.
     """
     devices = [device for device in devices if device.limit >= quantum]
     most = min(len(devices), batch // quantum)
@@ -110,7 +109,7 @@ def _try_fewer(
     least: float,
     shares: dict[int, int],
 ) -> Allocation:
-    """Return the given shares, or a faster allocation to fewer devices.
+    """Return the allocation with the given shares, or a faster allocation to fewer devices.
 
     `costs` are the seconds of gradient exchange by number of devices.
     """
@@ -149,7 +148,7 @@ def split_free(
     """Return the allocation with the most samples/s on at least `fewest` devices.
 
     Shares are multiples of `quantum`, and sum to at most `limit`. `costs` are the seconds of
-    gradient exchange by number of devices. None if no allocation fits.
+    gradient exchange by number of devices. Returns None if no allocation fits.
     """
     devices = [device for device in devices if device.limit >= quantum]
     found = []
@@ -178,7 +177,8 @@ def smallest_reaching(
     """Return the allocation of the smallest global batch that reaches `rate` samples/s.
 
     It has at most `limit` samples, at least `fewest` devices, and multiples of `quantum` as shares.
-    `costs` are the seconds of gradient exchange by number of devices. None if there is none.
+    `costs` are the seconds of gradient exchange by number of devices. Returns None if no such
+    allocation reaches `rate`.
     """
     devices = [device for device in devices if device.limit >= quantum]
     found: list[Allocation] = []
@@ -227,7 +227,8 @@ def single_reaching(
 ) -> Allocation | None:
     """Return the smallest batch of a single device that reaches `rate` samples/s.
 
-    The batch is a multiple of `quantum` and at most `limit`. Returns None if there is none.
+    The batch is a multiple of `quantum` and at most `limit`. Returns None if no such batch reaches
+    `rate`.
     """
     limit = device.limit if limit is None else min(device.limit, limit) // quantum * quantum
     if limit < quantum or limit < rate * device.curve.seconds(quantum):
@@ -269,7 +270,7 @@ def _samples_by(
 ) -> int:
     """Return how many samples the best k devices can finish within `seconds`.
 
-    0 if fewer than `active` devices can finish a quantum.
+    Return 0 if fewer than `active` devices can finish a quantum.
     """
     sizes = _largest_shares(devices, seconds, quantum)
     if active and sum(1 for size in sizes if size) < active:
@@ -280,9 +281,9 @@ def _samples_by(
 def _split_among_count(
     devices: Sequence[DeviceCurve], k: int, batch: int, quantum: int, least: float, active: int
 ) -> tuple[float, dict[int, int]] | None:
-    """Return the earliest time at which k devices finish a batch, with shares.
+    """Return the earliest time at which k devices can finish a batch, with their shares.
 
-    None if the devices' limits don't allow the batch.
+    Return None if the devices' limits don't allow the batch.
     """
     # The finish time is at least `least`. At least `active` devices get samples. Shares are by
     # index in `devices`.
@@ -306,10 +307,7 @@ def _split_among_count(
 def _divide_batch(
     devices: Sequence[DeviceCurve], k: int, batch: int, quantum: int, early: float, late: float
 ) -> dict[int, int]:
-    """Return whole shares of up to k devices that sum to `batch`.
-
-    They are by index in `devices`.
-    """
+    """Return whole shares of up to k devices, by index in `devices`, that sum to `batch`."""
     # Each device gets what it finishes by `early`, but at least one quantum. Then single quanta are
     # added, up to what the device finishes by `late`. Each of these quanta goes to the device that
     # would finish it first.
@@ -344,7 +342,7 @@ def _divide_batch(
 
 
 def finish_times(devices: Sequence[DeviceCurve], quantum: int) -> list[float]:
-    """Return the finish times that the best allocation may have, in order.
+    """Return the finish times that the best allocation may have, in rising order.
 
     At each of them, a curve bends, or a device reaches its limit or finishes its first quantum.
     """
@@ -369,11 +367,10 @@ def _best_within_seconds(
 ) -> Allocation | None:
     """Return the allocation with the most samples/s that finishes within `seconds`.
 
-    None if too few devices can compute, or `limit` samples are too few.
+    Return None if fewer than `fewest` devices can finish a quantum, or if the `fewest` largest
+    shares exceed `limit` samples.
     """
-    # Each device of the allocation computes as much as it can in that time. Fewer than `fewest`
-    # devices are too few; a device must compute a quantum. The `fewest` largest shares must not
-    # exceed `limit` samples.
+    # each device of the allocation computes as much as it can in that time
     sizes = _largest_shares(devices, seconds, quantum)
     order = _largest(sizes, len(sizes))
     best = 0
@@ -460,7 +457,7 @@ def _earliest_reaching(
 ) -> Allocation | None:
     """Return the allocation that reaches `rate` samples/s earliest in `crossing`.
 
-    None if no device has samples.
+    Return None if no device can finish any samples by then.
     """
     _, earliest, latest, k = crossing
     for _ in range(HALVINGS // 2):

@@ -176,9 +176,9 @@ def split_passes(batch: int, micro: int) -> tuple[int, ...]:
 
 
 def batch_in_one_pass(shares: Sequence[int], micros: Sequence[int]) -> int:
-    """Return the largest global batch that every device computes in one pass.
+    """Return the largest global batch of which every device can compute its part in one pass.
 
-    It is divided in proportion to `shares`. `micros` are the devices' maximum rows per pass.
+    The parts are in proportion to `shares`. `micros` are the devices' maximum rows per pass.
     """
     return min(
         micro * sum(shares) // share for share, micro in zip(shares, micros, strict=True) if share
@@ -199,9 +199,9 @@ def largest_pass(shares: Sequence[int], micros: Sequence[int]) -> int | None:
 
 
 def shares_to_evaluate(shares: Sequence[int], micros: Sequence[int]) -> tuple[int, ...]:
-    """Return each rank's rows of a validation batch, for a single pass.
+    """Return how many rows of a validation batch each rank gets, so that one pass computes them.
 
-    `micros` are the ranks' maximum rows per pass.
+    `shares` are the ranks' rows in training, and `micros` their maximum rows per pass.
     """
     # the training shares are scaled down only if one of them needs several passes
     if tuple(shares) == tuple(micros):
