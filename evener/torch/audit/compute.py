@@ -335,10 +335,7 @@ def _list_constant_tensors(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, f
 
 
 def _copy_first_values(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the first values of each tensor, on the host.
-
-    All values of a small tensor are returned.
-    """
+    """Return the first values of each tensor, or all values of a small tensor, on the host."""
     # A small tensor has up to COPIED values. Of any other, SAMPLED values are copied. The host
     # waits for only one copy per device and dtype.
     kinds: dict[tuple[Any, ...], list[int]] = {}

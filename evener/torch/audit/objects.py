@@ -27,9 +27,9 @@ def unfold(data: Any) -> Any:
 
 
 def _unfold_nested(data: Any, seen: set[int]) -> Any:
-    """Return the tensors in nested data, in nested dicts and lists.
+    """Return nested dicts and lists of the tensors in `data`, or None if it has no tensors.
 
-    None without tensors. `seen` has the ids of the objects that contain `data`.
+    `seen` has the ids of the objects that contain `data`.
     """
     # Objects in `seen` are skipped, because objects may refer to each other in a circle.
     if isinstance(data, torch.Tensor):

@@ -73,10 +73,7 @@ def _without_tf32() -> Iterator[None]:
 
 
 def _read(setting: Callable[[], Any]) -> Any:
-    """Return the value of an older precision setting of PyTorch.
-
-    None if the program has changed a newer setting.
-    """
+    """Return an older precision setting of PyTorch; None if the program has changed a newer one."""
     # PyTorch then raises an error when `setting` reads the older one.
     try:
         return setting()

@@ -140,9 +140,9 @@ def _each(result: Any) -> Sequence[Any]:
 
 
 def _count_terms(name: str, arguments: Any, place: int) -> int:
-    """Return the number of terms in each sum of a result.
+    """Return how many terms are summed for each value of a result; 0 if the operation doesn't sum.
 
-    0 if the operation doesn't sum. `place` is the index of the result.
+    `place` is the index of the result.
     """
     # `name` is the operation's name, and `arguments` are its arguments. An operation may have
     # several results.
@@ -214,10 +214,7 @@ def _draw_equal_rows(
 
 
 def _fixed_instead_of_random(draw: _Draw) -> Any:
-    """Return a fixed result for a permutation, dropout or random mask.
-
-    None for any other operation.
-    """
+    """Return a fixed result for a permutation, dropout or random mask; None for anything else."""
     # A permutation moves each entry to the place before it. Dropout keeps all values. A mask from
     # bernoulli_(1 - p) is filled with 1 - p, if that is at least 0.5. If rows are mixed with others
     # of their batch, as by mixup, the permutation gives a row other partners in a part than in the
@@ -244,10 +241,7 @@ def _draw_by_arguments(draw: _Draw) -> Any:
 
 
 def _draw_size(draw: _Draw) -> Any:
-    """Draw a tensor of equal rows for an operation with a `size`.
-
-    None for other operations.
-    """
+    """Draw a tensor of equal rows for an operation with a `size`; return None for any other."""
     names = draw.names()
     if "size" not in names:
         return None
@@ -261,9 +255,9 @@ def _draw_size(draw: _Draw) -> Any:
 
 
 def _fill_equal_rows(draw: _Draw) -> Any:
-    """Draw equal rows into a tensor argument, or into a new tensor.
+    """Draw equal rows into an operation's only tensor argument, or into a new tensor like it.
 
-    None for other operations, and for several tensor arguments.
+    Return None for other operations, and for several tensor arguments.
     """
     # A new tensor has the argument's shape. With several tensor arguments, the result depends on
     # all of them.
@@ -320,10 +314,7 @@ def _needs_generator(function: Any) -> bool:
 
 
 def _one_row(draw: _Draw) -> Any:
-    """Draw the random values that all rows of a tensor share.
-
-    The tensor is the operation's first argument.
-    """
+    """Draw the random values that all rows of an operation's first argument, a tensor, share."""
     # A row extends along the last axis. With fewer than two axes, each row is a single value. Rows
     # of different lengths start with the same values.
     like, *others = draw.arguments
@@ -344,10 +335,7 @@ def _shorten(line: Any, like: Any) -> Any:
 
 
 def _stable_length(length: int) -> int:
-    """Return how many random values to draw for a row.
-
-    At least LONGEST.
-    """
+    """Return how many random values to draw for a row of `length` values, at least LONGEST."""
     # PyTorch's random values depend on how many are drawn at once. The same number is drawn for all
     # rows of up to LONGEST values, so that rows of different lengths start with the same values.
     return max(LONGEST, length)
@@ -359,10 +347,7 @@ def _draw_normal(mean: Any, deviation: Any = 1.0, *_: Any) -> Any:
 
 
 def _draw_slopes(inputs: Any, slopes: Any, lower: float, upper: float, *_: Any) -> Any:
-    """Compute a randomized leaky ReLU with a fixed slope.
-
-    The slope is the mean of `lower` and `upper`.
-    """
+    """Compute a randomized leaky ReLU with the mean of `lower` and `upper` as its fixed slope."""
     # The slopes are also written to `slopes`, which the backward pass uses.
     middle = (lower + upper) / 2
     slopes.copy_(torch.where(inputs < 0, middle, 1.0))

@@ -363,20 +363,13 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _is_after_read(self, place: int) -> bool:
-        """True if a model's result was read before the call.
-
-        `place` is the index of the call.
-        """
+        """True if the program read a model's result before the call with the index `place`."""
         # The program reads a number of the result, for example, with `item()`.
         return self._first_read is not None and place >= self._first_read
 
     def _may_use_read(self, place: int) -> bool:
-        """True if a call may use a number that the program read.
-
-        `place` is the index of the call.
-        """
-        # The number is read from a model's result, for example with `item()`. The call's own number
-        # may be computed from it.
+        """True if the call with the index `place` may use a number read from a model's result."""
+        # the program reads it with `item()`, for example, and may compute a number for the call
         entry = self._tape[place]
         given = leaves_in(entry.arguments)
         if is_arithmetic(entry.function):
@@ -384,10 +377,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return self._is_after_read(place) and any(isinstance(each, float) for each in given)
 
     def _find_numbers(self, entry: WrittenCall) -> list[Number]:
-        """Return the numbers that a call uses with a model's results.
-
-        Empty if the call doesn't use a model's results.
-        """
+        """Return the numbers that a call combines with a model's results; [] if it uses none."""
         # The numbers are the factors, divisors and summands of arithmetic, and summaries of small
         # tensors such as task weights.
         arguments = leaves_in((entry.arguments, entry.keywords))
@@ -414,9 +404,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
 
 def _sum_up(tensor: torch.Tensor) -> list[float]:
-    """Summarize a small tensor, for comparison between ranks.
+    """Return a small tensor's only value, or two sums of its values, to compare between ranks.
 
-    Return a single value, or the sum and the index-weighted sum.
+    The second sum is weighted by the values' indices, from 1.
     """
     values = [float(each) for each in tensor.detach().reshape(-1).tolist()]
     if len(values) == 1:
@@ -550,10 +540,7 @@ class LossRecord:
 
 
 def _find_place() -> str:
-    """Return the program's file and line that make the current call.
-
-    "" if they are unknown.
-    """
+    """Return the program's file and line that make the current call; "" if they are unknown."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -592,10 +579,7 @@ def may_count(rows: int, number: float) -> bool:
 
 
 def _find_draw(keywords: Any) -> GeneratorState | None:
-    """Return the state of the generator passed to a call.
-
-    None without a generator.
-    """
+    """Return the state of the generator passed to a call; None without a generator."""
     generator = keywords.get("generator")
     if not isinstance(generator, torch.Generator):
         return None
@@ -667,10 +651,7 @@ def _replay_entries(
 
 
 def _find_only(kind: type, objects: Sequence[Any]) -> Any:
-    """Return the only object of this class.
-
-    None if there are none or several.
-    """
+    """Return the only object of this class; None if there are none or several."""
     found = [each for each in objects if type(each) is kind]
     return found[0] if len(found) == 1 else None
 

@@ -59,12 +59,11 @@ def fetch_rows(
     numbers: Sequence[int],
     most: int = ROWS,
 ) -> FewRows | None:
-    """Return a few rows of a data set that differ in class and length.
+    """Return up to `most` rows of a data set that differ in class and length.
 
-    `collate` makes a batch from a list of rows. `numbers` are the indices to choose from. None for
-    fewer than two.
+    `collate` makes a batch from a list of rows. `numbers` are the indices to choose from. Returns
+    None if there are fewer than two.
     """
-    # At most `most` rows are returned.
 
     def collated(items: Sequence[Any], seed: int = SEED) -> Any:
         seed_all(seed)
@@ -133,8 +132,8 @@ def choose_few_rows(
 ) -> FewRows | None:
     """Return up to `most` rows of a collated batch, chosen to differ.
 
-    With `in_order`, they keep the batch's order. None if the batch has fewer than two rows or can't
-    be cut.
+    With `in_order`, they keep the batch's order. Returns None if the batch has fewer than two rows
+    or can't be cut.
     """
     # `rows` is the batch's number of rows. The rows are chosen from the first TIMES * `most` rows,
     # and sorted so that the two parts of the FewRows differ, too.
@@ -159,10 +158,7 @@ def choose_few_rows(
 
 
 def _rows_of_first_part(rows: int) -> int:
-    """Return the number of rows in the first of two parts.
-
-    About 3/8 of `rows`.
-    """
+    """Return the number of rows in the first of two parts, about 3/8 of `rows`."""
     return max(1, rows * 3 // 8)
 
 
@@ -241,10 +237,7 @@ def _join_sequences(rows: Sequence[Any]) -> Any:
 
 
 def _cut(whole: Any, first: int, rows: int) -> tuple[Any, Any] | None:
-    """Cut a collated batch of `rows` rows after `first` rows.
-
-    None if the batch can't be cut by rows.
-    """
+    """Cut a collated batch of `rows` rows after `first` rows; None if it can't be cut by rows."""
     try:
         return cut_rows(whole, 0, first, rows), cut_rows(whole, first, rows, rows)
     except RequestError:
@@ -252,9 +245,9 @@ def _cut(whole: Any, first: int, rows: int) -> tuple[Any, Any] | None:
 
 
 def _sign_item(item: Any, collated: Callable[[Sequence[Any]], Any]) -> tuple[float, ...]:
-    """Return numbers that distinguish a row, such as class and length.
+    """Return numbers that distinguish a row, such as its class and length.
 
-    () if the row can't be collated alone.
+    Return () if the row can't be collated alone.
     """
     # Collating fails, for example, if rows come in pairs.
     try:

@@ -79,10 +79,7 @@ def summarize(dataset: Any, collate: Callable[[list[Any]], Any], sampler: Any) -
 def _sum_rows(
     dataset: Any, collate: Callable[[list[Any]], Any], numbers: Sequence[int]
 ) -> dict[str, list[TensorSums]]:
-    """Return the sums of each readable row's tensors, by row index.
-
-    {} if a row isn't the same when read again.
-    """
+    """Return the sums of each readable row's tensors by index; {} if a second read differs."""
     # If a row isn't the same again, the data set has a transform with its own generator, or keeps
     # rows that this rank drew at random. Whether reading draws random numbers is compared, too.
     found: dict[str, list[TensorSums]] = {}

@@ -87,10 +87,7 @@ class _Known:
         self._values: dict[Key, tuple[Any, int]] = {}
 
     def note(self, settings: Mapping[Key, Any], check: int) -> bool:
-        """Save the settings; return True if a stable one has changed.
-
-        A stable setting was the same for STILL checks.
-        """
+        """Save the settings; return True if one changed after being the same for STILL checks."""
         # `settings` has the current values, and `check` is the number of this check.
         changed = False
         before, self._values = self._values, {}
@@ -118,10 +115,7 @@ class _ModuleSettings:
         self._ids: dict[str, int] = {}  # of the tensors, to which no references are held
 
     def has_changed(self, check: int) -> bool:
-        """True if a stable setting of the module has changed.
-
-        A stable setting was the same for STILL checks.
-        """
+        """True if a setting of the module has changed after being the same for STILL checks."""
         # `check` is the number of this check.
         if self._is_flat and self._is_same():
             return False

@@ -323,7 +323,7 @@ class GradientSums:
 def read_scalars(values: Sequence[torch.Tensor]) -> list[float]:
     """Return the values of scalar tensors, which may be on several devices.
 
-    For a single device, the host waits only once.
+    If all are on a single device, the host waits for it only once.
     """
     if len({value.device for value in values}) == 1:
         return list(torch.stack(list(values)).tolist())
@@ -347,10 +347,7 @@ def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:
 
 @contextmanager
 def _only_hook(tensor: torch.Tensor, function: Callable[[Any], Any] | None) -> Iterator[None]:
-    """Return a context with `function` as a tensor's only gradient hook.
-
-    None means no hook.
-    """
+    """Return a context with `function` as a tensor's only gradient hook; None means no hook."""
     # The tensor's other hooks, which belong to the training step, are restored on exit.
     own = dict(tensor._backward_hooks or {})
     if own:

@@ -70,10 +70,7 @@ def keep_with_frozen(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], N
 
 
 def _copy_frozen(holders: Iterable[Any]) -> list[Any]:
-    """Return the frozen weights with the data that restore them.
-
-    [] if most weights are frozen.
-    """
+    """Return the frozen weights with the data that restore them; [] if most weights are frozen."""
     every = [
         each
         for holder in holders
@@ -125,8 +122,8 @@ def kept_state(holders: Iterable[Any] = (), apart: Iterable[Any] = ()) -> Iterat
 def copy_data(value: Any, memo: dict[int, Any], most_bytes: float = math.inf) -> Any:
     """Return the data that `restore_value` needs to restore a value in place.
 
-    None if the value isn't copied. `memo` has the ids of objects that are skipped; copied ones are
-    added.
+    Return None if the value isn't copied. `memo` has the ids of objects that are skipped; copied
+    ones are added.
     """
     # Numbers and tensors of more than `most_bytes` aren't copied, for example. Skipped objects are
     # already copied or mustn't be copied.
@@ -160,10 +157,7 @@ def _copy_items(value: Any, memo: dict[int, Any], most_bytes: float) -> _Items:
 
 
 def _copy_tensor(value: torch.Tensor, memo: dict[int, Any], most_bytes: float) -> Any:
-    """Return the version and a copy of a tensor.
-
-    None for a tensor that isn't copied.
-    """
+    """Return the version and a copy of a tensor; None for a tensor that isn't copied."""
     # not copied: a parameter, one that requires a gradient, was made in inference mode, has more
     # than `most_bytes`, or has no memory, such as weights that FSDP1 has freed
     if isinstance(value, torch.nn.Parameter) or value.requires_grad or value.is_inference():

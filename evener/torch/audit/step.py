@@ -102,7 +102,7 @@ def _try_quick_passes(
 ) -> Audited | None:
     """Return the result of an audit with quick passes.
 
-    None if they find a difference or can't be used.
+    Return None if the passes find a difference or can't be used.
     """
     if not sketcher.may_be_quick:
         return None
@@ -139,10 +139,7 @@ class _Comparison:
         self._noises: Mapping[str, float] | None = None
 
     def judge(self) -> Audited:
-        """Compare both gradients, and return the audit's result.
-
-        The result has a difference beyond rounding, with its cause.
-        """
+        """Compare both gradients; the result has any difference beyond rounding, with its cause."""
         sketcher, computation = self._sketcher, self._computations.reference
         if compare(self._reference, self._trained) is None and not sketcher.measures:
             return self._result()
@@ -157,7 +154,7 @@ class _Comparison:
     def _explain_difference(self, difference: GradientDifference) -> Audited:
         """Return a result with the difference and its cause.
 
-        If random numbers explain the difference, the result has none.
+        If random numbers may explain the difference, the result has none.
         """
         changes = self._computations.changes
         answers = {name: partial(self._is_right, each) for name, each in changes.items()}
