@@ -173,10 +173,7 @@ class TimedStep(NamedTuple):
 
 
 class _CpuTimes:
-    """The CPU times of one batch, in seconds.
-
-    NaN until they are known.
-    """
+    """The CPU times of one batch, in seconds; NaN until they are known."""
 
     def __init__(self, clock: Any, idle_s: float, stands_for: int) -> None:
         # CPU times are measured in only some timed batches. This batch represents all batches since
@@ -393,10 +390,7 @@ class StepTimer:
             self._untimed.files_s += time.perf_counter() - began_s
 
     def _count_written(self) -> int:
-        """Return the bytes that this thread has written since the last call.
-
-        Return 0 before the first batch.
-        """
+        """Return the bytes that this thread wrote since the last call; 0 before the first batch."""
         if self._writes is None:
             return 0
         before = self._written
@@ -647,17 +641,17 @@ class StepTimer:
 
     @property
     def has_trained(self) -> bool:
-        """True if gradients were computed and all-reduced, or an optimizer has stepped.
+        """True if the newest batch's gradients were all-reduced, or an optimizer has stepped in it.
 
-        Only the newest batch counts. With FSDP, only the optimizer's step is seen.
+        With FSDP, only the optimizer's step is seen.
         """
         return self._computed or self._applied
 
     def start_loop(self) -> None:
-        """Record that a loop begins; the time until its first batch counts as input.
+        """Record that a loop begins; the time until its first batch counts as input time.
 
-        Starting a loader's workers takes a part of that time. If another loop's batch hasn't ended,
-        do nothing.
+        In that time, the loader may start its workers. If another loop's batch hasn't ended, do
+        nothing.
         """
         if self._asked is None and not self._marks and self._doing is None:
             self.finish()
@@ -893,10 +887,7 @@ class StepTimer:
 
 
 def _list_marks(marked: _MarkedStep) -> list[Any]:
-    """Return a step's recorded points in time, for reuse.
-
-    A point that the next step shares isn't returned.
-    """
+    """Return a step's recorded points in time, except one that the next step shares, for reuse."""
     # A mark is such a point. Two phases may begin at the same mark, which is returned once. The
     # next step may use the last mark.
     marks = [] if marked.asked is None else [marked.asked]
@@ -907,10 +898,7 @@ def _list_marks(marked: _MarkedStep) -> list[Any]:
 
 
 def _least(one: float, other: float) -> float:
-    """Return the smaller of two durations in seconds.
-
-    NaN if one of them is NaN.
-    """
+    """Return the smaller of two durations in seconds; NaN if one of them is NaN."""
     return math.nan if math.isnan(one) or math.isnan(other) else min(one, other)
 
 
@@ -952,9 +940,9 @@ def _add_last_batch(spans: dict[Phase, float], rest_s: float, batches: int) -> N
 
 
 def _last_batch_seconds(others_s: float, batches: int) -> float:
-    """Return the estimated seconds of a validation's last batch.
+    """Estimate the seconds of a validation's last batch from the others; 0 if there are none.
 
-    The other batches take `others_s` in total. 0 without other batches.
+    `others_s` is the total time of the other batches.
     """
     return others_s / (batches - 1) if batches > 1 else 0.0
 
@@ -966,10 +954,7 @@ def _is_after_sum(marks: Sequence[tuple[Phase, Any]]) -> bool:
 
 
 def _join_parts(sums: Sequence[float]) -> tuple[float, float, float, float]:
-    """Return a step's times as the monitor shows them, in seconds.
-
-    They are the times for input, own work, waiting, and between steps.
-    """
+    """Return a step's seconds for input, own work, waiting and between steps, for the monitor."""
     # These are the wait for the batch, the compute time (own work), the wait for other ranks, and
     # the time between steps. `sums` has the step's times in the order of StepSums' fields. If ranks
     # wait for each other within a pass, that counts as compute time.

@@ -115,9 +115,9 @@ class PeerWatcher:
                 self._store.set(self._key("ended", self._rank), msgspec.json.encode(note))
 
     def leave(self) -> None:
-        """Write this rank's note once its GPU is done, then wait for the other ranks' notes.
+        """Write this rank's exit note once its GPU is done, then wait for the other ranks' notes.
 
-        The wait lasts up to WAIT_SECONDS.
+        It waits for these notes for up to WAIT_SECONDS.
         """
         if self._over.is_set():
             return
@@ -148,10 +148,7 @@ class PeerWatcher:
             self.notes.setdefault(0, ExitNote("it was killed, or its output says why"))
 
     def _has_exited(self, rank: int) -> bool:
-        """True if a rank's process on this machine has exited.
-
-        False for a process on another machine.
-        """
+        """True if a rank's process has exited; always False for a process on another machine."""
         key = self._key("process", rank)
         process, _, place = (
             self._store.get(key).decode() if self._store.check([key]) else ""

@@ -73,9 +73,9 @@ def find_process_rank() -> ProcessRank:
 
 
 def _check_set(world: int, *names: str) -> None:
-    """Raise PlanError if an environment variable in `names` isn't set.
+    """Raise PlanError if several processes train and an environment variable isn't set.
 
-    A single process doesn't need them.
+    `names` are the variables, and `world` is the number of processes.
     """
     # The variables are needed for the rendezvous of `world` processes.
     missing = [name for name in names if name not in os.environ]
