@@ -59,11 +59,10 @@ class LeftOutBatches:
         return bool(self._usual)
 
     def begin(self, step: int, shares: Sequence[int]) -> tuple[int, list[int]] | None:
-        """Begin a step; return the first step that only some ranks left out.
+        """Begin a step; return the first step that only some ranks left out, and these ranks.
 
-        The ranks that left it out are returned, too. Return None if no such step is known. All
-        ranks have to call this for the same steps, and get the same result. `shares` are the ranks'
-        rows; ranks without rows are ignored.
+        Return None if no such step is known. All ranks have to call this for the same steps, and
+        get the same result. `shares` are the ranks' rows; ranks without rows are ignored.
         """
         if self._learns is False:
             self._left.append(step - 1)
@@ -101,10 +100,10 @@ def _meets_in(step: int) -> bool:
 def _find_uneven(
     ranks: dict[int, list[int]], every: Collection[int]
 ) -> tuple[int, list[int]] | None:
-    """Return the first step that only some ranks skipped, and these ranks.
+    """Return the first step that only some ranks left out, and these ranks.
 
-    None if there is no such step. `ranks` has the ranks that skipped each step, and `every` has the
-    ranks with rows.
+    Return None if there is no such step. `ranks` has the ranks that left out each step, and `every`
+    has the ranks with rows.
     """
     for step in sorted(ranks):
         if not set(every) <= set(ranks[step]):

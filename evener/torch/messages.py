@@ -53,10 +53,7 @@ def _number(value: int) -> torch.Tensor:
 
 
 def _encode(value: Any) -> torch.Tensor:
-    """Return a value's JSON text as a tensor of bytes.
-
-    The tensor is on the device for collectives.
-    """
+    """Return a value's JSON text as a tensor of bytes, on the device for collectives."""
     # by Python's json module, which can represent infinity and NaN
     text = json.dumps(msgspec.to_builtins(value)).encode()
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(_choose_device())

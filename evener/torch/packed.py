@@ -16,18 +16,12 @@ from .private import own_parameters
 
 
 def is_packed(tensor: Any) -> bool:
-    """True if a parameter holds packed weights, or weights to be packed.
-
-    Weights are packed when they are moved to a device.
-    """
+    """True if a parameter holds packed weights, or weights that a move to a device will pack."""
     return hasattr(tensor, "bnb_quantized") and hasattr(tensor, "quant_state")
 
 
 def explain_unusable(tensor: Any) -> str:
-    """Return why a model with this packed parameter can't be sharded.
-
-    Return "" if the model can be trained in shards.
-    """
+    """Return why a model with this packed parameter can't be sharded; "" if it can."""
     if tensor.requires_grad:
         return "Its 4-bit weights are trained, and bytes have no gradients."
     if tensor.bnb_quantized and not hasattr(tensor.quant_state, "to"):

@@ -128,10 +128,7 @@ class PlannedTraining:
 
     @property
     def ranks(self) -> RankShares:
-        """The current shares of all ranks.
-
-        They are from the plan or from the last change of shares.
-        """
+        """The current shares of all ranks, from the plan or from the last change of shares."""
         return self.weights.shares
 
     @ranks.setter
@@ -146,9 +143,9 @@ class PlannedTraining:
         self._release()
 
     def leave(self) -> None:
-        """End this training run.
+        """End this training run, so that another can begin with any models in this process.
 
-        Another one can then begin with any models in this process. Every rank has to call this.
+        Every rank has to call this.
         """
         if self.rebalancing is not None:
             self.rebalancing.stop()
@@ -345,10 +342,7 @@ class PlannedTraining:
         self.weights.watch_forward(model, self.device)
 
     def check_whole(self) -> None:
-        """Raise RequestError if each device holds only a part of the model.
-
-        The devices are those of the plan.
-        """
+        """Raise RequestError if each device of the plan holds only a part of the model."""
         if self.ranks.is_sharded:
             raise RequestError(
                 "The plan has each device hold a part of the model, which doesn't fit as a whole.",

@@ -69,10 +69,7 @@ def take_apart(outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
 
 
 def gradient_hooks(parameter: Any) -> list[int]:
-    """Return the handle ids of the hooks on a parameter's gradient.
-
-    They are in the order of registration.
-    """
+    """Return the handle ids of the hooks on a parameter's gradient, in order of registration."""
     both = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     return [hook for hooks in both if hooks for hook in hooks]
 
@@ -106,10 +103,7 @@ UNSCALE = "_unscale_grads_"  # method of GradScaler that divides gradients and r
 
 
 def is_view(tensor: Any) -> bool:
-    """True if a tensor is a view of another one.
-
-    Such a tensor can't be resized.
-    """
+    """True if a tensor is a view of another tensor, and so can't be resized."""
     return tensor._base is not None
 
 
@@ -117,10 +111,7 @@ def is_view(tensor: Any) -> bool:
 
 
 def is_loader_iterator(iterator: Any) -> bool:
-    """True if the iterator is one of PyTorch's for a DataLoader.
-
-    It may also be derived from such an iterator.
-    """
+    """True if this is PyTorch's iterator over a DataLoader, or an iterator derived from it."""
     return isinstance(iterator, _BaseDataLoaderIter)
 
 
@@ -133,10 +124,7 @@ def wrap_next_batch(wrapper: Callable[..., Any]) -> None:
 
 
 def count_yielded(iterator: Any) -> int:
-    """Return how many batches of its epoch a DataLoader's iterator has yielded.
-
-    Return 0 if that is unknown.
-    """
+    """Return how many batches of its epoch a DataLoader's iterator has yielded; 0 if unknown."""
     return getattr(iterator, "_num_yielded", 0)
 
 
