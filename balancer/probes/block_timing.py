@@ -186,10 +186,10 @@ class BlockTimer:
         )
 
     def _count_block_steps(self, last: Block) -> int:
-        """Return how many steps the next block should have.
+        """Return how many steps the next block needs to take as long as blocks usually do.
 
-        With that many steps, it should take as long as a block usually does. The number is computed
-        from the step time of the last block, and is at most 16 times that block's number of steps.
+        The number is computed from the step time of the last block, and is at most 16 times that
+        block's number of steps.
         """
         wanted = (
             round(self._block_seconds / last.step_seconds)
@@ -224,10 +224,9 @@ class BlockTimer:
         return over
 
     def _start_second_round(self) -> bool:
-        """Start a second round of timing if the first was unsteady.
+        """Start a second round of timing if the first has a warning about drift or throttling.
 
-        The first was unsteady if it has a warning about drift or throttling. Return True if the
-        second round starts.
+        Return True if the second round starts.
         """
         # only the second round's blocks are reported, and it takes half of the time; a whole run
         # has none, because the user has requested its time or its number of steps
@@ -319,10 +318,9 @@ class BlockTimer:
 
 
 def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[MeasurementDoubt, bool]:
-    """Return a throttling warning, and True if it is serious.
+    """Return a throttling warning, and True if it is serious enough to be reported.
 
-    A serious warning is reported. `clean` are the blocks that weren't disturbed, and `step` is
-    their mean step time.
+    `clean` are the blocks that weren't disturbed, and `step` is their mean step time.
     """
     # the warning's value is the larger of two fractions: the time in which devices report
     # throttling, and the distance of the mean step time from the blocks' median
@@ -371,10 +369,9 @@ def step_time_interval(blocks: Sequence[Block], first_seconds: float = 0.0) -> I
 
 
 def _stays_too_imprecise(blocks: Sequence[Block], part: float) -> bool:
-    """True if the step time is predicted to stay too imprecise.
+    """True if the step time's error is predicted to exceed `TOO_IMPRECISE` at the probe's end.
 
-    That is, its relative error at the probe's end would exceed `TOO_IMPRECISE`. `part` is the
-    fraction of the probe's time that the blocks have taken.
+    `part` is the fraction of the probe's time that the blocks have taken.
     """
     times = [block.step_seconds for block in blocks]
     # the noise is the median difference between consecutive blocks: a single change of speed
@@ -397,9 +394,9 @@ def _mean_own_seconds(blocks: Sequence[Block]) -> tuple[float | None, ...]:
 
 
 def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
-    """Return each rank's mean seconds per step in each part of a step.
+    """Return each rank's mean seconds per step in each part, such as waiting for input.
 
-    A part is, for example, waiting for input. Return an empty tuple if a block's parts are unknown.
+    Return an empty tuple if a block's parts are unknown.
     """
     steps = sum(block.steps for block in blocks)
     if not steps or not all(block.parts for block in blocks):
@@ -409,9 +406,9 @@ def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
 
 
 def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
-    """Return one rank's mean seconds in each part of a step.
+    """Return one rank's mean seconds per step in each part of a step, over all blocks.
 
-    The mean is over all blocks. A part that any block lacks is None.
+    A part that any block lacks is None.
     """
 
     def mean(seconds: Sequence[float | None]) -> float | None:
@@ -433,9 +430,9 @@ def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
 
 
 def _find_drift(means: Sequence[float]) -> tuple[float, bool]:
-    """Return the step time's relative change, and True if it exceeds noise.
+    """Return the relative change of the step time, and True if it exceeds noise.
 
-    The later half of the blocks is compared with the earlier half.
+    The change is that from the earlier half of the blocks to the later half.
     """
     if len(means) < 2 * FEWEST_BLOCKS:
         return 0.0, False

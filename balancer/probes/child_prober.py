@@ -250,9 +250,9 @@ class ChildProber:
         return seen
 
     def _keep_recovered_children(self, key: Layout, group: ChildGroup, error: GroupError) -> bool:
-        """Keep a failed probe's children if they can be used again.
+        """Keep a failed probe's children if they have recovered from running out of memory.
 
-        They can if they have recovered from running out of memory. Return True if they are kept.
+        Return True if they are kept.
         """
         if not error.recovered:
             # another failure, or a silent rank that may be waiting in an all-reduce
@@ -270,10 +270,7 @@ class ChildProber:
         return True
 
     def _wants_closer_look(self, probe: Probe) -> bool:
-        """True if the probe should also time steps without input.
-
-        Such steps show what limits the probe's speed.
-        """
+        """True if the probe should also time steps without input, to show what limits its speed."""
         # such steps are timed in a layout's first probes, if it may become the plan and its batches
         # come from host memory; once if it doesn't wait for input
         explores = probe.stage == Stage.SOLO and len(self._devices) > 1
@@ -300,10 +297,7 @@ class ChildProber:
         busy_cores: float | None,
         stop: threading.Event,
     ) -> None:
-        """Keep the children for later probes.
-
-        Also record the memory and the CPU cores that they used.
-        """
+        """Keep the children for later probes, and record the memory and CPU cores they used."""
         layout = seen.probe.layout
         group.fresh = False
         try:
@@ -344,10 +338,9 @@ class ChildProber:
         return tuple(short.get(i, 0) for i in range(len(self._devices))) if is_known else ()
 
     def _warm_up_share(self, probe: Probe, group: ChildGroup) -> int:
-        """Return the most rows per device for an extra first step.
+        """Return the most rows per device for the extra first step of new TensorFlow children.
 
-        New TensorFlow children run this step before the first step of the probe. Return 0 for
-        children that need none.
+        They run this step before the first step of the probe. Return 0 for children that need none.
         """
         request = self._resolved.request
         # TensorFlow traces the first batch size separately, and the second one for all sizes: the
@@ -521,9 +514,9 @@ class ChildProber:
         return () if failure.gpu is None else key.active[failure.gpu : failure.gpu + 1]
 
     def _explain_stop(self, probe: Probe, progress: ProgressReporter, stack: Stack) -> None:
-        """Report in which phase and line of code a probe was stopped.
+        """Report in which phase and line a probe was stopped before it measured anything.
 
-        The probe hadn't measured anything yet. `stack` is the stack of one of its children.
+        `stack` is the stack of one of its children.
         """
         labels = ", ".join(self._devices[i].label for i in probe.layout.active)
         # the stack is saved if it contains a line of the user's code

@@ -304,10 +304,7 @@ class ChildGroup:
     def _collect_replies(
         self, expected: type[Reply], seconds: float, stop: threading.Event
     ) -> tuple[dict[int, Reply], dict[int, RankFailure]]:
-        """Wait for all ranks, and return their replies and failures by rank.
-
-        Wait for at most `seconds`.
-        """
+        """Wait for all ranks, for at most `seconds`, and return replies and failures by rank."""
         replies: dict[int, Reply] = {}
         failures: dict[int, RankFailure] = {}
         deadline = time.monotonic() + seconds
@@ -349,9 +346,9 @@ class ChildGroup:
         return found
 
     def release_memory(self, seconds: float, stop: threading.Event) -> dict[int, int]:
-        """Make every rank release unused memory, and return what they still hold.
+        """Make every rank release unused memory, and return the bytes that it still holds.
 
-        The result is in bytes, by device position. Positions with an unknown number are left out.
+        The bytes are returned by device position; positions with an unknown number are left out.
         Raises GroupError if a rank fails or doesn't reply within `seconds`, and StoppedError if
         `stop` is set.
         """

@@ -58,9 +58,9 @@ class BuildWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record when the user's code reads an environment variable whose value differs by rank.
+        """In the `with` block, record reads of environment variables whose values differ by rank.
 
-        Reads are recorded inside the `with` block.
+        Only reads by the user's code are recorded.
         """
         late = tuple(prefix for backend in all_backends() for prefix in backend.late_variables)
         kind = type(os.environ)
@@ -127,7 +127,7 @@ class BuildWatch:
     def _try_fork(self, trial: Callable[[], object]) -> str:
         """Fork a copy that calls `trial` and exits.
 
-        Return why that failed, or "".
+        Return the reason if that fails, and "" if it succeeds.
         """
         try:
             pid = os.fork()

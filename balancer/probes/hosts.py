@@ -288,10 +288,7 @@ class RemoteChild(RunningChild):
         return None
 
     def find_loss(self) -> str:
-        """Return the reason why the child's host doesn't answer.
-
-        Return "" if it does.
-        """
+        """Return the reason why the child's host doesn't answer; "" if it does."""
         try:
             self._host.ask("available_memory_bytes", seconds=ANSWER_SECONDS)
         except HostLostError as lost:
@@ -417,10 +414,7 @@ class RemoteHost:
                     child.receive(message)
 
     def _mark_lost(self, error: Exception) -> None:
-        """Record that the host is lost.
-
-        Report this to the groups of its children.
-        """
+        """Record that the host is lost, and report this to the groups of its children."""
         if not isinstance(error, HostLostError):
             error = HostLostError(self._name, f"failed: {error}")
         self._lost = error

@@ -322,10 +322,9 @@ class ProbeInterference:
         )
 
     def mean_watts(self) -> dict[int, float]:
-        """Return each device's mean power in watts, by position.
+        """Return each device's mean power in watts from the first reading to the last, by position.
 
-        The mean is over the time from the first reading to the last. Devices that report no energy
-        are left out.
+        Devices that report no energy are left out.
         """
         found = {}
         for position, last in {**read_idle(self._monitor, self._idle), **self._before}.items():
@@ -408,10 +407,10 @@ def _others_bytes(vitals: Vitals, own: Collection[int], clean: bool) -> int | No
 
 
 def _share_of_time(before: Vitals | None, now: Vitals, counter: str) -> float:
-    """Return the fraction of time for which a condition held.
+    """Return the fraction of the time between two readings for which a condition held.
 
-    The time is that between the readings `before` and `now`. `counter` is the field of `Vitals`
-    that counts the condition's seconds, such as "capped_seconds". Return 0 if it is unknown.
+    `counter` is the field of `Vitals` that counts the condition's seconds, such as
+    "capped_seconds". Return 0 if the fraction is unknown.
     """
     if before is None or now.at_seconds <= before.at_seconds:
         return 0.0

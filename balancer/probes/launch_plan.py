@@ -153,10 +153,10 @@ def build_commands(
 
 
 def _make_stand_in(devices: int) -> tuple[float, ...]:
-    """Return each device's fraction of a sharded model's state.
+    """Return the fractions of a sharded model's state to use while only the first device runs.
 
-    The fractions are used while only the first device runs. The rest of the state is divided evenly
-    among the other `devices` - 1.
+    There is one for each of the `devices`. What the first device doesn't hold is divided evenly
+    among the others.
     """
     others = devices - 1
     return (MEASURED_PART, *((1 - MEASURED_PART) / others for _ in range(others)))
@@ -223,10 +223,9 @@ def _framework_limit(framework: str, device: Device) -> int | None:
 
 
 class RankMap(msgspec.Struct, frozen=True):
-    """The mapping from the ranks of a group to positions of devices.
+    """The mapping from the ranks of a group to the positions of their devices in the request.
 
-    The positions are those in the request. The mapping also has what is known about the ranks'
-    processes: their threads and busy CPU cores.
+    It also holds what is known about the ranks' processes: their threads and busy CPU cores.
     """
 
     # in rank order or, for one child over several devices, in the order of its devices
@@ -339,11 +338,10 @@ class MemoryBudget:
     def _lacks_memory(
         self, position: int, need: int | None, wanted: set[Layout], idle: HeldBytes
     ) -> bool:
-        """True if a child needs more memory than a GPU has left.
+        """True if a child needs more memory than a GPU has left, so idle children must be killed.
 
-        Idle children must then be killed. `need` is the memory that the child needs, in bytes; None
-        if unknown. The `wanted` groups are reused for the next probes. `idle` has the bytes that
-        each idle group holds.
+        `need` is the memory that the child needs, in bytes; None if unknown. The `wanted` groups
+        are reused for the next probes. `idle` has the bytes that each idle group holds.
         """
         device = self._devices[position]
         if not find_backend(device.kind).own_memory:

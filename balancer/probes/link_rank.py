@@ -40,17 +40,11 @@ class Sum(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):
-    """The first message of a rank, which now waits for commands.
-
-    The framework is imported.
-    """
+    """The first message of a rank, which has imported the framework and waits for commands."""
 
 
 class Arrived(msgspec.Struct, frozen=True, tag=True):
-    """The first reply to `Join`: this rank waits for the others.
-
-    It can use its device.
-    """
+    """The first reply to `Join`: this rank can use its device, and waits for the others."""
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):

@@ -88,10 +88,7 @@ class LinkMeasurement(msgspec.Struct, frozen=True, rename=STORED):
 
 
 class RankTask(NamedTuple):
-    """A rank's task in words, for error messages.
-
-    It has a verb, such as "start", and its past form, such as "started".
-    """
+    """A rank's task as a verb for error messages, such as "start", and its past form."""
 
     verb: str
     past: str

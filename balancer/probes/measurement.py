@@ -58,10 +58,7 @@ class Timeouts(msgspec.Struct, frozen=True):
 
 
 def prepare_command(layout: Layout, ranks: RankMap) -> Prepare:
-    """Return the command that makes the ranks prepare a layout.
-
-    The layout's sizes are put in the order of the ranks' devices.
-    """
+    """Return the command that makes ranks prepare a layout, with sizes in their devices' order."""
 
     def pick(sizes: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(sizes[position] for position in ranks.unique_positions)
@@ -224,10 +221,7 @@ class Measurement:
         )
 
     def _measure_limits(self, timing: StepTiming, stop: threading.Event) -> None:
-        """Measure the time of a step without the waiting that slows it.
-
-        That is, without input and, on GPUs, without waiting for the host.
-        """
+        """Measure the time of a step without input and, on GPUs, without waiting for the host."""
         on_gpus = not self._ranks.own_cores
         known = [part.input_seconds for part in timing.parts]
         largest = max((each for each in known if each is not None), default=None)
@@ -398,10 +392,7 @@ class Measurement:
         )
 
     def _describe_parts(self, ran: Ran) -> PartSeconds:
-        """Return the parts of a rank's time in a block.
-
-        One of them is the time in which the rank waited for input.
-        """
+        """Return the parts of a rank's time in a block, such as its wait for input."""
         idle = None
         if self._ranks.own_cores and len(self._ranks.positions) == 1:
             # idle time: no thread computed, waited for a core or fetched rows
@@ -416,10 +407,7 @@ class Measurement:
         )
 
     def _scale_to_mean_tokens(self, ran: Sequence[Ran]) -> Sequence[Ran]:
-        """Return the replies with times scaled to the mean tokens per step.
-
-        The mean is that of the data.
-        """
+        """Return the replies, with times scaled to the data's mean number of tokens per step."""
         work = [reply.work for reply in ran if reply.work]
         tokens = sum(each.tokens for each in work)
         layout, steps = self._probe.layout, ran[0].steps
@@ -442,10 +430,9 @@ class Measurement:
         ]
 
     def _cpu_share(self, ran: Ran) -> float | None:
-        """Return for what part of a block a process had its cores.
+        """Return the fraction of a block's time for which a process had all of its cores.
 
-        The result is the fraction of time in which the process had all of them. Return None if it
-        is unknown, or if the process doesn't have its cores to itself.
+        Return None if it is unknown, or if the process doesn't have its cores to itself.
         """
         if not self._ranks.own_cores:
             return None
@@ -483,10 +470,7 @@ class Measurement:
             self._progress.update(rate, relative_half_width(interval))
 
     def _by_position(self, values: Sequence[_T | None]) -> tuple[_T | None, ...]:
-        """Return one value per device, given one value per rank.
-
-        The value is None for a device without a rank.
-        """
+        """Return one value per device, given one per rank; None for a device without a rank."""
         by_position = dict(zip(self._ranks.positions, values, strict=False))
         return tuple(
             by_position.get(position) for position in range(len(self._probe.layout.shares))

@@ -172,7 +172,7 @@ class LinkMeasured(msgspec.Struct, frozen=True, tag=True):
 
 
 class TimedOnDevice(msgspec.Struct, frozen=True, tag=True):
-    """The reply to `TimeOnDevice`: the seconds that the device took for the step.
+    """The reply to `TimeOnDevice`: the seconds that the step took on the device.
 
     They are None if the device has no clock.
     """
@@ -181,9 +181,9 @@ class TimedOnDevice(msgspec.Struct, frozen=True, tag=True):
 
 
 class MemoryReleased(msgspec.Struct, frozen=True, tag=True):
-    """The reply to `ReleaseMemory`: the bytes held on each device.
+    """The reply to `ReleaseMemory`: the bytes that the child still holds on each device.
 
-    They are what the child still holds; None if unknown, or if the framework never releases memory.
+    They are None if unknown, or if the framework never releases memory.
     """
 
     memory_bytes: Annotated[tuple[Bytes | None, ...], Devices]

@@ -115,10 +115,9 @@ class SimulatedProber:
         self._closed.set()
 
     def _wait_until(self, virtual: float, stop: threading.Event) -> bool:
-        """Advance the virtual clock to the time `virtual`.
+        """Advance the virtual clock to the time `virtual`, and wait for it in real time too.
 
-        Also wait for that time in real time. Return False if the wait was stopped, or if `virtual`
-        is later than `end_seconds`.
+        Return False if the wait was stopped, or if `virtual` is later than `end_seconds`.
         """
         # no wait if `pace` is 0
         at = min(virtual, self._end)
@@ -203,10 +202,7 @@ class _SimulatedProbe:
         return round(usable * (1 - shards.fragments))
 
     def _missing(self) -> str:
-        """Return why the simulated machine can't run the layout.
-
-        Return "" if it can.
-        """
+        """Return why the simulated machine can't run the layout; "" if it can."""
         layout = self._probe.layout
         if layout.traits.placed and self._machine.placement(layout.placement) is None:
             return f"the simulated machine has no placement {layout.placement!r}"
@@ -217,10 +213,7 @@ class _SimulatedProbe:
         return "a simulated machine has no XLA and no other precision" if layout.knobs else ""
 
     def _simulate_step(self) -> tuple[float, tuple[float | None, ...]]:
-        """Return the seconds of a step, without noise.
-
-        Also return each device's compute time in the step.
-        """
+        """Return the seconds of a step without noise, and each device's compute time in it."""
         # the compute time is None for a device without rows
         layout = self._probe.layout
         machine = self._machine
@@ -306,10 +299,10 @@ class _SimulatedProbe:
     def _throttle(
         self, step: float, parts: tuple[float | None, ...], elapsed: float
     ) -> tuple[float, tuple[float | None, ...]]:
-        """Return the seconds of a throttled step.
+        """Return the seconds of a throttled step, and each device's compute time in it.
 
-        Also return each device's compute time in the step. `step` and `parts` are the same times at
-        full speed. `elapsed` is in seconds since the start of the probe.
+        `step` and `parts` are the same times at full speed. `elapsed` is in seconds since the start
+        of the probe.
         """
         at = self._start + elapsed
         speeds = [1 - self._machine.slowed(i, at) for i in range(len(parts))]
@@ -332,10 +325,7 @@ class _SimulatedProbe:
         return slowed, -position if slowed else -1
 
     def _find_lost_device(self, elapsed: float) -> Failed | None:
-        """Return the probe's failure if one of its devices is lost.
-
-        Return None if no device is lost by now.
-        """
+        """Return the probe's failure if one of its devices is lost by now; None if none is."""
         at = self._start + elapsed
         for i in self._probe.layout.active:
             if self._machine.lost(i, at):
@@ -365,10 +355,9 @@ class _SimulatedProbe:
         )
 
     def _draw(self, noise: float, steps: int) -> float:
-        """Return a random factor for the duration of a block.
+        """Return a random factor for the duration of a block of `steps` steps.
 
-        The block has `steps` steps. `noise` is the relative standard deviation of a single step's
-        duration.
+        `noise` is the relative standard deviation of a single step's duration.
         """
         return max(0.01, self._random.gauss(1.0, noise / steps**0.5)) if noise else 1.0
 
