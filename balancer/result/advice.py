@@ -47,10 +47,7 @@ def advise(verdict: Verdict) -> Recommendation:
 
 
 def _find_reason(verdict: Verdict) -> str:
-    """Return the code of the reason to measure again before deciding.
-
-    The code is "" if there is no reason.
-    """
+    """Return the code of the reason to measure again before deciding; "" if there is none."""
     for code, most in REASONS:
         if any(doubt.code == code and doubt.value >= most for doubt in verdict.doubts):
             return code
@@ -75,7 +72,7 @@ def _lacks_comparison(verdict: Verdict) -> bool:
 
 
 def find_single(verdict: Verdict) -> Rival | None:
-    """Return one device that is as fast as the plan's several.
+    """Return one device that is as fast as all devices of the plan together.
 
     The device must have been measured with the plan's batch, or with a smaller one if the user set
     no batch. Its speed must be equal to the plan's in the sense of `is_equal`. Return None if there
@@ -92,10 +89,7 @@ def find_single(verdict: Verdict) -> Rival | None:
 
 
 def is_equal(rival: Rival) -> bool:
-    """True if a rival counts as equally fast as the plan.
-
-    It ties with the plan, and their measured difference is at most 3 %.
-    """
+    """True if a rival ties with the plan, and their measured speeds differ by at most 3 %."""
     gap = rival.difference
     return rival.tie and gap is not None and abs(gap.value) <= UNCLEAR
 

@@ -67,10 +67,7 @@ def explain_no_plan(
 def _explain_failures(
     record: JournalContents, failures: Sequence[str], end: SearchEnd
 ) -> NoLayoutError | DeviceError:
-    """Return the error for a run in which all layouts failed.
-
-    The error has a remedy.
-    """
+    """Return the error, with a remedy, for a run in which all layouts failed."""
     header, seen = record.header, record.observations
     if _lost_all(seen):
         remedy = find_backend(header.devices[0].kind).remedy
@@ -111,10 +108,7 @@ def _fails_everywhere(seen: Sequence[Observation]) -> bool:
 
 
 def _locate_workload(workload: str, why: str) -> str:
-    """Return text that names the function and line of a workload.
-
-    The text can be appended to the message `why`.
-    """
+    """Return text that names a workload's function and line, to append to the message `why`."""
     # "" if the message already names a line of the user's file, or if the file can't be read
     file, _, name = workload.rpartition(":")
     if not file.endswith(".py") or f"{Path(file).name}:" in why:
@@ -131,10 +125,7 @@ def _locate_workload(workload: str, why: str) -> str:
 
 
 def _explain_shards(record: JournalContents) -> Iterator[str]:
-    """Yield why sharding the model doesn't help either.
-
-    Nothing is yielded unless shards were tried.
-    """
+    """Yield why sharding the model doesn't help either; nothing if shards weren't tried."""
     tried = [
         observation for observation in record.observations if observation.probe.stage in SHARDED
     ]
@@ -205,10 +196,7 @@ def _active(seen: Sequence[Observation], outcome: type[Observation]) -> set[int]
 
 
 def _explain_end(header: Header, ran: bool, end: SearchEnd) -> NoLayoutError:
-    """Return the error for a run that ended early without failures.
-
-    The run was stopped, or its budget ran out.
-    """
+    """Return the error for a run without failures that was stopped or ran out of budget."""
     budget = header.request.budget_seconds
     what = "a layout of the global batch" if ran else "anything"
     unfinished = [write_unfinished(one) for one in end.unfinished]
@@ -262,10 +250,7 @@ def find_unfinished(
 
 
 def _name_phase(phase: str, workload: str) -> tuple[str, str]:
-    """Return a phase in the user's terms.
-
-    The second result is the name of what is imported or built in this phase.
-    """
+    """Return a phase in the user's terms, and the name of what it imports or builds."""
     home, _, attribute = workload.rpartition(":")
     name = Path(home).name or workload
     if phase != "building":
@@ -332,10 +317,7 @@ def _describe_reason(seen: Failed, device: Device) -> str:
 def _explain_too_large(
     header: Header, largest: Sequence[int], seen: Sequence[Observation]
 ) -> NoLayoutError:
-    """Return the error for a global batch that doesn't fit on the devices.
-
-    The user fixed this batch.
-    """
+    """Return the error for a global batch, fixed by the user, that doesn't fit on the devices."""
     taken, most = find_taken_bytes(seen), sum(largest)
     holds = []
     for i, (device, rows) in enumerate(zip(header.devices, largest, strict=True)):

@@ -63,10 +63,9 @@ COVERS = 0.8  # fraction of a loss that a cause must explain to be named
 
 
 class SearchEnd(msgspec.Struct, frozen=True):
-    """Why and when a run ended.
+    """Why and when a run ended, with the phases of the probes that were unfinished then.
 
-    It also has the phases of probes that were unfinished then. `seconds` is the time on the run's
-    clock.
+    `seconds` is the time on the run's clock.
     """
 
     end: End
@@ -209,10 +208,9 @@ def _has_equal_shares(layout: Layout) -> bool:
 
 
 def find_ratios(layout: Layout, row_tokens: float) -> tuple[float, ...]:
-    """Return each device's fraction of a batch's rows.
+    """Return each device's fraction of a batch's rows, or of its cost if rows go by cost.
 
-    If rows are assigned by cost, return each device's fraction of the batch's cost instead. It is
-    computed for rows of `row_tokens` tokens.
+    The cost is computed for rows of `row_tokens` tokens.
     """
     if layout.costs:
         return cost_ratios(layout.costs, row_tokens)
@@ -220,21 +218,19 @@ def find_ratios(layout: Layout, row_tokens: float) -> tuple[float, ...]:
 
 
 def cost_ratios(costs: Sequence[Cost | None], row_tokens: float) -> tuple[float, ...]:
-    """Return each device's fraction of a batch's cost.
+    """Return the fractions of a batch's cost with which all devices finish at the same time.
 
-    With these fractions, all devices finish at the same time. `costs` are the cost models of the
-    devices; None for an unused one. The fractions are computed for passes of `USUAL_ROWS` rows of
-    `row_tokens` tokens.
+    `costs` are the cost models of the devices; None for an unused one. The fractions are computed
+    for passes of `USUAL_ROWS` rows of `row_tokens` tokens.
     """
     speeds = [1 / cost.seconds(USUAL_ROWS, round(row_tokens)) if cost else 0.0 for cost in costs]
     return tuple(speed / sum(speeds) for speed in speeds)
 
 
 def waiting_share(seen: Sequence[Timed]) -> float | None:
-    """Return the fraction of a step in which the busiest device waits.
+    """Return the fraction of a step for which the busiest device waits for others or for data.
 
-    It waits for others or for data. The fraction is the mean over the measurements `seen`. Return
-    None if a device's compute time is unknown.
+    It is the mean over the measurements `seen`; None if a device's compute time is unknown.
     """
     own = _own_seconds(seen)
     if own is None or any(timed.step_seconds <= 0 for timed in seen):
@@ -469,10 +465,7 @@ def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> 
 
 
 def _is_surely_slower(split: ComparedLayout) -> bool:
-    """True if a split is certainly slower than the chosen layout.
-
-    A split that ties isn't.
-    """
+    """True if a split is certainly slower than the chosen layout, and doesn't tie with it."""
     return not split.tie and split.gain >= 0
 
 
@@ -480,10 +473,10 @@ NEARLY = 0.9  # fraction of the sum of all devices alone: anything less is expla
 
 
 def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> SumLoss | None:
-    """Return why the plan is slower than all devices' summed speeds.
+    """Return why the plan is slower than the sum of all devices' speeds, each measured alone.
 
-    Each device's speed is measured alone. None if the plan isn't much slower, if a speed is
-    missing, or if `limits` explain the difference.
+    None if the plan isn't much slower, if a speed is missing, or if `limits` explain the
+    difference.
     """
     chosen = report.chosen
     alone = [compared.throughput.value for compared in list_alone(report)]
@@ -676,10 +669,7 @@ def _name_missing(candidate: Candidate, devices: int) -> str:
 
 
 def find_replaced(report: SearchReport, devices: int) -> tuple[ReplacedLayout, ...]:
-    """Return the layouts that ran out of memory.
-
-    Each comes with the smaller layout that replaced it.
-    """
+    """Return the layouts that ran out of memory, each with the smaller one that replaced it."""
     return tuple(
         ReplacedLayout(
             name_layout(wished, devices),

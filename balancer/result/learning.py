@@ -48,10 +48,7 @@ def find_learning(request: Request, report: SearchReport) -> Learning | None:
 
 
 def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Learning:
-    """Return how much less a sample teaches in the plan's batch.
-
-    The comparison is with a sample in a very small batch.
-    """
+    """Return how much less a sample teaches in the plan's batch than in a very small one."""
     chosen = report.chosen
     batch = chosen.layout.global_batch
     value, low, high = (
@@ -71,10 +68,7 @@ def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Lea
 
 
 def _find_frontier(scale: NoiseScale, report: SearchReport) -> tuple[Point, ...]:
-    """Return the batches that are faster than all smaller batches.
-
-    The batches were measured, and are in rising order.
-    """
+    """Return the measured batches that are faster than all smaller ones, in rising order."""
     # each has two rates: its samples/s, and samples/s in very small batches that improve the model
     # equally fast
     chosen = report.chosen

@@ -83,10 +83,7 @@ def _weight(doubt: MeasurementDoubt) -> float:
 
 
 def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[MeasurementDoubt]:
-    """Yield the doubts about the chosen layout, and bad losses.
-
-    A bad loss was NaN or infinite, in any layout.
-    """
+    """Yield the doubts about the chosen layout, and any layout's loss that was NaN or infinite."""
     for observation in seen:
         if isinstance(observation, Timed):
             yield from (warning for warning in observation.warnings if warning.code == "not_finite")
@@ -107,10 +104,7 @@ def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Measu
 
 
 def _compare_repeats(seen: Iterable[Observation]) -> Iterator[MeasurementDoubt]:
-    """Yield a doubt for each two measurements that differ too much.
-
-    Both are measurements of one layout.
-    """
+    """Yield a doubt for each two measurements of one layout that differ too much."""
     repeats: defaultdict[Layout, list[Timed]] = defaultdict(list)
     for observation in seen:
         if isinstance(observation, Timed):

@@ -86,10 +86,7 @@ def _as_read(verdict: Verdict) -> Verdict:
 def _list_evidence(
     report: SearchReport, devices: Sequence[Device], facts: Facts
 ) -> tuple[Evidence, ...]:
-    """Return the plan's evidence.
-
-    The entries are all rivals with their names, and each device alone.
-    """
+    """Return the plan's evidence: all rivals with their names, and each device alone."""
     rivals = compare_all(report.chosen, report.ranking, report.results, report.single)
     found = [*_list_rivals(report, rivals, len(devices)), *_list_alone(report, rivals, devices)]
     return tuple(
@@ -103,10 +100,7 @@ _Named = tuple[str, EvidenceKind, ComparedLayout]
 def _list_rivals(
     report: SearchReport, rivals: Sequence[ComparedLayout], devices: int
 ) -> list[_Named]:
-    """Return all rivals and the best single device.
-
-    Each has its name and its kind of evidence.
-    """
+    """Return all rivals and the best single device, each with its name and kind of evidence."""
     chosen, single = report.chosen, report.single
     names = name_rivals(chosen, rivals, devices)
     found: list[_Named] = [
@@ -201,10 +195,7 @@ def _summarize(record: JournalContents, end: SearchEnd) -> SearchSummary:
 
 
 def _write_chosen(record: JournalContents, layout: Layout, report: SearchReport) -> PlanLayout:
-    """Return the plan's entry for the chosen layout.
-
-    The entry has the curves and the memory of the layout's devices.
-    """
+    """Return the plan's entry for the chosen layout, with its devices' curves and memory."""
     devices, state = record.header.devices, record.facts.state
     written = _write_layout(layout, devices, record.facts, report)
     ran = [observation for observation in record.observations if isinstance(observation, Timed)]
@@ -249,9 +240,9 @@ def _write_layout(
 def _predict_memory(
     layout: Layout, position: int, ran: Sequence[Timed], state: ModelState | None
 ) -> tuple[int, int]:
-    """Return a device's memory in a sharded training.
+    """Return the bytes of state and the peak bytes of a device in a sharded training.
 
-    The results are the bytes of state and the peak bytes; 0 if unknown.
+    Either is 0 if unknown.
     """
     # the peak is the highest one measured in `ran`, plus BLOCK_SLACK
     if not (layout.traits.sharded and state and position in layout.active):
@@ -265,10 +256,7 @@ def _predict_memory(
 
 
 def _write_throughput(interval: Interval, layout: Layout, report: SearchReport) -> Throughput:
-    """Return the plan's entry for a layout's samples/s.
-
-    The entry has tokens/s and energy if they are known.
-    """
+    """Return the plan's entry for a layout's samples/s, with tokens/s and energy if known."""
     low, high = max(0.0, min(interval.low, interval.value)), max(interval.high, interval.value)
     turns = report.turns_of(layout)
     tokens = (interval.value * report.mean_length, padding_share(turns))

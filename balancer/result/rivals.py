@@ -226,7 +226,7 @@ def name_rivals(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) 
 
 
 def find_larger(chosen: Result, rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
-    """Return the fastest layout with a larger batch than the chosen one.
+    """Return the fastest of the layouts that have a larger batch than the chosen one.
 
     It must also be faster than the chosen layout. Layouts of several trainings don't count. Return
     None if there is no such layout, or if the chosen layout isn't a single training in which each

@@ -192,10 +192,7 @@ def _write_plan_rate(verdict: Verdict) -> str:
 
 
 def _write_gains(verdict: Verdict) -> Iterator[str]:
-    """Yield the plan's gains over three rivals.
-
-    These are the even split, one device alone, and the best split.
-    """
+    """Yield the plan's gains over the even split, one device alone, and the best split."""
     # only the comparisons that make sense for this kind of plan
     if not verdict.rate.known:
         return
@@ -354,10 +351,7 @@ def _write_tie(rival: Rival, over: str) -> str:
 
 
 def _write_why_equal(gap: RateGap) -> str:
-    """Return why a gap between two layouts counts as a tie.
-
-    The gap is uncertain, or very small.
-    """
+    """Return why a gap counts as a tie: it is too close to call, or very small."""
     how = f"{ALTERNATELY}: " if gap.alternately else ""
     if gap.low <= 0 <= gap.high:
         return f"{how}too close to call"
@@ -667,10 +661,7 @@ def _write_batches(rival: Rival) -> str:
 
 
 def _explain_plus_minus(verdict: Verdict) -> Iterator[str]:
-    """Yield what ± means if the verdict has an uncertain gap.
-
-    A gap is uncertain if it is smaller than its error.
-    """
+    """Yield what ± means if some gap in the verdict is smaller than its error."""
     gaps = [
         rival.difference for rival in verdict.rivals if rival.tie and rival.difference is not None
     ]
@@ -680,10 +671,7 @@ def _explain_plus_minus(verdict: Verdict) -> Iterator[str]:
 
 
 def _explain_use_on_real_devices(verdict: Verdict) -> Iterator[str]:
-    """Yield how to make and use such a plan on real devices.
-
-    Nothing is yielded unless the devices are simulated.
-    """
+    """Yield how to make and use such a plan on real devices, if the devices are simulated."""
     planned = verdict.recommendation is not None and verdict.recommendation.action == "plan"
     if verdict.simulated and planned and verdict.chosen.kind in (*SPLITS, "one_device"):
         yield (
@@ -703,10 +691,7 @@ def _describe_earlier_rate(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_knobs(verdict: Verdict) -> Iterator[str]:
-    """Yield the gain or loss in speed of each tried knob.
-
-    A knob is an option such as XLA.
-    """
+    """Yield the gain or loss in speed of each tried knob, such as XLA."""
     if not verdict.rate.known:
         return
     for rival in verdict.rivals:
@@ -725,10 +710,7 @@ def _describe_knobs(verdict: Verdict) -> Iterator[str]:
 
 
 def _find_workers(verdict: Verdict, rival: Rival) -> str | None:
-    """Return the number of loader workers of a rival.
-
-    None if the rival differs from the plan in anything else.
-    """
+    """Return a rival's number of loader workers; None if anything else differs from the plan."""
     knobs = (*rival.knobs, *verdict.chosen.knobs)
     same = (rival.devices, rival.batches) == (verdict.chosen.devices, verdict.chosen.batches)
     if rival.kind != "knobs" or not same or not any(knob in WORKERS for knob in knobs):
@@ -737,10 +719,7 @@ def _find_workers(verdict: Verdict, rival: Rival) -> str | None:
 
 
 def _describe_workers(verdict: Verdict) -> Iterator[str]:
-    """Yield the samples/s for each number of loader workers, then advice.
-
-    The fastest number comes first.
-    """
+    """Yield the samples/s for each number of loader workers, fastest first, and then advice."""
     tried = [
         (how, rival.rate)
         for rival in verdict.rivals
@@ -788,10 +767,7 @@ def _describe_packs(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_slower_layouts(verdict: Verdict, others: Sequence[Rival]) -> Iterator[str]:
-    """Yield the best layout of each other kind.
-
-    The text says how much slower than the plan each is.
-    """
+    """Yield the best layout of each other kind, and how much slower than the plan it is."""
     mentioned: set[str] = {verdict.chosen.kind}
     for rival in others:
         if rival.kind in mentioned or rival.gain is None or rival.tie or rival.gain < 0:
@@ -837,10 +813,7 @@ def _describe_code_limit(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_learning(verdict: Verdict) -> Iterator[str]:
-    """Yield how the global batch affects learning.
-
-    A learning rate to try follows.
-    """
+    """Yield how the global batch affects learning, and a learning rate to try."""
     found = verdict.learning
     if found is None:
         # neither the noise scale nor the script's batch is known
@@ -872,18 +845,12 @@ def _describe_learning(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_range(middle: str, low: str, high: str) -> str:
-    """Return a formatted value with its bounds in brackets.
-
-    The value is alone if the bounds are equal.
-    """
+    """Return a formatted value with its bounds in brackets, or alone if they are equal."""
     return middle if low == high else f"{middle} ({low} - {high})"
 
 
 def _describe_short_epoch(verdict: Verdict) -> Iterator[str]:
-    """Yield a warning if an epoch is too short to learn much.
-
-    There is no warning if the user chose the batch.
-    """
+    """Yield a warning if an epoch is too short to learn much, unless the user chose the batch."""
     few = verdict.short_epoch
     if few is None or verdict.batch_given:
         return

@@ -258,10 +258,9 @@ def _find_input(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _find_step_without_input(measured: _Measured) -> tuple[float, float] | None:
-    """Return the seconds of a step that waits for no rows.
+    """Return the seconds of a step that waits for no rows, and their error.
 
-    The second result is the error: half of the width of the 95 % interval. None if no such steps
-    were timed.
+    The error is half of the width of the 95 % interval. None if no such steps were timed.
     """
     scaled = []
     errors = []
@@ -349,10 +348,7 @@ def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[S
 
 
 def _describe_link(measured: _Measured, devices: Sequence[Device]) -> str:
-    """Return the devices that exchange gradients, as text.
-
-    The text names their link if the link was measured.
-    """
+    """Return the devices that exchange gradients as text, with their link if it was measured."""
     link = find_link(measured.turns, measured.layout, devices)
     if link is None:
         return " – ".join(devices[i].label for i in measured.layout.active)
@@ -502,10 +498,9 @@ def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[Ste
 
 
 def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
-    """Return the time that the plan's unequal shares save.
+    """Return the time that the plan's unequal shares save, as a limit that it has removed.
 
-    The time is given as a limit that the plan has removed. The list is empty if no split with equal
-    shares was measured.
+    The list is empty if no split with equal shares was measured.
     """
     chosen = report.chosen
     layout = chosen.layout
@@ -532,10 +527,9 @@ def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
 
 
 def _find_idle(measured: _Measured) -> Iterator[StepPart]:
-    """Yield the time in which the training's own code must be waiting.
+    """Yield the time in which the training's own code must be waiting, as in a sleep.
 
-    In this time the training neither computes nor waits for input or a CPU core. A sleep is an
-    example.
+    In this time the training neither computes nor waits for input or a CPU core.
     """
     seconds = measured.largest_s("idle_seconds")
     if seconds is not None:
