@@ -302,10 +302,7 @@ def _compare_gpus(name: str, version: str, seen: int, gpus: int) -> Check:
 
 
 def _check_clashes() -> list[Check]:
-    """Return a check for each pair of packages that clash.
-
-    A Keras that is too old also gives a check.
-    """
+    """Return a check for each pair of packages that clash, and for a Keras that is too old."""
     checks = []
     doubles = [pair for backend in all_backends() for pair in backend.double_packages]
     for extra, needed in (*doubles, ("tensorflow-cpu", "tensorflow")):
@@ -329,10 +326,7 @@ def _check_clashes() -> list[Check]:
 
 
 def _check_extras() -> Check:
-    """Return a check that lists the missing optional extras.
-
-    The check also has the command that installs them.
-    """
+    """Return a check that lists the missing extras, with the command that installs them."""
     missing = [
         name
         for name, (_, modules) in EXTRAS.items()

@@ -56,11 +56,10 @@ class SearchView(Protocol):
 
     @property
     def common_batch(self) -> int | None:
-        """The global batch for layouts whose best batch wasn't measured.
+        """The global batch for layouts whose best batch wasn't measured, such as placements.
 
-        A placement is such a layout. The batch is the user's or, without one, a batch that
-        exploration has tried on one device. None until the batch is known, or if rows are assigned
-        by cost.
+        It is the user's batch or, without one, a batch that exploration has tried on one device.
+        None until the batch is known, or if rows are assigned by cost.
         """
 
     @property
@@ -88,10 +87,9 @@ class SearchView(Protocol):
 
     @property
     def packs(self) -> Sequence[Layout]:
-        """The best measured pack for each way to share a device.
+        """The best measured pack for each way to share a device: plain processes and MPS.
 
-        Such ways are plain processes and MPS. If no pack has been measured yet for a way, the list
-        has the pack to measure first.
+        If no pack has been measured yet for a way, the list has the pack to measure first.
         """
 
 
@@ -115,10 +113,7 @@ class Family(ABC):
 
     @property
     def traits(self) -> Traits:
-        """The traits that all layouts of the family share.
-
-        Training on one device is such a trait.
-        """
+        """The traits that all layouts of the family share, such as training on one device."""
         return KINDS[self.kind]
 
     @abstractmethod
@@ -189,10 +184,7 @@ class SoloFamily(Family):
         return view.singles
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name of the best solo layout.
-
-        With `another`, the name is that of a second one.
-        """
+        """Return the name of the best solo layout or, with `another`, of a second one."""
         return "another single device" if another else BEST_SINGLE
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
@@ -258,7 +250,7 @@ class EvenFamily(Family):
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
         """Return the name of an even split.
 
-        If devices are left out, the name has the number of those used, such as `even over 4`.
+        If the split leaves devices out, its name tells how many it uses, as in `even over 4`.
         """
         count = len(layout.active)
         name = EVEN_SPLIT if count == devices else f"even over {count}"
@@ -283,10 +275,9 @@ class SplitFamily(Family):
     in_balance = True
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return the splits that may be fastest.
+        """Return the splits that may be fastest, the one predicted to be fastest first.
 
-        The split that is predicted to be fastest comes first. A single device is among them if it
-        may be faster.
+        A single device is among them if it may be faster.
         """
         return view.splits
 
@@ -366,10 +357,9 @@ class PackFamily(Family):
     plural = "packs"
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return the best measured pack for each way to share a device.
+        """Return the best measured pack for each way to share a device, such as MPS.
 
-        MPS is such a way. If no pack has been measured yet for a way, the list has the pack to
-        measure first.
+        If no pack has been measured yet for a way, the list has the pack to measure first.
         """
         return view.packs
 
@@ -400,10 +390,7 @@ def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
 
 
 class PlaceFamily(Family):
-    """One training in one process.
-
-    The workload places the parts of its model on the devices.
-    """
+    """One training in one process, with its model's parts placed on devices by the workload."""
 
     name = kind = "place"
     fewest_devices = 2

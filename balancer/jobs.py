@@ -158,10 +158,7 @@ def _find_notes(job: Job) -> tuple[str, ...]:
 
 
 def _find_open_servers(job: Job) -> tuple[str, ...]:
-    """Return a note if TensorFlow's servers will listen on the network.
-
-    Otherwise, there are no notes.
-    """
+    """Return a note if TensorFlow's servers will listen on the network; empty if they won't."""
     if job.framework != "tensorflow" or len({device.host for device in job.devices}) > 1:
         return ()
     if len(job.devices) < 2 or choose_group_engine(job, job.devices) in ONE_PROCESS:
@@ -359,10 +356,7 @@ def make_comparison_job(
 
 
 def _find_daemon_notes(resolved: Job, kinds: Sequence[Traits]) -> list[str]:
-    """Return a note if packs are compared while an MPS daemon runs.
-
-    Otherwise, the list is empty.
-    """
+    """Return a note if packs are compared while an MPS daemon runs; empty otherwise."""
     has_packs = any(kind.side_by_side for kind in kinds)
     if has_packs and find_backend(resolved.devices[0].kind).daemon_runs():
         # the trainings of a pack would share their GPU through the daemon
@@ -373,10 +367,7 @@ def _find_daemon_notes(resolved: Job, kinds: Sequence[Traits]) -> list[str]:
 def _sort_families(
     resolved: Job, families: Sequence[Family], placements: Sequence[Placement]
 ) -> tuple[list[Family], list[str]]:
-    """Return the families that can be compared here.
-
-    The second result has one message for each family that can't be compared.
-    """
+    """Return the families that can be compared here, and a message for each that can't."""
     possible = []
     notes = []
     for family in families:
@@ -405,10 +396,7 @@ def make_job_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
 
 
 def _find_knobs(resolved: Job, tried: Sequence[str]) -> tuple[tuple[Knob, ...], tuple[str, ...]]:
-    """Return the knobs (tuned options) to try.
-
-    The second result has a message about each knob that can't be tried.
-    """
+    """Return the knobs (tuned options) to try, and a message for each that can't be tried."""
     if not tried:
         return (), ()
     if resolved.machine is not None:
@@ -456,10 +444,7 @@ def _find_placements(resolved: Job) -> tuple[Placement, ...]:
 
 
 def _why_family_impossible(resolved: Job, family: Family, placements: Sequence[Placement]) -> str:
-    """Return why no layout of a family can be measured, as a clause.
-
-    The clause is "" if one can be measured.
-    """
+    """Return why no layout of a family can be measured, as a clause; "" if one can."""
     traits = family.traits
     machine = resolved.machine
     if len(resolved.devices) < family.fewest_devices:

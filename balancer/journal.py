@@ -90,10 +90,7 @@ class AskedEntry(msgspec.Struct, frozen=True, tag="asked", tag_field="entry"):
 
 
 class ObservationEntry(msgspec.Struct, frozen=True, tag="seen", tag_field="entry"):
-    """The result of one probe, and the time at which it arrived.
-
-    The time is that of the session's clock.
-    """
+    """The result of one probe, and the time on the session's clock at which it arrived."""
 
     seen: Observation
     at_seconds: float
@@ -162,10 +159,10 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def clock_seconds(self) -> float:
-        """The time from which a resumed run continues, in seconds.
+        """The time on the session's clock from which a resumed run continues, in seconds.
 
-        The time is that of the session's clock. It is when the pending probes were requested or,
-        without any, when the last observation was made.
+        The run continues from when its pending probes were requested or, if there are none, from
+        when the last observation was made.
         """
         pending = self.pending
         if pending is not None:
@@ -358,10 +355,9 @@ def _check_schema(text: bytes, path: Path) -> None:
 
 
 def _check_against_header(entry: Entry, header: Header, where: str, foreign: bool) -> LaterEntry:
-    """Return the entry if it fits the header.
+    """Return the entry if it fits the header, and raise RequestError if it doesn't.
 
-    Otherwise, raise RequestError. A second header never fits. `where` names the entry's line in the
-    message.
+    A second header never fits. `where` names the entry's line in the message.
     """
     if isinstance(entry, Header):
         raise RequestError(
@@ -375,10 +371,7 @@ def _check_against_header(entry: Entry, header: Header, where: str, foreign: boo
 
 
 def _has_right_lengths(entry: LaterEntry, header: Header) -> bool:
-    """True if the lengths of an entry's sequences fit each other.
-
-    They also have to fit the number of devices.
-    """
+    """True if the lengths of an entry's sequences fit each other and the number of devices."""
     # the decoder has already checked single values
     devices = len(header.devices)
     match entry:

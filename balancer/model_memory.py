@@ -16,10 +16,10 @@ ADAPTER_BYTES = 16 * 0.01  # each device holds the whole adapters
 
 
 class TrainingMethod(msgspec.Struct, frozen=True):
-    """A training method, with the memory of its state.
+    """A training method, with the memory of its state in bytes per parameter of the model.
 
-    The memory is in bytes per parameter of the model. In sharded training, `divided_bytes` are
-    divided among the devices. Each device holds all of the `whole_bytes`.
+    In sharded training, `divided_bytes` are divided among the devices. Each device holds all of the
+    `whole_bytes`.
     """
 
     kind: str
@@ -35,17 +35,17 @@ class TrainingMethod(msgspec.Struct, frozen=True):
         return round(parameters * (self.divided_bytes + self.whole_bytes))
 
     def largest_whole(self, limits: Sequence[int]) -> int:
-        """Return the parameters of the largest model that devices can hold whole.
+        """Return the number of parameters of the largest model that each device can hold whole.
 
-        Each device holds the whole model. `limits` are the devices' memory in bytes.
+        `limits` are the devices' memory in bytes.
         """
         return int(min(limits) / (self.divided_bytes + self.whole_bytes))
 
     def largest_sharded(self, limits: Sequence[int]) -> int:
-        """Return the parameters of the largest model that can be sharded.
+        """Return the number of parameters of the largest model that can be sharded.
 
         `limits` are the devices' memory in bytes. The device with the least memory may set the
-        limit. Each device also holds the bytes that aren't sharded.
+        limit, because each device also holds the bytes that aren't sharded.
         """
         most = sum(limits) / (self.divided_bytes + len(limits) * self.whole_bytes)
         return int(min(most, min(limits) / self.whole_bytes) if self.whole_bytes else most)

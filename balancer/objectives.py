@@ -40,13 +40,12 @@ class Objective(msgspec.Struct, frozen=True):
         return samples_per_second
 
     def costs(self, seen: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
-        """Return two costs per second for each device.
+        """Return each device's cost per second while it trains, and while only others train.
 
-        A cost is, for example, the device's power in watts. The first is the cost while the device
-        trains, the second while only other devices train.
+        A cost is, for example, the device's power in watts. Return an empty list if the costs are
+        unknown. `seen` are all measurements so far.
 
         The samples/s of a split, divided by the sum of all devices' costs, predict its value.
-        `seen` are all measurements so far. Return an empty list if the costs are unknown.
         """
         return []
 

@@ -34,10 +34,7 @@ RENAMED_IN = (
 
 
 def upgrade_verdict(verdict: dict[str, Any]) -> dict[str, Any]:
-    """Return a verdict with today's names of its fields.
-
-    The verdict was decoded from JSON.
-    """
+    """Return a verdict, decoded from JSON, with today's field names."""
     upgraded = dict(verdict)
     for old, new in RENAMED:
         _rename(upgraded, old, new)
@@ -51,10 +48,7 @@ def upgrade_verdict(verdict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rename(part: Any, old: str, new: str) -> None:
-    """Rename a field of one object, or of each object in a list.
-
-    The objects are changed in place.
-    """
+    """Rename a field of one object, or of each object in a list, in place."""
     objects = part if isinstance(part, list) else [part]
     for each in objects:
         if isinstance(each, dict) and old in each:

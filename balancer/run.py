@@ -51,10 +51,9 @@ class OpenRun(msgspec.Struct):
 
     @property
     def record(self) -> JournalContents:
-        """A copy of everything that the journal of the run has.
+        """A copy of everything in the run's journal, from this session and earlier ones.
 
-        Entries may be from now or from earlier sessions. Copying is slow: don't read this for each
-        entry.
+        Copying is slow: don't read this for each entry.
         """
         before = self.began_with
         return msgspec.structs.replace(before, entries=(*before.entries, *self._written))
@@ -171,10 +170,7 @@ def reopen(name: str, request: Request, extend_seconds: float | None = None) -> 
 def _choose_budget(
     record: JournalContents, request: Request, extend_seconds: float | None
 ) -> float | None:
-    """Return the budget of a resumed run in seconds.
-
-    None if there is no limit.
-    """
+    """Return the budget of a resumed run in seconds; None if there is no limit."""
     # `extend_seconds` are added to the time already spent
     if extend_seconds is not None:
         return record.clock_seconds + extend_seconds
@@ -184,10 +180,7 @@ def _choose_budget(
 
 
 def _read_budget(record: JournalContents) -> float | None:
-    """Return the run's budget in seconds, raised or original.
-
-    None if there is no limit.
-    """
+    """Return the run's budget in seconds, raised or original; None if there is no limit."""
     ends = [entry for entry in record.entries if isinstance(entry, Finished)]
     raised = ends[-1].budget_seconds if ends else None
     return record.header.request.budget_seconds if raised is None else raised

@@ -159,8 +159,8 @@ class Budget:
         """True if exploration may take `seconds` now and leave `after` seconds.
 
         `seconds` must also be at most the fraction `EXPLORES` of exploration's remaining time, or
-        half of that if `after` isn't 0. This doesn't apply if steps of `step_seconds` are so slow
-        that a probe times only one.
+        half of that fraction if `after` isn't 0. Only the first condition counts if steps of
+        `step_seconds` are so slow that a probe times only one.
         """
         left = self._stage_end_seconds(Stage.SOLO) - self.spent
         if self.time.takes_lone_steps(step_seconds):
@@ -207,10 +207,9 @@ class Budget:
         return self.starts.seconds(layout) + overhead + measured
 
     def turns_left(self, layouts: Iterable[Layout]) -> float:
-        """Return how many more turns of these layouts fit in the budget.
+        """Return how many more turns, each measuring all of these layouts, fit in the budget.
 
-        Each turn measures all of them. The number may be fractional, and is infinite without a
-        budget.
+        The number may be fractional, and is infinite without a budget.
         """
         each = sum(max(self.least_seconds(layout), BASE_SECONDS[Stage.RACE]) for layout in layouts)
         if not each:
