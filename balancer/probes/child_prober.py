@@ -202,7 +202,7 @@ class ChildProber:
         raise AssertionError("unreachable")
 
     def _host_failure(self, probe: Probe, lost: HostLostError) -> GroupError:
-        """Return a lost host's error, as a failure of its first rank."""
+        """Return a lost host's error, as a failure of the first of its ranks."""
         active = probe.layout.active
         rank = next(
             rank

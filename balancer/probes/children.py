@@ -239,10 +239,7 @@ def _read(stream: BinaryIO) -> bytes:
 
 
 def _kernel_kills() -> int:
-    """Return how many processes the kernel has killed for lack of memory.
-
-    Return 0 if the number is unknown.
-    """
+    """Return how many processes the kernel has killed for lack of memory; 0 if unknown."""
     with suppress(OSError):
         lines = Path("/proc/vmstat").read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

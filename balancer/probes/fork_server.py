@@ -86,11 +86,10 @@ class ChildExited(msgspec.Struct, frozen=True, tag=True):
 
 
 class BuildShared(msgspec.Struct, frozen=True, tag=True):
-    """A child's report that it has built its workload.
+    """A child's report that it has built its workload, and whether later children can share it.
 
-    The report says whether later children can be forked with the workload. If `obstacle` is "", a
-    copy of the child forks the children that are requested on this channel. Otherwise there is no
-    copy, and `obstacle` is the reason.
+    If `obstacle` is "", a copy of the child forks the children that are requested on this channel.
+    Otherwise there is no copy, and `obstacle` is the reason.
     """
 
     obstacle: str = ""

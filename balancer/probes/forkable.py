@@ -90,10 +90,7 @@ class BuildWatch:
         return ask
 
     def note(self, what: str) -> None:
-        """Make the note `what` if the user's code is on the stack.
-
-        Only the first note is kept.
-        """
+        """Keep the note `what` if the user's code is on the stack and no note was made before."""
         frame = sys._getframe(1)
         for _ in range(FRAMES):
             if frame.f_back is None:

@@ -204,10 +204,7 @@ class HostService(LocalHost):
         self._children: dict[int, Child] = {}
 
     def begin_child(self, key: int, environment: ChildEnvironment, cap_bytes: int | None) -> None:
-        """Start a child under this key.
-
-        `cap_bytes` limits its memory, if given.
-        """
+        """Start a child under this key, with its memory limited to `cap_bytes` if given."""
         self._children[key] = self.start_child(key, self._inbox, environment, cap_bytes)
 
     def send(self, key: int, command: Command) -> None:
@@ -232,10 +229,7 @@ class HostService(LocalHost):
         return [(key, self._name_origin(message)) for key, message in messages]
 
     def find_stack(self, key: int) -> Stack | None:
-        """Return the current stack of the child with this key.
-
-        Return None if the child doesn't answer.
-        """
+        """Return the current stack of the child with this key; None if it doesn't answer."""
         return self._children[key].find_stack()
 
     def end(self, key: int) -> None:
@@ -278,10 +272,7 @@ class RemoteChild(RunningChild):
         self._host.service.begin("send", self._key, command)
 
     def find_stack(self) -> Stack | None:
-        """Return the current stack of the child's main thread.
-
-        Return None if the child doesn't answer.
-        """
+        """Return the current stack of the child's main thread; None if it doesn't answer."""
         with suppress(HostLostError):
             stack: Stack | None = self._host.ask("find_stack", self._key)
             return stack

@@ -373,10 +373,7 @@ def read_idle(monitor: DriverReader, positions: Collection[int]) -> Mapping[int,
 
 
 def _resident_bytes(pid: int) -> int:
-    """Return a process's resident memory in bytes.
-
-    Return 0 if the process has exited.
-    """
+    """Return a process's resident memory in bytes; 0 if the process has exited."""
     with suppress(psutil.Error):
         return int(psutil.Process(pid).memory_info().rss)
     return 0
@@ -391,10 +388,7 @@ def _unclear_bytes(memory_bytes: int) -> float:
 
 
 def _others_bytes(vitals: Vitals, own: Collection[int], clean: bool) -> int | None:
-    """Return the bytes of a device's memory that other processes hold.
-
-    Return None if the number is unknown.
-    """
+    """Return the bytes of a device's memory that other processes hold; None if unknown."""
     # `own` are the pids of the session's children; `clean`: no child runs on the device
     if vitals.used_bytes is None:
         return None

@@ -213,10 +213,7 @@ def _compute_share(device: Device) -> float:
 
 
 def _framework_limit(framework: str, device: Device) -> int | None:
-    """Return the memory cap that the workload must set itself, in bytes.
-
-    Return None if there is none.
-    """
+    """Return the memory cap that the workload must set itself, in bytes; None without one."""
     # the memory of CPU slices in TensorFlow and PyTorch is capped from outside
     own_memory = find_backend(device.kind).own_memory
     return device.limit.memory_bytes if own_memory or framework == "none" else None
@@ -279,10 +276,7 @@ class MemoryBudget:
         )
 
     def whole(self, position: int) -> int:
-        """Return all bytes of a device that a process may use.
-
-        Return 0 if they are unknown.
-        """
+        """Return all bytes of a device that a process may use; 0 if they are unknown."""
         return self._devices[position].usable_memory_bytes or 0
 
     def record_held(self, position: int, rows: int, held_bytes: int) -> None:
@@ -325,10 +319,7 @@ class MemoryBudget:
         return needs
 
     def _estimate_need(self, position: int, rows: int) -> int | None:
-        """Return the most bytes that passes of `rows` rows may need.
-
-        Return None if the bytes are unknown.
-        """
+        """Return the most bytes that passes of `rows` rows may need; None if unknown."""
         peaks = self._peaks.get(position, {})
         # the memory held for other passes grows at most in proportion to the rows
         return min(

@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """A command to meet the other ranks through a file.
-
-    `world` is the number of ranks.
-    """
+    """A command to meet the other ranks, `world` in all, through a file."""
 
     file: str
     rank: int

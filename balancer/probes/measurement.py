@@ -241,10 +241,7 @@ class Measurement:
         self._keep_batch(False, stop)
 
     def _keep_batch(self, kept: bool, stop: threading.Event) -> bool:
-        """Make every rank reuse its next batch, or stop reusing it.
-
-        Return False if a rank can't.
-        """
+        """Make every rank reuse its next batch, or stop reusing it; return False if one can't."""
         replies = self._group.call(lambda _: KeepBatch(kept), BatchKept, self._timeouts.block, stop)
         return all(cast(BatchKept, reply).able for reply in replies)
 
@@ -334,10 +331,7 @@ class Measurement:
         return msgspec.structs.replace(timing, parts=parts)
 
     def _find_not_finite(self, ran: Sequence[Ran]) -> tuple[MeasurementDoubt, ...]:
-        """Return a warning about the first loss that was NaN or infinite.
-
-        Return an empty tuple if there was none.
-        """
+        """Return a warning about the first loss that was NaN or infinite; empty without one."""
         found = [
             (reply.not_finite_step, rank) for rank, reply in enumerate(ran) if reply.not_finite_step
         ]
@@ -376,10 +370,7 @@ class Measurement:
         )
 
     def _own_seconds(self, ran: Sequence[Ran], wall_seconds: float) -> tuple[float | None, ...]:
-        """Return each rank's compute time (own work) in a block.
-
-        Return an empty tuple if the times are unknown.
-        """
+        """Return each rank's compute time (own work) in a block; empty if the times are unknown."""
         if any(reply.waited_seconds is not None for reply in ran):
             return tuple(_subtract_waiting(wall_seconds, reply.waited_seconds) for reply in ran)
         if not self._ranks.own_cores or self._ranks.one_process:
@@ -419,10 +410,7 @@ class Measurement:
         return [_scale_times(reply, factor) for reply in ran]
 
     def _mean_work(self) -> list[Work | None]:
-        """Return each rank's mean number of tokens and passes in a step.
-
-        Return an empty list if rows have no lengths.
-        """
+        """Return each rank's mean number of tokens and passes in a step; empty without lengths."""
         ranks = zip(*self._work, strict=True)
         return [
             Work(*map(fmean, zip(*map(msgspec.structs.astuple, rank), strict=True)))

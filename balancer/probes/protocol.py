@@ -154,19 +154,13 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
 
 
 class BatchKept(msgspec.Struct, frozen=True, tag=True):
-    """The reply to `KeepBatch`.
-
-    `able` is False if the workload can't reuse a batch.
-    """
+    """The reply to `KeepBatch`; `able` is False if the workload can't reuse a batch."""
 
     able: bool
 
 
 class LinkMeasured(msgspec.Struct, frozen=True, tag=True):
-    """The reply to `MeasureLink`.
-
-    `speed` is None if the workload doesn't measure the link.
-    """
+    """The reply to `MeasureLink`; `speed` is None if the workload doesn't measure the link."""
 
     speed: LinkSpeed | None
 
@@ -259,10 +253,7 @@ Message = Reply | Exited | InvalidReply | HostLost
 
 
 def parse_reply(text: bytes) -> Reply | InvalidReply:
-    """Return the reply in a line.
-
-    If the line is invalid, return InvalidReply with its beginning.
-    """
+    """Return the reply in a line, or InvalidReply with its beginning if the line is invalid."""
     try:
         return reply_decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -190,10 +190,7 @@ class _SimulatedProbe:
         return self._timed(step, parts, short)
 
     def _usable_bytes(self, position: int) -> int:
-        """Return the bytes of a device's memory that tensors can use.
-
-        `position` is the device's position.
-        """
+        """Return the bytes of memory that tensors can use on the device at `position`."""
         usable = self._machine.usable_memory_bytes(position)
         shards, layout = self._machine.shards, self._probe.layout
         if shards is None or not layout.state:

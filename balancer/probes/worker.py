@@ -269,10 +269,7 @@ class Worker:
         )
 
     def _name_takers(self, starved: Starvation) -> str:
-        """Return the programs that took CPU cores from this process.
-
-        Return "" if there are none. Only cores that the process needed count.
-        """
+        """Return the programs that took CPU cores that this process needed; "" if none did."""
         if starved.part < NAMED_FROM:
             return ""
         if time.perf_counter() - self._use.at_s >= LOOK_SECONDS:
@@ -367,20 +364,14 @@ def _without_middle(text: str) -> str:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent exits.
-
-    If the parent has already exited, exit now.
-    """
+    """Make the kernel kill this process when its parent exits, and exit now if it already has."""
     die_with_parent()
     if os.getppid() != parent:
         _exit_now()
 
 
 def _exit_now() -> None:
-    """Exit immediately.
-
-    If this process leads a process group, kill the group.
-    """
+    """Exit immediately, and kill the process group if this process leads one."""
     sys.stderr.flush()
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
@@ -399,10 +390,7 @@ def _private_streams() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _read_lines(stream: BinaryIO, idle: Callable[[], None]) -> Iterator[bytes]:
-    """Yield the lines of a stream.
-
-    Call `idle` once no line has arrived for `IDLE_SECONDS`.
-    """
+    """Yield the lines of a stream, and call `idle` once none has arrived for `IDLE_SECONDS`."""
     while True:
         if not select.select([stream], [], [], IDLE_SECONDS)[0]:
             idle()
@@ -413,10 +401,7 @@ def _read_lines(stream: BinaryIO, idle: Callable[[], None]) -> Iterator[bytes]:
 
 
 def _spin(seconds: float) -> float:
-    """Keep the core busy for `seconds`, to imitate a slower core.
-
-    Return the actual seconds.
-    """
+    """Keep the core busy for `seconds`, to imitate a slower core; return the actual seconds."""
     started = time.perf_counter()
     while (spent := time.perf_counter() - started) < seconds:
         pass
