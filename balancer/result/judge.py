@@ -338,10 +338,7 @@ def _name_rivals(
 def _choose_single(
     chosen: Result, rivals: Sequence[ComparedLayout], alone: Sequence[ComparedLayout]
 ) -> ComparedLayout | None:
-    """Return the single device to compare the plan with.
-
-    None if there is none.
-    """
+    """Return the single device to compare the plan with; None if there is none."""
     own = chosen.layout.active if chosen.layout.traits.alone else ()
     others = [compared for compared in alone if compared.layout.active != own]
     first = next((single for single in _list_singles(rivals) if single.layout.active != own), None)
@@ -415,10 +412,7 @@ def _describe_rival(
 
 
 def _why_not_chosen(report: SearchReport, compared: ComparedLayout) -> WhyNotChosen | None:
-    """Return why a layout that is faster than the plan wasn't chosen.
-
-    None if the layout isn't faster.
-    """
+    """Return why a layout that is faster than the plan wasn't chosen; None if it isn't faster."""
     chosen, problem = report.chosen, report.problem
     if compared.throughput.value <= chosen.throughput.value or not is_known(compared.throughput):
         return None
@@ -556,10 +550,7 @@ def _list_splits_with(report: SearchReport, position: int) -> list[Result]:
 
 
 def _best_split(rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
-    """Return the best split that could be compared with the plan.
-
-    None if there is none.
-    """
+    """Return the best split that could be compared with the plan; None if there is none."""
     splits = [
         rival
         for rival in rivals

@@ -61,10 +61,7 @@ def find_doubts(
 
 
 def _count_lone_steps(seen: Iterable[Observation], chosen: Layout) -> int:
-    """Return how many probes of the layout timed a single step.
-
-    The number is 0 if any probe timed more.
-    """
+    """Return how many probes of the layout timed a single step; 0 if any timed more."""
     own = [
         observation
         for observation in seen

@@ -63,9 +63,9 @@ def name_all(candidates: Sequence[Candidate], devices: int) -> tuple[str, ...]:
 
 
 def list_samples(layout: Layout) -> str:
-    """Return the samples of each device that has any, as text.
+    """Return the samples of each device that has any, as text such as "820 + 568".
 
-    An example is "820 + 568". Several passes are written as in "(820 = 2 × 410) + 568".
+    Several passes are written as in "(820 = 2 × 410) + 568".
     """
     return join_shares([(layout.shares[i], layout.pass_rows[i]) for i in layout.computing])
 
@@ -207,10 +207,7 @@ def _reverse_gap(against: Interval) -> RateGap:
 
 
 def find_own_family(layout: Layout) -> Family:
-    """Return the family of a chosen layout.
-
-    A split whose shares happen to be equal counts as an even split.
-    """
+    """Return the family of a chosen layout; a split with equal shares counts as an even split."""
     whole = layout.traits.together and not layout.traits.sharded
     return EVEN if whole and is_even(layout) else family_of(layout)
 

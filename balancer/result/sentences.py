@@ -210,10 +210,7 @@ def _write_gains(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
-    """Yield how much longer each training of a pack takes than alone.
-
-    `single` is one training alone.
-    """
+    """Yield how much longer each training of a pack takes than `single`, one training alone."""
     chosen = verdict.chosen
     if chosen.trainings > 1 and single.gain is not None:
         seconds = chosen.global_batch * chosen.trainings / verdict.rate.samples_per_second
@@ -222,10 +219,7 @@ def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
 
 
 def _find_even_split(verdict: Verdict) -> Rival | None:
-    """Return the even split to compare uneven shares with.
-
-    None if there is none.
-    """
+    """Return the even split to compare uneven shares with; None if there is none."""
     chosen, advice = verdict.chosen, verdict.recommendation
     if chosen.kind not in ("other_shares", "sharded"):
         return None
@@ -261,10 +255,7 @@ def find_alone(verdict: Verdict) -> Rival | None:
 
 
 def _name_split(verdict: Verdict, split: Rival) -> str:
-    """Return the name and shares of the best split.
-
-    An example is `the best split (226 + 30)`.
-    """
+    """Return the name and shares of the best split, such as `the best split (226 + 30)`."""
     # the global batch is added if it isn't the plan's; for many devices, the shares are left out
     other = split.global_batch != verdict.chosen.global_batch
     if len(split.batches) > MOST_DEVICES:
@@ -274,10 +265,7 @@ def _name_split(verdict: Verdict, split: Rival) -> str:
 
 
 def _can_be_stated(rival: Rival) -> bool:
-    """True if the text can say something about a rival's gain.
-
-    The text states the gain, or says that the rival's rate is too uncertain.
-    """
+    """True if the text can state a rival's gain, or that its rate is too uncertain."""
     return rival.gain is not None or not rival.rate.known
 
 
@@ -312,10 +300,7 @@ def _write_rough_gain(difference: RateGap, over: str) -> str:
 
 
 def _write_gain_error(verdict: Verdict, rival: Rival) -> str:
-    """Return a gain's error in percentage points, to follow ±.
-
-    The text is "" for a precise gain.
-    """
+    """Return a gain's error in percentage points, to follow ±; "" for a precise gain."""
     intervals = (_interval(verdict.rate), _interval(rival.rate))
     if rival.difference is None or not (is_rough(*intervals) or _is_doubtful(verdict)):
         return ""
@@ -335,10 +320,7 @@ def _half_width(difference: RateGap) -> float:
 
 
 def _write_tie(rival: Rival, over: str) -> str:
-    """Return a tie as text.
-
-    An example is `1.4 % faster than GPU:0 alone ± 1.8 %`.
-    """
+    """Return a tie as text, such as `1.4 % faster than GPU:0 alone ± 1.8 %`."""
     gap = rival.difference
     if gap is None:  # from an older version
         return f"as fast as {over}"
@@ -414,8 +396,7 @@ MUCH_MORE = 3.0  # relative to a gain: a larger upper bound is meaningless
 def _write_promise(verdict: Verdict, limit: TrainingLimit) -> str:
     """Return the samples/s that a training without this limit would reach, as text.
 
-    The text says whether this rate was measured or is only expected. Steps without the limit
-    measure the rate.
+    The text says whether this rate was measured, by steps without the limit, or is only expected.
     """
     speed = verdict.rate.samples_per_second
     low, high = rate(speed * (1 + limit.gain_low)), rate(speed * (1 + limit.gain_high))
@@ -510,10 +491,7 @@ def _describe_split_loss(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_sum_loss(verdict: Verdict) -> Iterator[str]:
-    """Yield why the plan is slower than all devices' summed speeds.
-
-    Each device's speed is measured alone.
-    """
+    """Yield why the plan is slower than the sum of all devices' speeds, each measured alone."""
     loss = verdict.sum_loss
     if loss is None:
         return
@@ -581,10 +559,7 @@ def _describe_idle_devices(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_loss(loss: float) -> str:
-    """Return how much slower a layout is than the plan.
-
-    An example is `3.1 % less than the plan`.
-    """
+    """Return how much slower a layout is than the plan, such as `3.1 % less than the plan`."""
     if abs(loss) < EXACT:
         return "no more than the plan"
     return f"{percent(abs(loss), 1)} {'less' if loss > 0 else 'more'} than the plan"
@@ -595,10 +570,7 @@ def _samples(verdict: Verdict) -> str:
 
 
 def _describe_faster_layouts(verdict: Verdict) -> Iterator[str]:
-    """Yield the layouts that had more samples/s than the plan.
-
-    The text also says why each wasn't chosen.
-    """
+    """Yield the layouts that had more samples/s than the plan, and why each wasn't chosen."""
     if not verdict.rate.known:
         return
     faster = [rival for rival in verdict.rivals if rival.why_not is not None]

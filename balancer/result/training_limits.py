@@ -107,10 +107,10 @@ def _find_turns(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
 
 
 def _find_looks(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
-    """Return the layout's measurements that also timed steps without one wait.
+    """Return a layout's measurements that also timed steps without waiting for input or host.
 
-    Some of these steps reuse one batch, and don't wait for input. For others, all kernels are
-    enqueued beforehand, and a GPU doesn't wait for its host.
+    Steps that reuse one batch don't wait for input. A GPU doesn't wait for its host if all kernels
+    are enqueued beforehand.
     """
     turns = _find_turns(seen, layout)
     # without input: one batch is reused; without waiting: all kernels are enqueued first
@@ -165,10 +165,7 @@ class _Measured:
         return max(known) * self.step_s if known else None
 
     def own_s(self, position: int) -> float:
-        """Return a device's compute time per step in seconds.
-
-        Compute time is the device's own work. The result is 0 if unknown.
-        """
+        """Return a device's compute time (own work) per step in seconds; 0 if unknown."""
         known = [
             own / turn.step_seconds
             for turn in self.turns
@@ -209,10 +206,7 @@ class _Measured:
         return [i for i in self.layout.computing if self.own_s(i) >= LONGEST * longest]
 
     def launching_s(self) -> float:
-        """Return the seconds per step that GPUs wait for kernel launches.
-
-        The result is 0 if unknown.
-        """
+        """Return the seconds per step that GPUs wait for kernel launches; 0 if unknown."""
         if self.closer is None or self.closer.enqueued_seconds is None:
             return 0.0
         step = self.closer.kept or self.closer
@@ -323,10 +317,7 @@ def _seconds_saved_by_doubling(step_s: float, waits_s: float) -> float:
 
 
 def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
-    """Yield how long a step takes to exchange gradients.
-
-    Nothing is yielded unless all waiting times are known.
-    """
+    """Yield how long a step takes to exchange gradients, if all waiting times are known."""
     layout = measured.layout
     if len(layout.computing) < 2 or not layout.traits.together:
         return
