@@ -371,10 +371,7 @@ def _check_folder(name: str, folder: Path, variable: str) -> Check:
 
 
 class HostReport(msgspec.Struct, frozen=True):
-    """The results of one host's checks, and the versions of its software.
-
-    The versions must be equal on all hosts that train together.
-    """
+    """A host's check results, and the versions that must be equal on all hosts of a training."""
 
     checks: tuple[Check, ...]
     versions: dict[str, str]

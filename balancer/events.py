@@ -62,10 +62,10 @@ Report = Callable[[ProbeProgress], None]  # may be called from any thread
 
 
 class Observed(msgspec.Struct, frozen=True, tag=True):
-    """A measurement has ended.
+    """A measurement has ended; it is in the journal, and the search knows it.
 
-    The measurement is in the journal, and the search knows it. `belief` is what the search now
-    predicts for each device. `best` is the result of the best layout so far, if there is one.
+    `belief` is what the search now predicts for each device. `best` is the result of the best
+    layout so far, if there is one.
     """
 
     seen: Observation

@@ -194,10 +194,7 @@ class SoloFamily(Family):
 
 
 def device_counts(devices: int) -> tuple[int, ...]:
-    """Return the numbers of devices to measure even splits for.
-
-    They are 2, 4, 8, ... and all.
-    """
+    """Return the numbers of devices to measure even splits for: 2, 4, 8, ... and all."""
     counts = []
     count = 2
     while count < devices:
@@ -257,10 +254,7 @@ class EvenFamily(Family):
         return f"another {name}" if another else name
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the layout as text.
-
-        An example is `128 + 128 on GPU:0 + GPU:1, split evenly`.
-        """
+        """Return the layout as text, such as `128 + 128 on GPU:0 + GPU:1, split evenly`."""
         return f"{write_rows(layout)} on {write_devices(layout, labels)}, split evenly"
 
 
@@ -369,10 +363,7 @@ class PackFamily(Family):
         return f"another {name}" if another else name
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the layout as text.
-
-        An example is `5 trainings of 256 side by side on GPU:0`.
-        """
+        """Return the layout as text, such as `5 trainings of 256 side by side on GPU:0`."""
         where = f"{write_devices(layout, labels)}{MODES.get(layout.placement, '')}"
         return f"{layout.processes} trainings of {layout.global_batch} side by side on {where}"
 

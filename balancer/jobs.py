@@ -146,7 +146,7 @@ def _check_energy_meters(devices: Sequence[Device], machine: Machine | None) -> 
 
 
 def _find_notes(job: Job) -> tuple[str, ...]:
-    """Check the hosts, and return notes about devices and their users.
+    """Check the hosts, and return notes about devices and the programs that use them.
 
     Raises RequestError or DeviceError if a host can't train on its devices.
     """

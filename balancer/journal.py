@@ -187,10 +187,7 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def ended(self) -> Finished | None:
-        """The entry with which the run ended most recently.
-
-        None if this entry has no plan, or if the run hasn't ended.
-        """
+        """The entry with which the run ended most recently, if it has a plan; None otherwise."""
         last = self.last_end
         return last if isinstance(last, Finished) else None
 

@@ -36,9 +36,9 @@ def efficiency(samples_per_joule: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a duration as text in milliseconds.
+    """Return a duration as text in milliseconds, such as 0.48 ms, 7.1 ms or 157 ms.
 
-    Examples are 0.48 ms, 7.1 ms and 157 ms. There are two decimals below 1 ms and one below 10 ms.
+    There are two decimals below 1 ms and one below 10 ms.
     """
     count = seconds * 1000
     if count >= 9.95:
@@ -83,27 +83,20 @@ def relative_error(value: float, low: float, high: float) -> float:
 
 
 def half_width(value: float, low: float, high: float) -> str:
-    """Return a value's relative error as text to follow ±.
+    """Return a value's relative error as text to follow ±, such as 0.4 %.
 
-    An example is 0.4 %. The error is computed from the bounds of the value's 95 % interval, as in
-    `relative_error`.
+    It is computed from the bounds of the value's 95 % interval, as in `relative_error`.
     """
     return write_error(relative_error(value, low, high))
 
 
 def write_error(relative: float) -> str:
-    """Return a relative error as text to follow ±.
-
-    Examples are 0.4 % and < 0.05 %.
-    """
+    """Return a relative error as text to follow ±, such as 0.4 % or < 0.05 %."""
     return percent(relative, 1) if relative >= 0.0005 else "< 0.05 %"
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as text.
-
-    Examples are 0.4 s, 12 s, 3 min 20 s and 2 h 5 min.
-    """
+    """Return a duration as text, such as 0.4 s, 12 s, 3 min 20 s or 2 h 5 min."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -117,17 +110,14 @@ def duration(seconds: float) -> str:
 
 
 def step_time(seconds: float) -> str:
-    """Return the duration of a step, or of a part, as text.
-
-    Examples are 0.48 ms, 157 ms and 12 s.
-    """
+    """Return the duration of a step, or of a part, as text, such as 157 ms or 12 s."""
     return milliseconds(seconds) if seconds < 9.95 else duration(seconds)
 
 
 def size(count: float) -> str:
-    """Return a number of bytes as text in binary units.
+    """Return a number of bytes as text in binary units, such as 512 MiB or 7.63 GiB.
 
-    Examples are 512 MiB and 7.63 GiB. There are three significant digits.
+    There are three significant digits.
     """
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1000 or unit == "GiB":
