@@ -223,12 +223,11 @@ def _explain_end(header: Header, ran: bool, end: SearchEnd) -> NoLayoutError:
 def find_unfinished(
     workload: str, devices: Sequence[Device], running: Sequence[ProbeProgress]
 ) -> tuple[Unfinished, ...]:
-    """Return the phases of probes that haven't timed a step yet.
+    """Return the phases, such as "building", of probes that haven't timed a step yet.
 
-    `running` are the latest reports of the running probes. A phase is, for example, "building".
-
-    Each entry has the labels of the devices in that phase, and the longest time that a probe has
-    spent there. It also has the line of the user's code if known.
+    `running` are the latest reports of the running probes. Each entry has a phase,
+    the labels of the devices in it, and the longest time that a probe has spent there. It also has
+    the line of the user's code if known.
     """
     found = []
     for phase in ("importing", "loading", "building", "preparing", "warming up"):
@@ -302,10 +301,7 @@ def _describe(position: int, seen: Failed | OutOfMemory, device: Device) -> str:
 
 
 def _join_phase(why: str) -> str:
-    """Return a reason as text that can follow the word "failed".
-
-    An example is ` while warming up: ValueError`.
-    """
+    """Return a reason as text after the word "failed", such as ` while warming up: ValueError`."""
     phase, colon, rest = why.partition(": ")
     return f" while {phase}: {rest}" if colon and phase in PHASES else f", {why}"
 

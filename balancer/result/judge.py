@@ -241,10 +241,7 @@ def waiting_share(seen: Sequence[Timed]) -> float | None:
 
 
 def padding_share(seen: Sequence[Timed]) -> float:
-    """Return the mean fraction of computed tokens that is padding.
-
-    The fraction is 0 if `seen` is empty.
-    """
+    """Return the mean fraction of computed tokens that is padding; 0 if `seen` is empty."""
     return fmean([timed.padding for timed in seen] or [0.0])
 
 
@@ -311,10 +308,7 @@ def compare_alone(chosen: Result, result: Result) -> ComparedLayout:
 def _name_rivals(
     report: SearchReport, rivals: Sequence[ComparedLayout], labels: Sequence[str]
 ) -> tuple[Rival, ...]:
-    """Return the verdict's entries for all layouts compared with the plan.
-
-    The entries have distinct names.
-    """
+    """Return a verdict entry with a distinct name for each layout compared with the plan."""
     # the single device with which the plan is compared comes first
     chosen = report.chosen
     known = {rival.layout for rival in rivals} | {chosen.layout}
@@ -539,10 +533,7 @@ def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[
 
 
 def _list_splits_with(report: SearchReport, position: int) -> list[Result]:
-    """Return the large splits that use the device at `position`.
-
-    A large split has at least half of the plan's batch.
-    """
+    """Return the splits with the device at `position` and at least half of the plan's batch."""
     least = report.chosen.layout.global_batch / NEAR
     splits = [result for result in report.results if result.layout.traits.together]
     near = [split for split in splits if split.layout.global_batch >= least]

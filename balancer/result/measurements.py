@@ -223,9 +223,9 @@ def find_unequal_devices(
 
 
 def find_taken_bytes(seen: Iterable[Observation]) -> dict[int, int]:
-    """Return the most bytes that other processes held on each device.
+    """Return the most bytes that other processes held on each device, by device position.
 
-    The keys are the devices' positions. Devices on which they held nothing are left out.
+    Devices on which they held nothing are left out.
     """
     most: dict[int, int] = {}
     for observation in seen:
@@ -266,10 +266,7 @@ def find_left_out(
 def _why_left_out(
     failure: Failed | OutOfMemory, position: int, ran: bool, chosen: Layout
 ) -> Reason | None:
-    """Return why a failure excludes the device at `position`.
-
-    None if the device can still be used.
-    """
+    """Return why a failure excludes the device at `position`; None if it can still be used."""
     # `ran`: a probe ran on it before
     if not ran:
         return "nothing_ran" if isinstance(failure, Failed) else "nothing_fits"

@@ -122,8 +122,8 @@ def compare_all(
 ) -> tuple[ComparedLayout, ...]:
     """Compare every layout in the ranking with the chosen one.
 
-    If the chosen layout won the race, the turns of the race are compared. Otherwise, the samples/s
-    are.
+    If the chosen layout won the race, the layouts are compared by the turns of the race, and
+    otherwise by their samples/s.
 
     For a plan of one device or a pack, the fastest split in `results` comes first, even if it
     wasn't in the race. If no single device was in the race, the best one (`single`) comes last.
@@ -213,9 +213,9 @@ def find_own_family(layout: Layout) -> Family:
 
 
 def name_rivals(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) -> tuple[str, ...]:
-    """Return a distinct name for each rival.
+    """Return a distinct name for each rival, none of them that of the chosen layout.
 
-    No name is that of the chosen layout. `devices` is the number of devices of the request.
+    `devices` is the number of devices of the request.
     """
     layout = chosen.layout
     own = Candidate(find_own_family(layout), layout)
@@ -267,7 +267,7 @@ def printed_gain(own: float, other: float) -> float:
 
 
 def is_rough(*intervals: Interval) -> bool:
-    """True if a gain computed from these values should be printed without decimals.
+    """True if a gain computed from these values is too uncertain to print with decimals.
 
     That is so if the relative error of any value is large.
     """

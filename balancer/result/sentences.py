@@ -344,10 +344,9 @@ def _write_why_equal(gap: RateGap) -> str:
 
 
 def _describe_limits(verdict: Verdict) -> Iterator[str]:
-    """Yield a sentence with a remedy for each limit of the training.
+    """Yield a sentence with a remedy for each limit of the training, such as waiting for input.
 
-    A limit is, for example, waiting for input. The limit that costs the most time comes first. A
-    limit that the plan has removed is left out.
+    The limit that costs the most time comes first. A limit that the plan has removed is left out.
     """
     for limit in verdict.limits:
         if limit.taken_away:  # the plan's gain already includes it

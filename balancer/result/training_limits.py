@@ -434,10 +434,10 @@ def _list_passes(seen: Sequence[Observation], position: int) -> list[tuple[int, 
 def _seconds_saved_by_one_pass(
     known: Sequence[tuple[int, float]], passes: int, on_cpu: bool
 ) -> tuple[float, float]:
-    """Return the seconds that one pass saves over `passes` passes.
+    """Return the seconds that one pass saves over `passes` passes, and their error.
 
-    The second result is the error: half of the width of the 95 % interval. `known` has the rows and
-    seconds of two single passes.
+    The error is half of the width of the 95 % interval. `known` has the rows and seconds of two
+    single passes.
     """
     (few, few_s), (many, many_s) = known
     now_s = passes * many_s
