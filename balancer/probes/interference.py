@@ -51,7 +51,7 @@ class Neighbours(NamedTuple):
     """Other processes that compute on a device.
 
     `names` are their names. `part` is the fraction of time in which their kernels ran, and
-    `own_part` that of the session's kernels. Together, both are at most 1.
+    `own_part` that of the session's kernels. The sum of the two is at most 1.
     """
 
     part: float

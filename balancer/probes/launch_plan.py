@@ -254,7 +254,7 @@ class MemoryBudget:
     """Decides which idle children must be killed to make room for others.
 
     It remembers the memory that earlier processes held, by device position and rows per pass.
-    `available_bytes` returns the free memory of the host with the least.
+    `available_bytes` returns the free memory of the host that has the least.
     """
 
     def __init__(self, devices: Sequence[Device], available_bytes: Callable[[], int]) -> None:

@@ -149,7 +149,7 @@ def measure_links(
 def find_remedy(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> str:
     """Return environment variables that make an all-reduce between these devices work.
 
-    An example is NCCL_P2P_DISABLE=1. Return "" if no setting gives correct sums.
+    Return, for example, "NCCL_P2P_DISABLE=1", or "" if no setting gives correct sums.
     """
     everyone = [tuple(range(len(devices)))]
     for transport, variables in TRANSPORTS.items():
@@ -162,10 +162,10 @@ def find_remedy(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> 
 
 
 def read_switches(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that choose how GPUs of one host exchange data.
+    """Return the variables in `environment` that choose how GPUs of one host exchange data.
 
-    They are from `environment`. Equal settings are returned in the same form. The result is empty
-    if the choice is left to the driver.
+    Equal settings are returned in the same form. The result is empty if the choice is left to the
+    driver.
     """
     found = {}
     for name in (P2P_OFF, SHARED_OFF):

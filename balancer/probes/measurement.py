@@ -131,7 +131,7 @@ class Measurement:
     """Measures one probe on one group of children.
 
     - `monitor`: reads the drivers.
-    - `closer`: True to find what limits the step. It is then also timed without input and, on GPUs,
+    - `closer`: True to find what limits the step, by also timing it without input and, on GPUs,
       without waiting for the host.
     - `row_tokens`: the mean number of tokens per row; 0 if rows have no lengths.
     - `idle`: the vitals of unused devices.
