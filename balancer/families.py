@@ -1,7 +1,7 @@
-"""Families of layouts. Each family is one way to use the devices.
+"""Families of layouts: each is one way to use the devices, such as an even split.
 
-An even split is such a way. A search compares layouts of the requested families. `Family` is the
-interface of a family. `FAMILIES` has all families by name.
+A search compares layouts of the requested families. `Family` is the interface of a family.
+`FAMILIES` has all families by name.
 """
 
 from __future__ import annotations

@@ -278,10 +278,7 @@ def _check_numbers(request: Request) -> None:
 
 
 def check_problem(problem: Problem) -> None:
-    """Raise RequestError for a problem that no search can solve.
-
-    An example is a global batch with fewer samples than there are devices.
-    """
+    """Raise RequestError for a problem that no search can solve, such as too small a batch."""
     quantum = problem.multiple_of
     batch = problem.global_batch
     largest = problem.largest_share

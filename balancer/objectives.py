@@ -55,9 +55,9 @@ class Objective(msgspec.Struct, frozen=True):
 
 
 def mean_power(turns: Iterable[Timed]) -> Power | None:
-    """Return the mean power of several turns in watts.
+    """Return the mean power, in watts, of the turns in which every device reported it.
 
-    Only turns in which every device reported its power count. Return None if there are none.
+    Return None if there are no such turns.
     """
     known = [seen.power for seen in turns]
     return Power.mean([power for power in known if power is not None])
