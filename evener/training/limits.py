@@ -205,10 +205,7 @@ SLOWED = frozenset({LimitKind.POWER, LimitKind.HEAT, LimitKind.NEIGHBOUR})
 
 
 def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
-    """Return the parts without their overlaps; they add up to at most `step_s`.
-
-    Overlapping parts are shortened.
-    """
+    """Return the parts, with overlapping ones shortened so that all add up to at most `step_s`."""
     # A lack of cores slows all other parts except those of `APART` kinds. The time spent waiting
     # for a core is subtracted from them, in proportion to their durations. Unequal work includes
     # the time that the slowest device loses to heat, power or another process on the device. If
@@ -277,9 +274,9 @@ def _is_limit(step_s: float, part: StepPart) -> bool:
 
 
 def least_gain(kind: LimitKind) -> float:
-    """Return the minimum gain for which a limit of this kind is reported.
+    """Return the minimum gain for reporting a limit of this kind.
 
-    The lower bound of the limit's gain has to reach this minimum.
+    The limit is reported if the lower bound of its gain reaches this minimum.
     """
     return LEAST_OPTIMIZER_GAIN if kind is LimitKind.OPTIMIZER else LEAST_GAIN
 
@@ -293,9 +290,9 @@ class _RemainingTime(NamedTuple):
 
 
 def _find_remaining_time(step_s: float, part: StepPart) -> _RemainingTime:
-    """Return how long a step is expected to take after a remedy.
+    """Return how long a step is expected to take after a remedy for `part`.
 
-    `step_s` is the step's duration now, and `part` is what the remedy shortens.
+    `step_s` is how long the step takes now.
     """
     # A measured duration without the part comes before an estimate.
     if part.without_s is not None:
@@ -328,9 +325,9 @@ def _describe(step_s: float, part: StepPart) -> TrainingLimit:
 
 
 def _gain(step_s: float, left_s: float) -> float:
-    """Return the gain in samples/s if a step takes `left_s` seconds.
+    """Return the gain in samples/s if a step takes `left_s` instead of `step_s` seconds.
 
-    The step takes `step_s` seconds now. A gain of 0.5 means 50 % more.
+    A gain of 0.5 means 50 % more.
     """
     # the gain is never negative, because a remedy that slows the training run needn't be applied
     left = min(max(left_s, LEAST_STEP_LEFT * step_s), step_s)

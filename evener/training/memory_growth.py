@@ -51,10 +51,10 @@ class MemoryPeaks:
         return self._peaks[largest] + self._bytes_per_row(largest) * (rows - largest)
 
     def most_rows(self, capacity_bytes: float, left: float) -> int:
-        """Return the maximum rows per pass that leave some memory free.
+        """Return the maximum rows per pass that leave the fraction `left` of the capacity free.
 
-        `left` is the free fraction of `capacity_bytes`. 0 before a peak is recorded, and later at
-        least the rows of the largest recorded pass.
+        Return 0 before a peak is recorded, and later at least the rows of the largest recorded
+        pass.
         """
         # that pass fit
         if not self._peaks:

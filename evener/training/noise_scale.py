@@ -73,7 +73,7 @@ def separate_noise(sizes: Sequence[int], weighted: float, whole: float) -> Sampl
 
 
 def efficiency(batch: int, noise_scale: float) -> float:
-    """Return how much a row of a batch contributes to learning, relative to one of a tiny batch.
+    """Return how much a row of a batch contributes to learning, relative to a tiny batch's row.
 
     The result is 0.5 if `batch` is equal to the noise scale.
     """
@@ -81,10 +81,9 @@ def efficiency(batch: int, noise_scale: float) -> float:
 
 
 def extra_rows(batch: int, other: int, noise_scale: float) -> float:
-    """Return the factor by which another batch size needs more rows.
+    """Return the factor by which batches of `other` rows need more rows than those of `batch`.
 
-    1.2 means 20 % more rows than with `batch` for the same loss. The factor is below 1 if `other`
-    is smaller.
+    A factor of 1.2 means 20 % more rows for the same loss; it is below 1 if `other` is smaller.
     """
     return (noise_scale + other) / (noise_scale + batch)
 
@@ -100,12 +99,12 @@ def rate_gain(batch: int, other: int, noise_scale: float) -> float:
 class NoiseWindow:
     """Averages noise and signal over steps, with exponentially decaying weights.
 
-    If `kept` is 1, all samples have the same weight.
+    Each new block of BLOCK steps multiplies the weights of earlier blocks by `kept`; if that is 1,
+    all samples have the same weight.
     """
 
-    # Samples are summed in blocks of BLOCK samples. With each new block, the weights of all earlier
-    # blocks are multiplied by `kept`. The weighted sum is divided by the sum of the weights;
-    # otherwise the first averages would be too small.
+    # Samples are summed in blocks. The weighted sum is divided by the sum of the weights; otherwise
+    # the first averages would be too small.
 
     def __init__(self, kept: float = KEPT) -> None:
         self._kept = kept
@@ -125,7 +124,7 @@ class NoiseWindow:
             self._open.clear()
 
     def scale(self) -> NoiseScale | None:
-        """Return the noise scale with its interval; None until there are FEWEST_BLOCKS blocks."""
+        """Return the noise scale with its interval; None before FEWEST_BLOCKS blocks of steps."""
         if len(self._blocks) < FEWEST_BLOCKS:
             return None
         weights = [self._kept**age for age in range(len(self._blocks))][::-1]
@@ -176,19 +175,16 @@ def _interval(
 
 
 def _student(freedom: float) -> float:
-    """Return the two-sided 95 % quantile of Student's t distribution.
-
-    `freedom` are the degrees of freedom.
-    """
+    """Return the two-sided 95 % quantile of Student's t with `freedom` degrees of freedom."""
     # The Cornish-Fisher expansion has a relative error below 2 % for 4 or more degrees of freedom.
     z = 1.959964
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
 def describe(noise_scale: NoiseScale, batch: int, steps: int) -> str:
-    """Return a sentence about the noise scale and a batch's efficiency.
+    """Return a sentence, without a period, about the noise scale and a batch's efficiency.
 
-    `batch` is its number of rows, and `steps` were measured. The sentence has no final period.
+    `batch` is the batch's number of rows, and `steps` the number of measured steps.
     """
     # the noise scale was measured in that number of steps
     after = f"after {steps:,} steps"

@@ -17,9 +17,9 @@ def find_fitting(
 ) -> list[str]:
     """Return the kinds by which the parts' values combine to the whole's.
 
-    `counts` has the number of units in each part, such as `{"rows": (3, 5), "labels": (20, 61)}`.
-    The result has each unit whose weighted mean of `parts` equals `whole`, and SUM if their sum
-    does.
+    `counts` maps each unit to its number in each part, such as `{"rows": (3, 5), "labels": (20,
+    61)}`. The result contains each unit whose weighted mean of `parts` equals `whole`, and SUM if
+    their sum does.
     """
     # values count as equal if they differ by at most `rounding`, relative to the largest value
     values = [abs(value) for value in (whole, *parts) if math.isfinite(value)]

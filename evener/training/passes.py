@@ -31,10 +31,9 @@ MOST_FAILURES = 20  # maximum consecutive failures of a pass that can't be small
 
 
 def divide_rows(rows: int, most: int, passes: int = 0) -> tuple[int, ...]:
-    """Return the rows of each pass, in as few passes as possible.
+    """Return the rows of each pass, in as few passes of up to `most` rows as possible.
 
-    A pass has up to `most` rows. If `passes` isn't 0, there are that many, perhaps some without
-    rows.
+    If `passes` isn't 0, there are exactly that many instead, perhaps some of them without rows.
     """
     # a rank without rows has one pass, in which it only takes part in collectives
     if passes:
@@ -146,14 +145,14 @@ class PassLimit:
         return count_smaller_passes(rows, held, least)
 
     def complete(self) -> None:
-        """Reset the count of consecutive failures, because a pass succeeded."""
+        """Reset the count of consecutive failures when a pass has succeeded."""
         self._failures = 0
 
     def count_failure(self, rows: int, least: int, held: str) -> None:
-        """Count a failed pass that is too small to halve.
+        """Count a failed pass of `rows` rows if its halves would have fewer than `least` rows.
 
-        Raises DeviceError after 20 in a row. The halves of `rows` rows would have fewer than
-        `least`. `held` says what used the memory, for the message.
+        Raises DeviceError after 20 such passes in a row. Its message contains `held`, which says
+        what used the memory.
         """
         if rows < 2 * least:
             self._failures += 1
@@ -168,10 +167,10 @@ class PassLimit:
             )
 
     def halve(self, rows: int, least: int, others_bytes: int = 0) -> int:
-        """Halve the limit after a pass ran out of memory; return it.
+        """Halve the limit after a pass of `rows` rows ran out of memory, and return it.
 
-        The pass had `rows` rows, and the limit is never below `least`. `others_bytes` is the device
-        memory that other processes hold now.
+        The limit is never below `least`. `others_bytes` is the device memory that other processes
+        hold now.
         """
         # if that is 1 GiB or more, `begin_batch` later checks whether they have freed memory
         self.most = max(least, rows // 2)
@@ -221,10 +220,7 @@ class PassQueue:
         return Pass(taken.number, taken.start, rows, planned, ends, not self._left)
 
     def _cut_first(self, most: int, least: Callable[[], int]) -> None:
-        """Cut the first range into pieces of up to `most` rows.
-
-        Pieces have at least `least()` rows.
-        """
+        """Cut the first range into pieces of up to `most` rows, but at least `least()` rows."""
         first = self._left[0]
         rows = first.stop - first.start
         if rows <= most:

@@ -296,10 +296,7 @@ class Rebalancer:
         return Room(at_once, passes_fit if divides else 0)
 
     def _limit_room(self, room: Room, limit: int) -> Room:
-        """Return `room` with at most `limit` rows per pass.
-
-        `limit` is 0 if no pass has run out of memory.
-        """
+        """Return `room` with at most `limit` rows per pass, or unchanged if `limit` is 0."""
         # larger passes than `limit` have run out of memory
         if not limit or limit >= room.at_once:
             return room
@@ -380,12 +377,12 @@ class Rebalancer:
         return tuple(own / planned for own, planned in zip(own_work_s, self._planned, strict=True))
 
     def _update_noise(self, factors: tuple[float, ...]) -> None:
-        """Update how much each rank's compute time varies between rounds of measurements.
+        """Update how much each rank's compute time varies from one window to the next.
 
-        `factors` are the measured times, divided by the predicted ones.
+        `factors` are the newest window's compute times, divided by the predicted ones.
         """
-        # The factors are from the newest window. A rank's noise is the standard deviation of the
-        # factor's logarithm from one window to the next.
+        # A rank's noise is the standard deviation of the factor's logarithm from one window to the
+        # next.
         if not self._windows:
             return
         for rank, (now, before) in enumerate(zip(factors, self._windows[-1].factors, strict=True)):
@@ -397,9 +394,9 @@ class Rebalancer:
     def _find_faster_shares(
         self, span: int
     ) -> tuple[tuple[int, ...], tuple[float, ...], float] | None:
-        """Return shares that would have been faster; None if there are none.
+        """Return shares that would have been faster in the last `span` windows, or None.
 
-        Return them with the ranks' factors and the gain. `span` counts the last windows.
+        The result also contains the ranks' factors and the relative gain.
         """
         # A factor is measured / predicted compute time. The gain over the last `span` windows must
         # reach `_needed_gain`. There must also be a gain in each of the last two windows, and in at
@@ -423,9 +420,9 @@ class Rebalancer:
         return shares, factors, gain
 
     def _solve_for_shares(self, factors: Sequence[float]) -> tuple[int, ...] | None:
-        """Return the shares with which all ranks finish at the same time.
+        """Return the shares with which all ranks finish together; None if they don't fit in memory.
 
-        None if they don't fit in memory. `factors` are measured / predicted compute times.
+        `factors` are the ranks' measured compute times, divided by the predicted ones.
         """
         curves = [scale(curve, factor) for curve, factor in zip(self._curves, factors, strict=True)]
         extras = list(map(mul, factors, self._list_extras()))
@@ -437,11 +434,11 @@ class Rebalancer:
     ) -> float:
         """Return the minimum gain for a change of shares after `span` windows.
 
-        `rest_s` is the rest of a step's time.
+        `factors` times `seconds` are the ranks' compute times. `rest_s` is the rest of a step's
+        time.
         """
-        # `seconds` times `factors` are the ranks' compute times. The minimum gain rises with the
-        # variation from one window to the next (noise) and over many windows (drift). The longer a
-        # rank computes in a step, the more its variation counts.
+        # The minimum gain rises with the variation from one window to the next (noise) and over
+        # many windows (drift). The longer a rank computes in a step, the more its variation counts.
         own = [factor * each for factor, each in zip(factors, seconds, strict=True)]
         weights = [each / (max(own) + rest_s) for each in own]
         noise: float = max(map(mul, self._noise, weights))
@@ -454,10 +451,7 @@ class Rebalancer:
         return needed if self._last else max(needed, FIRST_SURE / math.sqrt(span))
 
     def _find_drifts(self, count: int) -> list[float]:
-        """Return how much each rank's speed varies relative to the other ranks.
-
-        Empty if that was never measured.
-        """
+        """Return how much each rank's speed varies relative to the others; empty if unknown."""
         # This drift is measured in the first `count` windows with the current shares. If `count` is
         # below 16, the result is the drifts that were measured with earlier shares.
         if count < FEWEST_DRIFT:
@@ -466,13 +460,13 @@ class Rebalancer:
         return list(map(_deviation, zip(*factors, strict=True)))
 
     def _estimate_largest_gain(self, factors: Sequence[float], rest_s: float) -> float:
-        """Estimate the largest possible gain from the slopes of the curves.
+        """Estimate the largest possible gain of new shares from the slopes of the curves.
 
-        `rest_s` is the rest of a step's time.
+        `factors` are the ranks' measured compute times, divided by the predicted ones. `rest_s` is
+        the rest of a step's time.
         """
-        # `factors` are measured compute times divided by predicted ones. The slopes are those at
-        # the current shares. `_find_faster_shares` checks this estimate first, because solving for
-        # the shares takes far longer.
+        # The slopes are those at the current shares. `_find_faster_shares` checks this estimate
+        # first, because solving for the shares takes far longer.
         own: list[float] = list(map(mul, factors, self._planned))
         rates = [1 / (factor * slope) for factor, slope in zip(factors, self._slopes, strict=True)]
         level = _common_compute_time(own, rates)
@@ -523,10 +517,7 @@ class Rebalancer:
         return Change(shares, micros, reason, gain)
 
     def _explain_change(self, factors: tuple[float, ...], span: int) -> str:
-        """Return the reason for a change of shares, as text.
-
-        An example is "GPU:1 slower by 38 % since step 1 204".
-        """
+        """Return the reason for a change, such as "GPU:1 slower by 38 % since step 1 204"."""
         # If no device's speed has changed, the reason is a device that has been slow from the
         # start, or one that takes several passes. `factors` are the measured compute times in the
         # last `span` windows, divided by the predicted ones.
@@ -606,10 +597,7 @@ def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:
 
 
 def choose_quantum(shares: Sequence[int]) -> int:
-    """Return the number of rows that must divide every new share.
-
-    1 if there is no such number.
-    """
+    """Return the number of rows that must divide every new share; 1 allows every share."""
     # this quantum is the largest of 8, 4 and 2 that divides all current shares and is at most 1/64
     # of their mean
     quantum = math.gcd(LARGEST_QUANTUM, *shares)
@@ -638,19 +626,16 @@ def _deviation(ratios: Sequence[float]) -> float:
 
 
 def _common_compute_time(own: Sequence[float], rates: Sequence[float]) -> float:
-    """Return each rank's compute time after moving rows until all finish together.
+    """Return the compute time that every rank has once rows are moved until all finish together.
 
-    `own` are the current compute times, and `rates` are in rows per second.
+    `own` are the ranks' current compute times, and `rates` are in rows per second.
     """
     # a rate is how many rows a rank computes per additional second
     return math.fsum(map(mul, own, rates)) / math.fsum(rates)
 
 
 def _slope(curve: Curve, share: int) -> float:
-    """Return the slope of a curve just below a share, in seconds per row.
-
-    The slope is always above 0.
-    """
+    """Return the slope of a curve just below a share in seconds per row, which is above 0."""
     # this also holds where the curve is level
     rise = (curve.seconds(share) - curve.seconds(NEAR * share)) / ((1 - NEAR) * share)
     return max(rise, curve.seconds(share) / share / 100)

@@ -24,7 +24,7 @@ _BLOCK_PARTS = (0.8, 1.0, 0.5, 0.0)  # fractions of the batch that are assigned 
 class PartialAssignment:
     """Each rank's passes and finish time, while rows are being assigned to ranks.
 
-    `passes` has, for each rank and pass, the indices of its rows in the sorted batch.
+    `passes` lists, for each rank and pass, the indices of its rows in the sorted batch.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -92,10 +92,7 @@ class AssignmentSearch:
                     yield partial
 
     def _list_cuts(self) -> Iterator[list[int]]:
-        """Yield several ways to cut the sorted batch into passes.
-
-        Each item lists the row indices at which passes end.
-        """
+        """Yield several cuts of the sorted batch: lists of the row indices at which passes end."""
         # Each pass is a run of consecutive rows. The ways differ in the assumed price of a pass.
         # Without passes to save padding, the whole batch is one run.
         if not self._saves_padding:
@@ -107,7 +104,7 @@ class AssignmentSearch:
                 yield self._cut_cheapest(price)
 
     def _cut_cheapest(self, price: float) -> list[int]:
-        """Return where passes end if the sorted batch is cut at least cost.
+        """Return the row indices at which passes end if the sorted batch is cut at least cost.
 
         A higher `price` of a pass gives fewer passes.
         """
@@ -196,10 +193,7 @@ class AssignmentSearch:
         return partial if row == rows else None
 
     def _assign_run(self, partial: PartialAssignment, start: int, stop: int) -> None:
-        """Assign each of some consecutive rows to the rank that finishes it first.
-
-        The rows are those from index `start` to `stop`.
-        """
+        """Assign each row from index `start` to `stop` to the rank that finishes it first."""
         # These rows are called a run. A rank's first row of the run begins a new pass, and so does
         # a row that exceeds the rank's limits for the current pass.
         finish, passes, fixed, seconds = partial.finish, partial.passes, self._fixed, self._seconds
@@ -225,9 +219,9 @@ class AssignmentSearch:
             )
 
     def _opened(self, rank: int, row: int, finish: float) -> float:
-        """Return when a rank would finish if a row began a new pass.
+        """Return when a rank would finish if `row` began a new pass; infinite if it doesn't fit.
 
-        `finish` is the time without that row. Infinite if the row doesn't fit.
+        `finish` is when the rank finishes without that row.
         """
         # `row` is the row's index
         fits = self._ranks[rank].most_rows(self._lengths[row]) >= 1
@@ -259,7 +253,7 @@ Passes = tuple[tuple[tuple[int, ...], ...], ...]
 class RowAssignment(msgspec.Struct, frozen=True):
     """The passes of each rank, with each rank's predicted seconds and number of tokens.
 
-    `passes` has, for each rank and pass, the indices of its rows in the batch. `tokens` doesn't
+    `passes` lists, for each rank and pass, the indices of its rows in the batch. `tokens` doesn't
     count padding; `padded` does.
     """
 
@@ -290,9 +284,9 @@ class RowAssigner(msgspec.Struct, frozen=True):
     saves_padding: bool = True  # adds passes to save padding; if False, only limits add passes
 
     def assign(self, lengths: Sequence[int]) -> RowAssignment:
-        """Assign rows to the ranks, which should finish at the same time.
+        """Assign rows of these lengths to the ranks so that all finish at about the same time.
 
-        `lengths` are the rows' lengths. Each rank gets at least one row if there are enough.
+        Each rank gets at least one row if there are enough.
         """
         # If all rows are equally long, they are assigned in their order, by the ratios of the
         # shares. Otherwise they are sorted first, to put rows of similar length into a pass: a pass

@@ -67,10 +67,7 @@ class RunningSums:
                 self._ends.popleft()
 
     def take_quick(self) -> float:
-        """Return the 5th percentile of the step times since the last call, in seconds.
-
-        Return 0 if there was no step.
-        """
+        """Return the 5th percentile of step times since the last call in seconds; 0 without any."""
         # The fastest steps were disturbed neither by other programs nor by a checkpoint.
         steps = sorted(self._last_s)
         self._last_s.clear()

@@ -102,10 +102,7 @@ def check_places(active: Sequence[Share], places: Sequence[int | None]) -> tuple
 
 
 def _find_by_device(active: Sequence[Share], info: RankInfo) -> int | None:
-    """Return the index in `active` of the share of a process's device.
-
-    None if there is none.
-    """
+    """Return the index in `active` of the share of a process's device; None if there is none."""
     # If the device's name is unknown, the plan's GPUs that the process can see are counted: local
     # rank 0 has the first, local rank 1 the second. A process that sees only one GPU has that one.
     here = {share.device: i for i, share in enumerate(active) if info.host in ("", share.host)}

@@ -44,12 +44,13 @@ def main() -> None:
 
 
 def _count_restarts(folder: str) -> dict[str, str]:
-    """Return the variable TORCHELASTIC_RESTART_COUNT, corrected for all hosts.
+    """Return TORCHELASTIC_RESTART_COUNT as the number of restarts that any host caused.
 
-    {} if PyTorch's agent doesn't restart ranks.
+    The result is a dictionary of environment variables; {} if PyTorch's agent doesn't restart
+    ranks.
     """
     # The agent counts only restarts that processes of its own host caused. Therefore each start is
-    # also recorded in a file in `folder`. The result is a dictionary of environment variables.
+    # also recorded in a file in `folder`.
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         return {}
     own, most = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"]

@@ -165,13 +165,14 @@ class _Finder:
     def find(
         self, kind: LimitKind, name: str, spared: float = 1.0, alone: LimitKind | None = None
     ) -> Iterator[StepPart]:
-        """Yield the part that a StepSums field measures, unless it is short.
+        """Yield the part that the StepSums field `name` measures, unless it is short.
 
-        `name` is the field. `spared` is the fraction of the time that a remedy saves.
+        The part's kind is `kind` or, if only one rank has the part, `alone`. `spared` is the
+        fraction of the time that a remedy saves.
         """
-        # A part below 5 % of a step is short. The part's kind is `kind`. A rank has the part alone
-        # if another rank needs less than half as long; its kind is then `alone`, unless that is
-        # None. A remedy then saves at most the time that the others wait for that rank.
+        # A part below 5 % of a step is short. Only one rank has the part if another rank needs less
+        # than half as long; its kind is then `alone`, unless that is None. A remedy then saves at
+        # most the time that the others wait for that rank.
         means = [rank.sums.mean(name) for rank in self._ranks]
         place = max(self._last, key=means.__getitem__)
         seconds = means[place]
@@ -207,9 +208,9 @@ class _Finder:
         )
 
     def _find_lead(self, place: int) -> float:
-        """Return how long all other ranks wait for a rank, in seconds per step.
+        """Return how many seconds per step all other ranks wait for the rank with index `place`.
 
-        Negative if another rank is busy longer. `place` is the rank's index.
+        The result is negative if another rank is busy longer.
         """
         # Busy times show it better than measured waits. Waits are timed in only some of the steps,
         # so a long wait in a single step may be missed; files and validation are timed in all
@@ -220,7 +221,7 @@ class _Finder:
 
 
 def _find_rest_error(seconds: float, step_s: float) -> float:
-    """Return the margin of error of a step's rest after a remedy.
+    """Return the margin of error of what remains of a step after a remedy.
 
     The remedy removes `seconds` from a step of `step_s` seconds.
     """
@@ -230,10 +231,7 @@ def _find_rest_error(seconds: float, step_s: float) -> float:
 
 
 def list_last(steps: Sequence[RankStep], step_s: float) -> list[int]:
-    """Return the indices of the ranks that reach the exchange last.
-
-    A step takes `step_s` seconds.
-    """
+    """Return the indices of ranks that reach the exchange last in a step of `step_s` seconds."""
     # these are the ranks that wait at most 5 % of a step longer than the rank that waits least
     least_s = min(step.waiting_s for step in steps)
     return [
@@ -307,9 +305,9 @@ def _find_host_waits(
 def _wait_for_starved(
     ranks: Sequence[MeasuredRank], step: RankStep, place: int, step_s: float
 ) -> float:
-    """Return a rank's seconds per step of waiting because all ranks lack cores.
+    """Return how many seconds per step a rank waits for others because all ranks lack cores.
 
-    0 if any rank has enough cores.
+    The result is 0 if any rank has enough cores.
     """
     # The rank waits for other ranks: if all lack cores, each rank is the last one in some steps,
     # and the others wait for it. A rank may also be starved while it waits; that time is already
@@ -374,10 +372,7 @@ def _with_advice(part: StepPart, advice: Advice | None, step_s: float) -> StepPa
 
 
 def advise_shares(ranks: Sequence[MeasuredRank], step_s: float) -> Advice | None:
-    """Return shares that make steps faster; None if none certainly do.
-
-    They are predicted from the ranks' compute times.
-    """
+    """Return shares that surely make steps faster, by the ranks' compute times, or None."""
     # None is returned if a share or a compute time is unknown, or if the gain is below 2 % or at
     # most two of its standard errors
     shares, own_work_s = [rank.share for rank in ranks], [rank.own_work_s for rank in ranks]

@@ -135,7 +135,7 @@ class StepRecord:
 def compare(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> Comparison:
     """Compare the step times under the first and the last shares.
 
-    `first` and `last` have the medians of every rank.
+    `first` and `last` are the medians of every rank.
     """
     # the gain is computed from the first rank's steps, because all ranks have the same step time
     before, after = first[0], last[0]
@@ -155,13 +155,12 @@ def compare(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> Comparis
 
 
 def _gain_at_present_speed(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> float | None:
-    """Return how much faster the last shares are than the first.
+    """Return how much faster the last shares are than the first at the devices' final speed.
 
-    None if a rank's compute time is unknown.
+    Return None if a rank's compute time is unknown.
     """
-    # The comparison is at the devices' final speed. The time of steps with the first shares is
-    # computed from the newest compute times. They are assumed to be proportional to the rows, and
-    # the rest of a step's time to be the same.
+    # The time of steps with the first shares is computed from the newest compute times. They are
+    # assumed to be proportional to the rows, and the rest of a step's time to be the same.
     now, then = [], []
     for rank, metrics in enumerate(last):
         if metrics.own_work_s <= 0:
@@ -173,10 +172,7 @@ def _gain_at_present_speed(first: Sequence[ShareTimes], last: Sequence[ShareTime
 
 
 def _error(steps: Sequence[float]) -> float:
-    """Return the standard error of the median step time, in seconds.
-
-    0 for too few steps.
-    """
+    """Return the standard error of the median step time in seconds; 0 for too few steps."""
     # Consecutive steps are correlated, so each group of TOGETHER steps counts as a single step.
     if len(steps) < FEWEST_STEPS:
         return 0.0
