@@ -136,10 +136,7 @@ def _run_dry(job: Job, as_json: bool) -> int:
 
 
 def _phase_printer() -> Callable[[ProbeProgress], None]:
-    """Return a progress callback that prints each phase's name.
-
-    A name is printed when the phase begins.
-    """
+    """Return a progress callback that prints the name of each phase when the phase begins."""
     phases = set[str]()
 
     def report(progress: ProbeProgress) -> None:
@@ -216,8 +213,7 @@ def _resume_comparison(request: Request, resume: str, others: str | None) -> Ope
     """Open the run `resume` to continue its comparison.
 
     `others` is the value of an option that chooses layouts, or None. Raises RequestError if it is
-    given, because a run's layouts can't be changed. Also raises RequestError if the run isn't a
-    comparison.
+    given, because a run's layouts can't be changed, or if the run isn't a comparison.
     """
     if others:
         raise RequestError(

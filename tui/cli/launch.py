@@ -212,10 +212,7 @@ def _name(job: HostJob) -> str:
 
 
 def _list_shares(job: HostJob) -> str:
-    """Return this host's shares as text.
-
-    An example is "5 rows on CPU:0, 2 × 410 rows on GPU:1".
-    """
+    """Return this host's shares as text, such as "5 rows on CPU:0, 2 × 410 rows on GPU:1"."""
     # For a device without rows, the text says how much of a sharded model's state the device holds.
     listed = []
     for share, device in zip(job.own, chain.from_iterable(job.processes), strict=True):
@@ -321,20 +318,14 @@ def run(
 
 
 def _write_start(job: HostJob) -> str:
-    """Return as text on which devices a program starts.
-
-    An example is "starts on GPU:0, GPU:1".
-    """
+    """Return as text on which devices a program starts, as in "starts on GPU:0, GPU:1"."""
     labels = ", ".join(device.label for device in chain.from_iterable(job.processes))
     alone = "" if len(job.processes) > 1 else ", one device, so it has no shares to balance"
     return f"starts on {labels}{alone}"
 
 
 def _check_several(plan: Plan) -> None:
-    """Raise RequestError if the plan has only one device.
-
-    The option `--noise` needs several.
-    """
+    """Raise RequestError if the plan has only one device, because `--noise` needs several."""
     # The noise scale is computed from differences between the gradients of several devices.
     if len(plan.layout.active) == 1:
         raise RequestError(

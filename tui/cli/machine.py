@@ -78,10 +78,7 @@ def _as_json(device: Device) -> dict[str, Any]:
 
 
 def _check(devices: str, address: str) -> tuple[tuple[Check, ...], str]:
-    """Return the checks of this machine or cluster.
-
-    The second result has the names of the usable devices as text.
-    """
+    """Return the checks of this machine or cluster, and the names of its usable devices as text."""
     if parse_request(devices)[0].host is None:
         found = discover(devices)  # unavailable devices raise an error of their own
         return check_machine(), _name_devices(found.devices)
@@ -91,8 +88,8 @@ def _check(devices: str, address: str) -> tuple[tuple[Check, ...], str]:
 def _check_links(devices: str) -> tuple[tuple[Check, ...], tuple[LinkMeasurement, ...]]:
     """Return the checks and the measurements of the links between devices.
 
-    A link that couldn't be measured is printed immediately. Raises RequestError if `devices` are
-    those of a cluster, or simulated devices. Simulated devices have no links.
+    A link that couldn't be measured is printed immediately. Raises RequestError for the devices of
+    a cluster, and for simulated devices, which have no links.
     """
     if parse_request(devices)[0].host is not None:
         raise RequestError(
@@ -111,19 +108,16 @@ def _check_links(devices: str) -> tuple[tuple[Check, ...], tuple[LinkMeasurement
 
 
 def _name_devices(devices: Sequence[Device]) -> str:
-    """Return the devices' labels as text.
-
-    A long list is shortened, as in "GPU:1 and 6 more".
-    """
+    """Return the devices' labels as text, in short if there are many: "GPU:1 and 6 more"."""
     labels = [device.label for device in devices[:MOST_NAMED]]
     more = len(devices) - len(labels)
     return ", ".join(labels) + (f" and {more} more" if more else "")
 
 
 def _conclude(checks: Sequence[Check], devices: str) -> str:
-    """Return one line that says whether `evener balance` can run.
+    """Return one line that says whether `evener balance` can run and, if not, why.
 
-    `devices` names the usable devices. The line also says why the command can't run.
+    `devices` names the usable devices.
     """
     broken = [check.name for check in checks if check.level == "problem"]
     if broken and set(broken) == FRAMEWORKS:

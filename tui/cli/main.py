@@ -41,10 +41,7 @@ _MODULES = {  # the module of each command, in the order of --help
 
 
 class _Commands(TyperGroup):
-    """The group of all commands.
-
-    A command's module is imported when the command is looked up.
-    """
+    """The group of all commands; it imports a command's module when the command is looked up."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -126,9 +123,9 @@ def start(
 
 
 def _refuse_misplaced(context: typer.Context, command: str) -> None:
-    """Raise RequestError if an option of the app precedes the command.
+    """Raise RequestError if an option of the app precedes a command, as in `evener --ascii runs`.
 
-    An example is `evener --ascii runs`. The command would silently ignore that option.
+    The command would silently ignore that option.
     """
     for option in context.command.params:
         source = context.get_parameter_source(option.name or "")

@@ -156,8 +156,8 @@ def _open(devices: str, only_visible: bool, ray_address: str) -> Source:
 def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapshot]:
     """Yield a single snapshot or, if `loops`, a snapshot every `pause` seconds.
 
-    If a later reading fails, the last snapshot is repeated, marked as stale. Raises DeviceError if
-    the first reading fails, or any reading without `loops`.
+    Raises DeviceError if the devices can't be read at first. If a later reading fails, it also
+    raises DeviceError without `loops`; otherwise it repeats the last snapshot, marked as stale.
     """
     # The devices are read once before the first snapshot, so that every snapshot has rates.
     from evener.devices.sampler import stale
@@ -183,8 +183,8 @@ def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapsho
 def _read_first(source: Source) -> Snapshot:
     """Take a snapshot, wait a moment, and return the snapshot.
 
-    After the wait, the next snapshot can contain rates. A rate, such as PCIe bytes/s, is computed
-    from two readings. Raises DeviceError if the devices can't be read.
+    The wait lets the next snapshot contain rates, such as PCIe bytes/s, which are computed from two
+    readings. Raises DeviceError if the devices can't be read.
     """
     try:
         first = source.sample()
@@ -246,10 +246,7 @@ def snapshot_text(snapshot: Snapshot, width: int, *, colour: bool) -> str:
 
 
 def _link_lines(snapshot: Snapshot, width: int) -> Iterator[Line]:
-    """Yield a line for each measured link between the devices.
-
-    The links were measured earlier.
-    """
+    """Yield a line for each link between the devices that was measured earlier."""
     for link in _list_links(snapshot):
         yield Line((Span(cut(f" link {plain(link.describe())}", width), "dim"),))
 
@@ -276,10 +273,7 @@ def snapshot_document(snapshot: Snapshot) -> dict[str, object]:
 
 
 def _notes(snapshot: Snapshot) -> Iterator[str]:
-    """Yield the host's name, then the notes on the machine.
-
-    The version of the driver, if known, follows the name.
-    """
+    """Yield the host's name and driver, if the driver is known, then the notes on the machine."""
     if snapshot.driver:
         maker = name_maker(sample.device for sample in snapshot.devices)
         yield f"{plain(snapshot.host.hostname)}, {maker} driver {plain(snapshot.driver)}"
@@ -297,10 +291,7 @@ def _join(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
 
 
 def _training_parts(snapshot: Snapshot, width: int) -> Iterator[Line]:
-    """Yield the table of trainings, then lines about each training.
-
-    These lines show a training's ranks, and what slows the training down.
-    """
+    """Yield the table of trainings, then each training's ranks and what slows it down."""
     # A training with a single process and no id is only listed in the table, which already shows
     # all of its values.
     rows = _join(snapshot)
@@ -382,10 +373,7 @@ def demo(
 
 
 def _print_demo(ascii_only: bool) -> None:
-    """Print the demo as text.
-
-    The search with its result comes first, then the training at a few moments.
-    """
+    """Print the demo as text: the search with its result, then the training at a few moments."""
     from evener.balancer.request import Request
     from evener.balancer.run import open_run
     from evener.balancer.session import Session

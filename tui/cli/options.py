@@ -93,10 +93,7 @@ RunName = Annotated[
 
 
 def _group_of(name: str) -> Callable[..., Any]:
-    """Return the function that makes options in one group of `--help`.
-
-    The group is that of the request field `name`.
-    """
+    """Return the function that makes options in the `--help` group of the request field `name`."""
     if name in TRAINING:
         return WHAT
     return BATCH if name in BATCHES else LENGTH
@@ -137,9 +134,6 @@ def takes_request(*names: str) -> Callable[[Callable[..., int]], Callable[..., N
 
 
 def _help_order(parameter: inspect.Parameter) -> tuple[int, bool]:
-    """Return the sort key of an option in `--help`.
-
-    The key is the option's group, then whether the option is rarely used.
-    """
+    """Return the sort key of an option in `--help`: its group, then whether it is rarely used."""
     (option,) = parameter.annotation.__metadata__
     return GROUPS.index(option.rich_help_panel), parameter.name in ("seed", "pace")

@@ -52,10 +52,7 @@ class _GuardedFile(io.FileIO):
         self._is_terminal = os.isatty(descriptor)  # unknown after a hang-up
 
     def write(self, data: object) -> int:
-        """Write `data` and return its number of bytes.
-
-        The number is the same if the bytes were lost.
-        """
+        """Write `data` and return its number of bytes, which is the same if the bytes were lost."""
         size = memoryview(data).nbytes  # type: ignore[arg-type]  # a buffer, as everywhere in io
         try:
             return super().write(data) or 0  # type: ignore[arg-type]
@@ -108,10 +105,9 @@ def guard_streams() -> None:
 
 
 def _similar(error: UnicodeError) -> tuple[str, int]:
-    """Return similar ASCII characters for those that can't be encoded.
+    """Return similar ASCII characters for those that the stream's encoding lacks.
 
-    This is an error handler for `codecs`, and also returns where to continue. The stream's encoding
-    lacks the characters.
+    This is an error handler for `codecs`, so it also returns the index at which to continue.
     """
     assert isinstance(error, UnicodeEncodeError)
     return to_ascii(error.object[error.start : error.end].replace("±", "+-")), error.end

@@ -164,20 +164,14 @@ def _print_run(
 def _write_doubts(
     doubts: Sequence[MeasurementDoubt], devices: Sequence[Device], length: ProbeLength
 ) -> list[str]:
-    """Return the doubts about a run as text.
-
-    The text names the option that makes a run longer.
-    """
+    """Return the doubts about a run as text, which names the option that makes a run longer."""
     on_gpus = any(not device.on_cpu for device in devices)
     longer = "more --steps" if length.steps else "a longer --seconds"
     return [write_doubt(one, on_gpus, longer) for one in describe_doubts(doubts, devices)]
 
 
 def _make_table(runs: Sequence[ProbeRepeat], layout: Layout, labels: Sequence[str]) -> Table:
-    """Return the table of all runs.
-
-    The table has columns for energy if any run measured power.
-    """
+    """Return the table of all runs, with columns for energy if any run measured power."""
     note = "±: half of the 95 % interval."
     if len(layout.active) > 1:
         how = (

@@ -148,10 +148,9 @@ def _print_table(listed: Sequence[RunSummary]) -> None:
 
 
 def _write_shortfall(summary: RunSummary) -> str:
-    """Return how much slower than predicted the last training was, and why.
+    """Return how much slower the last training was than the plan predicted, and why.
 
-    The prediction is from the search's plan. The text is "" if the training wasn't slower, or if no
-    training has used the plan.
+    The text is "" if the training wasn't slower, or if no training has used the plan.
     """
     trained = summary.trained
     if trained is None or not trained.falls_short:
@@ -192,10 +191,7 @@ def _list_devices(summary: RunSummary) -> str:
 
 
 def _write_trained(trained: Trained) -> str:
-    """Return as text how fast the last training with a plan was.
-
-    The text gives its samples/s, and how many trainings used the plan.
-    """
+    """Return as text the last training's samples/s, and how many trainings used the plan."""
     return f"{rate(trained.samples_per_second)} ({trained.trainings} x)"
 
 

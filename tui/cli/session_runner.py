@@ -49,10 +49,7 @@ class _Progress:
         self.drawn = False  # True while there are live lines on a terminal
 
     def show_message(self, text: str) -> None:
-        """Show a message below the live lines.
-
-        Without live lines, the message is printed to standard error.
-        """
+        """Show a message below the live lines, or print it to standard error if there are none."""
         if self.drawn:
             self.messages.append(text)
         else:
@@ -135,8 +132,8 @@ def result_json(
 ) -> dict[str, object]:
     """Return the result as JSON-serializable data.
 
-    It has the run's id, the verdict as fields and as text, the data `more`, the plan, and
-    the next steps.
+    It contains the run's id, the verdict as fields and as text, the data `more`, the plan, and the
+    next steps.
     """
     return {
         "run": run,
@@ -191,9 +188,9 @@ def stopped_by_signals(
 
 
 def _show_progress(session: Session, progress: _Progress, as_json: bool) -> Finished:
-    """Run the session, show the progress, and return the result.
+    """Run the session, show its progress on standard error, and return the result.
 
-    The progress is shown on standard error. If `as_json`, no live lines are drawn, only log lines.
+    If `as_json`, only log lines are printed, and no live lines are drawn.
     """
     on_terminal = sys.stderr.isatty() and not as_json
     with _live_lines(progress) if on_terminal else contextlib.nullcontext() as live:
@@ -250,10 +247,7 @@ def search_screen(state: SessionState, width: int) -> tuple[Line, ...]:
 
 
 def _print_line(line: str, live: Live | None) -> None:
-    """Print a line to standard error.
-
-    Live lines stay below the printed line.
-    """
+    """Print a line to standard error, above the live lines if there are any."""
     if live is not None:
         live.console.print(plain(line), markup=False, highlight=False, soft_wrap=True)
     else:

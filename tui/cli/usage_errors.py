@@ -102,20 +102,14 @@ def _explain_value(error: Exception, message: str, look: str) -> RequestError | 
 
 
 def _name(parameter: Any) -> str:
-    """Return a parameter's name as in the help.
-
-    The name is an option's flag, or an argument's metavar.
-    """
+    """Return a parameter's name as in the help: an option's flag, or an argument's metavar."""
     if getattr(parameter, "param_type_name", "") == "option":
         return str(parameter.opts[0])
     return str(parameter.metavar or parameter.human_readable_name).rstrip(".")
 
 
 def _describe_type(kind: Any) -> str:
-    """Return as text which numbers or choices a parameter accepts.
-
-    The text is "" for a parameter of another kind.
-    """
+    """Return as text which numbers or choices a parameter accepts; "" for any other kind."""
     choices = getattr(kind, "choices", None)
     if choices is not None:
         return _either([str(getattr(choice, "value", choice)) for choice in choices])
@@ -131,8 +125,5 @@ def _describe_type(kind: Any) -> str:
 
 
 def _either(words: Sequence[str]) -> str:
-    """Return words joined by commas and "or".
-
-    An example is "created, time or workload".
-    """
+    """Return words joined by commas and "or", as in "created, time or workload"."""
     return join_words(words, "or")
