@@ -103,10 +103,7 @@ class OfferedKey(NamedTuple):
 
 
 def offered_keys(screen: Widget) -> Iterator[OfferedKey]:
-    """Yield the keys of a screen and its panels that have an effect now.
-
-    Each action occurs once.
-    """
+    """Yield the keys of a screen and its panels that have an effect now, one for each action."""
     seen: set[tuple[str, str]] = set()
     nodes: list[DOMNode] = [screen]
     nodes += [each for each in screen.query("*") if each.can_focus and each.display]
@@ -134,10 +131,7 @@ def _has_effect(node: DOMNode, binding: Binding) -> bool:
 
 
 def _begins(query: str, words: str) -> bool:
-    """True if each word of the query begins a word in `words`.
-
-    False for an empty query.
-    """
+    """True if each word of the query begins a word in `words`; False for an empty query."""
     asked = query.lower().split()
     return bool(asked) and all(any(one.startswith(each) for one in words.split()) for each in asked)
 

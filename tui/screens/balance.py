@@ -136,20 +136,14 @@ class BalanceScreen(RunActions, PanelScreen):
         return state.active and state.finished is None
 
     def _can_begin_again(self, action: str) -> bool:
-        """True if the action "new" or "go_on" is possible.
-
-        "new" shows the form, and "go_on" resumes the run.
-        """
+        """True if `action` is possible: "new" shows the form, and "go_on" resumes the run."""
         state = self.evener.balance
         if self.evener.replays:
             return True
         return state.ended and (action == "new" or bool(state.run))
 
     def _has_usable_result(self, action: str) -> bool:
-        """True if the search's result allows this action.
-
-        Exporting the plan is such an action.
-        """
+        """True if the search's result allows this action, such as exporting the plan."""
         finished = self.evener.balance.finished
         if finished is None:
             return False

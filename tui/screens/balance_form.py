@@ -167,10 +167,7 @@ def _full_name(workload: str) -> str:
 
 
 def _short_path(workload: str) -> str:
-    """Return a function's name with the path of its file.
-
-    The path is relative to this directory if possible.
-    """
+    """Return a function's name with its file's path, relative to this directory if possible."""
     home, _, function = workload.rpartition(":")
     path, here = Path(home), Path.cwd()
     short = path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path
@@ -178,9 +175,9 @@ def _short_path(workload: str) -> str:
 
 
 def _last_balanced_text(last: RunSummary, now: float) -> str:
-    """Return when a model was last balanced, and its throughput then.
+    """Return as text how many days ago a model was balanced, and its throughput then.
 
-    The text says how long ago this was. `now` is the Unix time.
+    `now` is the Unix time.
     """
     made = time.strptime(last.created.removesuffix("Z"), "%Y-%m-%dT%H:%M:%S")
     days = max(0.0, now - _utc_seconds(made)) / 86400
@@ -302,10 +299,7 @@ class BalanceForm(UsesApp, Vertical):
         self._offer_models(found, last)
 
     def _offer_models(self, found: Sequence[str], last: RunSummary | None) -> None:
-        """List the models to choose from, and tick one.
-
-        They are the models `found` and the model of the `last` search.
-        """
+        """List the models `found` and the model of the `last` search, and tick one of them."""
         # A model that the user has ticked stays ticked. Otherwise the first of the user's own
         # models is ticked, or the default built-in model if there are none.
         panel = self.query_one("#pick-workload", Ticks)
@@ -436,10 +430,7 @@ class BalanceForm(UsesApp, Vertical):
             self.app.push_screen(DryRunDialog(read[0]), self._after_dry_run)
 
     def _after_dry_run(self, starts: bool | None) -> None:
-        """Start the search if the user chose so in a dialog.
-
-        `starts` is the choice in the dialog of the dry run.
-        """
+        """Start the search if the user chose to (`starts`) in the dialog of the dry run."""
         if starts:
             self.action_send()
 
@@ -496,7 +487,7 @@ class BalanceForm(UsesApp, Vertical):
     @on(ListPanel.Moved)
     @on(Ticks.Ticked)
     def _chosen(self) -> None:
-        """Update the form, because the chosen model may have changed."""
+        """Update the form when the chosen model may have changed."""
         focused = self.screen.focused
         if focused is not None and focused.id == "pick-workload":
             self._user_chose_model = True
@@ -516,10 +507,7 @@ class BalanceForm(UsesApp, Vertical):
         problem.show(text_lines(self._hint(field), room, HINT_ROWS, "dim"))
 
     def _hint(self, field: Widget | None) -> str:
-        """Return an explanation of a field.
-
-        For a list, the text also explains the entry under the cursor.
-        """
+        """Return an explanation of a field and, in a list, of the entry under the cursor."""
         name = (field.id if field is not None else None) or ""
         hint = HINTS.get(name, "")
         if isinstance(field, Ticks) and field.chosen is not None:

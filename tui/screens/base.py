@@ -85,7 +85,7 @@ class PanelScreen(UsesApp, Screen[None]):
         self.app.push_screen(DetailsDialog(title, draw, wide=wide))
 
     async def on_screen_resume(self) -> None:
-        """Redraw the screen, because it isn't redrawn while another screen is open."""
+        """Redraw the screen when it is shown again, because hidden screens aren't redrawn."""
         self.query_one(TopBar).redraw()
         self.redraw()
 
@@ -131,7 +131,7 @@ class SnapshotScreen(PanelScreen):
     def place_panels(self, rows: Mapping[str, int]) -> None:
         """Set the height of each panel in lines, including its frame; 0 hides the panel.
 
-        `rows` has the heights by CSS selector.
+        `rows` maps CSS selectors to heights.
         """
         # Setting them lays out the screen again, so that is done only after a change.
         placed = (self.app.size, rows)
@@ -267,10 +267,7 @@ class KeysBar(Lines):
         self.show([Line(tuple(span for hint in hints for span in hint))])
 
     def _hint(self, binding: Binding) -> tuple[Span, ...]:
-        """Return a key with its description.
-
-        A click on either presses the key.
-        """
+        """Return a key with its description; a click on either presses the key."""
         action = f"app.simulate_key('{binding.key}')"
         key = Span(f" {self.app.get_key_display(binding)}", "key", action)
         return key, Span(f" {binding.description}", "text", action)
@@ -288,10 +285,7 @@ class KeysBar(Lines):
     def _extend(
         self, hints: list[tuple[Span, ...]], more: list[tuple[Span, ...]]
     ) -> list[tuple[Span, ...]]:
-        """Insert the hints of `more` that fit, and return all hints.
-
-        They are inserted before the last `ALWAYS` hints.
-        """
+        """Insert those of `more` that fit before the last `ALWAYS` hints, and return all hints."""
         left = self.size.width - sum(map(span_cells, hints))
         added = []
         for hint in more:

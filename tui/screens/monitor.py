@@ -108,10 +108,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self.query_one("#notes", Lines).show(self._notes(snapshot))
 
     def _notes(self, snapshot: Snapshot) -> tuple[Line, ...]:
-        """Return the newest unread alert.
-
-        If all are read, return the notes about the machine.
-        """
+        """Return the newest unread alert or, if all are read, the notes about the machine."""
         app, width = self.evener, self.app.size.width
         if app.unread_alerts:
             return (alert_line(app.alerts[-1], app.unread_alerts, width),)
@@ -183,10 +180,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self.open_details(sample.device.label, draw)
 
     def _newest(self, sample: DeviceSample) -> DeviceSample:
-        """Return a device's newest sample.
-
-        If the device has disappeared, return `sample` itself.
-        """
+        """Return a device's newest sample, or `sample` itself if the device has disappeared."""
         devices = self.evener.snapshot.devices if self.evener.snapshot is not None else ()
         return next(
             (device for device in devices if device.device.key == sample.device.key), sample

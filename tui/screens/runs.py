@@ -113,7 +113,7 @@ class RunsScreen(RunActions, SortedScreen):
             await self.action_reload()
 
     async def on_screen_resume(self) -> None:
-        """Reload the list, because there may be new runs."""
+        """Reload the list when the screen is shown again, because there may be new runs."""
         await self.action_reload()
 
     async def go_to(self, name: str) -> None:
@@ -154,10 +154,7 @@ class RunsScreen(RunActions, SortedScreen):
         self.refresh_bindings()
 
     def _draw_plans(self) -> None:
-        """Draw the plan of the run under the cursor.
-
-        The plan of a marked run is drawn to the left of it.
-        """
+        """Draw the plan of the run under the cursor, and to its left that of a marked run."""
         panel = self.query_one(RunPanel)
         chosen = self.chosen_run
         others = [name for row in panel.chosen_rows if (name := panel.identity(row)) != chosen]
@@ -171,10 +168,7 @@ class RunsScreen(RunActions, SortedScreen):
             right.show(self._plan_lines(chosen, *right.size))
 
     def _draw_differences(self, before: str, after: str) -> None:
-        """Draw how two runs differ.
-
-        The panel is hidden unless both are searches.
-        """
+        """Draw how two runs differ; hide the panel unless both are searches."""
         panel = self.query_one("#differences", Lines)
         lines: tuple[Line, ...] = ()
         with suppress(EvenerError):
@@ -188,10 +182,7 @@ class RunsScreen(RunActions, SortedScreen):
         panel.show(lines)
 
     def _load(self, name: str) -> StoredRun:
-        """Return a stored run.
-
-        The run stays in memory until the list is reloaded.
-        """
+        """Return a stored run, which stays in memory until the list is reloaded."""
         found = self._plans.get(name) or runs.load_run(name)
         self._plans[name] = found
         return found
@@ -246,10 +237,7 @@ class RunsScreen(RunActions, SortedScreen):
         }.get(action, state != "unreadable")
 
     def _has_script(self, name: str) -> bool:
-        """True if a command can train by the plan of the run.
-
-        That is so if the plan's workload is a script.
-        """
+        """True if the run's plan is for a script, so that a command can train by the plan."""
         try:
             plan = self._load(name).plan
         except EvenerError:

@@ -101,10 +101,7 @@ class SettingsDialog(Dialog[None]):
         return Horizontal(Static(label, classes="label", markup=False), field, classes="field")
 
     def _values(self, choice: Choice) -> Sequence[Any]:
-        """Return the usual values to choose from.
-
-        The current value is added if the usual values lack it.
-        """
+        """Return the usual values to choose from, and the current value if it isn't among them."""
         value = read_setting(self.evener, choice.key)
         return choice.values if value in choice.values else (value, *choice.values)
 

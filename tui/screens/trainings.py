@@ -141,10 +141,7 @@ class TrainingsScreen(SnapshotScreen):
         return max(_LEAST_LOG, height // 3) if shares_rows else max(_LEAST_LOG, height - 8)
 
     def _show_log(self) -> None:
-        """Draw the state and the log's end of this app's training.
-
-        That is the training that was started here.
-        """
+        """Draw the state and the end of the log of the training that was started in this app."""
         training, panel = self.evener.training, self.query_one("#training-log", Lines)
         if training is None:
             return
@@ -183,10 +180,7 @@ class TrainingsScreen(SnapshotScreen):
 
 
 def _find_summary(run: str) -> Sequence[str]:
-    """Return the summary of a training's run as lines.
-
-    The result is an empty tuple if there is none.
-    """
+    """Return the summary of a training's run as lines; an empty tuple if there is none."""
     summary = load_summary(run)
     return describe_summary(summary) if summary is not None else ()
 
