@@ -58,7 +58,7 @@ class SilentConnections:
         self._ends[connection] = loop.call_later(SILENT_SECONDS, self.close, connection)
 
     def remove(self, connection: web.RequestHandler) -> None:
-        """Stop limiting a connection, because it has sent a request from the user's own page."""
+        """Stop limiting a connection that has sent a request from the user's own page."""
         ends = self._ends.pop(connection, None)
         if ends is not None:
             ends.cancel()

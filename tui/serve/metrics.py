@@ -50,10 +50,7 @@ class _Reading:
         self._latest = latest
 
     def collect(self) -> Iterable[Any]:
-        """Return the metrics of the newest snapshot.
-
-        There are no metrics before the first snapshot.
-        """
+        """Return the metrics of the newest snapshot; none before the first snapshot."""
         snapshot = self._latest()
         return () if snapshot is None else metric_families(snapshot)
 
@@ -70,10 +67,7 @@ class _Clients:
         self._change = threading.Condition()
 
     def add(self, client: socket.socket) -> None:
-        """Add a new connection.
-
-        If there are too many, the oldest is shut down first.
-        """
+        """Add a new connection; if there are too many, shut down the oldest one first."""
         # Requests are answered within milliseconds, so the oldest connection only blocks others.
         with self._change:
             while len(self._since) >= MOST_CLIENTS:
@@ -94,10 +88,7 @@ class _Clients:
             self._change.notify_all()
 
     def cut_off_late(self) -> None:
-        """Shut down connections older than `REQUEST_SECONDS`.
-
-        They are shut down even if they still send or read.
-        """
+        """Shut down connections older than `REQUEST_SECONDS`, even if they still send or read."""
         until = time.monotonic() - REQUEST_SECONDS
         with self._change:
             for client, since in self._since.items():
@@ -134,17 +125,11 @@ class _Server4(ThreadingWSGIServer):
         self._clients.close(request, super().shutdown_request)
 
     def service_actions(self) -> None:
-        """Check the open connections.
-
-        The server calls this at least twice a second.
-        """
+        """Shut down late connections; the server calls this at least twice a second."""
         self._clients.cut_off_late()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore an OSError.
-
-        A silent or disconnected client isn't a defect of the server.
-        """
+        """Ignore an OSError: a silent or disconnected client isn't a defect of the server."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
@@ -405,10 +390,7 @@ def _training_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
 
 
 def _noise_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
-    """Yield the metrics of each rank's noise scale.
-
-    They are the scale and both ends of its interval.
-    """
+    """Yield the metrics of each rank's noise scale and of both ends of its interval."""
     # A rank without a noise scale has no samples, and an infinite value is left out.
     for name, field, help_text in _NOISE:
         ends = (
@@ -466,10 +448,7 @@ def _describe(device: Device, hostname: str) -> Labels:
 
 
 def _short_name(device: Device) -> str:
-    """Return a device's short name, such as "nvidia0".
-
-    The name is the device's maker (or kind) and index.
-    """
+    """Return a device's short name: its maker (or kind) and index, as in "nvidia0"."""
     return f"{find_backend(device.kind).maker.lower() or device.kind}{device.index}"
 
 
