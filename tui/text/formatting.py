@@ -115,10 +115,7 @@ def toml_text(document: bytes) -> str:
 
 
 def _harmless(text: str, escape: Callable[[str], str]) -> str:
-    """Return `text` with each control character replaced.
-
-    `escape` returns the replacement of a character.
-    """
+    """Return `text` with each control character replaced by the result of `escape` for it."""
     # Control characters are DEL and every non-ASCII control or format character, surrogate, and
     # line or paragraph separator. The encoders have already escaped ASCII control characters in
     # strings.

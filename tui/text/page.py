@@ -108,10 +108,7 @@ def html_page(report: ReportData) -> str:
 
 
 def _verdict_html(report: ReportData) -> Iterator[str]:
-    """Yield the recommendation, the plan's gains, and the next commands.
-
-    A gain is given over each rival.
-    """
+    """Yield the recommendation, the plan's gain over each rival, and the next commands."""
     written = report.written
     first = plain(report.verdict.split("\n")[0], 1000)
     if written is not None:
@@ -176,10 +173,7 @@ def _shares(report: ReportData) -> str:
 
 
 def _legend(report: ReportData) -> str:
-    """Return the legend of the curves.
-
-    For each device, it has the colour and the best solo throughput.
-    """
+    """Return the legend of the curves: each device's colour and best solo throughput."""
     entries = []
     for number, curve in enumerate(report.curves):
         colour = SERIES[number % len(SERIES)]
@@ -189,10 +183,9 @@ def _legend(report: ReportData) -> str:
 
 
 def _describe_curve(curve: MeasuredCurve) -> str:
-    """Return the text that follows a device's name.
+    """Return the text after a device's name: its best solo throughput, and at which batch size.
 
-    The text begins with ": ". It has the device's best solo throughput and the batch size for it.
-    Without measurements, it is ": not measured alone".
+    The text begins with ": ". Without measurements, it is ": not measured alone".
     """
     if not curve.points:
         return ": not measured alone"
@@ -244,8 +237,8 @@ def _ranking_row(
 ) -> tuple[str, ...]:
     """Return the table row of a layout.
 
-    `bar` has the layout's measurements. `tokens` and `energy` add columns. `most` is the throughput
-    that fills the whole bar.
+    `bar` holds the layout's measurements. `tokens` and `energy` add columns. `most` is the
+    throughput that fills the whole bar.
     """
     # The faint end of the bar is the 95 % interval.
     throughput = bar.throughput
@@ -266,10 +259,7 @@ def _ranking_row(
 
 
 def _draw_timeline(report: ReportData) -> str:
-    """Return the timeline of all probes.
-
-    Each probe has its times and its result, and the colour of its stage.
-    """
+    """Return the timeline of all probes with their times, stages and results."""
     labels = [device.label for device in report.header.devices]
     most = max((entry.at_seconds for entry in report.seen), default=0.0)
     rows = []
@@ -288,10 +278,7 @@ def _draw_timeline(report: ReportData) -> str:
 
 
 def _stage_legend(report: ReportData) -> str:
-    """Return the legend of the colours in the timeline.
-
-    Only stages that occur in the timeline are listed.
-    """
+    """Return the legend of the colours of the stages that occur in the timeline."""
     stages = dict.fromkeys(STAGE_WORDS[entry.seen.probe.stage] for entry in report.seen)
     colours = {stage: STAGES.get(stage, OTHER) for stage in stages}
     if not all(isinstance(entry.seen, Timed) for entry in report.seen):

@@ -58,10 +58,7 @@ def round_log_ticks(low: float, high: float, most: int = MOST_TICKS) -> list[flo
 
 
 class _Axes:
-    """The chart's axes.
-
-    They map a batch size and a throughput to pixels.
-    """
+    """The chart's axes, which map a batch size and a throughput to pixels."""
 
     def __init__(self, batches: Iterable[float], speeds: Iterable[float]) -> None:
         known = [batch for batch in batches if batch > 0]
@@ -73,28 +70,22 @@ class _Axes:
         self.top = 1.04 * max(speeds, default=1.0)
 
     def x(self, batch: float) -> float:
-        """Return the x coordinate of a batch size in pixels.
-
-        The coordinate is counted from the left edge of the chart.
-        """
+        """Return the x coordinate of a batch size in pixels from the left edge of the chart."""
         part = math.log(max(batch, self.low) / self.low) / math.log(self.high / self.low)
         return LEFT + (WIDE - LEFT - RIGHT) * min(1.0, part)
 
     def y(self, speed: float) -> float:
-        """Return the y coordinate of `speed` samples/s in pixels.
-
-        The coordinate is counted from the chart's top edge.
-        """
+        """Return the y coordinate of `speed` samples/s in pixels from the top edge of the chart."""
         return ABOVE + (HIGH - ABOVE - BELOW) * (1 - speed / self.top)
 
 
 def draw_curves(curves: Sequence[MeasuredCurve], frontier: Sequence[Point] = ()) -> str:
     """Return the chart of all devices' curves as SVG.
 
-    Dotted lines mark batch sizes that ran out of memory. `frontier` has (batch size, samples/s,
+    Dotted lines mark batch sizes that ran out of memory. `frontier` lists (batch size, samples/s,
     worth) for each batch size that is faster than all smaller ones. The worth is how many samples/s
     very small batches would need to learn as fast as this batch size. The samples/s are drawn as a
-    dashed line, the worth as a dash-dotted one.
+    dashed line, the worth as a dash-dotted line.
     """
     axes = _find_axes(curves, frontier)
     parts = [*_draw_ticks(axes)]
@@ -112,10 +103,7 @@ def draw_curves(curves: Sequence[MeasuredCurve], frontier: Sequence[Point] = ())
 
 
 def _find_axes(curves: Sequence[MeasuredCurve], frontier: Sequence[Point]) -> _Axes:
-    """Return axes that contain everything that the chart shows.
-
-    These are all points, the frontier, and the batch sizes that ran out of memory.
-    """
+    """Return axes for all points, the frontier, and the batch sizes that ran out of memory."""
     batches: list[float] = []
     speeds: list[float] = []
     for curve in curves:

@@ -126,10 +126,9 @@ def parse_max_slowdown(text: str) -> float:
 
 
 def _parse_noise_scale(text: str) -> tuple[NoiseScale, int | None]:
-    """Parse a noise scale.
+    """Parse a number of rows, or the id of a training that measured the noise scale.
 
-    The text is a number of rows, or the id of the training that measured the scale. Also return the
-    batch size of that training, or None if there is none.
+    Also return the batch size of that training, or None if there is none.
     """
     if not _LIKE_ROWS.fullmatch(text):
         measured = load_noise(text)
@@ -291,8 +290,8 @@ def _parse_number(text: str, name: str) -> float:
 def request_fields(typed: Mapping[str, str]) -> dict[str, Any]:
     """Return the form's fields as keyword arguments of `make_request`.
 
-    `typed` has the text of each field by its name. Empty fields are left out, so that their
-    defaults apply. Raises RequestError for a field that can't be parsed.
+    `typed` maps each field's name to its text. Empty fields are left out, so that their defaults
+    apply. Raises RequestError for a field that can't be parsed.
     """
     readers: dict[str, Callable[[str, str], Any]] = {
         "settings": lambda text, _: text.split(),

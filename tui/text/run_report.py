@@ -101,10 +101,7 @@ def _find_frontier(end: Finished | None) -> Sequence[Point]:
 
 
 def _label(device: Device) -> str:
-    """Return a device's label, followed by its limits.
-
-    These are compute or memory limits, if it has any.
-    """
+    """Return a device's label, followed by its compute or memory limits, if it has any."""
     limit = plain(write_limit(device.limit), 32)
     return f"{device.label} @{limit}" if limit else device.label
 
