@@ -33,10 +33,7 @@ MakeScreen = Callable[[], Screen[None]]
 
 
 def _screen_maker(name: str) -> MakeScreen:
-    """Return a function that imports a screen's module and creates the screen.
-
-    The import happens only in that function.
-    """
+    """Return a function that imports a screen's module when called, and creates the screen."""
     return lambda: getattr(import_module(f"evener.tui.screens.{name}"), f"{name.title()}Screen")()
 
 
@@ -173,7 +170,7 @@ class EvenerApp(BaseApp):
             await super().on_event(event)
 
     def hang_up(self) -> None:
-        """Exit as on SIGHUP, because the terminal has disappeared. Any thread may call this."""
+        """Exit as on SIGHUP when the terminal has disappeared. Any thread may call this."""
         if self._started_on is not None:
             self._started_on.call_soon_threadsafe(self.exit, 128 + signal.SIGHUP)
 
@@ -206,10 +203,7 @@ class EvenerApp(BaseApp):
             self.push_screen(WelcomeDialog(), self._open_choice)
 
     def _open_choice(self, key: str | None) -> None:
-        """Open what the user chose on the welcome screen.
-
-        `key` is None if nothing was chosen.
-        """
+        """Open what the user chose in the welcome dialog; nothing if `key` is None."""
         if key == "b":
             self.action_show("balance")
         elif key == "w":
@@ -309,10 +303,7 @@ class EvenerApp(BaseApp):
 
 
 def _tune_garbage_collection() -> None:
-    """Enable garbage collection again.
-
-    The threshold is so high that garbage is rarely collected.
-    """
+    """Enable garbage collection again, with such a high threshold that it rarely runs."""
     # The objects that exist now are never scanned, because that would take 40 ms each time.
     gc.collect()
     gc.freeze()

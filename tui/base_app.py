@@ -1,6 +1,6 @@
 """The app as its screens see it, without the screens.
 
-It has the newest snapshot, at most one session, and messages to the user. Screens and widgets
+It holds the newest snapshot, at most one session, and messages to the user. Screens and widgets
 import this module instead of the full app, because the full app imports them.
 """
 
@@ -63,7 +63,7 @@ class SessionReported(Message):
     def can_replace(self, message: Message) -> bool:
         """True if `message`, which is queued, reports earlier progress of the same probe.
 
-        It is then dropped; no other event of a session is.
+        Such a message is dropped; other events of a session never are.
         """
         return (
             isinstance(message, SessionReported)
@@ -434,10 +434,7 @@ class BaseApp(App[int]):
             self._show_end(fault)
 
     def _show_end(self, fault: str) -> None:
-        """Show a message that the session has ended.
-
-        `fault` is the error, or "".
-        """
+        """Show the error `fault` or, if it is "", a message that the search has ended."""
         if fault:
             self.show_message(fault, severity="error")
         elif self.balance.finished is not None:
@@ -445,10 +442,9 @@ class BaseApp(App[int]):
             self.show_message(f"The search ended. {answer}")
 
     def _publish_loads(self) -> None:
-        """Tell the sampler the running probes' load of each device.
+        """Tell the sampler each device's samples/s and rows per pass in the running probes.
 
-        The load is the samples/s and the rows per pass. The samples/s are None until they are
-        known.
+        The samples/s are None until they are known.
         """
         loads: dict[str, tuple[float | None, int]] = {}
         for running in self.balance.running:

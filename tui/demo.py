@@ -50,10 +50,7 @@ class DemoApp(EvenerApp):
         self.set_timer(FIRST_SECONDS, self._search)
 
     def closing_lines(self, width: int | None) -> list[str]:
-        """Return the line to print after the demo.
-
-        It has no commands for the run, because the demo's run is deleted.
-        """
+        """Return the line to print after the demo, without commands for its deleted run."""
         return ["Nothing was measured, and nothing was kept. With your own cards: evener"]
 
     def _search(self) -> None:
@@ -63,10 +60,7 @@ class DemoApp(EvenerApp):
         self.action_show("balance")
 
     def on_session_ended(self, message: SessionEnded) -> None:
-        """Show the replay after the search, and the training after the replay.
-
-        Before each of them, there is a pause in which the user can read.
-        """
+        """Show the replay after the search and then the training, each after a pause."""
         finished = self.balance.finished
         if message.fault or finished is None:
             return

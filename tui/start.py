@@ -98,9 +98,9 @@ def run_app(
 
 
 def _is_first_start(options: Mapping[str, Any]) -> bool:
-    """True if no run is stored and a search could be started.
+    """True if no run is stored, and a search could be started on this terminal.
 
-    False for a read-only app and for a replay. Also False if the app isn't drawn on a terminal.
+    False if the app is read-only, shows a replay, or isn't drawn on a terminal.
     """
     from evener.balancer.store.runs import have_runs
 
@@ -109,18 +109,12 @@ def _is_first_start(options: Mapping[str, Any]) -> bool:
 
 
 def _owns_terminal() -> bool:
-    """True if the app is drawn on a terminal.
-
-    False if a browser draws the app.
-    """
+    """True if the app is drawn on a terminal; False if a browser draws it."""
     return sys.stdout.isatty() and "TEXTUAL_DRIVER" not in os.environ
 
 
 def _run_demo(theme: str | None, options: Mapping[str, Any]) -> int:
-    """Run the demo and return the exit code.
-
-    The user chose the demo in the app.
-    """
+    """Run the demo, which the user chose in the app, and return the exit code."""
     # The app has been closed. The demo is a separate process, which stores nothing.
     words = [*(["--theme", theme] if theme else []), *(["--ascii"] if options.get("ascii") else [])]
     return subprocess.call([sys.executable, "-P", "-m", "evener", "demo", *words])
@@ -159,7 +153,7 @@ def draw_app(
 
 
 def _discard_output() -> None:
-    """Redirect the standard streams to /dev/null, because the terminal has disappeared."""
+    """Redirect the standard streams to /dev/null when the terminal has disappeared."""
     # Otherwise Python would fail to flush them at exit, and would exit with 120.
     with open(os.devnull, "wb") as nowhere:
         for stream in (sys.__stdout__, sys.__stderr__):
@@ -179,12 +173,10 @@ def _end_threads(app: EvenerApp) -> None:
 
 @contextlib.contextmanager
 def _drawing_on_the_terminal() -> Iterator[None]:
-    """Return a context in which `sys.__stderr__` is a terminal.
+    """Return a context in which `sys.__stderr__`, on which Textual draws, is a terminal.
 
-    Textual draws there. If standard error is redirected, the terminal of standard output is used
-    instead.
+    If standard error is redirected, it is the terminal of standard output.
     """
-    # Textual draws on `sys.__stderr__`, which may be redirected to a file.
     before = sys.__stderr__
     if before is not None and before.isatty():
         yield
