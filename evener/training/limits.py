@@ -19,7 +19,7 @@ import msgspec
 
 LEAST_SHARE = 0.05  # minimum fraction of a step for a part to be a limit
 LEAST_GAIN = 0.05  # minimum lower bound of a remedy's gain for its limit to be reported
-# The same for the optimizer, whose usual remedy is a larger batch, which changes what is learned.
+# The minimum is higher for the optimizer: a larger batch, its usual remedy, changes what is learned
 LEAST_OPTIMIZER_GAIN = 0.1
 # Time to move a batch from a worker process to the loop: 0.2 ms for small batches on a
 # machine with cores to spare, 0.5 to 0.9 ms of CPU time on a busy one.
@@ -179,8 +179,8 @@ def bound_error(seconds: float, step_s: float, relative: float, left: float = LE
     The part takes `seconds` of a step of `step_s` seconds. The margin is `relative` times
     `seconds` or, if smaller, `left` times the rest of the step.
     """
-    # It is half of the time's 95 % interval. The rest was measured, too, so its error limits the
-    # part's.
+    # The margin is half of the time's 95 % interval. The rest of the step was measured, too, so the
+    # error of the rest limits that of the part.
     return min(relative * seconds, left * max(0.0, step_s - seconds))
 
 

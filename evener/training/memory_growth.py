@@ -56,7 +56,7 @@ class MemoryPeaks:
         Return 0 before a peak is recorded, and later at least the rows of the largest recorded
         pass.
         """
-        # that pass fit
+        # the largest recorded pass has fit in memory
         if not self._peaks:
             return 0
         largest = max(self._peaks)

@@ -122,9 +122,9 @@ class PassLimit:
 
         `others_bytes` returns the device memory that other processes hold; 0 if unknown.
         """
-        # A pass fails if memory runs out. If other processes held 1 GiB or more then,
-        # `others_bytes` is called again in every tenth step. Once they hold less than half of that,
-        # the limit is removed.
+        # If other processes held 1 GiB or more when a pass ran out of memory, `others_bytes` is
+        # called again in every tenth step. Once they hold less than half as much, the limit is
+        # removed.
         self.step += 1
         self._clean_steps += 1
         if self.most is None:
@@ -172,7 +172,7 @@ class PassLimit:
         The limit is never below `least`. `others_bytes` is the device memory that other processes
         hold now.
         """
-        # if that is 1 GiB or more, `begin_batch` later checks whether they have freed memory
+        # if others hold 1 GiB or more, `begin_batch` later checks whether they have freed memory
         self.most = max(least, rows // 2)
         self._clean_steps = 0
         self._others_bytes = others_bytes
@@ -248,8 +248,8 @@ class PassQueue:
 
         `is_whole` is False for a piece of a pass that failed earlier.
         """
-        # This is the pass that `take` returned last. Then `complete` returns False until all rows
-        # of the failed pass are computed or, for a piece, all rows of that earlier pass.
+        # The failed pass is the one that `take` returned last. `complete` then returns False until
+        # all rows of the failed pass are computed or, for a piece, all rows of the earlier pass.
         taken, self._taken = self._taken, None
         assert taken is not None
         if is_whole:

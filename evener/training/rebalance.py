@@ -366,9 +366,9 @@ class Rebalancer:
 
     def _list_extras(self) -> list[float]:
         """Return the seconds that a further pass adds on each rank."""
-        # They are for the speed that the rank's curve describes; for its current speed, multiply
-        # them by its factor (measured / predicted compute time). A rank without a learned value
-        # gets the mean of the learned values, or 0 if there are none.
+        # The seconds are for the speed that a rank's curve describes. For the current speed, they
+        # are multiplied by the rank's factor (measured / predicted compute time). A rank without a
+        # learned value gets the mean of the learned values, or 0 if there are none.
         known = [each for each in self._extras if each is not None]
         usual = math.fsum(known) / len(known) if known else 0.0
         return [usual if each is None else each for each in self._extras]

@@ -38,7 +38,7 @@ class AssignmentSearch:
     `lengths` are sorted, longest first. With `saves_padding`, passes are added to save padding.
     """
 
-    # without it, a pass is added only if a rank's memory requires it
+    # without `saves_padding`, a pass is added only if a rank's memory requires it
 
     def __init__(
         self, lengths: Sequence[int], ranks: Sequence[RankCost], saves_padding: bool

@@ -212,9 +212,9 @@ class _Finder:
 
         The result is negative if another rank is busy longer.
         """
-        # Busy times show it better than measured waits. Waits are timed in only some of the steps,
-        # so a long wait in a single step may be missed; files and validation are timed in all
-        # steps.
+        # Busy times show this better than measured waits, which may miss a long wait in a single
+        # step, because waits are timed in only some of the steps. Files and validation are timed in
+        # all steps.
         busy_s = [step.input_s + step.own_work_s + step.between_s for step in self._steps]
         others = [seconds for other, seconds in enumerate(busy_s) if other != place]
         return busy_s[place] - max(others)
@@ -329,7 +329,7 @@ def _find_unequal_work(
 
     None if this part is within noise, short or unknown.
     """
-    # Its duration is the compute time of the slowest rank, minus the time in which all ranks would
+    # The lost time is the compute time of the slowest rank, minus the time in which all ranks would
     # finish together. The result is None if this difference, or the longest wait of another rank,
     # is within noise or below 5 % of a step, or if fewer than two compute times are known.
     timed = [place for place, rank in enumerate(ranks) if rank.own_work_s > 0]
@@ -400,6 +400,6 @@ def _read_curves(ranks: Sequence[MeasuredRank]) -> Sequence[Curve]:
 
 def _is_plausible(seconds: float) -> bool:
     """True if a step can have this compute time."""
-    # This is from a microsecond to about a day. Other processes report the time, and their reports
-    # may be wrong.
+    # A plausible time is from a microsecond to about a day. Other processes report the time, and
+    # their reports may be wrong.
     return LEAST_WORK_S < seconds < MOST_WORK_S
