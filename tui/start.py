@@ -154,7 +154,7 @@ def draw_app(
 
 def _discard_output() -> None:
     """Redirect the standard streams to /dev/null when the terminal has disappeared."""
-    # Otherwise Python would fail to flush them at exit, and would exit with 120.
+    # Otherwise Python would fail to flush the streams at exit, and would exit with 120.
     with open(os.devnull, "wb") as nowhere:
         for stream in (sys.__stdout__, sys.__stderr__):
             with contextlib.suppress(

@@ -161,7 +161,7 @@ def list_models(found: Sequence[str], last: RunSummary | None, now: float) -> li
 
 def _full_name(workload: str) -> str:
     """Return a function's name with the absolute path of its file."""
-    # Two spellings of the same file then give equal names.
+    # With absolute paths, two spellings of the same file give equal names.
     home, _, function = workload.rpartition(":")
     return f"{Path(home).absolute()}:{function}"
 
@@ -330,9 +330,9 @@ class BalanceForm(UsesApp, Vertical):
 
     def show_rows(self) -> None:
         """Show only the rows that the values of the other fields require."""
-        # The path belongs to another file, and the other options to "more". Among these, the
-        # layouts belong to a comparison, and the largest slowdown to an objective that accepts
-        # lower speed.
+        # The path is needed for "another file", and the other rows are under "more". Of these, the
+        # layouts are needed for a comparison, and the largest slowdown for an objective that
+        # accepts lower speed.
         if not self._models:
             return
         more = self.query_one("#more", OneOf).value == ALL

@@ -133,7 +133,7 @@ class SnapshotScreen(PanelScreen):
 
         `rows` maps CSS selectors to heights.
         """
-        # Setting them lays out the screen again, so that is done only after a change.
+        # Setting heights lays out the screen again, so heights are set only if they have changed.
         placed = (self.app.size, rows)
         if self._placed == placed:
             return

@@ -152,7 +152,7 @@ class TrainingsScreen(SnapshotScreen):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Enable the stop action only while a training started from this app is running."""
-        # In a read-only app, it is always disabled.
+        # In a read-only app, the action is always disabled.
         if action == "stop_training":
             training = self.evener.training
             return training is not None and training.runs and not self.evener.readonly

@@ -190,7 +190,7 @@ def _end(ended: asyncio.Future[int], code: int) -> None:
 
 def _page_headers(host: str) -> dict[str, str]:
     """Return the HTTP headers that protect the page and its token."""
-    # They forbid requests to other hosts, frames around the page, and the token in a Referer
+    # The headers forbid requests to other hosts, frames around the page, and the token in a Referer
     # header.
     sources = {
         "default-src": "'none'",

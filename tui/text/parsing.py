@@ -141,8 +141,8 @@ def _parse_noise_scale(text: str) -> tuple[NoiseScale, int | None]:
 
 def _default_framework(workload: str | None) -> str:
     """Return a workload's framework if the user chose none."""
-    # A built-in workload has one, and a user's file imports one. Otherwise it is the installed one;
-    # tensorflow comes before torch.
+    # A built-in workload has a framework, and a user's file imports one. Otherwise the default is
+    # an installed framework, tensorflow before torch.
     installed = next((each for each in _FRAMEWORKS if find_spec(each)), _FRAMEWORKS[0])
     if workload is None:
         return installed
