@@ -146,10 +146,9 @@ def _interval(
 ) -> tuple[float, float]:
     """Return the 95 % interval of mean(noise) / mean(signal), by Fieller's theorem.
 
-    The upper end is ENDLESS without a significant signal.
+    The upper end is ENDLESS unless the signal is significantly above 0.
     """
-    # A signal is significant if it is significantly above 0. The interval has every ratio r for
-    # which mean(noise) - r * mean(signal) may be 0.
+    # The interval contains every ratio r for which mean(noise) - r * mean(signal) may be 0.
     a = _mean(weights, noise)
     b = _mean(weights, signal)
     parts = [weight / math.fsum(weights) for weight in weights]

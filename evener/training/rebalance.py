@@ -303,20 +303,14 @@ class Rebalancer:
         return Room(limit, limit * self._passes)
 
     def _learn(self) -> bool:
-        """Learn the cost of passes and fixed compute times from the last change.
-
-        True if anything was learned.
-        """
-        # predictions have changed in that case
+        """Learn the cost of passes and fixed compute times; False if the last change shows none."""
+        # predictions change if anything is learned
         passes, fixed = self._learn_extras(), self._learn_fixed()
         self._before = []
         return passes or fixed
 
     def _learn_fixed(self) -> bool:
-        """Learn the fixed compute time of ranks without a measured curve.
-
-        True if anything was learned.
-        """
+        """Learn the fixed compute time of ranks without a measured curve; False if that fails."""
         # The compute time of n rows is t = a + b * n. So the fixed part a follows from the times
         # before and after a change of the rows. A noisy measurement gets less weight.
         learned = False
@@ -339,10 +333,7 @@ class Rebalancer:
         return learned
 
     def _learn_extras(self) -> bool:
-        """Learn the cost of a further pass from changed numbers of passes.
-
-        True if it was learned.
-        """
+        """Learn the cost of a further pass from changed numbers of passes; False if that fails."""
         # The compute time of k passes is F * (t(rows in k passes) + (k - 1) * extra), where `extra`
         # is the cost. The unknown factor F is the same before and after the change, so it cancels
         # out.

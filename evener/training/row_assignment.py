@@ -166,10 +166,7 @@ class AssignmentSearch:
     def _fill_blocks(
         self, rows: int, stops: Sequence[int], limit: float
     ) -> PartialAssignment | None:
-        """Assign the first `rows` rows in order, to the fastest rank first.
-
-        None if rows are left over.
-        """
+        """Assign the first `rows` rows in order, to the fastest rank first; None if any is left."""
         # One rank after another is filled. A rank is full when the next row would exceed `limit`
         # seconds. It begins a new pass at each row index in `stops`, and where its memory requires
         # it.

@@ -327,7 +327,7 @@ def _find_unequal_work(
 ) -> StepPart | None:
     """Return the part of a step that is lost to unequal compute times.
 
-    None if this part is within noise, short or unknown.
+    Return None if this part is within noise, short or unknown.
     """
     # The lost time is the compute time of the slowest rank, minus the time in which all ranks would
     # finish together. The result is None if this difference, or the longest wait of another rank,
