@@ -87,10 +87,7 @@ def entry(key: str, words: str | Content, more: str = "") -> Content:
 
 
 class OfferedKey(NamedTuple):
-    """A key binding, the widget or screen that has it, and that widget's title.
-
-    The title is "" for a binding of the screen.
-    """
+    """A key binding, the widget or screen that has it, and the widget's title ("": a screen)."""
 
     node: DOMNode
     binding: Binding

@@ -49,10 +49,7 @@ class _Commands(TyperGroup):
         self.commands = {**dict.fromkeys(_MODULES), **self.commands}  # type: ignore[dict-item]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command with the name `cmd_name`, after importing its module.
-
-        Return None if there is no such command.
-        """
+        """Return the command `cmd_name`, after importing its module; None if there is none."""
         if cmd_name not in _MODULES:
             return super().get_command(ctx, cmd_name)
         module = import_module(f"evener.tui.cli.{_MODULES[cmd_name]}")

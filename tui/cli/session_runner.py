@@ -147,10 +147,7 @@ def result_json(
 
 
 def _write_error(text: str) -> None:
-    """Print a line to standard error.
-
-    A signal handler may call this.
-    """
+    """Print a line to standard error; a signal handler may call this."""
     with contextlib.suppress(OSError, ValueError):
         os.write(2, f"\nevener: {text}\n".encode())
 

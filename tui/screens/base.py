@@ -108,7 +108,7 @@ class SnapshotScreen(PanelScreen):
 
     @property
     def shown(self) -> Snapshot | None:
-        """The snapshot to draw: the newest one, or the one at which the screen was paused.
+        """The snapshot to draw: the newest or, while the screen is paused, that of the pause.
 
         It is None before the first snapshot.
         """
