@@ -246,7 +246,7 @@ class BatchDigests(NamedTuple):
 
 
 def digest_batch(data: Any) -> BatchDigests:
-    """Return the digests of a batch."""
+    """Return the digests of a batch's labels and inputs, and whether labels differ between rows."""
     x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
     with tf.device("CPU:0"):
         inputs = _digest_rows(x)

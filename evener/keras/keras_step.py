@@ -404,11 +404,10 @@ def _headroom(model: Any) -> float:
 
 
 def _undo_headroom(gradient: Any, headroom: float, is_half: bool) -> Any:
-    """Return a gradient times `headroom`.
+    """Return a gradient times `headroom`, the number by which `scale_loss` divides the loss.
 
     With `is_half`, elements of a dense gradient that overflow in float16 become NaN.
     """
-    # `headroom` is the number by which `scale_loss` divides the loss.
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):

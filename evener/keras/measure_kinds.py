@@ -193,7 +193,7 @@ def measure(
 
 
 def _add_row(row: Any) -> Any:
-    """Return this row and a second row with half its floating-point values."""
+    """Return two rows: the given one, and a copy with its floating-point values halved."""
     # parts can't be measured on a single row
     return None if row is None else tf.concat([row, row / 2 if row.dtype.is_floating else row], 0)
 
@@ -230,8 +230,7 @@ class Measured(NamedTuple):
         return [fitting[0] if fitting else OTHER for fitting in kinds]
 
     def _read_added(self, results: Sequence[StepResult]) -> list[tuple[float, ...]]:
-        """Return the values of each loss that layers add."""
-        # A loss has a value on all rows, and a value on each part.
+        """Return the values of each loss that layers add: on all rows, then on each part."""
         calls = [result.call for result in results if result.call is not None]
         added = [split_losses(self.model, call.losses)[0] for call in calls]
         values = [[float(tf.reduce_sum(loss)) for loss in losses] for losses in added]

@@ -350,7 +350,7 @@ class Workers:
         result: PassSums,
         starts: list[Any],
     ) -> dict[str, Any]:
-        """Sum over the processes, update the model, and return the logs."""
+        """Sum the results over the processes, update the model, and return the logs."""
         # `own` are this process's rows, and `result` has their gradients, loss and states. `digest`
         # identifies the whole batch. `began` is the Unix time at which the step began. `starts` has
         # the values, from before the step, of the states in `result.updates`.

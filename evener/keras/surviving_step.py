@@ -126,9 +126,9 @@ class SurvivingStep:
         self._spec = spec
 
     def as_one(self, data: Tensors) -> dict[str, Any]:
-        """Run the whole step in the graph that is being traced.
+        """Run the whole step in the graph that is being traced, instead of in two graphs.
 
-        Usually, a step has two graphs. In a single graph, it fails if memory runs out.
+        In a single graph, the step fails if memory runs out.
         """
         self._states = list_states(self._engine.model)
         before = [tf.convert_to_tensor(state) for state in self._states]

@@ -233,8 +233,7 @@ class Towers(OneProcess):
     def _join_attributes(
         self, towers: Sequence[Tower], x: Tensors, assigned: AssignedArrays | None, training: bool
     ) -> Leaves:
-        """Return the tensors that all towers stored in attributes."""
-        # Their rows are joined in the order of x.
+        """Return the tensors that all towers stored in attributes, with rows in the order of x."""
         every = [tower.attributes for tower in towers]
         sizes, parts = [tower.size for tower in towers], [tower.part for tower in towers]
         kinds = self.kinds[training].attributes
