@@ -124,7 +124,8 @@ class HostJob(msgspec.Struct, frozen=True):
     def environment(self, more: Sequence[dict[str, str]] = ()) -> dict[str, str]:
         """Return the environment variables with which to start this host's processes.
 
-        All processes get the same variables. `more`, one dictionary per process, is part of STARTS.
+        All processes get the same variables. `more` holds further variables for each process, which
+        are passed in the variable STARTS.
         """
         # the variable STARTS has all settings that differ between processes, and `start_rank` reads
         # it

@@ -241,9 +241,11 @@ def _find_address() -> str:
 
 
 def _describe_rendezvous(address: str) -> str:
-    """Create a file where processes meet; return the value of the variable RENDEZVOUS."""
-    # The value is `address`, a space and the file's path. PyTorch would use the HOST:PORT in
-    # `address` without the file.
+    """Create a file through which processes meet; return the value of the variable RENDEZVOUS.
+
+    The value is `address`, a space and the file's path.
+    """
+    # without the file, PyTorch would use `address`, a HOST:PORT
     return f"{address} {make_memory_file()}"
 
 

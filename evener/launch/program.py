@@ -349,7 +349,7 @@ def compare_shares(notes: Sequence[RankNote]) -> FirstShares | None:
 
 
 def list_events(notes: Sequence[RankNote]) -> list[str]:
-    """Return report lines about passes that ran out of memory and the gradient noise scale.
+    """Return report lines: how many passes ran out of memory, and the gradient noise scale.
 
     `notes` are the ranks' notes.
     """

@@ -329,7 +329,7 @@ def _describe_own_work(rank: RankSummary) -> str:
 
 
 def _describe_changes(summary: TrainingSummary) -> str:
-    """Return how shares have changed, as text; "" if they never did."""
+    """Return, as text, how shares have changed since the first ones; "" if they never did."""
     # this is the first shares, the number of changes and the gain of the last shares
     first = summary.first
     if first is None:

@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def find_and_signal(run: str, kill: bool) -> bool:
-    """True if processes of the run `run` are left; with `kill`, send them SIGKILL."""
+    """True if a process of the run `run` was found; with `kill`, send each of them SIGKILL."""
     found = False
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError), ExitStack() as stack:  # the process may be another user's, or gone
