@@ -177,7 +177,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def prepare_metrics(self) -> None:
         """Create the object that reduces logged metrics over ranks and passes.
 
-        Also set the check that decides whether a pass that ran out of memory may be cut.
+        Also set the check that decides whether a pass that runs out of memory may be cut into
+        smaller ones.
         """
         self._metrics = PassMetrics(
             self.lightning_module, self.root_device, super().reduce, self._planned.timer

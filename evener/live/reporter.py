@@ -377,9 +377,9 @@ class Reporter:
         batches: Sequence[int] | None,
         rates: tuple[float, float, float] | None,
     ) -> None:
-        """Record a report in the journal; write it to the file with known rates."""
+        """Record a report in the journal, and write it to the file unless `rates` is None."""
         # This also schedules the next write, and starts the thread that notices steps that hang.
-        # Rates are None if they are unknown.
+        # Rates are None while they aren't known.
         if rates is None and self._journal is None:
             return
         began = time.monotonic()

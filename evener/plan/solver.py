@@ -28,7 +28,7 @@ def read_curves(shares: Sequence[Share]) -> tuple[Curve, ...]:
 
 
 def join_curves(curves: Sequence[Knots], rows: Sequence[int]) -> tuple[Curve, ...]:
-    """Return the curve through each device's knots.
+    """Return each device's curve, which is piecewise linear through the device's knots.
 
     If any device has fewer than two knots, return the `proportional_curves` of `rows`.
     """

@@ -221,7 +221,7 @@ class Exchanges:
             )
 
     def _mark_total(self, call: ExchangeCall, guard: Guard, result: Any) -> None:
-        """Record that a call gave sums over the rows of all ranks."""
+        """Record that a call's results are sums over the rows of all ranks, or gathered sums."""
         _forget_filled(call, guard)
         filled = result if call.filled is None else call.filled
         if call.name in _GATHERS:
@@ -271,7 +271,7 @@ def _depends_on_rows(call: ExchangeCall, guard: Guard) -> bool:
 
 
 def _sums_rows(call: ExchangeCall, guard: Guard) -> bool:
-    """True if a call sums over all ranks' rows or gathers their sums."""
+    """True if a call sums over all ranks' rows, or gathers each rank's sum over its rows."""
     # such results are the same however the rows are divided among the ranks
     every = _tensors(call)
     if call.name == "all_reduce":

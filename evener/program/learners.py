@@ -1,4 +1,4 @@
-"""Let a fastai Learner that trains on one device train in a single process under `evener run`.
+"""Let a fastai Learner train alone in a single process under `evener run`.
 
 If WORLD_SIZE names several ranks, a Learner gathers metrics from all of them, even without a
 process group. A hook prevents that.
