@@ -338,10 +338,7 @@ def ask_each(
 
 
 def _finish(agent: Agent, call: Any) -> Any:
-    """Return the result of a call.
-
-    If the call raises RequestError, raise it here with the host's name before its message.
-    """
+    """Return the result of a call; the host's name is put before a RequestError's message."""
     try:
         return agent.finish(call)
     except RequestError as fault:

@@ -153,10 +153,9 @@ def _explain(address: str, error: Exception) -> DeviceError:
 
 
 def _check_listener(address: str) -> None:
-    """Raise an error unless a gRPC server listens at the address.
+    """Raise DeviceError unless a gRPC server, such as Ray's, listens at the address.
 
-    Ray has such a server. If `address` isn't HOST:PORT, the error is a RequestError; otherwise, a
-    DeviceError.
+    Raises RequestError if `address` isn't HOST:PORT.
     """
     host, colon, port = address.rpartition(":")
     if (

@@ -149,11 +149,10 @@ def name_gpus(gpu_ids: Sequence[str]) -> tuple[str, ...]:
 def _list_accelerators(
     kind: str, held: Sequence[str] | None
 ) -> tuple[Devices, Devices, dict[str, str]]:
-    """Return this host's devices of a kind, and the usable ones.
+    """Return this host's devices of a kind, the usable ones, and variables that hide the others.
 
-    The third result has the environment variables that hide the unusable devices. `held` has Ray's
-    names of the usable devices; None if all are usable. All results are empty if this host has no
-    devices of the kind.
+    `held` has Ray's names of the usable devices; None if all are usable. All results are empty if
+    this host has no devices of the kind.
     """
     # "auto" stands for the first kind of accelerator found on this host
     for backend in all_backends():
@@ -203,10 +202,7 @@ def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Disco
 
 
 def _join_notes(found: Mapping[str, Discovery]) -> list[str]:
-    """Return the hosts' notes without duplicates.
-
-    Each note follows the names of the hosts that gave it.
-    """
+    """Return the hosts' notes without duplicates, each preceded by the hosts that gave it."""
     hosts_by_note: dict[str, list[str]] = {}
     for host, discovery in found.items():
         for note in discovery.notes:
@@ -215,19 +211,16 @@ def _join_notes(found: Mapping[str, Discovery]) -> list[str]:
 
 
 def _choose_kind(answers: Iterable[HostDevices]) -> str:
-    """Return the kind of devices to use on all hosts.
-
-    Accelerators are used if any host has them; otherwise, the kind is "cpu".
-    """
+    """Return the kind of devices for all hosts: accelerators if any host has them, else "cpu"."""
     kinds = {device.kind for answer in answers for device in answer.found.devices}
     return next((kind for kind in BACKENDS if kind in kinds), "cpu")
 
 
 def _check_named(agent: Agent, terms: Sequence[Term], own: int, answer: HostDevices) -> None:
-    """Raise DeviceError if a host named in the request lacks devices.
+    """Raise DeviceError if a host named in the request has too few usable devices.
 
-    `own` is the number of the host's usable devices. The host needs at least one, and one for each
-    device that the request picks there by index or id.
+    It needs one for each device that the request picks there by index or id, and at least one.
+    `own` is the number of its usable devices.
     """
     named = [term for term in terms if term.host in (agent.node.host, agent.node.name)]
     if not named:
@@ -381,10 +374,7 @@ class ClusterSource:
         )
 
     def _ask_hosts(self) -> tuple[dict[str, Snapshot], dict[str, str]]:
-        """Return the snapshots of the hosts that answer, by host.
-
-        The second result has the errors of the other hosts.
-        """
+        """Return the snapshots of the hosts that answer, and the other hosts' errors, by host."""
         calls = {host: kept.begin("sample") for host, kept in self._hosts.items()}
         found: dict[str, Snapshot] = {}
         lost: dict[str, str] = {}

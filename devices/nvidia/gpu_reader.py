@@ -254,11 +254,11 @@ class GpuReader:
     def _slowed(
         self, now: float, found: Mapping[int, Reading]
     ) -> tuple[float | None, float | None]:
-        """Return the seconds throttled, and the seconds at the power cap.
+        """Return the seconds throttled by heat or a power brake, and those at the power cap.
 
-        Heat or a power brake throttles a GPU. Both results are totals since some fixed time; None
-        if unknown. `found` has the readings of the driver's counters, in nanoseconds, by field. For
-        a chip without counters, the seconds are estimated.
+        Both are totals since some fixed time; None if unknown. `found` has the readings of the
+        driver's counters, in nanoseconds, by field. For a chip without counters, the seconds are
+        estimated.
         """
         counts = {
             field: reading.current / 1e9
@@ -273,7 +273,7 @@ class GpuReader:
         return self._estimate_slowed(now)
 
     def _estimate_slowed(self, now: float) -> tuple[float | None, float | None]:
-        """Estimate the seconds throttled and the seconds at the power cap.
+        """Estimate the seconds throttled by heat or a power brake, and those at the power cap.
 
         Both are totals since the reader was created; None if unknown. The estimate uses the reasons
         for throttling that the driver gives at each call.
@@ -291,10 +291,7 @@ class GpuReader:
         return self._held, self._capped
 
     def _read_full(self, now: float) -> Vitals:
-        """Return the memory in use and the load.
-
-        Both are given in total and by process.
-        """
+        """Return the memory in use and the load, each in total and by process."""
         used, percent = (
             self._metrics[name].read_one(now).current for name in ("memory_used", "utilization")
         )
@@ -363,10 +360,7 @@ class GpuReader:
         return used
 
     def _current(self, field: Reading, fallback: str, now: float) -> Reading:
-        """Return `field` if it has a current value.
-
-        Otherwise, read the metric `fallback`.
-        """
+        """Return `field` if it has a current value; otherwise, read the metric `fallback`."""
         return (
             field
             if field.current is not None
@@ -385,10 +379,10 @@ class GpuReader:
         return Reading(joules.state, joules.value - self.first_joules, joules.age_seconds)
 
     def _read_throttling(self, now: float) -> tuple[Reading, tuple[str, ...]]:
-        """Return the percentage of throttled time, and the reasons.
+        """Return the percentage of time throttled since the previous reading, and the reasons.
 
         If there are several reasons, the percentage is that of the longest-lasting one, which comes
-        first. The time is counted from the previous reading of the driver's counters.
+        first.
         """
         fields = self._throttle_fields.read(now)
         rates = {field: self._counters[field].rate(fields[field], now) for field in THROTTLING}
@@ -434,10 +428,7 @@ class GpuReader:
         return tuple(words for bit, words in EVENT_REASONS.items() if mask & bit)
 
     def _read_traffic(self, activity: Mapping[int, Reading], now: float) -> dict[str, Any]:
-        """Return the bytes per second over PCIe and NVLink.
-
-        The keys are the sample's fields.
-        """
+        """Return the bytes per second over PCIe and NVLink, by field of the sample."""
         found = {name: activity[metric].scaled(MIB) for name, metric, _ in _TRAFFIC.values()}
         if all(reading.current is not None for reading in found.values()):
             return found
@@ -515,10 +506,7 @@ class GpuProcesses:
         return self._seen
 
     def _list(self, kind: str, call: Callable[[Handle], Sequence[Any]]) -> None:
-        """Read and store the memory of each process of one kind.
-
-        The kind is "compute" or "graphics".
-        """
+        """Read and store the memory of each process of one kind, "compute" or "graphics"."""
         try:
             self._memory[kind] = {int(each.pid): each.usedGpuMemory for each in call(self._handle)}
         except self._nvml.NVMLError as error:

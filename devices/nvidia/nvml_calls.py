@@ -143,9 +143,9 @@ class Batch:
         return dict.fromkeys(due, (code, 0.0))
 
     def _ask(self, due: Sequence[int], now: float) -> Mapping[int, Outcome]:
-        """Call NVML for the metrics in `due`, and return the outcomes.
+        """Call NVML for the metrics with the ids in `due`, and return the outcomes by id.
 
-        Both are given by the metrics' ids. A metric that has no new value yet is left out.
+        A metric that has no new value yet is left out.
         """
         raise NotImplementedError
 
@@ -168,8 +168,7 @@ class Metric(Batch):
 class Fields(Batch):
     """Reads several metrics of one device by NVML's GetFieldValues.
 
-    Some fields need a scope, which says which NVLinks are counted. `scopes` has the scope of each
-    such field.
+    `scopes` has the scope of each field that needs one. It says which NVLinks are counted.
     """
 
     def __init__(

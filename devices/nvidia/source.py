@@ -47,10 +47,7 @@ SILENT_WORDS = (
 
 
 class _Slot:
-    """One GPU of the source.
-
-    It has a reader, or a note on why the GPU doesn't answer.
-    """
+    """One GPU of the source, with its reader or a note on why the GPU doesn't answer."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -160,10 +157,7 @@ class NvmlSource:
         slot.note = ""
 
     def _reopen_if_lost(self, now: float) -> None:
-        """Reopen the driver if the driver or a GPU was lost.
-
-        A GPU must have been lost for `REOPEN_FOR_LOST_SECONDS`.
-        """
+        """Reopen the driver if it was lost, or if a GPU was lost `REOPEN_FOR_LOST_SECONDS` ago."""
         lost = [slot for slot in self._slots.values() if slot.reader is None]
         # a GPU that was reset is listed again only after the driver has been reopened
         if self._is_open and lost and now >= self._reopen_at:
