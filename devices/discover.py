@@ -1,7 +1,7 @@
 """Finds the devices that `--devices` names, and opens the source that samples them.
 
-`find_others` reports devices that other programs use. A measurement made meanwhile isn't valid any
-more once those programs end.
+`find_others` reports devices that other programs use. What is measured while such a program runs
+may no longer hold once it has ended.
 """
 
 from __future__ import annotations
@@ -132,10 +132,7 @@ def find_others(devices: Sequence[Device]) -> tuple[tuple[str, ...], tuple[str, 
 
 
 def _busy_note(device: Device, seen: Vitals) -> str:
-    """Return a message if other programs compute on a device.
-
-    The message is "" if no such program is known.
-    """
+    """Return a message if other programs are known to compute on a device; otherwise, ""."""
     if seen.busy_percent is None or seen.busy_percent < BUSY_PERCENT:
         return ""
     pids = _name_pids(seen)
@@ -148,10 +145,7 @@ def _busy_note(device: Device, seen: Vitals) -> str:
 
 
 def _full_note(device: Device, seen: Vitals) -> str:
-    """Return a message if a device has too little free memory.
-
-    The message is "" if the device has enough.
-    """
+    """Return a message if a device has too little free memory; otherwise, ""."""
     total = device.memory_bytes
     if total is None or seen.used_bytes is None:
         return ""
@@ -170,9 +164,6 @@ def _full_note(device: Device, seen: Vitals) -> str:
 
 
 def _name_pids(seen: Vitals) -> str:
-    """Return the first few process IDs on a device as text.
-
-    The text is "" if no IDs are known.
-    """
+    """Return the first few process IDs on a device as text; "" if none are known."""
     pids = [str(pid) for pid in seen.processes]
     return ", ".join([*pids[:MOST_NAMED], *(["..."] if len(pids) > MOST_NAMED else [])])

@@ -152,10 +152,10 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return fastest
 
     def gain(self, processes: int) -> float:
-        """Return the combined throughput of `processes` training runs, relative to that of one run.
+        """Return the throughput of several runs at once on this device, relative to one run's.
 
-        The runs are side by side on this device. Without a `pack_gain` curve, they share the
-        device's time, so the gain is 1.
+        `processes` is the number of these training runs. Without a `pack_gain` curve, they share
+        the device's time, so the gain is 1.
         """
         points = self.pack_gain
         if not points or processes <= 1:

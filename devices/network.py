@@ -36,11 +36,10 @@ def loopback_interface() -> dict[str, str]:
 
 
 def choose_interface(host: str, hosts: Iterable[str]) -> dict[str, str]:
-    """Return the environment variables that make gloo and NCCL use the right network interface.
+    """Return the variables that make gloo and NCCL use the interface to the other hosts.
 
-    It is the interface through which this host, known as `host`, reaches the other hosts. Variables
-    that are already set are left out. Return an empty dictionary if there are no other hosts or no
-    route to them.
+    `host` is the name of this host among `hosts`. Environment variables that are already set are
+    left out. Return an empty dictionary if there are no other hosts or no route to them.
     """
     others = [other for other in hosts if other != host]
     interface = find_interface(others[0]) if others else ""

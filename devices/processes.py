@@ -61,10 +61,7 @@ class HostMeter:
 
 
 def _online_cpus(count: int) -> Iterable[int]:
-    """Return the numbers of the CPUs that psutil lists.
-
-    `count` is how many there are. The numbers may have gaps.
-    """
+    """Return the numbers of the `count` CPUs that psutil lists; they may have gaps."""
     with suppress(OSError, ValueError):
         return parse_cpu_list(ONLINE.read_text())
     return range(count)
@@ -86,10 +83,7 @@ class ProcessReading(msgspec.Struct, frozen=True):
 
 
 class _LastReading(NamedTuple):
-    """The previous reading of a process.
-
-    The CPU use is computed from the difference to this reading.
-    """
+    """The previous reading of a process; CPU use is computed from the difference to it."""
 
     facts: ProcessReading
     started: bytes  # start in clock ticks since boot, to recognize a reused pid

@@ -94,11 +94,10 @@ def find_here(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
 
 
 def _use_the_cpu(limit: Limit, variables: Mapping[str, str], why: str) -> Discovery:
-    """Return CPU slices with this limit, and a note.
+    """Return CPU slices with this limit, and a note that says why the CPU is used.
 
-    The note says why the CPU is used. It begins with `why`, a sentence about the missing devices.
+    The note begins with `why`, a sentence about the missing devices.
     """
-    # `why` is the beginning of the note, a sentence about the missing devices
     found = find_backend("cpu").find((Term("cpu", limit=limit),), variables)
     each = len(found.devices[0].cores)
     named = ", ".join(device.label for device in found.devices)

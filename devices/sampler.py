@@ -156,10 +156,7 @@ class Sampler:
         self._notify(snapshot)
 
     def _watch(self) -> None:
-        """Send the subscriber stale snapshots while no new one comes.
-
-        A stale snapshot is sent at each interval in which a new one is overdue.
-        """
+        """Send the subscriber a stale snapshot at each interval in which a new one is overdue."""
         while not self._stop.wait(self.interval_seconds):
             latest = self.latest()
             if latest is not None and latest is not self._last:
@@ -217,10 +214,7 @@ class History:
             column[before] = value  # a second report of the same training
 
     def _forget(self) -> None:
-        """Drop the oldest ticks.
-
-        Metrics without a value in the remaining ticks are dropped, too.
-        """
+        """Drop the oldest ticks, and then the metrics that have no value in the remaining ones."""
         del self._times[: -self._most]
         for column in self._columns.values():
             del column[: -self._most]

@@ -97,9 +97,9 @@ def parse_machine(text: bytes, source: str = "machine.toml") -> Machine:
 
 
 def _check_positions(file: MachineFile, source: str) -> None:
-    """Raise RequestError if a placement or event names an unknown device.
+    """Raise RequestError if a device is missing, or if two placements have the same name.
 
-    Two placements with the same name are refused, too.
+    The machine must have as many devices as each placement needs, and the device of each event.
     """
     devices = len(file.device)
     for i, placement in enumerate(file.placement):
@@ -188,10 +188,7 @@ def _convert(table: Any, kind: type[Table], where: str) -> Table:
 
 
 def _explain_decoding_error(message: str, table: Any, where: str) -> str:
-    """Return msgspec's error message with the location of the error.
-
-    The location comes first: the table, the key and the value.
-    """
+    """Return msgspec's error message, preceded by the table, the key and the value at fault."""
     text, _, path = message.partition(" - at `$")
     seen = table
     for key, position in re.findall(r"\.(\w+)|\[(\d+)\]", path):
@@ -260,10 +257,7 @@ class _LoadMeter:
         self._load = load
 
     def read(self, now: float) -> SimulatedLoad:
-        """Return the mean load since the last reading.
-
-        The memory use is the highest in that time.
-        """
+        """Return the mean load since the last reading, but the highest memory use in that time."""
         self._note(now)
         past = self._past
         self._past = []
@@ -359,10 +353,7 @@ class SimulatedSource:
         """Do nothing, because this source holds nothing open."""
 
     def _make_load(self, position: int, samples_per_second: float, share: int) -> SimulatedLoad:
-        """Return the load of a device that trains at this rate.
-
-        `share` is the number of samples per step.
-        """
+        """Return the load of a device that trains at this rate, with `share` samples per step."""
         physics = self.machine.devices[position]
         busy = 0.0
         if samples_per_second and share:

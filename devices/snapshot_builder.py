@@ -114,10 +114,7 @@ class SnapshotBuilder:
 
 
 def _list_processes_on(device: Device, seen: Sequence[DeviceUse], rates: Rates) -> list[DeviceUse]:
-    """Return the processes that the driver lists on a device, then others.
-
-    The reports of training processes name the others.
-    """
+    """Return a device's processes: those that the driver lists, then others that write reports."""
     known = {each.pid for each in seen}
     reported = [pid for pid, identity in rates if identity == device.id]
     return [*seen, *(DeviceUse(pid) for pid in reported if pid not in known)]
@@ -243,10 +240,9 @@ def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
 
 
 def _with_device_id(live: LiveDevice, by_index: Mapping[int, Device]) -> LiveDevice:
-    """Return a training run's device with an id.
+    """Return a training run's device, with its id filled in if only its index was reported.
 
-    The id is filled in if the report gives only an index. A device with an index that isn't in
-    `by_index` is returned unchanged.
+    A device with an index that isn't in `by_index` is returned unchanged.
     """
     if live.id or live.index not in by_index:
         return live
@@ -258,8 +254,8 @@ def _with_local_ids(
 ) -> Training:
     """Return a training run's report with this machine's device ids.
 
-    `pids` has the pids that the driver reports, by device id. A report may name no device. Its
-    samples/s are then divided equally among the devices on which the driver reports its process.
+    If the report names no device, its samples/s are divided equally among the devices on which the
+    driver reports its process. `pids` has the pids that the driver reports, by device id.
     """
     seen = [device for device in devices if training.pid in pids.get(device.id, ())]
     if not training.devices:
