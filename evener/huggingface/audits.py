@@ -184,10 +184,7 @@ class TrainerComputations:
         ]
 
     def count_items(self, batches: Sequence[Any]) -> Any:
-        """Return the number of items in all these batches.
-
-        None if the trainer doesn't count items.
-        """
+        """Return the number of items in these batches; None if the trainer doesn't count items."""
         # The trainer divides its loss by this number.
         trainer = self._trainer
         with pretend_processes(trainer.accelerator, 1):
@@ -208,10 +205,7 @@ class TrainerComputations:
 
 
 def _weigh_parts(parts: Sequence[tuple[Any, int]], loss: TrainerLoss) -> list[float]:
-    """Return the weight of each part's loss.
-
-    The weighted losses add up to the loss of all rows.
-    """
+    """Return the weights with which the parts' losses add up to the loss of all rows."""
     # a part is a batch with its number of rows
     if loss.mean_over == ITEMS:
         return [1.0] * len(parts)
@@ -222,11 +216,10 @@ def _weigh_parts(parts: Sequence[tuple[Any, int]], loss: TrainerLoss) -> list[fl
 
 
 def _cut_passes(batch: Any, rows: int, micro: int) -> list[tuple[Any, int]]:
-    """Return the passes of a part, each with its number of rows.
+    """Return the passes of a part, each with its number of rows, which is at most `micro`.
 
-    A single pass if the part can't be cut, or if `micro` is 0.
+    There is only one pass if the part can't be cut, or if `micro` is 0.
     """
-    # Each pass has up to `micro` rows.
     if not micro or rows <= micro:
         return [(batch, rows)]
     firsts = range(0, rows, micro)

@@ -174,10 +174,7 @@ class LossFinder:
             return None
 
     def _find_by_losses_if_needed(self) -> TrainerLoss | None:
-        """Return the result of `_find`.
-
-        Only losses are compared if gradients can't be computed.
-        """
+        """Return the result of `_find`, which compares only losses if it can't get gradients."""
         try:
             return self._find()
         except RuntimeError as error:
@@ -328,9 +325,9 @@ class LossFinder:
         raise RequestError(describe(difference, cause, self._few.sizes), remedies[cause])
 
     def _audit_shares(self, loss: TrainerLoss) -> tuple[GradientDifference, str] | None:
-        """Compare a few rows' training by shares and on one device.
+        """Compare training on a few rows by shares with training on one device.
 
-        Return the difference and its cause; None without a difference.
+        Return the difference and its cause; None if there is no difference.
         """
         # The difference is between the gradients or, if these agree, between the losses.
         computations = self._computations.make(self._few, loss)
@@ -348,11 +345,7 @@ class LossFinder:
 
 
 def _relate_losses(one: Sketch, other: Sketch) -> float:
-    """Return the relative difference of two losses.
-
-    Infinite unless both losses are finite.
-    """
-    # The difference is relative to the larger loss.
+    """Return two losses' difference relative to the larger one; infinity unless both are finite."""
     size = max(abs(one.loss), abs(other.loss))
     if not math.isfinite(size):
         return math.inf
@@ -433,7 +426,7 @@ def _find_or_return_error(
 
 
 def _mask_some_labels(few: FewRows) -> FewRows:
-    """Return the rows; ignore some labels if rows have equally many."""
+    """Return the rows, with some labels ignored if all rows have about equally many."""
     # With about equally many labels in all rows, a mean over rows nearly equals a mean over labels,
     # and the comparison couldn't tell which of them the loss is. So most labels of some rows are
     # ignored.

@@ -1,6 +1,6 @@
-"""The passes of a Trainer: their losses' weights, and retries.
+"""The passes of a Trainer: the weights of their losses, and retries if memory runs out.
 
-A pass is retried in pieces if memory runs out.
+A pass is retried in pieces, which are smaller groups of its rows.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Report a trainer's speed to evener's monitor and to its trackers.
+"""Report a trainer's speed to evener's monitor and to the trainer's trackers.
 
-A plan isn't required.
+This works with and without a plan.
 """
 
 from __future__ import annotations

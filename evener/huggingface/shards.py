@@ -39,10 +39,7 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         """Leave the model on the host, where it is cut into shards."""
 
     def begin_plan(self) -> None:
-        """Switch to training with the plan.
-
-        Each device then holds a shard of the model.
-        """
+        """Switch to training with the plan, in which each device holds a shard of the model."""
         check_shards(self)
         super().begin_plan()
         casts = find_autocast(self.accelerator)
@@ -56,11 +53,10 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         keep_no_casts(self.accelerator)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the whole model to `output_dir`.
+        """Write the whole model to `output_dir`, by default the folder in the trainer's arguments.
 
-        The default is the folder in the trainer's arguments. Every process must call this method,
-        because it gathers the shards. A checkpoint (`_internal_call`) also contains the optimizer's
-        state, unless `save_only_model` is set.
+        Every process must call this method, because it gathers the shards. A checkpoint
+        (`_internal_call`) also contains the optimizer's state, unless `save_only_model` is set.
         """
         # The shards are gathered a few layers at a time.
         folder = self.args.output_dir if output_dir is None else output_dir

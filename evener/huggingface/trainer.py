@@ -262,10 +262,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _weigh_and_count(
         self, passes: list[Any], sizes: list[Any], totals: list[int], device: torch.device
     ) -> Any:
-        """Store the weight of each pass; return the number of items.
-
-        None if the trainer doesn't count items.
-        """
+        """Store each pass's weight; return the number of items, or None if it isn't counted."""
         # The weight of a pass is its weight in the global batch.
         # `sizes` and `totals` as in `weigh_passes`; the items of all ranks are counted
         rows = [own for step in sizes for own in step]
@@ -289,7 +286,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return items
 
     def _find_loss(self, ignores: bool, in_parts: int = 0) -> TrainerLoss:
-        """Return what the loss is a mean over, judged by few rows."""
+        """Return what the loss is a mean over, judged by a few rows."""
         # `in_parts` is 0, except if a single process is about to use smaller passes for the first
         # time. Then it is the number of rows to check.
         world = self._shares.world
@@ -374,10 +371,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     @property
     def excess(self) -> int:
-        """The factor by which the loss is left too large.
-
-        It is 1 unless `keeps_launcher` is True.
-        """
+        """The factor by which the loss stays too large; 1 unless `keeps_launcher` is True."""
         # The program's own launcher leaves the loss too large. Without `keeps_launcher`, the
         # weights of the passes correct the loss.
         return self._loss.excess if self.keeps_launcher and self._loss is not None else 1
@@ -431,7 +425,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return sum(super(_PlanMixin, self).floating_point_ops(each) for each in inputs)
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """Log, save and evaluate as the class does."""
+        """Log, save and evaluate as the class does; at the end, average losses over the ranks."""
         # In transformers 4, the unlogged losses are also averaged over the ranks when the training
         # ends.
         result = super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
@@ -491,10 +485,7 @@ def _fetch_few(
     most: int = ROWS_COMPUTED,
     chooses: bool = True,
 ) -> FewRows | None:
-    """Return up to `most` rows for a check of the loss.
-
-    None if there are fewer than two rows.
-    """
+    """Return up to `most` rows for a check of the loss; None if there are fewer than two."""
     # Every rank gets the same rows. With `chooses`, they are chosen from more rows, to differ in
     # class and length.
     more = (TIMES - 1) * most if chooses else 0
