@@ -24,10 +24,9 @@ Leaves = dict[str, Any]  # tensors by name: layer number, attribute and item, as
 
 
 class PlainVariables:
-    """Restores the `tf.Variable`s of a model that a call may assign.
+    """Restores `tf.Variable`s that a model's call may assign, such as a counter of calls.
 
-    Such a variable may count calls, for example. Each device and each pass of a step then starts
-    with the variables' values from before the step.
+    Each device and each pass of a step then starts with the variables' values from before the step.
     """
 
     def __init__(self, model: Any) -> None:
@@ -40,11 +39,10 @@ class PlainVariables:
 
 
 class TensorPlace(NamedTuple):
-    """A place that holds tensors, such as an attribute of a layer.
+    """A place that holds tensors: an attribute of a layer, or an item of a list or dict.
 
-    The place may also be an item of a list or dict. The value `container[key]` is a tensor or a
-    tuple of tensors. `name` is a path to the place: the layer's number, the attribute's name, and
-    the keys of items.
+    The value `container[key]` is a tensor or a tuple of tensors. `name` is a path to the place: the
+    layer's number, the attribute's name, and the keys of items.
     """
 
     name: str
@@ -97,10 +95,7 @@ class CallTensors:
             _fill(container, content)
 
     def put(self, leaves: Leaves) -> None:
-        """Replace tensors that the last call stored by those in `leaves`.
-
-        A tensor is replaced by the tensor of the same name.
-        """
+        """Replace tensors that the last call stored by those of the same name in `leaves`."""
         for slot in self._find_slots([]):
             flat = [leaves.get(name, leaf) for name, leaf in slot.leaves().items()]
             value = tf.nest.pack_sequence_as(slot.container[slot.key], flat)
@@ -155,10 +150,7 @@ def _places_of_tensors(
 
 
 def _open(value: Any) -> Any:
-    """Return the list or dict in which a value may hold tensors.
-
-    None if the value can't hold tensors.
-    """
+    """Return the list or dict in which a value may hold tensors; None if it can't hold any."""
     # For a plain object, this is the dictionary of the object's attributes.
     if isinstance(value, list | dict):
         return value

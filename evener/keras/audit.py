@@ -326,10 +326,7 @@ class StepAudit:
         return found
 
     def _trace_tests(self, rows: Tensors) -> StepPair | None:
-        """Trace Keras' own test step and the engine's test step.
-
-        None if they can't be audited.
-        """
+        """Trace Keras' own test step and the engine's; return None if they can't be audited."""
         model, spec = self._model, tf.nest.map_structure(open_rows, rows)
         try:
             plain = self._plain.trace(spec, training=False)
@@ -345,10 +342,7 @@ class StepAudit:
         self._warn_once(f"the {name} can't be traced{find_users_line(error)}: {first_line(error)}")
 
     def _none_if_random(self, steps: StepPair | None) -> StepPair | None:
-        """Return the steps if their random numbers can be compared.
-
-        Otherwise, warn and return None.
-        """
+        """Return the steps, or warn and return None if their random numbers can't be compared."""
         # a row's random numbers depend on the device or pass that computes it
         if steps is not None and any(step.draws for step in steps):
             self._warn_once("it draws random numbers that aren't Keras'; use keras.random")
@@ -356,10 +350,7 @@ class StepAudit:
         return steps
 
     def _trace_steps(self, rows: Tensors, signature: Any) -> StepPair | None:
-        """Trace Keras' own training step and the engine's step.
-
-        None if they can't be audited.
-        """
+        """Trace Keras' own training step and the engine's; return None if they can't be audited."""
         spec = tf.nest.map_structure(open_rows, rows)
         before = self._specs.get(signature)
         if before is not None:
@@ -518,10 +509,7 @@ class StepAudit:
         return self._try(call, rows)
 
     def _compare_steps(self, steps: StepPair, rows: Tensors, signature: Any) -> Finding | None:
-        """Compare Keras' own step and the engine's on these rows.
-
-        Return the first finding; None without any.
-        """
+        """Compare Keras' own step and the engine's on these rows; return the first finding."""
         found = self._compare_gradients(steps, rows, {}, "")
         unequal = self._compare_ranks(steps.plain)
         found = found or unequal or self._compare_attributes(steps, rows)
@@ -543,10 +531,7 @@ class StepAudit:
         values: Mapping[int, Any],
         moved: str,
     ) -> Finding | None:
-        """Compare the gradients, losses and states of two steps.
-
-        Return a finding if there is a difference.
-        """
+        """Return a finding if the gradients, losses or states of the two steps differ."""
         # Both steps run with variables set to `values`. `moved` describes values or labels that
         # were changed for this comparison. If `moved` isn't empty, only gradients are compared.
         plain, shared = steps
@@ -572,10 +557,7 @@ class StepAudit:
         return self._compare_states(plain, rows, reference, trained)
 
     def _compare_tests(self, steps: StepPair, rows: Tensors) -> Finding | None:
-        """Compare the losses and states of both evaluations.
-
-        Return a finding if they differ.
-        """
+        """Return a finding if the losses or states of the two evaluations differ."""
         plain, shared = steps
         seeds = self._list_seeds()
         reference = plain.run(rows, seeds)
@@ -622,10 +604,7 @@ class StepAudit:
         moved: str,
         repeats: Sequence[StepResult] = (),
     ) -> GradientDifference | None:
-        """Return the largest difference of gradients or losses.
-
-        None if there is no difference.
-        """
+        """Return the largest difference of gradients, or else of losses; None if they agree."""
         # Losses are compared only if the gradients agree and `moved` is empty. `repeats` are
         # results of the reference with random rounding errors, which show what rounding may change.
         sketches = [repeat.gradients for repeat in repeats]
@@ -643,10 +622,7 @@ class StepAudit:
         return GradientDifference(LOSS, relative, allowed, abs(one), abs(other), (one, other))
 
     def _list_seeds(self) -> dict[int, Any]:
-        """Return new states for Keras' random generators.
-
-        They are listed by the key of each state's variable.
-        """
+        """Return new states for Keras' random generators, by the key of each state's variable."""
         seeds = [variable for variable in self._model.non_trainable_variables if is_seed(variable)]
         return {
             # the same in all processes, however often they have drawn, and different in each step
@@ -844,10 +820,7 @@ class StepAudit:
     # ---------------------------------------------------------------- agreement and messages
 
     def _if_all(self, steps: StepPair | None) -> StepPair | None:
-        """Return the steps if every process has traced its steps.
-
-        None otherwise.
-        """
+        """Return the steps if every process has traced its steps; otherwise, None."""
         return steps if self._all(steps is not None) else None
 
     def _all(self, fine: bool) -> bool:
@@ -859,10 +832,7 @@ class StepAudit:
         return bool(failed == 0)
 
     def _share_finding(self, finding: Finding | None) -> Finding | None:
-        """Return the finding of the first process that has one.
-
-        All processes get the same result.
-        """
+        """Return the finding of the first process that has one, the same in all processes."""
         if self._group is None:
             return finding
         rank, size = self._group.rank, self._group.size

@@ -140,10 +140,7 @@ def _may_stop(callback: Any) -> bool:
 
 
 def _only_judge(judge: Callable[..., bool], *values: Any, **named: Any) -> bool:
-    """Update a ModelCheckpoint's best value, but save nothing.
-
-    The result is False.
-    """
+    """Update a ModelCheckpoint's best value without saving anything; return False."""
     # `judge` is the callback's own method, which says whether to save the model.
     judge(*values, **named)
     return False

@@ -1,7 +1,4 @@
-"""Check a model before its first step.
-
-A model that an engine can't train exactly is refused, or a warning is issued.
-"""
+"""Check a model before its first step, and refuse it or warn if it can't be trained exactly."""
 
 from __future__ import annotations
 

@@ -30,10 +30,7 @@ _MASK = "Mask it, as Embedding(mask_zero=True) and Masking do, or train without 
 
 
 class AssignedArrays(NamedTuple):
-    """A global batch with rows assigned to devices and sorted by device.
-
-    The rows are assigned by length.
-    """
+    """A global batch with rows assigned to devices by length, and sorted by device."""
 
     data: Tensors
     edges: Any  # the first row of each device, then the number of rows
@@ -316,9 +313,10 @@ class ArrayBatches:
         return dataset.with_options(_own_threads(threads)) if endless else dataset
 
     def _shuffled(self) -> Any:
-        """Return a dataset with one element for each step of an epoch.
+        """Return a dataset of an epoch's steps, each a pair of random number and step index.
 
-        An element is a pair: the epoch's random number and the step's index.
+        The random number determines the order of the epoch's rows, and is the same in all its
+        steps.
         """
         steps = tf.data.Dataset.range(self.steps)
         # each iteration over the dataset yields another epoch
@@ -487,9 +485,9 @@ def batch_rows(dataset: Any) -> int | None:
 
 
 def is_plain(chosen: dict[str, Any], model: Any) -> bool:
-    """True if the data of this `fit` can be batched without Keras.
+    """True if this `fit` trains on dense arrays that can be batched without Keras.
 
-    The data must be dense arrays. Each epoch must train on all rows, one step per execution.
+    Each epoch must also train on all rows, with one step per execution.
     """
     # `chosen` has the arguments of `fit`.
     return (
@@ -558,10 +556,7 @@ def _gather(tensors: Any, places: Any) -> Any:
 
 
 def _to_tensor(array: Any) -> Any:
-    """Return a tensor in host memory.
-
-    Floats get Keras' float type, as in Keras' `fit`.
-    """
+    """Return a tensor in host memory, with floats in Keras' float type, as in Keras' `fit`."""
     with tf.device("CPU:0"):
         tensor = array if isinstance(array, tf.RaggedTensor) else tf.convert_to_tensor(array)
         return tf.cast(tensor, keras.config.floatx()) if tensor.dtype.is_floating else tensor

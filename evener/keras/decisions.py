@@ -49,10 +49,10 @@ def list_decisions(graph: Any) -> Iterator[tuple[str, Any]]:
 
 
 def find_place(operation: Any) -> str:
-    """Return the line of user code that created an operation.
+    """Return the line of user code that created an operation, such as `train.py, line 3`.
 
-    An example is `train.py, line 3`. An operation of a functional model has no such line, so its
-    name is returned. Return "" for operations of Keras and evener.
+    An operation of a functional model has no such line, so its name is returned. Return "" for
+    operations of Keras and evener.
     """
     for frame in reversed(operation.traceback):
         path = frame.filename
@@ -73,20 +73,19 @@ def read_margin(operation: Any) -> Any:
 
 
 class Shifts:
-    """Amounts that force the results of a graph's comparisons.
+    """Amounts that are added to the left sides of a graph's comparisons, to force their results.
 
-    An amount is added to the left side of a comparison. All amounts are 0 until `assign` sets
-    others.
+    All amounts are 0 until `assign` sets others.
     """
 
     def __init__(self) -> None:
         self._amounts: dict[str, list[Any]] = {}
 
     def insert(self, place: str, operation: Any) -> None:
-        """Add an amount to the left side of a comparison.
+        """Add an amount to the left side of a comparison in the graph that is being traced.
 
-        The comparison is in the graph that is being traced. `place` is the line of user code that
-        created `operation`. The amount is 0 until `assign` sets it.
+        `place` is the line of user code that created `operation`. The amount is 0 until `assign`
+        sets it.
         """
         left = operation.inputs[0]
         shape = operation.outputs[0].shape

@@ -39,10 +39,7 @@ class Engine(Protocol):
     splits: bool  # True if the engine's steps replace Keras'
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return the scope in which Keras' own steps run.
-
-        The scope is on the device that holds the weights.
-        """
+        """Return the scope, on the device that holds the weights, in which Keras' own steps run."""
 
     def sharing_failures(self) -> AbstractContextManager[None]:
         """Return a context in which an error makes the whole group fail."""
@@ -182,8 +179,8 @@ class OneProcess:
         """Do nothing: there is only one process."""
 
     def device_times(self) -> Sequence[DeviceTimes]:
-        """Return an empty tuple."""
-        # In one graph, it is unknown when each device computes or waits.
+        """Return an empty tuple: the times are unknown."""
+        # a single graph doesn't show when each device computes or waits
         return ()
 
 

@@ -161,10 +161,7 @@ def _make_equal_draw(draw: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
-    """Return a context that restores random states on exit.
-
-    These are the states of Python, NumPy and TensorFlow.
-    """
+    """Return a context that restores the random states of Python, NumPy and TensorFlow on exit."""
     # TensorFlow has such a generator only if its seed was set
     drawing = getattr(context.context(), "_rng", random.Random())
     seeds = random.getstate(), np.random.get_state(), drawing.getstate()

@@ -1,7 +1,4 @@
-"""Read the first batch of a `fit` or `evaluate` in advance.
-
-Keras' train or test function then still gets this batch.
-"""
+"""Read the first batch of a `fit` or `evaluate` in advance; Keras' function still gets it."""
 
 from __future__ import annotations
 

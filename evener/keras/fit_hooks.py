@@ -1,7 +1,6 @@
-"""Hooks that put an engine's steps into a Keras model.
+"""Hooks that put an engine's steps into a Keras model, and adapt the data of `fit` and `evaluate`.
 
-They also adapt the data of `fit` and `evaluate`. The steps are set on the instance. The model keeps
-its class, so it is saved under that class.
+The steps are set on the instance. The model keeps its class, so it is saved under that class.
 """
 
 from __future__ import annotations
