@@ -310,7 +310,7 @@ class Machine(msgspec.Struct, frozen=True):
     def step_noise(self, shares: Sequence[int]) -> float:
         """Return the relative standard deviation of a step's time: that of the noisiest device.
 
-        `shares` has the rows of each device. Devices without rows don't count.
+        `shares` are the rows of each device. Devices without rows don't count.
         """
         return max(
             (d.noise for d, share in zip(self.devices, shares, strict=True) if share > 0),

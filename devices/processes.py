@@ -35,7 +35,7 @@ FIRST_WAIT_SECONDS = 0.03  # a few kernel ticks, so that the first sample doesn'
 class HostMeter:
     """Samples the host's CPU and memory use.
 
-    `by_cpu` has the load of each logical CPU at the latest sample.
+    `by_cpu` holds the load of each logical CPU at the latest sample.
     """
 
     def __init__(self) -> None:

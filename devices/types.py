@@ -238,7 +238,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 class Source(Protocol):
     """A source of samples for some devices.
 
-    A device that fails raises no exception. Its readings report the failure instead.
+    If a device fails, no exception is raised; its readings report the failure.
     """
 
     def devices(self) -> tuple[Device, ...]:

@@ -167,8 +167,8 @@ def _list_accelerators(
 def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Discovery:
     """Return the requested devices of all hosts, with notes.
 
-    `answers` has each host's answer. Raises DeviceError if no host has a usable device, or if a
-    named one isn't usable.
+    `answers` holds the hosts' answers. Raises DeviceError if no host has a usable device, or if a
+    named device isn't usable.
     """
     kind = _choose_kind(answers.values())
     devices: list[Device] = []
@@ -268,7 +268,7 @@ def digest_code() -> str:
 def explain_versions(by_host: dict[str, dict[str, str]]) -> tuple[str, ...]:
     """Return a message for each package whose version differs between hosts.
 
-    `by_host` has the versions by package for each host.
+    `by_host` holds each host's versions by package.
     """
     names = dict.fromkeys(name for versions in by_host.values() for name in versions)
     lines = []
@@ -334,7 +334,7 @@ OpenHost = Callable[[tuple[Device, ...]], Source]
 class ClusterSource:
     """A source that samples devices on several hosts.
 
-    `open_host` opens the source for one host's devices. It is called on that host. Raises
+    `open_host`, which is called on each host, opens the source for that host's devices. Raises
     HostLostError if a host doesn't answer at creation. A host that stops answering later is shown
     as lost.
     """

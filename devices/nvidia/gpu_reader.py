@@ -209,10 +209,7 @@ class GpuReader:
         )
 
     def _clock_fraction(self, now: float) -> float | None:
-        """Return the current clock as a fraction of the highest clock.
-
-        None if either is unknown.
-        """
+        """Return the current clock as a fraction of the highest; None if either is unknown."""
         clock = self._note_clock(self._metrics["clock"].read_one(now))
         highest = self._metrics["clock_max"].read_one(now).current
         if clock is None or not highest:
@@ -224,21 +221,17 @@ class GpuReader:
         return min(1.0, clock / highest)
 
     def _note_clock(self, read: Reading) -> float | None:
-        """Return the clock in MHz, and remember the highest clock so far.
-
-        None if the reading isn't current.
-        """
+        """Return the clock in MHz, or None if it isn't current; remember the highest so far."""
         clock = read.current
         if clock is not None:
             self._reached_mhz = max(self._reached_mhz, clock)
         return clock
 
     def _used_joules(self, now: float, counted: Reading) -> float | None:
-        """Return the joules that the GPU has used since a fixed time.
+        """Return the joules that the GPU has used since a fixed time; None if unknown at present.
 
-        None if unknown at present. `counted` is the reading of the driver's counter, in
-        millijoules. For a chip without a counter, the power is integrated over the calls of this
-        method.
+        `counted` is the reading of the driver's counter, in millijoules. For a chip without a
+        counter, the power is integrated over the calls of this method.
         """
         if counted.state is not State.UNSUPPORTED:
             return None if counted.current is None else counted.current / 1000
