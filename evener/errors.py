@@ -1,8 +1,8 @@
 """Errors that users can act on: each says what is wrong and what to do.
 
 An error's class shows what is at fault: the request, the plan or a device. If memory runs out or a
-child process is lost during a measurement, no error is raised: that is recorded as the result of
-the measurement.
+child process is lost during a measurement, no error is raised; it is part of the measurement's
+result.
 """
 
 from __future__ import annotations

@@ -154,11 +154,11 @@ class LossFinder:
         self._difference: GradientDifference | None = None  # between the last compared losses
 
     def find(self) -> TrainerLoss | None:
-        """Return what the loss is a mean over.
+        """Return what the loss is a mean over; None if these rows don't show it.
 
-        None if these rows don't show it, or if ranks communicate in the loss. A loss that
-        communicates raises RequestError if ranks have different numbers of passes, or if it has to
-        stay as under the program's own launcher.
+        The result is also None if ranks communicate in the loss. Such a loss raises RequestError if
+        ranks have different numbers of passes, or if it has to stay as under the program's own
+        launcher.
         """
         try:
             return self._find_by_losses_if_needed()
@@ -385,10 +385,10 @@ class _Finding(msgspec.Struct):
 def _find_on_first_rank(
     find: Callable[[], TrainerLoss | None], keeps_launcher: bool, in_shards: bool
 ) -> TrainerLoss | None:
-    """Call `find` on every rank; return the lowest rank's result.
+    """Call `find` on every rank; return the result of the lowest rank that finds a loss, if any.
 
-    None if no rank found a loss. A RequestError on any rank is raised on every rank. In a sharded
-    model (`in_shards`), running out of memory raises DeviceError on this rank.
+    A RequestError on any rank is raised on every rank. In a sharded model (`in_shards`), running
+    out of memory raises DeviceError on this rank.
     """
     # Another error means that memory ran out, or that the program has an error, which its first
     # step will raise again. It is only a warning. With `keeps_launcher`, an error of the program is

@@ -221,10 +221,9 @@ class PassRows(Dataset):  # type: ignore[misc]  # torch is not followed
 
 
 def find_lengths(trainer: Any) -> list[int] | None:
-    """Return the number of tokens in each training row.
+    """Return the number of tokens in each training row; None if rows have no token ids.
 
-    None if the rows have no token ids. These are the lengths by which the trainer itself would
-    group rows.
+    These are the lengths by which the trainer itself would group rows.
     """
     dataset, name = trainer.train_dataset, trainer.args.length_column_name
     if name in (getattr(dataset, "column_names", None) or ()):
@@ -289,10 +288,7 @@ def make_sampler(
 
 
 def _make_order(trainer: Any, sampler: Any, rows: int) -> RowOrder | None:
-    """Return the order of each epoch's rows in training without a plan.
-
-    None if that is the order of the data set.
-    """
+    """Return the row order of each epoch without a plan; None if it is the data set's order."""
     # Without a plan, one process would draw all rows.
     if type(sampler) is SequentialSampler:
         return None

@@ -239,10 +239,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return passes, items
 
     def _get_num_items_in_batch(self, batches: list[Any], device: torch.device) -> Any:
-        """Return this rank's num_items_in_batch for these batches together.
-
-        None if the trainer doesn't count items.
-        """
+        """Return this rank's num_items_in_batch for these batches; None if items aren't counted."""
         calls = self._gathering.calls  # transformers 4 gathers here even if one process counts
         # a copy to a GPU would make the host wait for the optimizer's step; `weigh_passes` moves it
         items = super()._get_num_items_in_batch(batches, torch.device("cpu"))
