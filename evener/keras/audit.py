@@ -178,7 +178,7 @@ class StepAudit:
         self._looks = True
 
     def _count_changes(self, begins_epoch: bool, is_loop: bool) -> None:
-        """Count a change if a watched variable has a new value."""
+        """Count a change if a watched variable has a new value since the last check."""
         # The variables are checked when an epoch begins (`begins_epoch`) and, in one process,
         # before each step of the user's own loop (`is_loop`).
         if not begins_epoch and not (is_loop and self._group is None):

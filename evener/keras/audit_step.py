@@ -133,8 +133,8 @@ class TracedStep:
     def run_shifted(self, data: Tensors, place: str, amounts: Sequence[Any]) -> StepResult:
         """Run the step with shifted comparisons at `place`, a line of user code.
 
-        `amounts` has an amount for each comparison in that line. The amounts are added to the left
-        sides of the comparisons.
+        The `amounts`, one for each comparison in that line, are added to the comparisons' left
+        sides.
         """
         assert self._shifts is not None
         self._shifts.assign(place, amounts)
@@ -367,10 +367,7 @@ def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
 
 
 def _with_masks(call: Any) -> StepCall | None:
-    """Return a `StepCall` with masks attached to the outputs.
-
-    None if `call` is None.
-    """
+    """Return a `StepCall` with masks attached to the outputs; None if `call` is None."""
     # `call` has outputs, their masks, losses and attributes.
     if call is None:
         return None

@@ -89,7 +89,7 @@ def read_lengths(lengths: Any, x: Tensors, rows: int, assigner: RowAssigner) -> 
 
 
 def _check_padding(tokens: Any, steps: int | None) -> None:
-    """Raise RequestError if a row has more tokens than steps."""
+    """Raise RequestError unless the second axis of the arrays holds the tokens of every row."""
     # The padded arrays have `steps` steps.
     if steps is None or tokens.max() > steps:
         held = "no second axis" if steps is None else f"a second axis of {steps}"
@@ -214,10 +214,7 @@ def _check_output(whole: Any, short: Any, steps: int, weights: list[Any]) -> Non
 
 
 def _count_steps(x: Tensors) -> int | None:
-    """Return the length of the first input's second axis.
-
-    None without a second axis.
-    """
+    """Return the length of the first input's second axis; None if it has no second axis."""
     shape = keras.tree.flatten(x)[0].shape
     return shape[1] if len(shape) > 1 else None
 
@@ -453,10 +450,7 @@ def _are_samples(x: Sequence[Any], inputs: Sequence[Any]) -> bool:
 
 
 def _lead_batches(shapes: Sequence[Any]) -> bool | None:
-    """True for shapes of batches, False for shapes of single samples.
-
-    None if it is unclear.
-    """
+    """True for shapes of batches, False for shapes of single samples; None if it is unclear."""
     leading = {shape[0] for shape in shapes}
     # in batches, the first axis of every shape has an unknown length
     if leading == {None}:
@@ -468,10 +462,7 @@ def _lead_batches(shapes: Sequence[Any]) -> bool | None:
 
 
 def batch_rows(dataset: Any) -> int | None:
-    """Return the number of rows in a dataset's full batches.
-
-    None if the number can't be determined.
-    """
+    """Return the number of rows in a dataset's full batches; None if it can't be determined."""
     shape = getattr(tf.nest.flatten(dataset.element_spec)[0], "shape", None)
     if shape is not None and shape.rank and shape[0] is not None:
         return int(shape[0])

@@ -114,7 +114,7 @@ class Shifts:
 def find_apart(whole: Margins, others: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
     """Return the distances of the parts' margins from the whole batch's margins.
 
-    `others` has the margins of all parts. Both `others` and the result are keyed by place, a line
+    `others` holds the margins of all parts. Both `others` and the result are keyed by place, a line
     of user code. A place where all margins agree is left out.
     """
     found = {}

@@ -144,8 +144,7 @@ class OneProcess:
         """Accept every model: a `test_step` that the user overrides runs on the whole batch."""
 
     def judges_parts(self, training: bool) -> bool:
-        """True in training with passes."""
-        # Passes compute a separate loss for each part of a batch.
+        """True in training with passes, each of which has a separate loss."""
         return training and self.cut.in_passes
 
     def around_training(self, run: Steps) -> Steps:
