@@ -108,7 +108,7 @@ def _check_links(devices: str) -> tuple[tuple[Check, ...], tuple[LinkMeasurement
 
 
 def _name_devices(devices: Sequence[Device]) -> str:
-    """Return the devices' labels as text, in short if there are many: "GPU:1 and 6 more"."""
+    """Return the devices' labels as text, shortened if there are many: "GPU:1 and 6 more"."""
     labels = [device.label for device in devices[:MOST_NAMED]]
     more = len(devices) - len(labels)
     return ", ".join(labels) + (f" and {more} more" if more else "")

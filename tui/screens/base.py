@@ -285,7 +285,7 @@ class KeysBar(Lines):
     def _extend(
         self, hints: list[tuple[Span, ...]], more: list[tuple[Span, ...]]
     ) -> list[tuple[Span, ...]]:
-        """Insert those of `more` that fit before the last `ALWAYS` hints, and return all hints."""
+        """Insert the hints of `more` that fit, before the last `ALWAYS` hints, and return all."""
         left = self.size.width - sum(map(span_cells, hints))
         added = []
         for hint in more:
