@@ -275,10 +275,7 @@ class Budget:
         return WARM_UP_STEPS * median(one.step_seconds for one in own)
 
     def _step_seconds(self, layout: Layout) -> float:
-        """Return the duration of a layout's step, in seconds.
-
-        Return 0 if none of the devices ran.
-        """
+        """Return the duration of a layout's step, in seconds; 0 if none of the devices ran."""
         own = self._seen.timed_in(layout)
         if own:
             return median(one.step_seconds for one in own)

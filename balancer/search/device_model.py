@@ -82,10 +82,7 @@ class DeviceModel:
 
     @cached_property
     def group_points(self) -> tuple[Point, ...]:
-        """The points of this device and of all devices like it.
-
-        Devices are alike if they can't be distinguished.
-        """
+        """The points of this device and of all devices that can't be distinguished from it."""
         return tuple(point for one in self._group for point in one.solo_points(self._among))
 
     @cached_property
@@ -150,10 +147,7 @@ class DeviceModel:
 
     @cached_property
     def certain_rows(self) -> int:
-        """The largest share that certainly fits in one pass.
-
-        It is 0 if the device never ran.
-        """
+        """The largest share that certainly fits in one pass; 0 if the device never ran."""
         return self.memory.largest_safe(self.requested_rows, self.quantum)
 
     # ------------------------------------------------------------------ by time, and by what ran

@@ -109,10 +109,7 @@ class Evaluation:
 
     @property
     def _check_seconds(self) -> float:
-        """The minimum duration of a check of the winner, in seconds.
-
-        The duration is 0 before the race.
-        """
+        """The minimum duration of a check of the winner, in seconds; 0 before the race."""
         winner = self.race.ranking[:1]
         return sum(self.budget.least_seconds(one.candidate.layout) for one in winner)
 

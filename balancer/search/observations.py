@@ -124,10 +124,7 @@ class Observations:
         return [seen for seen in self.in_stage(*stages or STAGES) if isinstance(seen, Timed)]
 
     def timed_in(self, layout: Layout, *stages: Stage) -> list[Timed]:
-        """Return the timed observations of one layout in some stages.
-
-        By default, they are from all stages.
-        """
+        """Return the timed observations of one layout in some stages, by default in all."""
         wanted = stages or STAGES
         own = self._by_layout.get(layout, {}).values()
         timed = (one for one in own if isinstance(one, Timed))

@@ -106,10 +106,7 @@ class StateDivision(msgspec.Struct, frozen=True):
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """A sharded layout, and the predicted seconds of a step.
-
-    The time for gathering isn't included.
-    """
+    """A sharded layout, and the predicted seconds of its step without gathering."""
 
     layout: Layout
     seconds: float
@@ -221,10 +218,7 @@ class Sharding:
 
     @property
     def _limits(self) -> list[int]:
-        """The bytes that the framework's allocator can use on each device.
-
-        Devices with unknown memory are left out.
-        """
+        """The bytes that the framework's allocator can use on each device whose memory is known."""
         beside = self._state.beside_bytes
         return [max(1, size - beside) for size in self._problem.memory_bytes if size is not None]
 
@@ -262,10 +256,7 @@ class Sharding:
 
     @property
     def _row_demands(self) -> list[RowDemand]:
-        """The `RowDemand` of each device that ran alone.
-
-        It follows from the device's first two measurements.
-        """
+        """The `RowDemand` of each device that ran alone, from its first two measurements."""
         # later ones would change the division, which must stay the same after a whole step
         first = Observations(self._problem)
         for position in range(self._problem.devices):
@@ -466,10 +457,7 @@ class Sharding:
 
 
 def _subtract_bytes(sizes: Sequence[int | None], taken: Sequence[float]) -> tuple[int | None, ...]:
-    """Return each size minus the taken bytes, but at least 1.
-
-    The result is None for an unknown size.
-    """
+    """Return each size minus the taken bytes, but at least 1; None for an unknown size."""
     pairs = zip(sizes, taken, strict=True)
     return tuple(size and max(1, size - round(state)) for size, state in pairs)
 

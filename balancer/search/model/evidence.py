@@ -226,10 +226,7 @@ def _why_left_out(store: Observations, position: int, explored: Sequence[Observa
 
 
 def _throttling_factor(store: Observations, position: int, own: _ObservationsByUse) -> float:
-    """Return the factor by which throttling now prolongs the device's steps.
-
-    Return 1 if throttling doesn't prolong them.
-    """
+    """Return the factor by which throttling now prolongs the device's steps; 1 if it doesn't."""
     throttled = _list_if_still_throttled(store, position)
     unthrottled = (*_steady_points(own.rounds, position), *_steady_points(own.splits, position))
     unthrottled_curve = fit_curve(unthrottled) if throttled else None

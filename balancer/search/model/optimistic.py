@@ -47,10 +47,7 @@ def optimistic_curve(points: Sequence[Point], curve: Curve) -> Curve:
 
 
 def _least_rise(points: Sequence[Point], curve: Curve) -> Curve:
-    """Return a level curve if noise may explain the points' different times.
-
-    Otherwise, return `curve`.
-    """
+    """Return `curve`, or a level curve if noise may explain the points' different times."""
     one, other = points
     error = math.hypot(one.error, other.error) * other.seconds
     if abs(other.seconds - one.seconds) > CLEAR * error:
