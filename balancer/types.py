@@ -212,10 +212,7 @@ class Power(msgspec.Struct, frozen=True):
 
     @property
     def watts(self) -> float:
-        """The power of all devices in watts.
-
-        Idle devices count, because they also cost energy.
-        """
+        """The power of all devices in watts, including idle ones, which also cost energy."""
         return self.active_watts + self.idle_watts
 
     def samples_per_joule(self, samples_per_second: float) -> float | None:
