@@ -346,7 +346,7 @@ class Sharded:
             self.arm(self._batch)
 
     def accumulated_whole(self) -> None:
-        """Prepare for the backward pass, if needed, before an unsharded parameter's gradient."""
+        """If needed, prepare for a backward pass before an unsharded parameter gets a gradient."""
         if self._task is None:
             self.arm(self._batch)
 

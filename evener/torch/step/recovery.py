@@ -298,10 +298,9 @@ class PassState:
         return same - self._statistics
 
     def is_changed(self) -> bool:
-        """True if a row's result may depend on the pass's other rows.
+        """True if the forward pass drew random numbers, changed a buffer or normalized over rows.
 
-        That is so if the forward pass drew random numbers, changed a buffer or normalized over
-        rows.
+        A row's result may then depend on the pass's other rows.
         """
         changed = any(each._version != version for each, version, _ in self._buffers)
         return self._mixes_rows or changed or self._numbers.has_changed()
