@@ -526,10 +526,7 @@ class ChildProber:
         progress.stop(stack, f" (stack in {self._error_file})" if saved else "")
 
     def _save_output(self, title: str, output: str) -> bool:
-        """Append a failed child's output to the run's error file.
-
-        Return False if that fails.
-        """
+        """Append a failed child's output to the run's error file; return False if that fails."""
         # also False if the run has no error file
         if self._error_file is None:
             return False

@@ -177,10 +177,7 @@ class InterferenceMonitor:
         ]
 
     def _find_watches(self, positions: Iterable[int]) -> dict[int, VitalsWatch]:
-        """Return the watches of the devices on this host, by position.
-
-        Start the watches that are missing.
-        """
+        """Return the watches of these devices on this host, by position; start missing ones."""
         own = self._list_own_positions(positions)
         found = {}
         for position in own:

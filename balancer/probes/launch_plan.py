@@ -236,7 +236,7 @@ class RankMap(msgspec.Struct, frozen=True):
     def unique_positions(self) -> tuple[int, ...]:
         """The positions without duplicates, in rank order.
 
-        Trainings side by side have the same position several times.
+        Trainings side by side share one position.
         """
         return tuple(dict.fromkeys(self.positions))
 

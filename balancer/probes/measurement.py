@@ -351,10 +351,7 @@ class Measurement:
         )
 
     def _make_block(self, ran: Sequence[Ran]) -> Block:
-        """Return the measured block of the whole group.
-
-        It lasts as long as the block of the slowest rank.
-        """
+        """Return the measured block of the whole group, which lasts as long as its slowest rank."""
         if self._probe.layout.processes > 1:
             return self._make_pack_block(ran)
         ran = self._scale_to_mean_tokens(ran)

@@ -166,10 +166,7 @@ class LinkMeasured(msgspec.Struct, frozen=True, tag=True):
 
 
 class TimedOnDevice(msgspec.Struct, frozen=True, tag=True):
-    """The reply to `TimeOnDevice`: the seconds that the step took on the device.
-
-    They are None if the device has no clock.
-    """
+    """The reply to `TimeOnDevice`: the step's seconds on the device; None if it has no clock."""
 
     seconds: Seconds | None
 

@@ -94,7 +94,7 @@ class BuildChannel:
     def _leave_copy(self, shared: SharedRecipe) -> str:
         """Fork this process, so that later children are forked from the copy.
 
-        Return "" on success; otherwise, the error.
+        Return the error if that fails, and "" if it succeeds.
         """
         gc.collect()
         try:

@@ -309,10 +309,7 @@ class Worker:
         return 0.0
 
     def _run_slowed_step(self, workload: Workload, build: protocol.Build) -> float:
-        """Run a step, and spin before it to imitate a slower device.
-
-        Return the seconds spent spinning.
-        """
+        """Run a step, and spin before it to imitate a slower device; return the seconds spun."""
         # spinning comes first, because the other ranks then wait for this one as for a slow device
         spun = _spin(self._busy_seconds * (1 / build.compute - 1))
         cpu, wall = time.process_time(), time.perf_counter()
