@@ -197,9 +197,9 @@ def _describe_rate(report: SearchReport, layout: Layout, interval: Interval) -> 
 
 
 def _has_equal_shares(layout: Layout) -> bool:
-    """True if the layout is plain data parallelism.
+    """True if all devices have equal shares, in one pass, without knobs.
 
-    All devices then have equal shares, in one pass, without knobs.
+    Such a layout is plain data parallelism.
     """
     if not layout.traits.together or layout.traits.sharded:
         return False
@@ -686,10 +686,7 @@ def find_short_budget(
 
 
 def _find_left_out_hosts(report: SearchReport, devices: Sequence[Device]) -> Iterator[LeftOut]:
-    """Yield the hosts that the chosen split leaves out.
-
-    Each entry says how much slower the split is with the left-out hosts.
-    """
+    """Yield the hosts that the chosen split leaves out, and how much slower it is with them."""
 
     def list_hosts(layout: Layout) -> list[str]:
         return list(dict.fromkeys(devices[i].host for i in layout.active))

@@ -240,10 +240,7 @@ def _write_layout(
 def _predict_memory(
     layout: Layout, position: int, ran: Sequence[Timed], state: ModelState | None
 ) -> tuple[int, int]:
-    """Return the bytes of state and the peak bytes of a device in a sharded training.
-
-    Either is 0 if unknown.
-    """
+    """Return a sharded training's bytes of state and peak bytes on a device; 0 if unknown."""
     # the peak is the highest one measured in `ran`, plus BLOCK_SLACK
     if not (layout.traits.sharded and state and position in layout.active):
         return 0, 0

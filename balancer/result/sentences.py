@@ -360,10 +360,7 @@ def _describe_limits(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_link(verdict: Verdict) -> Iterator[str]:
-    """Yield the measured speed of the link between the plan's devices.
-
-    Nothing is yielded if the link wasn't measured.
-    """
+    """Yield the measured speed of the link between the plan's devices, if it was measured."""
     named = any(limit.kind is LimitKind.EXCHANGE for limit in verdict.limits)
     # the sentence about an exchange that limits the training names the link
     if verdict.link is not None and not named:
@@ -445,10 +442,7 @@ def _name_better_known_layouts(verdict: Verdict) -> Iterator[str]:
 
 
 def _suggest_one_device(verdict: Verdict) -> Iterator[str]:
-    """Yield a remark if one device is as fast as several.
-
-    One device is simpler.
-    """
+    """Yield a remark if one device is as fast as several, and thus the simpler choice."""
     if verdict.chosen.kind == "one_device":
         split = find_best_split(verdict)
         if split is not None and split.tie:
@@ -523,10 +517,7 @@ def _write_cause(loss: SumLoss) -> str:
 
 
 def _describe_state(verdict: Verdict) -> Iterator[str]:
-    """Yield how much memory the model's state takes.
-
-    A text about the memory that adapters would take may follow.
-    """
+    """Yield how much memory the model's state takes, and sometimes what adapters would take."""
     if verdict.state is not None:
         sentences = write_state_memory(verdict.state)
         # memory is no problem if one device ran the whole model and the plan isn't sharded

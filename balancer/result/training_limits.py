@@ -135,10 +135,7 @@ class _Measured:
         self.closer = looks[-1] if looks else None
 
     def parts_of(self, position: int) -> list[tuple[Timed, PartSeconds]]:
-        """Return the measurements that know the parts of this device's step.
-
-        Each comes with these parts.
-        """
+        """Return the measurements that know the parts of this device's step, with these parts."""
         return [(turn, part) for turn in self.turns if (part := turn.parts[position]) is not None]
 
     def share(self, position: int, name: str) -> float | None:
@@ -224,10 +221,7 @@ class _Measured:
 
 
 def _find_input(measured: _Measured) -> Iterator[StepPart]:
-    """Yield how long a step waits for rows.
-
-    The measured time of a step without input is added if known.
-    """
+    """Yield how long a step waits for rows, and its time without that wait if measured."""
     seconds = measured.largest_s("input_seconds")
     step = _find_step_without_input(measured)
     if step is None:
