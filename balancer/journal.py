@@ -49,10 +49,7 @@ class UnwrittenError(RequestError):
 
 
 class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
-    """The first line of a journal.
-
-    It has the request, and the devices that were found for it.
-    """
+    """The first line of a journal: the request, and the devices that were found for it."""
 
     run: str
     created: str  # UTC, RFC 3339

@@ -48,10 +48,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def percent(share: float, digits: int = 0) -> str:
-    """Return a fraction as a percentage: 0.173 is "17 %".
-
-    `digits` is the number of decimals.
-    """
+    """Return a fraction as a percentage with `digits` decimals: 0.173 is "17 %"."""
     return f"{share * 100:.{digits}f} %"
 
 
