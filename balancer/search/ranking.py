@@ -66,8 +66,8 @@ class Difference(msgspec.Struct, frozen=True):
         """Return the expected gain from choosing the really faster of two layouts.
 
         The gain is E[max(0, d)], where d is how much faster the first layout really is, relative to
-        the second. With `more_turns`, it is the gain that could still be expected after so many
-        further turns with the same mean.
+        the second. `more_turns` is a number of further turns: the gain is then the one to expect
+        after them if the mean stays the same.
         """
         error = self.deviation / math.sqrt(self.turns + more_turns)
         z = self.value / error

@@ -115,7 +115,7 @@ def advise_fastai() -> str:
 def advise_lightning() -> str:
     """Return a message with two lines that make Lightning train on all devices.
 
-    It is for a Trainer that uses one device although several ranks are available.
+    It is for a Trainer that uses one device when the program has several ranks.
     """
     # the lines keep the global batch: each rank's batch size is divided by the number of ranks
     devices = int(os.environ["WORLD_SIZE"])

@@ -429,10 +429,7 @@ class Program:
             self._later_models.clear()
             self.go_even(self.training, views.WRAPPED_LATER)
         if loop is not self._loop:
-            left = self._loop
-            if left is not None and self._updated and left.shared_batches is loop.shared_batches:
-                self.end(left)  # a new epoch of a loop that counts its batches itself
-            self._other_loop, self._loop = None if self._updated else self._loop, loop
+            self._enter(loop)
         self._updated = False
         if self.training is None:
             self._rates = 0
@@ -441,6 +438,15 @@ class Program:
             self._guard = self._make_guard(loop)
         if self.training is not None:
             self._begin_step(loop, self.training)
+
+    def _enter(self, loop: Any) -> None:
+        """Follow another loop than before; if it is the next epoch of the same one, end that."""
+        left = self._loop
+        if left is not None and self._updated and left.shared_batches is loop.shared_batches:
+            self.end(left)  # a new epoch of a loop that counts its batches itself
+        # without an update in between, both loops belong to one step
+        self._other_loop = None if self._updated else self._loop
+        self._loop = loop
 
     def _needs_guard(self, loop: Any) -> bool:
         """True if a guard should check the loss of the loop's current batch."""

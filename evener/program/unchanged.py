@@ -323,8 +323,8 @@ class UnchangedTraining:
             return
         self._world = _count_processes()
         self._timer = _UpdateTimer(device, self._world == 1, self._harmless)
-        # with several ranks, the backward pass includes the exchange of gradients, which can only
-        # be told apart from own work in training by shares
+        # With several ranks, the backward pass includes the exchange of gradients. Only training by
+        # shares measures the two separately.
         self._timer.has_own_work = self._world == 1
         wrap_next_batch(self.fetch)
         _follow_forks()

@@ -237,13 +237,8 @@ class Rebalancing:
         batches = int(max(each[-1] for each in every))
         step_s = max(metric.step_s for metric in metrics)
         window_s = self._window_steps * step_s
-        self._window_steps = int(
-            min(max(FEWEST_STEPS, WINDOW_SECONDS / max(step_s, 1e-6)), MOST_STEPS)
-        )
         bottleneck = find_bottleneck(metrics)
-        if self._training.weights.are_averaged:
-            timer = self._training.timer
-            (timer.time_few if bottleneck == "host" else timer.time_all)()
+        self._adapt_timing(step_s, bottleneck)
         fewest = self._fewest = fewest_windows(bottleneck, window_s)
         for place, end in enumerate(ends):
             own_work_s = [each[2 * place] for each in every]
@@ -257,6 +252,17 @@ class Rebalancing:
             }
             if self._decide_shares(end, own_work_s, seen, batches):
                 break
+
+    def _adapt_timing(self, step_s: float, bottleneck: str) -> None:
+        """Choose the length of the next windows, and how many of their batches are timed."""
+        steps = WINDOW_SECONDS / max(step_s, 1e-6)
+        self._window_steps = int(min(max(FEWEST_STEPS, steps), MOST_STEPS))
+        if not self._training.weights.are_averaged:
+            return
+        if bottleneck == "host":
+            self._training.timer.time_few()
+        else:
+            self._training.timer.time_all()
 
     def _decide_shares(
         self, end: int, own_work_s: Sequence[float], seen: Mapping[str, Any], batches: int

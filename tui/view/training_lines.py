@@ -423,30 +423,37 @@ def _marked(text: str, tone: Tone, mark: str, width: int) -> Iterator[Line]:
 
 
 def _describe_speed(row: TrainingRow) -> str:
-    tokens = f" ({rate(row.tokens_per_second)} tokens/s)" if row.tokens_per_second else ""
-    plan = ""
-    if row.plan_samples_per_second:
-        of = f"{percent(row.of_plan)} of" if row.of_plan else "against"
-        plan = f", {of} the plan's {rate(row.plan_samples_per_second)}"
-    speed = f"{rate(row.samples_per_second)} samples/s"
-    if row.step_s and all(each.without_loader for each in row.ranks):
-        speed = f"{rate(1 / row.step_s)} steps/s"
-    sentences = [f"{speed}{tokens}{plan}."]
+    sentences = [_write_rate(row)]
     if row.missing_ranks:
         ranks = "1 rank isn't" if row.missing_ranks == 1 else f"{row.missing_ranks} ranks aren't"
         sentences.append(f"{ranks} seen here: on another host, or ended.")
     if row.step_s:
-        spread = (
-            f" (quartiles {percent(row.step_spread)} apart)" if row.step_spread >= 0.005 else ""
-        )
-        parts = {"of it for input": row.input_s, "between steps": row.between_s}
-        spent = "".join(
-            f", {step_time(seconds)} {where}" for where, seconds in parts.items() if seconds
-        )
-        sentences.append(f"A step takes {step_time(row.step_s)}{spread}{spent}.")
+        sentences.append(_write_step_time(row))
     if row.samples_per_joule:
         sentences.append(f"{row.samples_per_joule:.3g} samples per joule, at {row.watts:.0f} W.")
     return " ".join(sentences)
+
+
+def _write_rate(row: TrainingRow) -> str:
+    """Return a sentence with a training's speed, beside the plan's if there is one."""
+    speed = f"{rate(row.samples_per_second)} samples/s"
+    if row.step_s and all(each.without_loader for each in row.ranks):
+        speed = f"{rate(1 / row.step_s)} steps/s"
+    tokens = f" ({rate(row.tokens_per_second)} tokens/s)" if row.tokens_per_second else ""
+    if not row.plan_samples_per_second:
+        return f"{speed}{tokens}."
+    relation = f"{percent(row.of_plan)} of" if row.of_plan else "against"
+    return f"{speed}{tokens}, {relation} the plan's {rate(row.plan_samples_per_second)}."
+
+
+def _write_step_time(row: TrainingRow) -> str:
+    """Return a sentence with the time of a step, its spread and its parts beside compute."""
+    spread = f" (quartiles {percent(row.step_spread)} apart)" if row.step_spread >= 0.005 else ""
+    parts = {"of it for input": row.input_s, "between steps": row.between_s}
+    spent = "".join(
+        f", {step_time(seconds)} {where}" for where, seconds in parts.items() if seconds
+    )
+    return f"A step takes {step_time(row.step_s)}{spread}{spent}."
 
 
 def _change_text(change: ShareChange, at_seconds: float) -> str:

@@ -115,16 +115,24 @@ def copy_dataset(dataset: Any, copies: dict[int, Any] | None = None) -> Any:
         return dataset
     copies[id(dataset)] = copied
     for name, value in list(getattr(copied, "__dict__", {}).items()):
-        if name == "dataset" or isinstance(value, Dataset):
-            # a file that is opened for the first row must not be inherited by worker processes
-            setattr(copied, name, copy_dataset(value, copies))
-        elif name == "datasets" and isinstance(value, list | tuple):
-            setattr(copied, name, [copy_dataset(each, copies) for each in value])
-        elif isinstance(value, torch.Generator):
-            setattr(copied, name, value.clone_state())
-        elif isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random"):
-            setattr(copied, name, copy.deepcopy(value))
+        own = _copy_member(name, value, copies)
+        if own is not value:
+            setattr(copied, name, own)
     return copied
+
+
+def _copy_member(name: str, value: Any, copies: dict[int, Any]) -> Any:
+    """Return a copy of a data set's attribute, or `value` itself if the copy may share it."""
+    if name == "dataset" or isinstance(value, Dataset):
+        # a file that is opened for the first row must not be inherited by worker processes
+        return copy_dataset(value, copies)
+    if name == "datasets" and isinstance(value, list | tuple):
+        return [copy_dataset(each, copies) for each in value]
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    if isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random"):
+        return copy.deepcopy(value)
+    return value
 
 
 def choose_few_rows(

@@ -410,11 +410,7 @@ class BatchWeights(BatchTracker):
         if self._auditing:
             return None
         if not torch.is_grad_enabled():
-            # a loader for validation has already noted its batch
-            if self.current is None or self.current.origin.training:
-                self.timer.note_validation()
-            if self.current is not None:
-                self.current.used = True
+            self._note_prediction()
             return None
         if self.in_parts is None and model.training:
             self.computes_at_once = True
@@ -431,6 +427,14 @@ class BatchWeights(BatchTracker):
             # a model that only predicts has no backward pass, so the error may never be raised; its
             # traceback is removed because it would keep the model alive
             return error.with_traceback(None)
+
+    def _note_prediction(self) -> None:
+        """Record a forward pass without gradients, such as one of validation."""
+        # a loader for validation has already noted its batch
+        if self.current is None or self.current.origin.training:
+            self.timer.note_validation()
+        if self.current is not None:
+            self.current.used = True
 
     def _identify(self, data: Any, training: bool, match: Match) -> TakenBatch:
         batch = self.find(data, training, match)
