@@ -1,14 +1,15 @@
 """Measure how often `evener runs compare` is wrong.
 
-  python -m benchmarks.gate [--trainings 24] [--slower 8] [--seconds 30] [--cores 2,3,4]
+  python -m benchmarks.gate [--trainings 100] [--slower 20] [--seconds 30] [--cores 2,3,4]
                             [--keep FOLDER]
 
-Compares 40 pairs of equal training runs, and 20 pairs of an equal run and a slower one. Each run is
-a PyTorch process on its own core; as many run at once as there are cores. On cores that share
-hardware with others, equal steps take different times for seconds; the figures of each run show it.
-Prints the false alarms and the slowdowns found, for the whole runs and for their first parts; exits
-with 1 if there are more than 2 false alarms in 40 pairs, or if fewer than 18 of the 20 slower runs
-are found.
+Compares 40 pairs of equal training runs, and 20 pairs of an equal run and a slower one. With fewer
+trainings than 100 and 20, some are in several pairs. Each run is a PyTorch process on its own core,
+and as many run at once as there are cores but one. They start in random order, so the two runs of
+a pair train at different times, as in CI. On cores that share hardware with others, equal steps
+take different times for seconds; the figures of each run show it. Prints the false alarms and the
+slowdowns found, for the whole runs and for their first parts; exits with 1 if there are more than 2
+false alarms in 40 pairs, or if fewer than 18 of the 20 slower runs are found.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -29,6 +31,7 @@ from statistics import median
 from evener.balancer.store.compared import compare_trainings
 from evener.balancer.store.runs import load_training
 from evener.live.journal import TRAINING_JOURNAL, RecordedTraining, StepsEntry
+from evener.system.cores import allowed_cpus, core_groups
 from evener.system.files import runs_folder
 
 MOST, SLOWER = 0.05, 0.1
@@ -63,7 +66,7 @@ def train(seconds: float, slowdown: float) -> None:
 
 
 def run_all(slowdowns: Sequence[float], seconds: float, cores: Sequence[int]) -> list[str]:
-    """Train once for each slowdown and return the names of the runs, in the same order."""
+    """Train once for each slowdown, in random order, and return the runs in the given order."""
     free: Queue[int] = Queue()
     for core in cores:
         free.put(core)
@@ -81,8 +84,10 @@ def run_all(slowdowns: Sequence[float], seconds: float, cores: Sequence[int]) ->
             free.put(core)
         return name
 
+    places = list(range(len(slowdowns)))
+    random.Random(0).shuffle(places)
     with ThreadPoolExecutor(len(cores)) as pool:
-        return list(pool.map(run_one, range(len(slowdowns))))
+        return sorted(pool.map(run_one, places))
 
 
 def choose_pairs(equal: Sequence[str], slower: Sequence[str]) -> list[tuple[str, str]]:
@@ -93,10 +98,20 @@ def choose_pairs(equal: Sequence[str], slower: Sequence[str]) -> list[tuple[str,
     count = len(equal)
     pairs = []
     for place in range(EQUAL_PAIRS):
-        first, apart = place % count, 1 + place // count
+        first, apart = 2 * place % count, 1 + 2 * (2 * place // count)
         pairs.append((equal[first], equal[(first + apart) % count]))
-    beside = [(equal[place % count], slower[place % len(slower)]) for place in range(SLOWER_PAIRS)]
+    unused = 2 * EQUAL_PAIRS
+    beside = [
+        (equal[(unused + place) % count], slower[place % len(slower)])
+        for place in range(SLOWER_PAIRS)
+    ]
     return pairs + beside
+
+
+def find_cores() -> list[int]:
+    """Return a CPU of each physical core but one, which the rest of the machine may use."""
+    cores = [group[0] for group in core_groups(allowed_cpus())]
+    return cores[:-1] or cores
 
 
 def describe_windows(run: str, slowdown: float) -> str:
@@ -146,9 +161,9 @@ def judge(pairs: Sequence[tuple[str, str]], seconds: float) -> bool:
 def main() -> int:
     """Train, compare and print; return 1 if too much is wrong."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--trainings", type=int, default=24)
-    parser.add_argument("--slower", type=int, default=8)
-    parser.add_argument("--cores", default="", help="numbers, as 2,3,4; all but two unless given")
+    parser.add_argument("--trainings", type=int, default=100)
+    parser.add_argument("--slower", type=int, default=20)
+    parser.add_argument("--cores", default="", help="CPUs, as 2,3,4; else one of each core but one")
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--keep", default="", help="a folder for the journals of all runs")
     parser.add_argument("--train", type=float, nargs=2)
@@ -159,21 +174,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as state:
         os.environ["XDG_STATE_HOME"] = state
         os.environ["EVENER_LIVE_DIR"] = f"{state}/live"
-        own = sorted(os.sched_getaffinity(0))
-        cores = [int(each) for each in given.cores.split(",") if each] or own[: len(own) - 2]
-        # slower runs are spread out, as the machine's speed may change meanwhile
-        slowdowns = [0.0] * given.trainings
-        every = max(1, given.trainings // given.slower)
-        for place in range(given.slower):
-            slowdowns.insert(place * (every + 1), SLOWER)
-        runs = run_all(slowdowns, given.seconds, cores or own)
+        cores = [int(core) for core in given.cores.split(",") if core] or find_cores()
+        slowdowns = [0.0] * given.trainings + [SLOWER] * given.slower
+        runs = run_all(slowdowns, given.seconds, cores)
         if given.keep:
             for name in runs:
                 shutil.copy(runs_folder() / name / TRAINING_JOURNAL, f"{given.keep}/{name}.jsonl")
-        slow = [run for run, each in zip(runs, slowdowns, strict=True) if each]
         for run, slowdown in zip(runs, slowdowns, strict=True):
             print(describe_windows(run, slowdown))
-        pairs = choose_pairs([run for run in runs if run not in slow], slow)
+        pairs = choose_pairs(runs[: given.trainings], runs[given.trainings :])
         parts = [seconds for seconds in SHORTER if seconds < given.seconds]
         *_, enough = [judge(pairs, seconds) for seconds in (*parts, given.seconds)]
     return int(not enough)

@@ -262,6 +262,11 @@ class TrainingJournal:
         long_s = (begun_s - WINDOW_PART * self._first_s) / (1 - WINDOW_PART)
         return max(begun_s + WINDOW_SECONDS, long_s)
 
+    @property
+    def due_at(self) -> float:
+        """The monotonic time from which the next step has to be counted by `count`."""
+        return min(self.window_ends_at, self._core.due_at)
+
     def note_change(self, change: ShareChange) -> None:
         """Record a change of shares, unless it is already recorded."""
         if change not in self._changes:

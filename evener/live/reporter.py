@@ -270,7 +270,7 @@ class Reporter:
             if self._ticks is not None and self._last_call is not None:
                 self._publish(*self._last_call, self._recent_rates(now))
         if self._step >= FIRST_STEPS:
-            due_at = math.inf if self._journal is None else self._journal.window_ends_at
+            due_at = math.inf if self._journal is None else self._journal.due_at
             self._next_check = min(self._next_write, due_at)
 
     def close(self) -> None:

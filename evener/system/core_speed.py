@@ -32,12 +32,12 @@ class CoreSpeed:
 
     def __init__(self) -> None:
         self._samples: list[float] = []
-        self._next_at = 0.0
+        self.due_at = 0.0  # when the next sample is due, in monotonic seconds
 
     def sample(self, now: float) -> None:
         """Time the loop once, unless that was done shortly before `now` (monotonic seconds)."""
-        if now >= self._next_at:
-            self._next_at = now + SAMPLE_SECONDS
+        if now >= self.due_at:
+            self.due_at = now + SAMPLE_SECONDS
             self._samples.append(time_loop())
 
     def take(self) -> float:

@@ -44,6 +44,7 @@ from evener.live.files import (
 from evener.live.journal import TrainingJournal
 from evener.live.reporter import DeviceTimes, Reporter, live_folders, read_trainings, report
 from evener.plan.file import Share
+from evener.system import core_speed
 from evener.system.taken_cores import Starvation
 from tests.support.waiting import wait_for
 
@@ -153,7 +154,7 @@ def test_a_step_that_is_not_timed_is_left_out_of_the_figure(
 
 @given(st.lists(st.floats(0.001, 3), min_size=1, max_size=60), st.integers(0, 60))
 def test_counted_steps_are_as_reported_ones(steps: list[float], reported: int) -> None:
-    """Counted steps give the same journal windows as reported ones.
+    """Counted steps give the same journal windows as reported ones, and sample the core as often.
 
     They come after the first report or later ones.
     """
@@ -165,11 +166,13 @@ def test_counted_steps_are_as_reported_ones(steps: list[float], reported: int) -
         def close(self) -> None:
             pass
 
-    def train_by(count: int) -> tuple[Any, Any]:
+    def train_by(count: int) -> tuple[Any, Any, Any]:
         turned = Clock()
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(live, "time", turned)
             patched.setattr(Reporter, "_write", lambda _, record: written.append(record))
+            loops = iter(range(1, 1 << 30))
+            patched.setattr(core_speed, "time_loop", lambda: float(next(loops)))
             journal = Windows(("CPU:0",), (32,))
             made = Reporter(journal=journal)
             written: list[LiveRecord] = []
@@ -180,7 +183,8 @@ def test_counted_steps_are_as_reported_ones(steps: list[float], reported: int) -
             windows = [msgspec.structs.replace(each, at=0.0, core_s=0.0) for each in journal._noted]
             made.close()
             assert not made.count(32), "after its end"
-        return [(each.step, each.samples_per_second, each.padding) for each in written], windows
+        records = [(each.step, each.samples_per_second, each.padding) for each in written]
+        return records, windows, next(loops)
 
     assert train_by(1) == train_by(max(1, reported)) == train_by(len(steps))
 
