@@ -218,7 +218,7 @@ class FakeEvent:
         assert enable_timing
         self.at = math.nan
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
         self.at = self.computed.popleft()
 
     def query(self) -> bool:
@@ -226,6 +226,11 @@ class FakeEvent:
 
     def elapsed_time(self, other: FakeEvent) -> float:
         return other.at - self.at
+
+
+def make_fake_clock(make_event: Callable[..., FakeEvent] = FakeEvent) -> GpuClock:
+    """Return the clock of a GPU whose events are fakes."""
+    return GpuClock(torch.device("cuda", 0), make_event, str)
 
 
 def take_step(timer: StepTimer) -> None:
@@ -237,11 +242,21 @@ def take_step(timer: StepTimer) -> None:
 
 def test_on_a_gpu_events_are_read_once_they_are_past() -> None:
     FakeEvent.computed = deque([10, 30, 38, 40, 45, 90, 98, 101])
-    timer = StepTimer(GpuClock(FakeEvent), single_rank=False)
+    timer = StepTimer(make_fake_clock(), single_rank=False)
     take_step(timer)
     take_step(timer)
     (step,) = timer.last()
     assert step[1:3] == pytest.approx((0.020, 0.008))
+
+
+def test_events_are_recorded_on_the_stream_of_the_gpu_that_trains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The program may compute on another GPU than the current one."""
+    streams: list[object] = []
+    monkeypatch.setattr(FakeEvent, "record", lambda _, stream: streams.append(stream))
+    GpuClock(torch.device("cuda", 1), FakeEvent, str).mark()
+    assert streams == ["cuda:1"]
 
 
 @pytest.mark.parametrize("note", [StepTimer.note_sent, StepTimer.note_enqueued])
@@ -251,7 +266,7 @@ def test_a_gpu_is_behind_its_host_that_has_not_come_to_the_last_gradient(
 ) -> None:
     """When the sum starts, the GPU has passed events up to 100; when times are read, all."""
     FakeEvent.computed = deque([10, ready, 140, 141])
-    timer = StepTimer(GpuClock(FakeEvent), single_rank=False)
+    timer = StepTimer(make_fake_clock(), single_rank=False)
     timer.begin(SIZES)
     timer.note_gradients()
     note(timer)
@@ -271,7 +286,7 @@ def test_a_gpu_that_ends_a_sharded_pass_soon_after_its_host_is_not_behind(
 ) -> None:
     """It computes the pass's last kernels when the host looks for the first time."""
     FakeEvent.computed = deque([10, 30, 40, 41])
-    timer = StepTimer(GpuClock(FakeEvent), single_rank=False)
+    timer = StepTimer(make_fake_clock(), single_rank=False)
     timer.begin(SIZES)
     timer.note_gradients()
     answers = iter([False, False, True])
@@ -290,7 +305,7 @@ def test_few_waits_are_recorded_where_the_host_limits_a_sharded_model(
     monkeypatch: pytest.MonkeyPatch, behind: float, is_timed_less: bool
 ) -> None:
     FakeEvent.computed = deque(range(10_000))
-    timer = StepTimer(GpuClock(FakeEvent), single_rank=False)
+    timer = StepTimer(make_fake_clock(), single_rank=False)
     timer.time_all()
     rebalancing = Rebalancing.__new__(Rebalancing)
     weights = SimpleNamespace(are_averaged=True)
@@ -377,7 +392,7 @@ def test_events_are_recorded_again_once_they_were_read(
 
     FakeEvent.computed = deque(float(at) for at in range(200))
     monkeypatch.setattr(FakeEvent, "past", 200)
-    timer = StepTimer(GpuClock(make), single_rank)
+    timer = StepTimer(make_fake_clock(make), single_rank)
     for step in range(20):
         timer.begin(SIZES)
         if not single_rank:
@@ -410,12 +425,12 @@ def test_on_a_gpu_few_of_many_short_steps_are_timed_and_stand_for_the_others(
 
     recorded = count()
 
-    def record(event: FakeEvent) -> None:
+    def record(event: FakeEvent, stream: object) -> None:
         event.at = float(next(recorded))
 
     monkeypatch.setattr(FakeEvent, "past", math.inf)
     monkeypatch.setattr(FakeEvent, "record", record)
-    timer = StepTimer(GpuClock(make), single_rank=True)
+    timer = StepTimer(make_fake_clock(make), single_rank=True)
     batches, accumulated, files_s = 600, 3, 0.0
     for batch in range(batches):
         timer.begin(SIZES)
@@ -434,7 +449,7 @@ def test_on_a_gpu_few_of_many_short_steps_are_timed_and_stand_for_the_others(
     assert whole.own_work_s == pytest.approx(1e-3 * batches, rel=0.2), "the event of each batch"
     assert whole.update_s == pytest.approx(1e-3 * batches / accumulated, rel=0.3)
     assert whole.files_s == pytest.approx(files_s, rel=0.3)
-    every = StepTimer(GpuClock(make), single_rank=True)
+    every = StepTimer(make_fake_clock(make), single_rank=True)
     every.time_all()
     first = next(recorded)
     for _ in range(100):

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from evener.program import unchanged
 from evener.program.unchanged import UnchangedTraining
+from evener.torch.ranks.own_work import HostClock
 
 Steps = list[int]  # rows of each reported step
 
@@ -277,3 +278,23 @@ def test_a_fault_of_evener_ends_the_timing_and_not_the_program(
     assert taken == 10
     assert reported == []
     assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_steps_are_timed_on_the_device_of_the_parameters(
+    reported: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program may train on another GPU than the current one."""
+    devices: list[torch.device] = []
+
+    def make_clock(device: torch.device) -> HostClock:
+        devices.append(device)
+        return HostClock()
+
+    monkeypatch.setattr(unchanged, "make_clock", make_clock)
+    followed = Followed()
+    elsewhere = torch.ones(1, requires_grad=True, device="meta")
+    followed.optimizer = torch.optim.SGD([elsewhere], 0.1)
+    for _ in followed.loop(make_loader(12)):
+        followed.train()
+    assert devices == [elsewhere.device]
+    assert reported

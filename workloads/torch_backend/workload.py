@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from evener.errors import RequestError
 from evener.shares.curves import Cost, RankCost, Work
 from evener.shares.whole_rows import count_passes, gradient_weight, split_passes
-from evener.torch.ranks.own_work import GpuClock, HostClock
+from evener.torch.ranks.own_work import GpuClock, make_clock
 from evener.torch.ranks.ranks import fetching_threads
 from evener.torch.rows.loader import StepListener
 from evener.torch.rows.sampler import UnevenBatchSampler
@@ -159,7 +159,7 @@ class TorchWorkload(Workload, StepListener):
         self._held = self._noted = 0
         self._work = Work(0.0, 0.0, 0.0, 0.0)
         self._waits: Waits | None = None
-        self._phases = PhaseClock(GpuClock() if _on_gpu(self.device) else HostClock())
+        self._phases = PhaseClock(make_clock(self.device))
         self._assignments: Counter[RowAssigner] = Counter()  # number of uses of each assigner
         self._model: Any = (
             self.recipe.module if place is None else place(self.recipe.module, self.devices)
@@ -402,7 +402,7 @@ class TorchWorkload(Workload, StepListener):
         self.step()
         enqueued = time.perf_counter() - started
         self.synchronize()
-        clock = GpuClock()
+        clock = GpuClock(self.device)
         enqueue_pause(2 * enqueued)
         start = clock.mark()
         self.step()
@@ -518,7 +518,7 @@ class TorchWorkload(Workload, StepListener):
             if self.setup.rank in members:
                 self._model = wrap_module(self.recipe.module, self.device, {"process_group": group})
                 if _on_gpu(self.device):
-                    self._waits = Waits(self._model.exchange, GpuClock())
+                    self._waits = Waits(self._model.exchange, GpuClock(self.device))
 
 
 class GpuMemory(MemoryMeter):

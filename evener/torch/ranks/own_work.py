@@ -116,17 +116,25 @@ class HostClock:
 class GpuClock:
     """The clock of a GPU, which computes asynchronously; its marks are CUDA events.
 
-    `make_event` creates an event.
+    `device` is the GPU; None is the one that is current when a mark is recorded. `make_event`
+    creates an event, and `find_stream` returns a device's current stream.
     """
 
-    def __init__(self, make_event: Callable[..., Any] = torch.cuda.Event) -> None:
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        make_event: Callable[..., Any] = torch.cuda.Event,
+        find_stream: Callable[[torch.device | None], Any] = torch.cuda.current_stream,
+    ) -> None:
+        self._device = device
         self._make_event = make_event
+        self._find_stream = find_stream
         self._free: list[Any] = []
 
     def mark(self) -> Any:
-        """Record an event on the current stream, after the enqueued work, and return the event."""
+        """Record an event on the GPU's current stream, after the enqueued work, and return it."""
         event = self._free.pop() if self._free else self._make_event(enable_timing=True)
-        event.record()
+        event.record(self._find_stream(self._device))
         return event
 
     def computed(self) -> float:
@@ -980,7 +988,7 @@ def make_timer(device: torch.device, single_rank: bool) -> StepTimer:
 
 def make_clock(device: torch.device) -> HostClock | GpuClock:
     """Return the clock of a device."""
-    return GpuClock() if device.type == "cuda" else HostClock()
+    return GpuClock(device) if device.type == "cuda" else HostClock()
 
 
 MEMORY_SECONDS = 5.0  # seconds between two readings of memory
