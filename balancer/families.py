@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from evener.errors import RequestError
-from evener.plan.layout import BEST_SINGLE, BEST_SPLIT, EVEN_SPLIT, KINDS, Traits
+from evener.plan.layout import BEST_SINGLE, BEST_SPLIT, EQUAL_SHARES, KINDS, Traits
 from evener.shares.whole_rows import even
 
 from .number_format import join_shares
@@ -247,15 +247,15 @@ class EvenFamily(Family):
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
         """Return the name of an even split.
 
-        If the split leaves devices out, its name tells how many it uses, as in `even over 4`.
+        If devices are left out, the name tells how many are used, as in `equal shares over 4`.
         """
         count = len(layout.active)
-        name = EVEN_SPLIT if count == devices else f"even over {count}"
-        return f"another {name}" if another else name
+        name = EQUAL_SHARES if count == devices else f"equal shares over {count}"
+        return f"other {name}" if another else name
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the layout as text, such as `128 + 128 on GPU:0 + GPU:1, split evenly`."""
-        return f"{write_rows(layout)} on {write_devices(layout, labels)}, split evenly"
+        """Return the layout as text, such as `128 + 128 on GPU:0 + GPU:1, in equal shares`."""
+        return f"{write_rows(layout)} on {write_devices(layout, labels)}, in equal shares"
 
 
 class SplitFamily(Family):

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from evener.devices.types import Device
-from evener.plan.file import Evidence, EvidenceKind, Plan, PlanLayout, Throughput
+from evener.plan.file import EQUAL_SHARES, Evidence, EvidenceKind, Plan, PlanLayout, Throughput
 
 from .events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
 from .families import is_even
@@ -246,7 +246,7 @@ def _rivals_so_far(state: SessionState) -> tuple[RatedLayout, ...]:
     even = _fastest(list(filter(_is_even_on_all, timed(state))))
     if even is not None and _is_other(even, best):
         shares = even.probe.layout.shares
-        found.append(_rival("equal_shares", "even split", even.throughput, shares, labels))
+        found.append(_rival("equal_shares", EQUAL_SHARES, even.throughput, shares, labels))
     single = _fastest(solos)
     if single is not None and _is_other(single, best):
         layout = single.probe.layout
@@ -373,9 +373,9 @@ def _name_even(plan: Plan, even: Evidence) -> str:
     """Return the name of the even split to compare the plan with."""
     own, batch = plan.layout.batches, even.layout.global_batch
     if not all(own) or max(own) - min(own) > 1 or batch == sum(own):
-        return "even split"
+        return EQUAL_SHARES
     # the plan is an even split too
-    return f"even split, {'larger' if batch > sum(own) else 'smaller'} batch"
+    return f"{EQUAL_SHARES}, {'larger' if batch > sum(own) else 'smaller'} batch"
 
 
 def _find_earlier(plan: Plan, single: Evidence) -> float:

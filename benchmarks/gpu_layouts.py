@@ -31,7 +31,7 @@ def layouts(bench: GpuBench) -> None:
 
 
 def scaling(bench: GpuBench) -> None:
-    """7. Train on one, two and four GPUs with even shares."""
+    """7. Train on one, two and four GPUs with equal shares."""
     devices = "gpu:" + ",".join(map(str, bench.gpus))
     common = (
         "--framework",

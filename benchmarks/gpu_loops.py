@@ -5,7 +5,7 @@
 
 For each model, `evener balance` finds a plan at its global batch, and `evener launch` trains this
 file by the plan: with `split.step` and, like the loop of a plain DDP program, with `split.wrap`
-alone. With `--sweep`, DistributedDataParallel then trains by the plan's shares, by even shares and
+alone. With `--sweep`, DistributedDataParallel then trains by the plan's shares, by equal shares and
 by the shares around the plan's, in turns; evener takes no part in that. A percentage of a GPU needs
 a running MPS daemon, and also holds during training (benchmarks/slowed).
 """
@@ -245,7 +245,7 @@ def synchronize() -> None:
 
 
 def sweep(name: str, plan: Plan, options: argparse.Namespace) -> None:
-    """Time the plan's shares, even shares and the plan's neighbours in DDP without evener."""
+    """Time the plan's shares, equal shares and the plan's neighbours in DDP without evener."""
     shares = tuple(share.batch for share in plan.layout.active)
     total, world = sum(shares), len(shares)
     even = tuple(total * (i + 1) // world - total * i // world for i in range(world))

@@ -4,8 +4,8 @@
 
 The unchanged programs of benchmarks/run_jobs train on two devices: equal ones (overhead), and with
 the second one at 60 % (gain without a plan). Each is also trained with the shares that follow from
-both devices' compute times (own work) at even shares, as a plan of `evener balance` has them. Times
-are those of optimizer steps; the own launcher and evener run take turns (`--turns`), and
+both devices' compute times (own work) at equal shares, as in a plan of `evener balance`. Times are
+those of optimizer steps; the own launcher and evener run take turns (`--turns`), and
 neighbouring turns are compared. Cases run in the order of their value; cases that don't start
 within `--seconds` are skipped. With `--ahead`, the next program imports its libraries while one
 trains, and then waits. With `--kind cpu`, each rank has half of this process's cores under either
@@ -212,7 +212,7 @@ class Bench:
             )
 
     def _plan(self, said: str) -> str:
-        """Make a plan from evener's compute times at even shares; return "" if there are none."""
+        """Make a plan from evener's compute times at equal shares; return "" if there are none."""
         found = re.findall(r"\(((?:GPU|cpu)-[^)\s]+)\)\s+(\d+)\s+([\d.]+) ms", said)
         if len(found) != 2:
             return ""

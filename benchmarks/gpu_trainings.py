@@ -74,7 +74,7 @@ def training(bench: GpuBench) -> None:
 def trainers(bench: GpuBench) -> None:
     """Train transformers' Trainer with the second GPU at 60 %.
 
-    Compares a plan, even shares, and each GPU alone.
+    Compares a plan, equal shares, and each GPU alone.
     """
     with bench.mps() as variables:
         train(
@@ -104,7 +104,7 @@ def adapters(bench: GpuBench) -> None:
 def texts(bench: GpuBench) -> None:
     """Train on texts of unequal length with the second GPU at 60 %.
 
-    Compares a plan with transformers' own samplers at even shares.
+    Compares a plan with transformers' own samplers at equal shares.
     """
     with bench.mps() as variables:
         variants = "plan,balanced,grouped,even"
@@ -152,7 +152,7 @@ def memory_grid(bench: GpuBench) -> None:
 
 
 def sharded(bench: GpuBench) -> None:
-    """Train with FSDP2 at uneven shares a model larger than the second GPU's memory limit."""
+    """Train with FSDP2 at unequal shares a model larger than the second GPU's memory limit."""
     devices = (
         "--devices",
         bench.limited("", "8GiB"),
@@ -165,7 +165,7 @@ def sharded(bench: GpuBench) -> None:
 
 
 def cost(bench: GpuBench) -> None:
-    """Measure the cost of a plan at even shares: steps of two pairs of processes in turns."""
+    """Measure the cost of a plan at equal shares: steps of two pairs of processes in turns."""
     devices = ("--devices", bench.pair, "--rows", "32", "--size", _size(bench, "large"))
     pairs = ("--pairs", "100", "--trainers", "huggingface", *_half(bench))
     bench.script("cost", "benchmarks.trainers", "cost", *devices, *pairs, seconds=3 * START_SECONDS)

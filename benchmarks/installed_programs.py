@@ -6,7 +6,7 @@ evener trains each program with shares 3:1, and again with changing shares. Each
 environment (which includes evener) in FOLDER/ENVIRONMENT, its script in FOLDER/src/..., and the
 output of `python -m benchmarks.installed.inputs`. Prints the outcome of each program: how far its
 weights are from those by its own launcher, relative to how far training moved them, or why its
-shares stayed even. Results are kept in FOLDER/results; `--table` prints them as the table in
+shares stayed equal. Results are kept in FOLDER/results; `--table` prints them as the table in
 docs/run.md. Trains on two CPU slices, without a network.
 """
 
@@ -49,7 +49,7 @@ class Result(msgspec.Struct, frozen=True):
     date: str
     outcome: str  # "by shares", "even", "can't run", or an error in capitals
     difference: float | None = None
-    reason: str = ""  # why shares stayed even, or why the program can't run here
+    reason: str = ""  # why shares stayed equal, or why the program can't run here
 
 
 def main() -> None:
@@ -262,7 +262,7 @@ class Start:
         return list(dict.fromkeys(found))[:8]
 
     def why_even(self) -> str:
-        """Return why evener kept or restored even shares; empty if it didn't."""
+        """Return why evener kept or restored equal shares; empty if it didn't."""
         return find_reason("\n".join(self._lines()))
 
     def logged_early(self) -> bool:
@@ -297,9 +297,9 @@ class Start:
 
 
 def find_reason(log: str) -> str:
-    """Return why evener kept or restored even shares, from a run's log; empty if it didn't."""
+    """Return why evener kept or restored equal shares, from a run's log; empty if it didn't."""
     for line in log.splitlines():
-        for words in ("shares stay even: ", "shares go back to even for good: "):
+        for words in ("shares stay equal: ", "shares go back to equal for good: "):
             if words in line:
                 return line.partition(words)[2]
     return ""

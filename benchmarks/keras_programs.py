@@ -1,4 +1,4 @@
-"""Check that typical Keras programs learn the same with uneven shares.
+"""Check that typical Keras programs learn the same with unequal shares.
 
   python -m benchmarks.keras_programs [--only WORDS] [--page]
 

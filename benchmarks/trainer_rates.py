@@ -5,7 +5,7 @@
 The variants are `plan`; `even`, plain training with equal rows on each device; `grouped` and
 `balanced`, the same with transformers' group_by_length and batch_rebalance; `alone`, plain training
 on each device with its rows of the plan, all at the same time; `once`, the plan's largest shares
-that need only one pass; `whole`, even shares without the plan's limits.
+that need only one pass; `whole`, equal shares without the plan's limits.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def promised(plan: Plan) -> float:
 def compare(trainer: str, number: int, rates: dict[tuple[str, str], Rate], plan: Plan) -> str:
     """Describe the plan's speed relative to the other variants.
 
-    If `even` and `alone` were measured, this includes the fraction of the gain over even shares
+    If `even` and `alone` were measured, this includes the fraction of the gain over equal shares
     that both devices alone would allow.
     """
     own = {
@@ -195,5 +195,5 @@ def compare(trainer: str, number: int, rates: dict[tuple[str, str], Rate], plan:
     ]
     if {"even", "alone"} <= own.keys() and own["alone"] > own["even"]:
         part = (own["plan"] - own["even"]) / (own["alone"] - own["even"])
-        words.append(f"{part:.0%} of the gain that alone allows over even")
+        words.append(f"{part:.0%} of the gain that alone allows over equal shares")
     return f"{trainer}, round {number + 1}: {', '.join(words)}."

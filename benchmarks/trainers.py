@@ -2,11 +2,11 @@
 
   python -m benchmarks.trainers cost
 
-`cost` trains with even shares, plainly and by a plan, in two pairs of processes that take turns
+`cost` trains with equal shares, plainly and by a plan, in two pairs of processes that take turns
 step by step; `probe` runs a probe's steps instead of plain training. `plan` finds a plan for each
 trainer, trains by it and probes it again in turns (benchmarks/trainer_plans.py). `variants` trains
 by a plan and without it (benchmarks/trainer_rates.py). `sharded` trains with FSDP2 by even and
-uneven shares and compares the losses. Training on GPUs keeps the limits of its plan; a percentage
+unequal shares and compares the losses. Training on GPUs keeps the limits of its plan; a percentage
 needs a running MPS daemon.
 """
 
@@ -50,7 +50,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--size", choices=("small", "middle", "large", "huge"), default="small")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument(
-        "--rows", type=int, default=2, help="cost, probe, sharded: of each process, at even shares"
+        "--rows", type=int, default=2, help="cost, probe, sharded: of each process, at equal shares"
     )
     parser.add_argument("--pairs", type=int, default=200, help="cost, probe: of steps")
     parser.add_argument(
@@ -125,7 +125,7 @@ def trained_beside(
 
 
 def print_pairs(options: argparse.Namespace) -> None:
-    """Compare steps by a plan of even shares with plain or probe steps, in wall and CPU time."""
+    """Compare steps by a plan of equal shares with plain or probe steps, in wall and CPU time."""
     plan, other = (
         make_up_plan(options, (options.rows,) * 2),
         "bare" if options.table == "cost" else "probe",
@@ -177,7 +177,7 @@ def measure_step(ranks: Ranks) -> Times:
 
 
 def print_losses(options: argparse.Namespace) -> None:
-    """Print the losses of transformers' Trainer with FSDP2 at even shares and at 3 : 1.
+    """Print the losses of transformers' Trainer with FSDP2 at equal shares and at 3 : 1.
 
     Both train at the same time.
     """

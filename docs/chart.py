@@ -1,4 +1,4 @@
-"""The chart of README's results: what the even split and the plan make of the best GPU alone, drawn
+"""The chart of README's results: what equal shares and the plan make of the best GPU alone, drawn
 from the table.
 """
 
@@ -17,7 +17,7 @@ _ROW = re.compile(
 
 
 class Row(NamedTuple):
-    """A row of the table: samples/s of the even split and of the plan, over those of the best GPU
+    """A row of the table: samples/s of equal shares and of the plan, over those of the best GPU
     alone.
     """
 
@@ -63,7 +63,7 @@ def _draw_row(row: Row, top: float) -> Iterator[str]:
 
 _CHART = """\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">
-<title>Samples/s over those of the best GPU alone: the even split and the plan</title>
+<title>Samples/s over those of the best GPU alone: equal shares and the plan</title>
 <style>
 text{{font:13px system-ui,sans-serif;fill:#1d2530}}
 .name{{text-anchor:end;font-weight:600}} .note{{text-anchor:end;font-size:11px;fill:#66717f}}
@@ -71,7 +71,7 @@ text{{font:13px system-ui,sans-serif;fill:#1d2530}}
 @media (prefers-color-scheme:dark){{text{{fill:#d3dbe7}} .note{{fill:#93a1b8}}
 .even{{fill:#a07c45}} .plan{{fill:#5fd38d}} line{{stroke:#93a1b8}}}}
 </style>
-<rect class="even" x="{left}" y="6" width="12" height="12"/><text x="348" y="16">even split</text>
+<rect class="even" x="{left}" y="6" width="12" height="12"/><text x="348" y="16">equal shares</text>
 <rect class="plan" x="430" y="6" width="12" height="12"/><text x="448" y="16">evener's plan</text>
 <text x="{one}" y="16" class="figure">1 = best GPU alone</text>
 <line x1="{one}" x2="{one}" y1="24" y2="{bottom}"/>

@@ -49,7 +49,7 @@ except ImportError as error:
 
 
 class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't followed
-    """DistributedDataParallel with uneven shares, created by `Split.strategy`.
+    """DistributedDataParallel with unequal shares, created by `Split.strategy`.
 
     - `passes`: number of passes per batch.
     - `count`, `check`: the arguments of `Split.strategy`.
@@ -243,7 +243,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def _check(self, trainer: Any) -> None:
         if private.shares_out_rows(trainer):
             raise RequestError(
-                "Lightning would share the rows of split.loader out again, evenly.",
+                "Lightning would share the rows of split.loader out again, equally.",
                 "Write L.Trainer(..., use_distributed_sampler=False).",
             )
         if not self.lightning_module.automatic_optimization:

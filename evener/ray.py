@@ -106,7 +106,7 @@ def _check(plan: Plan, options: dict[str, Any]) -> None:
     for name in _DECIDED:
         if name in options:
             raise RequestError(
-                f"{name} is decided by the plan; Ray's own would share rows out evenly.",
+                f"{name} is decided by the plan; Ray's own would share rows out equally.",
                 "Leave it out, and take rows from split.loader.",
             )
 

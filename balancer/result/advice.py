@@ -61,7 +61,7 @@ def _find_reason(verdict: Verdict) -> str:
 
 
 def _lacks_comparison(verdict: Verdict) -> bool:
-    """True if uneven shares weren't compared with simpler layouts because time ran out.
+    """True if unequal shares weren't compared with simpler layouts because time ran out.
 
     Simpler layouts are equal shares and one device.
     """

@@ -646,7 +646,7 @@ def _name_missing(candidate: Candidate, devices: int) -> str:
     if candidate.family.equal_shares and len(candidate.layout.active) == devices:
         # the plan may be an even split over fewer devices
         over = "both" if devices == 2 else f"all {devices}"
-        return f"the even split over {over} devices"
+        return f"equal shares over {over} devices"
     return name_layout(candidate, devices)
 
 

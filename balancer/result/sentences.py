@@ -135,7 +135,7 @@ def _write_action(verdict: Verdict) -> str:
 
 PLANS: dict[LayoutKind, str] = {
     "equal_shares": "equal shares by the plan",
-    "other_shares": "uneven shares by the plan",
+    "other_shares": "unequal shares by the plan",
     "one_device": "one device by the plan",
     "sharded": "shards of the model by the plan",
     "side_by_side": "several trainings side by side",
@@ -198,7 +198,7 @@ def _write_gains(verdict: Verdict) -> Iterator[str]:
         return
     even = _find_even_split(verdict)
     if even is not None:
-        over = "even by number of rows" if verdict.rate.tokens_per_second else "even"
+        over = "equal numbers of rows" if verdict.rate.tokens_per_second else "equal shares"
         yield _write_gain(verdict, even, over)
     split = find_best_split(verdict) if verdict.chosen.kind not in SPLITS else None
     if split is not None:
@@ -219,7 +219,7 @@ def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
 
 
 def _find_even_split(verdict: Verdict) -> Rival | None:
-    """Return the even split to compare uneven shares with; None if there is none."""
+    """Return the even split to compare unequal shares with; None if there is none."""
     chosen, advice = verdict.chosen, verdict.recommendation
     if chosen.kind not in ("other_shares", "sharded"):
         return None
@@ -257,11 +257,12 @@ def find_alone(verdict: Verdict) -> Rival | None:
 def _name_split(verdict: Verdict, split: Rival) -> str:
     """Return the name and shares of the best split, such as `the best split (226 + 30)`."""
     # the global batch is added if it isn't the plan's; for many devices, the shares are left out
+    name = split.name if split.kind == "equal_shares" else f"the {split.name}"
     other = split.global_batch != verdict.chosen.global_batch
     if len(split.batches) > MOST_DEVICES:
-        return f"the {split.name}" + (f" of {split.global_batch} samples" if other else "")
+        return name + (f" of {split.global_batch} samples" if other else "")
     whole = f" = {split.global_batch} samples" if other else ""
-    return f"the {split.name} ({' + '.join(map(str, split.batches))}{whole})"
+    return f"{name} ({' + '.join(map(str, split.batches))}{whole})"
 
 
 def _can_be_stated(rival: Rival) -> bool:
@@ -279,7 +280,8 @@ def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
     `over` is the rival's name in the text. The error follows after ± if a rate is imprecise.
     """
     if not rival.rate.known or rival.gain is None:
-        return f"{over} is too uncertain to compare ({write_error(rival.rate)})"
+        are = "are" if rival.kind == "equal_shares" else "is"
+        return f"{over} {are} too uncertain to compare ({write_error(rival.rate)})"
     if rival.tie:
         return _write_tie(rival, over)
     in_turn = f" ({ALTERNATELY})" if rival.paired else ""
@@ -892,7 +894,7 @@ def _warn_of_left_out(verdict: Verdict) -> Iterator[str]:
         if left_out.kind == "layout" and left_out.reason == "failed":
             yield f"Not compared: {left_out.name}: {left_out.detail}."
         elif left_out.kind == "layout" and left_out.reason == "out_of_memory":
-            yield f"Not compared: {left_out.name}: it ran out of memory."
+            yield f"Not compared: {left_out.name}: out of memory."
     yield from _warn_of_time(verdict.left_out)
 
 
@@ -1090,7 +1092,8 @@ def write_end(verdict: Verdict, words: str) -> str:
     if not tied:
         return "More turns within the budget would not make the rates more certain."
     names = join_words([f"{one.name} ({_write_batches(one)})" for one in tied])
-    tie = "ties" if len(tied) == 1 else "tie"
+    one_layout = len(tied) == 1 and tied[0].kind != "equal_shares"
+    tie = "ties" if one_layout else "tie"
     return f"{names} {tie} with the plan: more turns within the budget would not tell them apart."
 
 

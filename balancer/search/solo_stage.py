@@ -32,7 +32,7 @@ from .ranking import COMES_TRUE, LEAST_RATE
 # maximum number of rounds, because optimistic predictions may always promise a gain; it suffices to
 # halve the gaps of a steep curve nine times
 MOST_ROUNDS = 12
-# rows of the first batch, or fewer if a device's even share is smaller; the second batch is
+# rows of the first batch, or fewer if a device's equal share is smaller; the second batch is
 # `BLIND_GROWTH` times as large
 SMALL = 8
 
@@ -166,7 +166,7 @@ class SoloStage:
             even = max(self._even_share(one), batches.get(one, 0))
             measured = sorted({self._quantum, *(point.batch for point in one.evidence.alone)})
             batch = even or max(self._quantum, self._middle_of_widest(measured))
-            # an even share, with which every plan is compared, may prolong the round
+            # an equal share, with which every plan is compared, may prolong the round
             if self._probe_seconds(one, batch) <= (1 + bool(even)) * longest and self._is_new(
                 one, batch
             ):
@@ -187,7 +187,7 @@ class SoloStage:
         """Return a round so cheap that it needs no expected gain; empty if there is none."""
         wanted: Batches = {}
         for one in self._devices_of_split:
-            # the even share or, as the samples/s may have a peak there, the middle of a gap
+            # the equal share or, as the samples/s may have a peak there, the middle of a gap
             batch = self._even_share(one) or self._gap_at_best(one)
             if self._is_new(one, batch):
                 wanted[one] = batch
@@ -416,7 +416,7 @@ class SoloStage:
         batch = self._problem.global_batch or self._problem.max_global_batch
         second = SMALL * BLIND_GROWTH
         if batch is not None:
-            # an even share of the largest global batch
+            # an equal share of the largest global batch
             second = min(second, max(2, batch // len(self._live)))
         first = max(1, min(SMALL, second // BLIND_GROWTH))
         first = min(math.ceil(first / quantum) * quantum, most)

@@ -28,7 +28,7 @@ from typing import Any
 
 from wrapt import register_post_import_hook, wrap_function_wrapper
 
-# a line is printed after this many steps; evener must explain even shares before it
+# a line is printed after this many steps; evener must explain equal shares before it
 LATEST_STEP = 8
 _before: list[list[Any]] = []
 _after: list[list[Any]] = []

@@ -1,4 +1,4 @@
-"""Train any `transformers.Trainer` with a plan, with uneven shares of each batch.
+"""Train any `transformers.Trainer` with a plan, with unequal shares of each batch.
 
 The shares don't change what is learned.
 

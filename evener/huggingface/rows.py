@@ -53,7 +53,7 @@ def check_setup(trainer: Any) -> None:
     args = trainer.args
     if args.n_gpu > 1:
         raise RequestError(
-            f"One process has {args.n_gpu} GPUs, and DataParallel shares rows out evenly.",
+            f"One process has {args.n_gpu} GPUs, and DataParallel shares rows out equally.",
             f"Start one process for each: torchrun --nproc-per-node {args.n_gpu} train.py.",
         )
     if isinstance(trainer.model, DistributedDataParallel):

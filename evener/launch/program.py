@@ -155,7 +155,7 @@ def choose_plan(given: Path | None, devices: str, command: ProgramCommand) -> Ch
 
     - the plan in the file `given`;
     - the plan that was saved after the last run with the same arguments and devices;
-    - a plan with even shares.
+    - a plan with equal shares.
 
     Raises RequestError for several hosts or limited devices, and DeviceError for simulated devices.
     """

@@ -341,7 +341,7 @@ def _describe_changes(summary: TrainingSummary) -> str:
     if not first.changes:
         return ""
     is_even = len(set(first.shares)) == 1
-    shares = "even" if is_even else "+".join(map(str, first.shares))
+    shares = "equal" if is_even else "+".join(map(str, first.shares))
     speed = f", {rate(first.samples_per_second)} samples/s" if first.samples_per_second else ""
     often = "once" if first.changes == 1 else f"{first.changes} times"
     return f"; {shares} at first{speed}; changed {often}{_describe_gain(first.compared)}"

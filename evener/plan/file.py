@@ -22,7 +22,7 @@ from ..system.files import read_whole, write_atomically
 from .layout import (
     BEST_SINGLE,
     BEST_SPLIT,
-    EVEN_SPLIT,
+    EQUAL_SHARES,
     LARGER_BATCH,
     Count,
     Kind,
@@ -37,7 +37,7 @@ from .use import note_use
 __all__ = [
     "BEST_SINGLE",
     "BEST_SPLIT",
-    "EVEN_SPLIT",
+    "EQUAL_SHARES",
     "LARGER_BATCH",
     "SCHEMA",
     "SOLO_PREFIX",
@@ -96,7 +96,7 @@ class Throughput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A layout that was measured for comparison with the plan's layout, and its throughput."""
 
-    name: str  # "even split", "best single device", "solo GPU:0", ..., for display
+    name: str  # "equal shares", "best single device", "solo GPU:0", ..., for display
     layout: PlanLayout
     throughput: Throughput
     kind: EvidenceKind = "other"  # omitted if it is "other"
@@ -256,7 +256,8 @@ def _add_missing_kinds(plan: Plan) -> Plan:
     # "one_device" is such a kind. Plans of evener 0.1 and 0.2 have only the names of comparisons,
     # from which the kinds follow.
     names: dict[str, EvidenceKind] = {
-        EVEN_SPLIT: "equal_shares",
+        EQUAL_SHARES: "equal_shares",
+        "even split": "equal_shares",  # its name in versions before 0.3
         BEST_SPLIT: "other_shares",
         BEST_SINGLE: "best_device",
         LARGER_BATCH: "larger_batch",

@@ -13,7 +13,7 @@ from ..errors import PlanError
 from ..shares.curves import Cost, Curve
 
 RATIO_TOLERANCE = 1e-6
-EVEN_SPLIT = "even split"  # names in a plan's evidence
+EQUAL_SHARES = "equal shares"  # names in a plan's evidence
 BEST_SPLIT = "best split"
 BEST_SINGLE = "best single device"
 LARGER_BATCH = "larger global batch"

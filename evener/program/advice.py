@@ -106,7 +106,7 @@ def _trains_on_gpu(optimizer: Any) -> bool:
 def advise_fastai() -> str:
     """Return a message that says how to make a fastai Learner train on all devices."""
     return (
-        "To train on all of them, with even shares, as its loaders aren't PyTorch's, write:"
+        "To train on all of them, with equal shares, as its loaders aren't PyTorch's, write:"
         "\n    with learn.distrib_ctx():"
         "\n        learn.fit(...)  # as it was"
     )

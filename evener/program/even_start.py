@@ -1,7 +1,7 @@
-"""The even steps with which a library's trainer begins under `evener run`.
+"""The steps with equal shares with which a library's trainer begins under `evener run`.
 
-In a plain loop, evener can compute a loss again to test whether uneven shares change it. In a
-library's trainer, it can't. Therefore the first steps have even shares, and two checks are made.
+In a plain loop, evener can compute a loss again to test whether unequal shares change it. In a
+library's trainer, it can't. Therefore the first steps have equal shares, and two checks are made.
 Audits check whether the plan's shares give the same gradient. The program's collectives are
 observed, because their results may affect a later loss. If neither check finds a reason to keep
 shares even, the plan's shares take effect.
@@ -31,7 +31,7 @@ _LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 
 
 class RankStart(msgspec.Struct):
-    """What one rank observed in the even steps; ranks gather it when these steps end."""
+    """What one rank observed in these first steps; ranks gather it when the steps end."""
 
     exchanged: str  # a collective and its line in the program's own code; "" if it called none
     ahead: int  # number of batches that the rank's loader has fetched ahead
@@ -39,18 +39,18 @@ class RankStart(msgspec.Struct):
 
 
 class EvenStart:
-    """Starts a training run with even shares, until its first audits.
+    """Starts a training run with equal shares, until its first audits.
 
     - `training`: the PlannedTraining.
     - `exchange`: gathers a RankStart from every rank.
-    - `stay`: called with the reason why shares have to stay even.
+    - `stay`: called with the reason why shares have to stay equal.
     - `leave`: called if the plan's shares take effect.
 
     After the last even step, all ranks call either `stay` or `leave`, unless an audit has found a
     difference.
     """
 
-    # a difference itself makes shares stay even
+    # a difference itself makes shares stay equal
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class EvenStart:
 
     def _after_batch(self, _: Sequence[int]) -> None:
         """Count a batch; after the last even one, choose the shares."""
-        # the training then switches to the plan's shares or stays even
+        # the training then switches to the plan's shares or stays equal
         if self.is_over:
             return
         self._batches += 1
@@ -115,7 +115,7 @@ class EvenStart:
 
 
 def _find_fault(every: list[RankStart]) -> str:
-    """Return why the ranks' shares have to stay even; empty if they don't."""
+    """Return why the ranks' shares have to stay equal; empty if they don't."""
     words = next((each.exchanged for each in every if each.exchanged), "")
     if words:
         return (

@@ -111,7 +111,7 @@ class ExchangeCall(msgspec.Struct, frozen=True):
 class Exchanges:
     """Inspects the collectives that the program's own code calls.
 
-    - `fault`: why shares can't be uneven; empty until a reason is found.
+    - `fault`: why shares can't be unequal; empty until a reason is found.
     - `origins`: tracks what was computed from exchanged values.
     - `note`: called with each collective.
     """
@@ -134,7 +134,7 @@ class Exchanges:
     ) -> Any:
         """Call the collective `wrapped`, and return its result.
 
-        With `guard` and `checks`, set `fault` if the exchanged values prevent uneven shares. With
+        With `guard` and `checks`, set `fault` if the exchanged values prevent unequal shares. With
         `is_uneven`, gathered tensors may have different numbers of rows.
         """
         # A gather then returns each rank's tensor with its own number of rows. A known library's
@@ -177,7 +177,7 @@ class Exchanges:
         # an example of `what` is "its loss"; an earlier fault stays
         if words and not self.fault:
             self.fault = (
-                f"what its ranks exchange by {words} goes into {what}, and uneven shares would "
+                f"what its ranks exchange by {words} goes into {what}, and unequal shares would "
                 f"change it"
             )
 
@@ -206,7 +206,7 @@ class Exchanges:
             return
         if any(map(guard.depends_on_rows, _tensors(call))):
             self.fault = (
-                f"its ranks exchange rows by {call.words}, and with uneven shares they would have "
+                f"its ranks exchange rows by {call.words}, and with unequal shares they would have "
                 f"different numbers of them"
             )
         elif not guard.losses and call.name not in FROM_ONE and _counts_rows(call, guard.rows):
@@ -356,7 +356,7 @@ def is_installed(path: str) -> bool:
     return path.startswith("<frozen") or any(path.startswith(f"{folder}/") for folder in folders)
 
 
-# ---------------------------------------------------------------------- once shares are uneven
+# ---------------------------------------------------------------------- once shares are unequal
 
 
 def run_compared(call: ExchangeCall) -> Any:
@@ -383,7 +383,7 @@ def run_compared(call: ExchangeCall) -> Any:
     same_rows = len({shape[1:] for shape in shapes}) == 1 and own.ndim == len(shapes[0])
     if call.name not in gathers or not same_rows or not _can_all_fill(call):
         raise RequestError(
-            f"Since shares have left even, ranks have tensors of different sizes to exchange by "
+            f"Since shares have differed, ranks have tensors of different sizes to exchange by "
             f"{call.words}: {', '.join(map(str, shapes))}.",
             "Start it with its own launcher.",
         )

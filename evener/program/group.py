@@ -189,7 +189,7 @@ def _has_sibling(own: dict[str, str]) -> bool:
 def _set_own_device(place: GroupRank) -> None:
     """Set the plan's device for a process that evener didn't start."""
     # This is the plan's device for the process's rank. If there are more processes than shares,
-    # some use the same device. If the numbers differ, shares are even.
+    # some use the same device. If the numbers differ, shares are equal.
     if place.is_given and is_eveners_rank():  # the variables are those of the parent process
         for name in RANK_VARIABLES:
             os.environ.pop(name, None)

@@ -1,6 +1,6 @@
 """Audit the program's own loss for one batch.
 
-An audit runs before shares become uneven, and at intervals afterwards. It records the functions
+An audit runs before shares become unequal, and at intervals afterwards. It records the functions
 with which the program computes the loss. Then it runs these functions and their backward pass twice
 on a few rows: in equal parts, as the program's own launcher would divide them, and in parts
 proportional to the shares. The program's own code runs only once, and its state is restored.
@@ -55,7 +55,7 @@ PART = (  # although the loss of all rows was computed again
 )
 LOCAL_USE = (
     "a value of each rank's own rows changes its gradients or weights after the backward pass, and "
-    "uneven shares would change it"
+    "unequal shares would change it"
 )
 LIMITED = (
     "its loss can't be computed for more rows than a rank has now, as where a tensor was made for "
@@ -505,7 +505,7 @@ def _judge(guard: Any, loss: torch.Tensor) -> None:
 
 
 def make_sketcher(models: Iterable[Any], losses_only: bool = False) -> GradientSketcher:
-    """Return a GradientSketcher for these models only, for use before shares are uneven.
+    """Return a GradientSketcher for these models only, for use before shares are unequal.
 
     With `losses_only`, losses are computed without gradients.
     """

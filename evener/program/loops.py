@@ -472,7 +472,7 @@ def _chain(sampler: Any) -> Iterator[Any]:
 def begin_dispatcher(wrapped: Any, outer: Any, *_: Any) -> Any:
     """Yield the batches of an iteration in which one rank reads the rows of all ranks.
 
-    If the program trains in it, report that shares stay even.
+    If the program trains in it, report that shares stay equal.
     """
     if PROGRAM.trains(outer):
         PROGRAM.stay_even(DISPATCHED)

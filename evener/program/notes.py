@@ -1,7 +1,7 @@
 """A rank's reports to the user and to `evener run`.
 
-A rank prints how its training starts or why shares stay even. It writes a RankNote when its process
-exits.
+A rank prints how its training starts or why shares stay equal. When its process exits, it writes a
+RankNote.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ProgramSettings(msgspec.Struct, frozen=True):
 
     folder: str  # folder for the RankNote of each rank; "" writes none
     name: str  # name of the program, for messages
-    strict: bool = False  # raise RequestError instead of training with even shares
+    strict: bool = False  # raise RequestError instead of training with equal shares
     rebalance: bool = True  # change shares during training if step times differ
     noise: bool = False  # estimate the gradient noise scale
     origin: SharesOrigin | None = None  # set if the plan's shares come from an earlier training run
@@ -50,7 +50,7 @@ class RankNote(msgspec.Struct):
     device: str  # id of the device
     run: str  # name of the journal
     hooks: str = ""  # the hooks that took effect; empty if the program trained unchanged
-    why: str = ""  # why shares stayed even or the program ran unchanged
+    why: str = ""  # why shares stayed equal or the program ran unchanged
     first: ShareTimes | None = None  # step times with the first shares
     last: ShareTimes | None = None  # step times with the last shares
     retreats: int = 0  # number of passes that ran out of memory and were computed again
@@ -85,7 +85,7 @@ class Notebook:
         self.settings = settings
         self.hooks = self.why = ""
         self.model = ""  # a digest of the models that train by shares
-        # why shares stay even; printed at the end unless another reason is printed before
+        # why shares stay equal; printed at the end unless another reason is printed before
         self.pending_reason = ""
         self._supposes_even = False
         self.warned: set[str] = set()
@@ -122,15 +122,15 @@ class Notebook:
         """
         if not self.why:
             self.why = why.rstrip(".")
-            print_on_first_rank(f"shares stay even: {self.why}{more}")
+            print_on_first_rank(f"shares stay equal: {self.why}{more}")
 
     def suppose_even(self, why: str) -> None:
-        """Print why shares stay even, but allow a later loop to train by shares.
+        """Print why shares stay equal, but allow a later loop to train by shares.
 
         If none does, the RankNote has the reason `why`.
         """
         self.pending_reason, self._supposes_even = why, True
-        print_on_first_rank(f"shares stay even: {why}")
+        print_on_first_rank(f"shares stay equal: {why}")
 
     def warn(self, words: str) -> None:
         """Print the warning `words` once."""

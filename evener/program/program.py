@@ -38,7 +38,7 @@ from .guard import LOOK_AGAIN, UNSEEN, Guard
 from .notes import Notebook, SharesOrigin, read_settings
 from .views import RankView
 
-# number of further even steps to observe if the program exchanges values in the first one
+# number of further steps with equal shares to observe if the program exchanges values in the first
 WATCHED = 1
 # backward passes without an optimizer step after which this is reported: outside of loops over a
 # DataLoader, and in one, where gradients may be accumulated
@@ -52,7 +52,7 @@ class Program:
     `training` is None until the program trains by shares.
     """
 
-    # In the first step, all ranks check whether uneven shares are possible. If not, the program
+    # In the first step, all ranks check whether unequal shares are possible. If not, the program
     # runs unchanged.
 
     def __init__(self) -> None:
@@ -73,12 +73,12 @@ class Program:
         self._others = 0  # number of running trainers that have their own hooks
         self._exchanges = 0  # number of exchanges between ranks
         self._noted_calls: set[str] = set()  # the program's collectives that were seen uneven
-        self.remarks: list[str] = []  # warnings to print once shares may become uneven
+        self.remarks: list[str] = []  # warnings to print once shares may become unequal
         self._even_start: EvenStart | None = None  # of a library's trainer
         self._begin_undecided()
 
     def _begin_undecided(self) -> None:
-        """Forget earlier steps; the next ones decide whether shares may be uneven."""
+        """Forget earlier steps; the next ones decide whether shares may be unequal."""
         self.training: PlannedTraining | None = None
         self._loop: Any = None  # the loop that yielded the latest batch
         self._other_loop: Any = None  # another loop whose batch belongs to the same step
@@ -86,12 +86,12 @@ class Program:
         self._guard: Guard | None = None
         self._rechecks = False  # True if the guard's batch follows a change that this rank has seen
         self._updated = False  # True if an optimizer has stepped since that batch
-        self._fault = ""  # why the program's use of gradients prevents uneven shares
+        self._fault = ""  # why the program's use of gradients prevents unequal shares
         # digest of the optimizers' settings in this step; by shares, of the learning rates in all
         # steps so far
         self._rates = 0
         self._steps = 0  # number of steps by shares
-        self._uneven = 0  # number of steps with uneven shares
+        self._uneven = 0  # number of steps with unequal shares
         self._look = LOOK_AGAIN  # the step of the next check by a guard
         self.exchanges = Exchanges(self.note_exchange)
         self._numbers: tuple[float, ...] | None = None  # numbers in the loss of the previous step
@@ -99,7 +99,9 @@ class Program:
         self._begun_rates: weakref.WeakKeyDictionary[Any, list[float]]
         self._begun_rates = weakref.WeakKeyDictionary()
         self._begun_reads = 0  # of exchanged values, before the batch
-        self._watched = 0  # number of even steps in which the program itself exchanged values
+        self._watched = (
+            0  # number of steps with equal shares in which the program itself exchanged values
+        )
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -176,7 +178,7 @@ class Program:
     def _count_passes(self) -> None:
         """Count a backward pass.
 
-        After several without an optimizer's step, report why shares stay even.
+        After several without an optimizer's step, report why shares stay equal.
         """
         # the hooks don't see the steps of optimizers other than PyTorch's, such as fastai's
         has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -250,7 +252,7 @@ class Program:
     def note_update(self, optimizer: Any, *_: Any) -> None:
         """Record that an optimizer has stepped.
 
-        If that is outside the loops that can train by shares, report why shares stay even.
+        If that is outside the loops that can train by shares, report why shares stay equal.
         """
         self._updated = True
         self._stepped = True
@@ -343,7 +345,7 @@ class Program:
             self._fault = views.CLIPPED
             if self.training is not None:
                 raise RequestError(
-                    f"Shares have left even, but {views.CLIPPED}.",
+                    f"Shares have differed, but {views.CLIPPED}.",
                     "Clip once, after the last batch.",
                 )
         return wrapped(*arguments, **keywords)
@@ -359,7 +361,7 @@ class Program:
     def _note_callback(self, start: EvenStart, name: str) -> None:
         """Record a collective that the program's own code calls in a trainer's step.
 
-        After the first, even steps, only warn if shares are uneven.
+        After the first steps, with equal shares, only warn if shares are unequal.
         """
         # `name` is the collective, and `start` observes the first steps
         place = find_callback()
@@ -392,7 +394,7 @@ class Program:
         All ranks call this equally often.
         """
         # If the program trains another model from now on, as for the next fold of a
-        # cross-validation, a new training run begins. Its shares are even until its loss has been
+        # cross-validation, a new training run begins. Its shares are equal until its loss has been
         # checked.
         others = [model for model in self.models if model.training and model not in self._followed]
         if self.training is None or not (others or self._later_models):
@@ -528,7 +530,7 @@ class Program:
             self._guard = None
 
     def _handle_several_loops(self, loop: Any) -> None:
-        """Record that shares stay even because a step uses two loops' batches.
+        """Record that shares stay equal because a step uses two loops' batches.
 
         Raises RequestError if the program already trains these loops by different shares.
         """
@@ -543,7 +545,7 @@ class Program:
             and ratios[0] != ratios[1]
         ):
             raise RequestError(
-                f"Shares have left even, but {views.SEVERAL}, and ranks have other parts of them.",
+                f"Shares have differed, but {views.SEVERAL}, and ranks have other parts of them.",
                 "Start it with its own launcher.",
             )
 
@@ -576,10 +578,10 @@ class Program:
             self.training.audits.report(guard.fault if guard.measured else "")
 
     def _note_fault(self, guard: Guard) -> None:
-        """Warn if the guard couldn't compare a loss with that of even shares."""
+        """Warn if the guard couldn't compare a loss with that of equal shares."""
         if guard.fault and guard.fault != UNSEEN and not guard.measured:
             self.notebook.warn(
-                f"in step {self._steps}, its loss couldn't be compared with that of even shares: "
+                f"in step {self._steps}, its loss couldn't be compared with that of equal shares: "
                 f"{guard.fault}"
             )
 
@@ -589,13 +591,13 @@ class Program:
         Raises RequestError if the ranks' row orders or learning rates differ.
         """
         # The records are of the steps since the last comparison. Any other difference or fault
-        # makes the training return to even shares.
+        # makes the training return to equal shares.
         every = self.exchange(self._make_record(loop))
         loop.compared = True
         difference = views.find_difference(every)
         if difference in ("order", "rates"):
             raise RequestError(
-                f"Since shares have left even, {views.DIFFERENCES[difference]}.",
+                f"Since shares have differed, {views.DIFFERENCES[difference]}.",
                 "Let nothing go by a rank's own rows, or start it with its own launcher.",
             )
         if fault := next(
@@ -604,31 +606,32 @@ class Program:
             self._go_back(loop, fault.rstrip("."))
 
     def _go_back(self, loop: Any, fault: str) -> None:
-        """Give the loop's training even shares for good, with `fault` as the reason."""
+        """Give the loop's training equal shares for good, with `fault` as the reason."""
         assert self.training is not None
         self.training.follow(loop.sampler, loop.ahead)
         self.go_even(self.training, f"in step {self._steps}, {fault}")
 
     def go_even(self, training: PlannedTraining, fault: str) -> None:
-        """Give a training run even shares for good, and print `fault` as the reason.
+        """Give a training run equal shares for good, and print `fault` as the reason.
 
         Every rank calls this after the same step. Raises RequestError if `evener run` was started
         with `--strict`.
         """
         why = fault.rstrip(".")
-        if training.begins_even:  # nothing was trained by uneven shares
+        if training.begins_even:  # nothing was trained by unequal shares
             training.stay_even()
             self.stay_even(why)
             return
         if self.notebook.settings.strict:
             raise RequestError(
-                f"Shares can't stay uneven: {why}.", "Leave --strict out to train evenly."
+                f"Shares can't stay unequal: {why}.",
+                "Leave --strict out to train with equal shares.",
             )
         self._look = sys.maxsize
         training.stay_even()
         self.notebook.warn(
-            f"shares go back to even for good: {why}; earlier steps may have learned something"
-            " else than with even shares"
+            f"shares are equal again, for good: {why}; earlier steps may have learned something"
+            " else than with equal shares"
         )
 
     def audit(self, training: PlannedTraining) -> None:
@@ -640,7 +643,7 @@ class Program:
         training.audits.follow_launcher(partial(self.go_even, training))
 
     def begin_even(self, training: PlannedTraining, hooks: str) -> None:
-        """Give ranks even shares in a trainer's first steps, until its first audits are compared.
+        """Give ranks equal shares in a trainer's first steps, until its first audits are compared.
 
         `hooks` names the trainer's class, for messages.
         """
@@ -735,7 +738,7 @@ class Program:
         None means the plan of `evener run`. `global_batch` is the number of rows per step.
         """
         # If the shares of that plan were determined for another model or batch size, the result is
-        # a copy with even shares.
+        # a copy with equal shares.
         self.notebook.model = "+".join(sorted(map(model_digest, models)))
         origin = self.notebook.settings.origin
         if origin in (None, SharesOrigin(self.notebook.model, global_batch)):
@@ -745,7 +748,8 @@ class Program:
             return None
         devices = given.layout.active
         self.notebook.warn(
-            "the last training's shares were of another model or batch, so they start even"
+            "the last training's shares were of another model or batch, so it starts with equal"
+            " shares"
         )
         even = make_layout(given.layout.kind, devices, (1,) * len(devices))
         return msgspec.structs.replace(given, layout=even)
@@ -815,7 +819,7 @@ class Program:
         return RankView(fault or guard.local_use, order, self._rates, guard.numbers, guard.uses)
 
     def _find_fault(self, loop: Any, guard: Guard | None) -> str:
-        """Return why this rank needs even shares; "" if there is no reason.
+        """Return why this rank needs equal shares; "" if there is no reason.
 
         `guard` is the closed guard of the latest batch, or None.
         """
@@ -856,7 +860,7 @@ class Program:
             self._others -= 1
 
     def stay_even(self, why: str) -> None:
-        """Leave the program unchanged, and report `why` shares stay even.
+        """Leave the program unchanged, and report `why` shares stay equal.
 
         Raises RequestError if `evener run` was started with `--strict`.
         """
@@ -867,12 +871,13 @@ class Program:
         """Raise RequestError with the reason `why` if `evener run` was started with `--strict`."""
         if self.notebook.settings.strict:
             raise RequestError(
-                f"Shares can't leave even: {why}.", "Leave --strict out to train evenly."
+                f"Shares can't differ: {why}.",
+                "Leave --strict out to train with equal shares.",
             )
 
 
 def _find_common_fault(every: list[RankView]) -> str:
-    """Return why all ranks keep even shares; "" if nothing prevents uneven ones.
+    """Return why all ranks keep equal shares; "" if nothing prevents unequal ones.
 
     `every` has all ranks' records, or is empty if a rank is missing.
     """

@@ -84,7 +84,7 @@ def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
     if fault := find_fault(strategy.model):
         return fault
     if not strategy.lightning_module.automatic_optimization:
-        return "it optimizes manually, so its loss can't be compared before shares leave even"
+        return "it optimizes manually, so its loss can't be compared before shares differ"
     if any(trains_others(optimizer, [strategy.model]) for optimizer in strategy.optimizers):
         return OUTSIDE
     if others:
@@ -119,7 +119,7 @@ def _switch_to_shares(loop: Any, strategy: Any, loader: Any, fault: str) -> None
 
 def _refuse_difference(strategy: ProgramStrategy, loader: Any) -> None:
     """Raise RequestError on every rank if shares change the gradient of the first batch."""
-    # an audit in the first step would reach all ranks two steps after the shares are uneven
+    # an audit in the first step would reach all ranks two steps after the shares are unequal
     found = PROGRAM.exchange(strategy.find_difference(loader))
     if differing := next(filter(None, found), ""):
         raise RequestError(differing, "")

@@ -146,7 +146,7 @@ def _warn_of_tail(trainer: Any, global_batch: int) -> None:
     if rows % global_batch and not trainer.args.dataloader_drop_last:
         PROGRAM.notebook.warn(
             f"the last batch of an epoch has the {rows % global_batch} rows that are left of "
-            f"{rows}; by even shares it"
+            f"{rows}; by equal shares it"
             f" would be filled up to {global_batch} with rows seen before"
         )
 

@@ -1,6 +1,6 @@
 """Time the steps of a program that evener leaves unchanged, for the summary after it exits.
 
-Such a program trains in a single process, or in several processes with even shares.
+Such a program trains in a single process, or in several processes with equal shares.
 `evener.program.install` calls these functions when a DataLoader yields a batch, after a backward
 pass, and when an optimizer steps.
 
@@ -37,7 +37,7 @@ MOST_UNTRAINED = 2
 # The number of steps, in the first ones and then in every CHECK_STEPS, in which it is checked
 # whether something else reports the steps
 FIRST_STEPS, CHECK_STEPS = 4, 64
-# Backward passes after which a program probably stays with even shares if it has begun so
+# Backward passes after which a program probably stays with equal shares if it has begun so
 MOST_WAITED = 64
 # Values of a batch, and items of each of its lists, among which its first tensor is looked for. A
 # batch may have a hundred thousand numbers in lists, such as texts that aren't padded.

@@ -1,4 +1,4 @@
-"""The ranks' records of a program's steps, and messages that explain why shares stay even."""
+"""The ranks' records of a program's steps, and messages that explain why shares stay equal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FLAGGED = (
     "the program exchanges a flag by {}, as where a rank decides to stop; if that depends on the "
     "rank's own rows, it may now decide otherwise"
 )
-EVEN_START = "it ended within its first steps, which are even"
+EVEN_START = "it ended within its first steps, which have equal shares"
 OTHER_ROWS = (
     "its data set returns a different row when asked for the same one again, so its rows "
     "differ from those under its"
@@ -67,7 +67,7 @@ SINGLE = (
 )
 WRAPPED_LATER = "it has wrapped another model in the middle of an epoch"
 INTERRUPTED = (
-    "In the middle of an epoch by uneven shares, the program has begun to train another model in a"
+    "In the middle of an epoch by unequal shares, the program has begun to train another model in a"
     " loop of its own, and then went on with the epoch.",
     "Train the other model before or after the epoch, or start the program with its own launcher.",
 )

@@ -273,7 +273,7 @@ class Action(Enum):
     GO_ON = "go on"
     CONFIRM = "confirm"  # audit the next step too, without a message yet
     REFUSE = "refuse"  # end the training with an error
-    GO_EVEN = "go even"  # only in `evener run`: make shares even for the rest of the training
+    GO_EVEN = "go even"  # only in `evener run`: make shares equal for the rest of the training
     WARN = "warn"  # warn on every rank and in the app; the training continues
 
 

@@ -74,7 +74,7 @@ def test_limits_that_an_engine_can_keep_are_let_through(
 @pytest.mark.slow
 @pytest.mark.usefixtures("shared_servers")
 def test_one_process_trains_on_both_slices_by_the_requested_engine() -> None:
-    """Real steps of uneven shares by an engine that isn't the default. The plan would name it."""
+    """Real steps of unequal shares by an engine that isn't the default. The plan would name it."""
     prober = make_prober(make_job(asked()))
     try:
         (seen,) = prober.measure(

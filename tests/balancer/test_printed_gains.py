@@ -51,16 +51,16 @@ def test_the_text_of_drawn_searches_holds_no_contradiction(seed: int) -> None:
 @pytest.mark.parametrize(
     ("was", "becomes"),
     [
-        ("+20 % over even", "+30 % over even"),
+        ("+20 % over equal shares", "+30 % over equal shares"),
         ("reaches 95.3 % of it", "reaches 90.3 % of it"),
         ("1.6 % more (", "2.6 % more ("),
         ("reach 2 203 samples/s", "reach 2 303 samples/s"),
         ("1.7 % more ± 2.2 %", "3.7 % more ± 2.2 %"),
         ("+61 % over SIM:0 alone", "61.1 % faster than SIM:0 alone ± 0.4 % (too close to call)"),
         ("694+694 = 1388", "694+694 = 1397"),
-        ("Use uneven shares", "Take uneven shares"),
-        ("Use uneven shares by the plan: 826 + 571", "Use one device: 826"),
-        ("Use uneven shares by the plan", "Measure again before you decide"),
+        ("Use unequal shares", "Take unequal shares"),
+        ("Use unequal shares by the plan: 826 + 571", "Use one device: 826"),
+        ("Use unequal shares by the plan", "Measure again before you decide"),
         ("together  ", "in all    "),
     ],
 )
@@ -78,13 +78,14 @@ SIM:0     GTX 1080 Ti    826  0.591        1 282           1 346 at 1008
 SIM:1     GTX 1080       571  0.409        886.0            928.1 at 694
 together                1397  1.000        2 168  ± 0.4 %
 
-even split: 1 801 samples/s at 694+694 = 1388 samples a step
+equal shares: 1 801 samples/s at 694+694 = 1388 samples a step
 SIM:0 alone: 1 346 samples/s at 1008
 larger batch, 1698 samples: 2 203 samples/s at 1004+694
 sum of each alone: 2 274 samples/s, an upper bound; the plan reaches 95.3 % of it
 
-Use uneven shares by the plan: 826 + 571 on SIM:0 + SIM:1.
-826 + 571 on SIM:0 + SIM:1   2 168 samples/s ± 0.4 %   +20 % over even, +61 % over SIM:0 alone
+Use unequal shares by the plan: 826 + 571 on SIM:0 + SIM:1.
+826 + 571 on SIM:0 + SIM:1   2 168 samples/s ± 0.4 %   +20 % over equal shares, \
++61 % over SIM:0 alone
 With a larger batch: 1698 samples a step (1004 + 694 on SIM:0 + SIM:1) reach 2 203 samples/s, \
 1.6 % more (measured alternately 1.7 % more ± 2.2 %: too close to call); --tolerance
 13 probes, 0 out of memory, 41 s. Nothing left to measure is expected to change the plan.

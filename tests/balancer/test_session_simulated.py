@@ -109,7 +109,7 @@ def test_the_seed_s_pair_of_cards_is_balanced_in_few_probes() -> None:
     assert 0.58 <= plan.ratios[0] <= 0.62
     assert plan.search.probes <= 16
     assert plan.search.out_of_memory <= 2
-    assert {"even split", "best single device", "solo SIM:0", "solo SIM:1"} <= {
+    assert {"equal shares", "best single device", "solo SIM:0", "solo SIM:1"} <= {
         one.name for one in plan.evidence
     }
     assert parse_plan(to_toml(plan)) == parse_plan(to_json(plan)) == plan

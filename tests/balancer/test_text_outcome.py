@@ -67,7 +67,7 @@ def test_the_plan_has_costs_and_tokens_per_second(record: JournalContents) -> No
         plan.throughput.samples_per_second * mean
     )
     assert 0 < plan.throughput.padding < 0.15
-    even = next(one for one in plan.evidence if one.name == "even split")
+    even = next(one for one in plan.evidence if one.name == "equal shares")
     assert not even.layout.by_cost
     assert even.throughput.padding > 0.5
     assert {"solo CPU:0", "solo CPU:1"} <= {one.name for one in plan.evidence}
@@ -77,7 +77,7 @@ def test_the_plan_has_costs_and_tokens_per_second(record: JournalContents) -> No
     assert answer.startswith("64 rows on CPU:0 + CPU:1, their cost split 0.6")
     assert "tokens/s" in verdict
     assert re.search(r"% padding, the devices' own work within \d+(\.\d)? %\)", verdict)
-    assert re.search(r"\+\d+ % over even by number of rows", verdict)
+    assert re.search(r"\+\d+ % over equal numbers of rows", verdict)
 
 
 def test_tables_have_tokens_and_padding(record: JournalContents) -> None:

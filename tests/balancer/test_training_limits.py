@@ -231,7 +231,7 @@ def test_unequal_devices_are_what_the_plan_takes_away() -> None:
 
 
 def test_the_exchange_is_what_the_last_of_a_split_waits_for() -> None:
-    """The other device also waits for its gradients, which more even shares would avoid."""
+    """The other device also waits for its gradients, which more equal shares would avoid."""
     layout = layout_of((40, 24))
     (limit,) = limits_of(timed(layout, NOTHING, NOTHING, device_seconds=(0.07, 0.02)), CPUS)
     assert (limit.kind, limit.milliseconds) == (LimitKind.EXCHANGE, pytest.approx(30.0))

@@ -77,12 +77,12 @@ def advised(found: Verdict) -> str:
 
 
 def test_one_device_that_is_as_fast_as_several_is_recommended() -> None:
-    """It is recommended, whether it is the plan or not. A gain over even shares isn't the headline
+    """It is recommended, whether it is the plan or not. A gain over equal shares isn't the headline
     then.
     """
     ranking = [standing(EVEN, 300, -0.7), standing(SOLO, 995, -0.005, tie=True)]
     assert advised(judged(result(SPLIT, 1000), ranking)) == "one_device"
-    assert "over even" not in write_text(result(SPLIT, 1000), ranking).gains
+    assert "over equal shares" not in write_text(result(SPLIT, 1000), ranking).gains
     unclear = RankedLayout(SOLO, Interval(950, 900, 1000), Interval(-0.05, -0.1, 0.01), True, 2)
     assert advised(judged(result(SPLIT, 1000), [unclear])) == "plan"
     tied = judged(result(SOLO, 1000), [standing(SPLIT, 1001, 0.001, tie=True)])
@@ -183,7 +183,7 @@ def test_where_other_work_disturbed_everything_the_answer_is_to_measure_again() 
 
 @pytest.mark.parametrize(
     ("error", "words"),
-    [(0.3, "at least 25 % over"), (0.7, "isn't certain"), (0.002, "+100 % over even")],
+    [(0.3, "at least 25 % over"), (0.7, "isn't certain"), (0.002, "+100 % over equal shares")],
 )
 def test_a_gain_that_is_less_certain_than_large_is_given_by_its_least(
     error: float, words: str
@@ -191,7 +191,7 @@ def test_a_gain_that_is_less_certain_than_large_is_given_by_its_least(
     """The even split's samples/s have this relative error; the plan's are precise."""
     even = Rival(
         "equal_shares",
-        "even split",
+        "equal shares",
         ("GPU:0", "GPU:1"),
         (128, 128),
         256,
@@ -297,7 +297,7 @@ def test_devices_of_one_product_that_differ_much_are_suspected() -> None:
 def test_a_tie_that_ends_the_search_names_its_layouts() -> None:
     found = judged(result(SPLIT, 1000), [standing(EVEN, 998, -0.002, tie=True)], stop=Stop.TIED)
     words = write_end(found, Stop.TIED.value)
-    assert words.startswith("even split (128 + 128 on GPU:0 + GPU:1) ties with the plan")
+    assert words.startswith("equal shares (128 + 128 on GPU:0 + GPU:1) tie with the plan")
     alone = judged(result(SPLIT, 1000), [standing(EVEN, 500, -0.5)], stop=Stop.TIED)
     assert "tie" not in write_end(alone, Stop.TIED.value)
 
@@ -382,7 +382,7 @@ def test_rivals_are_compared_turn_by_turn_with_the_winner() -> None:
     assert found.candidate == EVEN
     assert found.gain == pytest.approx(0.2)
     assert (
-        "+20 % over the even split (128 + 128) (measured alternately)"
+        "+20 % over equal shares (128 + 128) (measured alternately)"
         in write_text(result(SOLO, 1000), ranking[1:]).gains
     )
     (found,) = compare_all(result(SOLO, 1000), [ranking[0], standing(EVEN, 833.0, -1 / 6)])
@@ -433,7 +433,7 @@ def test_only_a_faster_layout_of_one_training_with_more_samples_is_a_larger_batc
     ("one", "expected"),
     [
         (SOLO, "best single device"),
-        (EVEN, "even split"),
+        (EVEN, "equal shares"),
         (SPLIT, "best split"),
         (PLACE, "place towers"),
         (PACK, "pack of 5"),
@@ -447,10 +447,12 @@ def test_names_for_tables_and_evidence(one: Candidate, expected: str) -> None:
 def test_an_even_split_over_some_of_the_devices_says_how_many() -> None:
     some = split_evenly(4, (0, 2), 64)
     assert some is not None
-    assert name_layout(candidate("even", some), 4) == "even over 2"
+    assert name_layout(candidate("even", some), 4) == "equal shares over 2"
     three = candidate("split", Layout("split", (100, 80, 60)))
     two = candidate("even", cast(Layout, split_evenly(3, (0, 1), 240)))
-    assert "over even" not in write_text(result(three, 1000), [standing(two, 800, -0.2)]).gains
+    assert (
+        "over equal shares" not in write_text(result(three, 1000), [standing(two, 800, -0.2)]).gains
+    )
 
 
 def test_no_two_layouts_have_one_name() -> None:

@@ -38,7 +38,7 @@ def test_two_gpus_learn_what_one_learns(tmp_path: Path) -> None:
 def test_two_processes_with_a_gpu_each_learn_what_one_learns(tmp_path: Path) -> None:
     """NCCL sums gradients, metrics and initial weights.
 
-    The shares are uneven, and the last batch is short.
+    The shares are unequal, and the last batch is short.
     """
     gpus = [{"CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(2)]
     processes = start_group(

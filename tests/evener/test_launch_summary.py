@@ -101,7 +101,7 @@ def test_a_device_that_only_holds_state_has_no_work_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("last", "steps", "said"),
     [
-        ((6, 2), (0.4, 0.3), "even at first, 20.00 samples/s; changed 4 times: 33 % more"),
+        ((6, 2), (0.4, 0.3), "equal at first, 20.00 samples/s; changed 4 times: 33 % more"),
         ((6, 2), (0.4, 0.395), "changed 4 times: no clear difference"),
         ((4, 4), (0.4, 0.2), "not comparable, as the devices' speed changed"),
         ((4, 4), (0.4, 0.4), "the same shares again"),

@@ -822,7 +822,7 @@ def test_evidence_on_other_devices_than_the_plan_s_is_refused() -> None:
     """Rivals are shown with the names of the plan's devices."""
     throughput = Throughput(10.0, 9.0, 11.0)
     plan = msgspec.structs.replace(
-        example(), evidence=(Evidence("even split", example((40, 40)).layout, throughput),)
+        example(), evidence=(Evidence("equal shares", example((40, 40)).layout, throughput),)
     )
     with pytest.raises(
         PlanError, match=r"evidence\[0\].layout.share names 2 devices, and layout.share 3"

@@ -33,7 +33,7 @@ SECONDS_PER_ROW = (0.1, 0.7)  # of each rank
 
 
 def train(folder: Path, rank: int, trainer: str) -> None:
-    """Train with even shares, then with shares that change, and save the results of both."""
+    """Train with equal shares, then with shares that change, and save the results of both."""
     torch.set_num_threads(1)
     audit_first_step()
     train_by = globals()[f"by_{trainer}"]

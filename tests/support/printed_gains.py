@@ -43,7 +43,8 @@ WITHIN = re.compile(r"\(--tolerance (?P<part>[\d.]+) %\)")
 UNKNOWN = 25.0  # percent: throughputs with a larger error aren't compared
 ROUGH = 2.0  # percent: smaller errors aren't printed
 ROUNDED = 0.11  # the largest apparent difference of two equal numbers, each rounded to one decimal
-EVEN = ("even", "even by number of rows")
+GAIN_OVER_EQUAL = re.compile(r"over equal shares(?! \()")
+EQUAL = ("equal shares", "equal numbers of rows")
 
 
 class Line(NamedTuple):
@@ -187,9 +188,9 @@ def _clause_faults(printed: Printed) -> Iterator[str]:
 
 
 def _is(one: Line, over: str) -> bool:
-    if over in EVEN:
-        return "even split" in one.name
-    if over.startswith("the ") and over.endswith(")"):
+    if over in EQUAL:
+        return "equal shares" in one.name
+    if over.startswith(("the ", "equal shares (")) and over.endswith(")"):
         name, _, batches = over.removesuffix(")").removeprefix("the ").partition(" (")
         return one.name == name and one.where == batches.partition(" =")[0].replace(" ", "")
     return one.name in (over, f"the other device alone, {over.removesuffix(' alone')}")
@@ -248,8 +249,8 @@ def _advice_faults(lines: Sequence[str], printed: Printed) -> Iterator[str]:
         yield f"no recommendation before the headline: {printed.recommendation!r}"
     if one and " + " in printed.recommendation:
         yield f"several devices are no single one: {printed.recommendation}"
-    if one and " on " in printed.recommendation and "over even" in printed.headline:
-        yield f"one device would do, and a gain over even is the headline: {printed.headline}"
+    if one and " on " in printed.recommendation and GAIN_OVER_EQUAL.search(printed.headline):
+        yield f"one device would do, and a gain is the headline: {printed.headline}"
     if again and "Nothing left to measure" in text:
         yield f"measure again, and nothing is left to measure: {printed.recommendation}"
     if again and "Equal shares are right" in text:

@@ -112,7 +112,7 @@ def two_models_trained_in_turns() -> Any:
 
 @program
 def a_model_wrapped_within_an_epoch() -> Any:
-    """It is trained from then on, in place of the first one, and by even shares."""
+    """It is trained from then on, in place of the first one, and by equal shares."""
     first, optimizer = start()
     second = None
     batches = epochs(load(), 3)

@@ -1,4 +1,4 @@
-"""Programs that exchange tensors themselves, in ways that uneven shares would break or change."""
+"""Programs that exchange tensors themselves, in ways that unequal shares would break or change."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def negatives_of_all_ranks_by_a_function() -> Any:
 
 @name
 def rows_added_up_later() -> Any:
-    """Sums rows of ranks only once shares are uneven, so it must end with an error message."""
+    """Sums rows of ranks only once shares are unequal, so it must end with an error message."""
     steps = [0]
 
     def note(_x: Tensor, classes: Tensor, out: Tensor, _loss: Tensor) -> None:

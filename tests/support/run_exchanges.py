@@ -1,6 +1,6 @@
 """Programs that exchange tensors themselves, but work with any shares.
 
-They print the results, sum over rows, or gather rows once shares are uneven.
+They print the results, sum over rows, or gather rows once shares are unequal.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def two_loaders_in_turn() -> Any:
 
 @program
 def two_loaders_zipped_later() -> Any:
-    """Uses one loader first, so that shares become uneven, then two loaders in each step."""
+    """Uses one loader first, so that shares become unequal, then two loaders in each step."""
     model, optimizer = start()
     for x, classes, _ in epochs(load(), 1):
         update(optimizer, F.cross_entropy(model(x), classes))

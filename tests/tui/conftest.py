@@ -239,7 +239,7 @@ def make_plan() -> plans.Plan:
         framework="tensorflow",
         throughput=plans.Throughput(2127.0, 2118.0, 2136.0),
         evidence=(
-            evidence("equal_shares", "even split", (710, 710), 1801.0),
+            evidence("equal_shares", "equal shares", (710, 710), 1801.0),
             evidence("best_device", "best single device", (1024, 0), 1346.0),
             evidence("one_device", "solo SIM:0", (1024, 0), 1346.0),
             evidence("one_device", "solo SIM:1", (0, 710), 925.0),
@@ -268,7 +268,9 @@ def make_events() -> list[Event]:
         _observed(ran_out, 4, 12.0, out_of_memory=1),
         _observed(split, 5, 18.0, best, 1),
         _observed(_timed(layout_of((710, 710)), 1801.0, "race"), 6, 24.0, best, 1),
-        Finished(make_plan(), (best,), "Split 820 and 568: 18 % faster than even.", False, 47.0),
+        Finished(
+            make_plan(), (best,), "Split 820 and 568: 18 % faster than equal shares.", False, 47.0
+        ),
     ]
 
 

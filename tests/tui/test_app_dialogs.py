@@ -128,7 +128,7 @@ async def test_screens_can_be_opened_while_a_run_is_replayed(app_of: Any) -> Non
         await pilot.press("2")
         await until(
             pilot,
-            lambda: re.search(r"even split .* \+\d", _words(app, "#result")),
+            lambda: re.search(r"equal shares .* \+\d", _words(app, "#result")),
             "the verdict that came meanwhile",
         )
         await pilot.press("n")

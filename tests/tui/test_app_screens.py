@@ -239,9 +239,11 @@ async def test_a_search_from_form_to_exported_plan(
             "multiworker",
         )
         await until(
-            pilot, lambda: "18 % faster than even" in text(app, "#result"), "the verdict's words"
+            pilot,
+            lambda: "18 % faster than equal shares" in text(app, "#result"),
+            "the verdict's words",
         )
-        assert "even split" in text(app, "#result")
+        assert "equal shares" in text(app, "#result")
         assert "the fastest so far" in text(app, "#log")
         await pilot.press("e")
         await until(pilot, lambda: isinstance(app.screen, SaveDialog), "the export dialog")

@@ -37,7 +37,13 @@ def _with_verdict(events: Sequence[Event]) -> list[Event]:
     """Return the scripted search, whose end has a verdict with fields."""
     labels = ("SIM:0", "SIM:1")
     even = Rival(
-        "equal_shares", "even split", labels, (710, 710), 1420, MeasuredRate(1801, 1792, 1810), 0.18
+        "equal_shares",
+        "equal shares",
+        labels,
+        (710, 710),
+        1420,
+        MeasuredRate(1801, 1792, 1810),
+        0.18,
     )
     chosen = Chosen(
         "split", "other_shares", "820 + 568 on SIM:0 + SIM:1", labels, (820, 568), (820, 568), 1388

@@ -60,7 +60,7 @@ def test_the_seed_s_two_cards_are_balanced(capsys: pytest.CaptureFixture[str]) -
     assert 0.58 <= answer["layout"]["share"][0]["ratio"] <= 0.62
     assert answer["search"]["probes"] <= 16
     assert answer["search"]["out_of_memory"] <= 2
-    assert {"even split", "best single device", "solo SIM:0", "solo SIM:1"} <= {
+    assert {"equal shares", "best single device", "solo SIM:0", "solo SIM:1"} <= {
         r["name"] for r in answer["evidence"]
     }
     low, high = answer["throughput"]["low"], answer["throughput"]["high"]
@@ -134,9 +134,9 @@ def test_the_table_ends_in_a_verdict(capsys: pytest.CaptureFixture[str]) -> None
     lines = output.out.splitlines()
     assert lines[0].startswith("simulated: ")
     assert lines[2].split() == ["device", "name", "share", "ratio", "in", "the", "plan", "alone"]
-    assert any(line.startswith("even split:") for line in lines)
+    assert any(line.startswith("equal shares:") for line in lines)
     assert any(line.startswith("sum of each alone:") for line in lines)
-    advice = next(i for i, line in enumerate(lines) if line.startswith("simulated: Use uneven"))
+    advice = next(i for i, line in enumerate(lines) if line.startswith("simulated: Use unequal"))
     assert lines[advice + 1].startswith("simulated: ")
     assert "evener export" not in output.out, "nobody trains on simulated devices"
     assert lines[-1].endswith(".")

@@ -72,12 +72,12 @@ def test_a_split_that_loses_says_why(capsys: pytest.CaptureFixture[str]) -> None
     code, answer = ask(capsys, "-d", machine(), "--global-batch", "256")
     assert code == 0
     assert answer["text"][0] == "simulated: Use one device, without a plan: 256 on SIM:0 alone."
-    assert "+12 % over the even split (128 + 128)" in answer["text"][1]
+    assert "+12 % over equal shares (128 + 128)" in answer["text"][1]
     assert "The split is slower because synchronizing the devices costs 22 ms" in answer["text"][2]
     assert answer["verdict"]["split_loss"]["cause"] == "exchange"
     names = [layout["name"] for layout in answer["layouts"]]
     assert names[0] == "best single device"
-    assert {"even split", "pack of 2", "place towers"} <= set(names)
+    assert {"equal shares", "pack of 2", "place towers"} <= set(names)
     assert answer["layout"]["kind"] == "solo"
 
 
@@ -110,7 +110,7 @@ def test_packing_that_gains_becomes_the_plan_with_its_rivals_as_evidence(
     assert code == 0
     plan = load_plan("plan.toml")
     assert (plan.layout.kind, plan.layout.processes) == ("pack", 3)
-    assert {"best single device", "even split", "place towers"} <= {
+    assert {"best single device", "equal shares", "place towers"} <= {
         rival.name for rival in plan.evidence
     }
     assert [one["processes"] for one in answer["packing"][0]["measured"]][:3] == [2, 3, 4]
@@ -121,7 +121,7 @@ def test_the_printed_ranking_names_each_layout_once(capsys: pytest.CaptureFixtur
     assert run(["compare", "-d", machine(sync=2.0), "--global-batch", "256"]) == 0
     out = capsys.readouterr().out
     assert out.count("place towers") == 1
-    assert "evenly over 1, 2, ... devices:" in out
+    assert "equal shares over 1, 2, ... devices:" in out
     assert "packing:" in out
     assert out.rstrip().splitlines()[-1].endswith(".")
 

@@ -81,7 +81,7 @@ def test_the_page_is_whole_and_needs_no_network(a_run: str) -> None:
         "The plan: split",
         "Ranking",
         "Timeline of probes",
-        "even split",
+        "equal shares",
     ):
         assert wanted in page.text
 
@@ -145,7 +145,7 @@ def test_a_page_begins_with_the_gains_and_ends_its_verdict_with_the_commands() -
     text = Path("report.html").read_text()
     card = text[: text.index("</section>")]
     assert "this plan" in card
-    assert "even split" in card
+    assert "equal shares" in card
     assert "+31" in card
     assert f"evener export {record.header.run} -o plan.toml" in card
 

@@ -60,7 +60,7 @@ PLAN = make_plan(
     framework="tensorflow",
     throughput=Throughput(2123.0, 2110.0, 2136.0),
     evidence=(
-        evidence("equal_shares", "even split", (512, 512), 1810.0),
+        evidence("equal_shares", "equal shares", (512, 512), 1810.0),
         evidence("best_device", "best single device", (1024, 0), 1345.0),
         evidence("one_device", "solo GPU:0", (1024, 0), 1345.0),
         evidence("one_device", "solo GPU:1", (0, 512), 875.0),
@@ -98,7 +98,7 @@ PLANS = {
     "a figure too uncertain to compare": changed(throughput=Throughput(2123.0, 1000.0, 3246.0)),
     "a rival too uncertain to compare": changed(FIRST, ROUGH, *OTHERS),
     "a rival of far fewer rows": changed(
-        evidence("equal_shares", "even split", (128, 128), 300.0), SINGLE, *OTHERS
+        evidence("equal_shares", "equal shares", (128, 128), 300.0), SINGLE, *OTHERS
     ),
     "a rival within the error": changed(msgspec.structs.replace(FIRST, tie=True), SINGLE, *OTHERS),
     "the first device alone, not its best batch": alone((512, 0)),
@@ -122,7 +122,7 @@ def test_a_terminal_breaks_sentences_between_words() -> None:
     """No number is cut at the edge. Tables are unchanged, and a pipe gets each sentence whole."""
     verdict = (
         "Split 0.591:0.409 over GPU:0 and GPU:1 (820 + 568 samples): 2 123 samples/s, 17 % "
-        "faster than even."
+        "faster than equal shares."
     )
     whole = summary_lines(PLAN, LABELS, verdict)
     assert verdict in whole

@@ -221,7 +221,7 @@ def test_a_comparison_goes_on_as_one(capsys: pytest.CaptureFixture[str]) -> None
     capsys.readouterr()
     assert run(["compare", "--resume", "last"]) == 0
     resumed = capsys.readouterr().out
-    assert "even split" in resumed
+    assert "equal shares" in resumed
     assert "pack" not in resumed
     assert run(["compare", "--resume", "last", "--layouts", "solo"]) == 2
     assert "the layouts that it began with" in capsys.readouterr().err

@@ -90,7 +90,7 @@ def test_without_a_terminal_it_is_text_and_keeps_nothing(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert run(["demo", "--plain", "--ascii"]) == 0
     said = capsys.readouterr().out
-    assert "% over even" in said
+    assert "% over equal shares" in said
     assert "SIM:0 is throttled 30 % of the time" in said
     assert "SIM:0 slower by" in said.partition("After 20 s")[2]
     assert list(tmp_path.iterdir()) == []

@@ -184,7 +184,7 @@ def test_a_loop_of_accelerate_learns_the_same_by_other_shares(train: Ranks) -> N
             name: own[name] for name in ("gathered", "correct", "rate")
         }
     _, (first, _) = train(ACCELERATED, "accelerate", "--dispatch")
-    assert first["said"].count("shares stay even: one rank reads the rows of all") == 1
+    assert first["said"].count("shares stay equal: one rank reads the rows of all") == 1
 
 
 @pytest.mark.parametrize(

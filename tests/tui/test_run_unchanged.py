@@ -1,4 +1,4 @@
-"""The summary of `evener run` for a program that trains unchanged, alone or with even shares."""
+"""The summary of `evener run` for a program that trains unchanged, alone or with equal shares."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_ranks_with_even_shares_that_ctrl_c_ends_are_summarized(
     evener.send_signal(signal.SIGINT)
     _, errors = evener.communicate(SECONDS)
     assert evener.returncode == 130, errors
-    assert "shares stay even" in errors
+    assert "shares stay equal" in errors
     summary = read_summary(tmp_path)
     assert summary["end"] == "interrupted"
     assert summary["missing_ranks"] == 0

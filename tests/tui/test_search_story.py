@@ -218,7 +218,7 @@ async def test_a_result_is_read_whole_on_a_small_terminal(
         await until(pilot, lambda: "Every measurement" in app.screen.query_one("Text").text, "it")
         page = app.screen.query_one("Text").text
         assert "The last word." in page
-        assert "even split: 1 801 samples/s" in page
+        assert "equal shares: 1 801 samples/s" in page
         await pilot.press("escape")
         app.screen.query_one("#log").focus()
         await pilot.press("j", "enter")
@@ -253,8 +253,8 @@ def test_a_result_begins_with_its_figure_and_the_advice_and_says_each_once() -> 
     figure, advice, *rows = [row.text.strip() for row in result_lines(state, 198, 40, ())]
     assert figure.startswith(write_verdict(run.end.found).rate)
     assert "826 + 571 on SIM:0 + SIM:1" in figure
-    assert advice == "Use uneven shares by the plan."
-    assert not any("826 + 571" in row or "Use uneven" in row for row in rows)
+    assert advice == "Use unequal shares by the plan."
+    assert not any("826 + 571" in row or "Use unequal" in row for row in rows)
 
 
 def test_an_advice_other_than_the_fastest_layout_stands_before_it() -> None:
@@ -275,9 +275,9 @@ def test_the_page_of_a_result_says_each_gain_once() -> None:
     """The headline has it. The list of rivals has samples/s and layouts."""
     run = load_run(_search(Request(devices=PAIR)))
     page = _text(run_page(run, 100))
-    assert "+20 % over even" in page
+    assert "+20 % over equal shares" in page
     listed = page.partition("Compared with")[2].partition("Every measurement")[0]
-    assert "even split: 1 801 samples/s" in " ".join(listed.split())
+    assert "equal shares: 1 801 samples/s" in " ".join(listed.split())
     assert "the plan gains" not in listed
 
 

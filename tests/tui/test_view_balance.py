@@ -140,14 +140,14 @@ def test_rivals_are_layouts_that_ran(events: Any) -> None:
     before_end = _after(events, -1)
     assert [(each.name, round(each.rate.value)) for each in rivals(before_end)] == [
         ("best so far", 2127),
-        ("even split", 1801),
+        ("equal shares", 1801),
         ("SIM:0 alone", 1346),
         ("sum of each alone", 2271),
     ]
     at_end = _after(events)
     assert [(each.name, round(each.rate.value)) for each in rivals(at_end)] == [
         ("the plan", 2127),
-        ("even split", 1801),
+        ("equal shares", 1801),
         ("SIM:0 alone", 1346),
         ("sum of each alone", 2271),
     ]
@@ -251,7 +251,7 @@ def test_the_search_says_what_it_does_then_its_verdict(events: Any) -> None:
     assert "at most 1 min 36 s of simulated time left" in running
     assert "out of memory on SIM:0" in running
     ended = _text(search_lines(_after(events), 100, 12))
-    assert "Split 820 and 568: 18 % faster than even." in ended
+    assert "Split 820 and 568: 18 % faster than equal shares." in ended
 
 
 def test_a_failed_probe_is_shown_harmlessly(events: Any) -> None:
@@ -313,12 +313,12 @@ def test_the_verdict_on_many_devices_is_shown_whole(events: Any) -> None:
     assert state.finished is not None
     verdict = (
         f"Split over {', '.join(f'SIM:{place}' for place in range(40))}: 28 % faster than "
-        f"the even split."
+        f"equal shares."
     )
     state = msgspec.structs.replace(
         state, finished=msgspec.structs.replace(state.finished, verdict=verdict)
     )
-    assert "28 % faster than the even split." in " ".join(_text(search_lines(state, 78, 9)).split())
+    assert "28 % faster than equal shares." in " ".join(_text(search_lines(state, 78, 9)).split())
 
 
 @pytest.mark.parametrize("width", [1, 20, 60, 100, 220])

@@ -120,7 +120,7 @@ def _run(script: Any, plan: Any) -> StoredRun:
         "1",
     )
     end = (
-        Finished(plan, (), "Split 820 and 568: 18 % faster than even.", False, 47.0)
+        Finished(plan, (), "Split 820 and 568: 18 % faster than equal shares.", False, 47.0)
         if plan
         else None
     )

@@ -264,7 +264,7 @@ def run(
         bool,
         typer.Option(
             "--strict",
-            help="End the program if it can't be balanced. Default: it trains with even shares.",
+            help="End the program if it can't be balanced. Default: it trains with equal shares.",
         ),
     ] = False,
     noise: Annotated[

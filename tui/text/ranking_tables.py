@@ -189,7 +189,7 @@ def scaling_table(report: SearchReport) -> Table:
             f"{times:.2f}",
         )
         rows.append(row)
-    return Table("evenly over 1, 2, ... devices", rows, 0)
+    return Table("equal shares over 1, 2, ... devices", rows, 0)
 
 
 def ranking_json(report: SearchReport, labels: Sequence[str]) -> dict[str, Any]:

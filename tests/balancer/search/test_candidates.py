@@ -116,7 +116,7 @@ def test_even_is_the_same_share_up_to_a_quantum() -> None:
 
 
 def test_a_plan_needs_the_best_single_the_even_split_and_the_best_split() -> None:
-    """A plan has only the even split over all devices.
+    """A plan has only equal shares over all devices.
 
     A comparison also has even splits over two and four of the fastest devices.
     """

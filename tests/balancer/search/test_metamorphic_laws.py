@@ -54,7 +54,7 @@ def test_a_pair_of_searches_keeps_the_law(law: str, family: str) -> None:
     ("family", "seed"), [("stairs64", 17007), ("tol_jagged", 17001), ("small_memory", 23001)]
 )
 def test_a_useless_device_changes_nothing_for_the_others(family: str, seed: int) -> None:
-    """They have the same even share, probes and smaller batches after running out of memory as
+    """They have the same equal share, probes and smaller batches after running out of memory as
     without it.
     """
     for case in hard.cases(family, seed):

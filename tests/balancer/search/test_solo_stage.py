@@ -38,7 +38,7 @@ def rounds(
         ({"multiple_of": 16}, 16, 64),
         ({"multiple_of": 100}, 100, 200),
         ({"global_batch": 1000}, 8, 64),
-        ({"global_batch": 100}, 6, 50),  # an even share
+        ({"global_batch": 100}, 6, 50),  # an equal share
         ({"global_batch": 10}, 1, 5),
         ({"global_batch": 2}, 1, 2),
         ({"global_batch": 48, "multiple_of": 8}, 8, 24),
@@ -48,7 +48,7 @@ def rounds(
     ],
 )
 def test_the_first_two_batches_are_small(options: dict[str, Any], first: int, second: int) -> None:
-    """They are around an even share of a given or limited batch.
+    """They are around an equal share of a given or limited batch.
 
     They are whole quanta, and never above a share's limit.
     """
