@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from tensorflow.python.eager import context
 
 from evener.balancer.probes.failures import error_is_memory, one_line
 from evener.balancer.probes.worker import Worker
@@ -301,6 +302,7 @@ def alone(_rank: int, folder: str) -> dict[str, Any]:
         "classes": 3,
         "use_cudnn": "false",
     }
+    gpu_options = context.context().config.gpu_options
     return {
         "first": seen[0],
         "last": seen[-1],
@@ -322,6 +324,7 @@ def alone(_rank: int, folder: str) -> dict[str, Any]:
         "limits": kernel_limits(),
         "lost": lose(folder),
         "out of memory": run_out_of_memory(folder),
+        "fails at once": gpu_options.experimental.disallow_retry_on_allocation_failure,
         "own": {
             name: attempt(own(folder, OWN, name))
             for name in ("plain", "stack", "open_shape", "wrong_build", "uncompiled", "nothing")
