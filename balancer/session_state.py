@@ -312,7 +312,7 @@ def plan_rivals(
         split = max([*evens, *splits], key=_speed, default=None)
     else:
         split = evens[0] if evens else None
-    single = _find_single(plan)
+    single = find_single(plan)
     shown = [each for each in (split, single) if each is not None]
     larger = found.get("larger_batch", [])[:1]
     shown += [each for each in larger if each.layout not in [one.layout for one in shown]]
@@ -323,31 +323,19 @@ def plan_rivals(
     )
 
 
-def _find_single(plan: Plan) -> Evidence | None:
-    """Return the solo measurement to compare the plan with; None if there is none."""
-    raced = [evidence for evidence in plan.evidence if evidence.kind == "best_device"]
-    raced = _without_own_device(plan, raced)
+def find_single(plan: Plan) -> Evidence | None:
+    """Return the device alone with which the verdict compares the plan; None if there is none."""
+    compared = [evidence for evidence in plan.evidence if evidence.kind == "best_device"]
+    compared = _without_own_device(plan, compared)
+    # plans of older versions have no such evidence if no single device took part in the race
     others = _without_own_device(plan, alone_at_batch(plan).values())
-    if not raced:
-        # no single device was in the race
-        return max(others, key=_speed, default=None)
-    first = raced[0]
-    limit = plan.throughput.samples_per_second
-    same = [each for each in others if each.layout.global_batch == first.layout.global_batch]
-    # a device that was even faster than the plan was measured when the machine was faster
-    slower = [each for each in same if _speed(each) <= limit and _is_comparable(plan, each)]
-    return max([first, *slower], key=_speed)
+    return compared[0] if compared else max(others, key=_speed, default=None)
 
 
 def _without_own_device(plan: Plan, solos: Iterable[Evidence]) -> list[Evidence]:
     """Return the solo measurements, except those of a plan's only device."""
     own = _positions(plan.layout) if plan.layout.traits.alone else ()
     return [evidence for evidence in solos if _positions(evidence.layout) != own]
-
-
-def _is_comparable(plan: Plan, evidence: Evidence) -> bool:
-    own, other = throughput_interval(plan.throughput), throughput_interval(evidence.throughput)
-    return is_comparable(own, plan.layout.batches, other, evidence.layout.batches)
 
 
 def _plan_rival(plan: Plan, evidence: Evidence, labels: tuple[str, ...]) -> RatedLayout:

@@ -182,13 +182,14 @@ class UnequalDevices(msgspec.Struct, frozen=True):
     """Two devices of the same product whose speeds differ much at the same batch.
 
     `fast` and `slow` are their labels. `ratio` is the faster device's samples/s divided by the
-    slower device's.
+    slower device's, both with `batch` samples a step; 0 in verdicts of older versions.
     """
 
     fast: str
     slow: str
     product: str
     ratio: float
+    batch: int = 0
 
 
 class VerdictDoubt(msgspec.Struct, frozen=True):

@@ -318,7 +318,7 @@ def _name_rivals(
     further = [one for one in alone if one.layout.active not in devices]
     further.sort(key=lambda one: -one.throughput.value)
     further += _find_fastest(report, known | {one.layout for one in further})
-    single = _choose_single(chosen, rivals, list_alone(report))
+    single = choose_single(report, rivals)
     if single in alone and single not in further:
         further.append(single)
     found = sorted((*rivals, *further), key=lambda one: one != single)  # `single` comes first
@@ -329,21 +329,29 @@ def _name_rivals(
     )
 
 
-def _choose_single(
-    chosen: Result, rivals: Sequence[ComparedLayout], alone: Sequence[ComparedLayout]
-) -> ComparedLayout | None:
-    """Return the single device to compare the plan with; None if there is none."""
+def choose_single(report: SearchReport, rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
+    """Return the single device to compare the plan with; None if there is none.
+
+    It is the fastest one. If the user gave the global batch, only devices that ran alone with that
+    batch count, unless there are none.
+    """
+    chosen, alone = report.chosen, list_alone(report)
     own = chosen.layout.active if chosen.layout.traits.alone else ()
     others = [compared for compared in alone if compared.layout.active != own]
     first = next((single for single in _list_singles(rivals) if single.layout.active != own), None)
     # no single device took part in the race
     if first is None:
-        return max(others, key=lambda one: one.throughput.value, default=None)
-    limit = chosen.throughput.value
-    same = [one for one in others if one.layout.global_batch == first.layout.global_batch]
-    # a device that was even faster than the plan was measured when the machine was faster
-    slower = [one for one in same if one.compared and one.throughput.value <= limit]
-    return max([first, *slower], key=lambda one: one.throughput.value)
+        return max(others, key=_rate, default=None)
+    batch = report.problem.global_batch
+    same = [one for one in others if batch is None or one.layout.global_batch == batch]
+    if first.compared:
+        # a device that was even faster than the plan was measured when the machine was faster
+        same = [one for one in same if _rate(one) <= chosen.throughput.value]
+    return max([first, *same], key=lambda one: (one.compared, _rate(one)))
+
+
+def _rate(compared: ComparedLayout) -> float:
+    return compared.throughput.value
 
 
 def _list_singles(rivals: Sequence[ComparedLayout]) -> list[ComparedLayout]:
@@ -472,7 +480,7 @@ def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> Sum
         return None
     if len(alone) < len(report.solos) or not is_known(chosen.throughput):
         return None
-    part = chosen.throughput.value / sum(alone)
+    part = 1 + printed_gain(chosen.throughput.value, sum(alone))
     waits = any(limit.kind in (LimitKind.INPUT, LimitKind.HOST_STARVED) for limit in limits)
     if part >= NEARLY or waits:
         return None

@@ -218,7 +218,8 @@ def find_unequal_devices(
                 continue
             times = speed / slower
             if found is None or times > found.ratio:
-                found = UnequalDevices(devices[fast].label, other.label, other.name, times)
+                names = devices[fast].label, other.label, other.name
+                found = UnequalDevices(*names, times, batch)
     return found
 
 

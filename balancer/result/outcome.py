@@ -32,7 +32,15 @@ from ..probes.launch_plan import MIXED
 from ..search.report import SearchReport
 from ..types import Facts, Interval, Layout, ModelState, OutOfMemory, Timed
 from ..verdict import Verdict
-from .judge import SearchEnd, compare_alone, find_ratios, judge, list_alone, padding_share
+from .judge import (
+    SearchEnd,
+    choose_single,
+    compare_alone,
+    find_ratios,
+    judge,
+    list_alone,
+    padding_share,
+)
 from .rivals import ComparedLayout, compare_all, find_larger, name_layout, name_rivals
 from .sentences import write_verdict
 
@@ -100,22 +108,38 @@ _Named = tuple[str, EvidenceKind, ComparedLayout]
 def _list_rivals(
     report: SearchReport, rivals: Sequence[ComparedLayout], devices: int
 ) -> list[_Named]:
-    """Return all rivals and the best single device, each with its name and kind of evidence."""
-    chosen, single = report.chosen, report.single
+    """Return all rivals and the best single device, each with its name and kind of evidence.
+
+    The device with which the verdict compares the plan is the first "best_device".
+    """
+    chosen = report.chosen
     names = name_rivals(chosen, rivals, devices)
     found: list[_Named] = [
         (name, _find_kind(rival, devices), rival) for name, rival in zip(names, rivals, strict=True)
     ]
-    if single is not None:
-        alone = _find_layout(rivals, single.layout) or compare_alone(chosen, single)
+    if report.single is not None:
+        alone = _find_layout(rivals, report.single.layout) or compare_alone(chosen, report.single)
         name = name_layout(alone.candidate, devices)
         if name not in names:
             found.append((name, "best_device", alone))
+    single = choose_single(report, rivals)
+    if single is not None:
+        found = _put_first(single, found, devices)
     # the fastest layout with a larger batch, if it is faster than the plan, has a second entry
     larger = find_larger(chosen, rivals)
     if larger is not None:
         found.append((LARGER_BATCH, "larger_batch", larger))
     return found
+
+
+def _put_first(single: ComparedLayout, found: Sequence[_Named], devices: int) -> list[_Named]:
+    """Return the rivals with `single` before the other devices alone."""
+    known = [named for named in found if named[2].layout == single.layout]
+    name = name_layout(single.candidate, devices, another=True, with_shares=True)
+    first = known or [(name, _find_kind(single, devices), single)]
+    others = [named for named in found if named[2].layout != single.layout]
+    place = next((i for i, (_, kind, _) in enumerate(others) if kind == "best_device"), len(others))
+    return [*others[:place], *first, *others[place:]]
 
 
 def _list_alone(

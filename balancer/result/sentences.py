@@ -356,7 +356,7 @@ def _describe_limits(verdict: Verdict) -> Iterator[str]:
         took = f"{milliseconds(limit.milliseconds / 1e3)} of a step, {percent(limit.share)}"
         by = f" Cause: {limit.by}." if limit.by else ""
         yield (
-            f"{LIMITS[limit.kind]}: {took}. {limit.kind.meaning}{by} "
+            f"Limited by {limit.kind.noun}: {took}. {limit.kind.meaning}{by} "
             f"{_write_promise(verdict, limit)} {limit.remedy}"
         )
 
@@ -367,25 +367,6 @@ def _describe_link(verdict: Verdict) -> Iterator[str]:
     # the sentence about an exchange that limits the training names the link
     if verdict.link is not None and not named:
         yield f"Link: {verdict.link.describe()}."
-
-
-LIMITS = {
-    LimitKind.INPUT: "Limited by input",
-    LimitKind.RANK_INPUT: "Limited by one rank's input",
-    LimitKind.HOST_LAUNCHES: "Limited by the host, which starts kernels too slowly",
-    LimitKind.HOST_STARVED: "Limited by the host, which is starved of cores",
-    LimitKind.EXCHANGE: "Limited by the exchange between devices",
-    LimitKind.UNEQUAL: "Limited by unequal devices",
-    LimitKind.MEMORY: "Limited by memory",
-    LimitKind.POWER: "Limited by power",
-    LimitKind.HEAT: "Limited by heat",
-    LimitKind.NEIGHBOUR: "Limited by another process on the device",
-    LimitKind.OPTIMIZER: "Limited by the optimizer's step",
-    LimitKind.CHECKPOINTS: "Limited by checkpoints",
-    LimitKind.VALIDATION: "Limited by validation",
-    LimitKind.BETWEEN: "Limited by work between steps",
-    LimitKind.OWN_CODE: "Limited by waiting in the model's own code",
-}
 
 
 MUCH_MORE = 3.0  # relative to a gain: a larger upper bound is meaningless
@@ -949,10 +930,11 @@ def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
         yield write_doubt(doubt, verdict.on_gpus)
     twins = verdict.unequal_devices
     if twins is not None:
+        at = f" at {twins.batch} samples a step" if twins.batch else ""
         yield (
             f"{twins.fast} and {twins.slow} are the same kind of device ({twins.product}), and "
-            f"{twins.fast} was {twins.ratio:.1f} times as fast alone: suspect the measurement, or "
-            f"something else that uses {twins.slow}."
+            f"{twins.fast} was {twins.ratio:.1f} times as fast alone{at}: suspect the measurement, "
+            f"or something else that uses {twins.slow}."
         )
 
 

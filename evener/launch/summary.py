@@ -41,24 +41,6 @@ MOST_GAIN = 9.0  # larger gains aren't distinguished
 
 End = Literal["finished", "interrupted", "failed"]
 
-NOUNS = {
-    LimitKind.INPUT: "input",
-    LimitKind.RANK_INPUT: "input",
-    LimitKind.HOST_LAUNCHES: "the host that starts kernels",
-    LimitKind.HOST_STARVED: "want of cores",
-    LimitKind.EXCHANGE: "the exchange of gradients",
-    LimitKind.UNEQUAL: "waiting for the slowest",
-    LimitKind.MEMORY: "memory",
-    LimitKind.POWER: "a power limit",
-    LimitKind.HEAT: "heat",
-    LimitKind.NEIGHBOUR: "a neighbour on the device",
-    LimitKind.OPTIMIZER: "the optimizer",
-    LimitKind.CHECKPOINTS: "writing files",
-    LimitKind.VALIDATION: "validation",
-    LimitKind.BETWEEN: "other work between steps",
-    LimitKind.OWN_CODE: "waiting in the model's own code",
-}
-
 
 class RankSummary(msgspec.Struct, frozen=True):
     """The summary of one device; 0 stands for an unknown value."""
@@ -266,7 +248,7 @@ def _describe_limits(summary: TrainingSummary) -> str:
     if not summary.limits:
         return f"limited by: nothing beside own work, of {milliseconds(summary.step_s)} a step"
     named = [
-        f"{NOUNS[limit.kind]}{_by(limit)}, {milliseconds(limit.milliseconds / 1e3)} of a step "
+        f"{limit.kind.noun}{_by(limit)}, {milliseconds(limit.milliseconds / 1e3)} of a step "
         f"({percent(limit.share)})"
         for limit in summary.limits[:MOST_NAMED]
     ]
@@ -282,7 +264,9 @@ def _by(limit: TrainingLimit) -> str:
         return ""
     if limit.kind == LimitKind.HOST_STARVED:
         return f" ({plain(limit.by, 120)} had them)"
-    return f" {'rank' if limit.kind == LimitKind.UNEQUAL else 'on'} {limit.by}"
+    if limit.kind == LimitKind.UNEQUAL:
+        return f", {limit.by}"
+    return f" on {limit.by}"
 
 
 def _describe_remedies(summary: TrainingSummary) -> str:

@@ -33,94 +33,112 @@ LEAST_STEP_LEFT = 1e-3  # minimum fraction of a step that remains with any remed
 
 
 class LimitKind(StrEnum):
-    """The kinds of limits; each member has a meaning and a usual remedy."""
+    """The kinds of limits; each member has a noun, a meaning and a usual remedy."""
 
+    noun: str
     meaning: str
     usual_remedy: str
 
-    def __new__(cls, value: str, meaning: str, usual_remedy: str) -> LimitKind:
+    def __new__(cls, value: str, noun: str, meaning: str, usual_remedy: str) -> LimitKind:
         """Return a new member with the string value `value`.
 
-        `meaning` and `usual_remedy` are texts for the user.
+        `noun`, `meaning` and `usual_remedy` are texts for the user. The noun is the limit's only
+        name: in a verdict, in a training's last lines and on screens.
         """
         member = str.__new__(cls, value)
         member._value_ = value
+        member.noun = noun
         member.meaning = meaning
         member.usual_remedy = usual_remedy
         return member
 
     INPUT = (
         "input",
+        "input",
         "The training waits for the rows of its next batch.",
         "Load rows in worker processes: DataLoader(num_workers=4, persistent_workers=True).",
     )
     RANK_INPUT = (
         "rank_input",
+        "one rank's input",
         "One rank waits for its rows longer than the others do.",
         "Put that rank's data on a disk as fast as the others', or give it more loader workers.",
     )
     HOST_LAUNCHES = (
         "host_launches",
+        "the host that starts kernels",
         "The device waits for its host to start kernels.",
         "Use a larger batch, or compile the model (torch.compile).",
     )
     HOST_STARVED = (
         "host_starved",
+        "want of cores",
         "Threads of the training are ready to run and get no core.",
         "Stop the other programs, or give the training cores of its own (taskset, a cgroup).",
     )
     EXCHANGE = (
         "exchange",
+        "the exchange of gradients",
         "The sum of gradients over the ranks takes time that computing doesn't hide.",
         "Use a larger batch, or several passes for each optimizer step.",
     )
     UNEQUAL = (
         "unequal",
+        "waiting for the slowest device",
         "Faster devices wait for slower ones.",
         "Give each device a share by its speed: evener balance.",
     )
     MEMORY = (
+        "memory",
         "memory",
         "Memory is short, so that a share is computed in smaller passes than are fast.",
         "Free memory: bfloat16, checkpointing of activations, or shards (split.shard).",
     )
     POWER = (
         "power",
+        "a power limit",
         "A device is slowed by its power limit.",
         "Raise the power limit (nvidia-smi -pl), or give the device a smaller share.",
     )
     HEAT = (
+        "heat",
         "heat",
         "A device is slowed by its heat.",
         "Improve the device's cooling, or give it a smaller share.",
     )
     NEIGHBOUR = (
         "neighbour",
+        "another process on the device",
         "Another process computes on the same device.",
         "Stop the other process, or give the device a smaller share.",
     )
     OPTIMIZER = (
         "optimizer",
+        "the optimizer's step",
         "The optimizer's update takes a large part of a step.",
         "Use a fused optimizer (fused=True), or a larger batch.",
     )
     CHECKPOINTS = (
         "checkpoints",
+        "writing checkpoints",
         "Training stops while checkpoints are written.",
         "Write checkpoints less often, or in the background.",
     )
     VALIDATION = (
+        "validation",
         "validation",
         "Training stops while the model is validated.",
         "Validate less often, or on fewer rows.",
     )
     BETWEEN = (
         "between",
+        "work between steps",
         "The host does other work between two steps: logging, metrics, callbacks.",
         "Do that work less often, or in a thread.",
     )
     OWN_CODE = (
         "own_code",
+        "waiting in the model's own code",
         "The model's own code waits: neither its device nor its host computes.",
         "Look for sleeps, locks, files and .item() in the step with a profiler.",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
+from evener.balancer.result.sentences import write_verdict
 from evener.launch.program import compare_shares
 from evener.launch.summary import (
     FEWEST_STEPS,
@@ -26,11 +30,12 @@ from evener.launch.summary import (
 from evener.live.files import LiveDevice, LiveRecord
 from evener.program.notes import RankNote
 from evener.system.files import runs_folder
-from evener.training.limits import LimitKind
+from evener.training.limits import LimitKind, StepPart, find_limits
 from evener.training.step_record import ShareTimes
 from evener.training.step_sums import StepSums
 from evener.tui.cli.main import run
 from tests.support.launched_plan import plan
+from tests.support.verdicts import SPLIT, judged, result
 
 SECONDS = 120
 SCRIPT = """
@@ -219,3 +224,32 @@ def test_the_figures_are_one_object_with_json(tmp_path: Path) -> None:
     assert running.returncode == 0, errors
     assert json.loads(output)["steps"] == 57
     assert "speed:" not in errors
+
+
+SECONDS_OF_A_PART = st.floats(0.005, 0.05)
+
+
+@given(st.dictionaries(st.sampled_from(LimitKind), SECONDS_OF_A_PART, min_size=1, max_size=3))
+def test_a_limit_has_one_name_and_its_figures_agree(seconds: dict[LimitKind, float]) -> None:
+    """A verdict and a training's last lines name the same limits with the same parts of a step."""
+    step_s = 0.1
+    limits = find_limits(step_s, [StepPart(kind=kind, seconds=s) for kind, s in seconds.items()])
+    assume(limits)
+    summary = summarize_training([make_record(0), make_record(1)], "run", "finished", LABELS)
+    assert summary is not None
+    lines = describe_summary(msgspec.structs.replace(summary, limits=limits, step_s=step_s))
+    named = next(line for line in lines if line.startswith("limited by: "))
+    verdict = write_verdict(msgspec.structs.replace(judged(result(SPLIT, 1000)), limits=limits))
+    parts = [int(part) for part in re.findall(r"(\d+) %", named)]
+    assert abs(sum(parts) - 100) <= len(parts) / 2
+    for limit, part in zip(limits, parts, strict=False):
+        assert limit.kind.noun in named
+        (sentence,) = [
+            line for line in verdict.remarks if line.startswith(f"Limited by {limit.kind.noun}: ")
+        ]
+        assert f"of a step, {part} %." in sentence
+    helps = next(line for line in lines if line.startswith("would help: "))
+    gain, low, high = (int(found) for found in re.findall(r"\+(\d+) %", helps))
+    assert low <= gain <= high
+    left = 1 - limits[0].share
+    assert gain == pytest.approx(100 * (1 / left - 1), abs=1) or gain == 900

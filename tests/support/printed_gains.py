@@ -40,6 +40,17 @@ NOT_COMPARED = ("too uncertain", "none was measured near", "less than in the pla
 WHOLE = re.compile(r"^(?:together|in all) +(?P<samples>\d+)")
 MORE = re.compile(rf"(?P<rate>{NUMBER}) samples/s, (?P<more>[\d.]+) % more")
 WITHIN = re.compile(r"\(--tolerance (?P<part>[\d.]+) %\)")
+FASTER_ELSEWHERE = re.compile(r"; (?P<names>[^;]+) (?:was|were) faster with another batch")
+TWINS = re.compile(
+    r"and (?P<fast>\S+) was (?P<times>[\d.]+) times as fast alone at (?P<batch>\d+) samples a step"
+    r": .* uses (?P<slow>\S+)\.$"
+)
+LESS = re.compile(
+    rf"reached (?P<rate>{NUMBER}) samples/s, (?P<less>[\d.]+) % (?P<word>less|more) than the plan"
+)
+OF_SUM = re.compile(r"The plan reaches (?P<part>\d+) % of the sum")
+BAR = re.compile(rf"^ (?P<name>.+?) +▇+ +(?P<rate>~?{NUMBER})(?:  (?P<gain>\S.*?))? *$")
+PLAN_GAIN = re.compile(r"plan (?P<sign>[+-])(?P<gain>[\d.]+) %")
 UNKNOWN = 25.0  # percent: throughputs with a larger error aren't compared
 ROUGH = 2.0  # percent: smaller errors aren't printed
 ROUNDED = 0.11  # the largest apparent difference of two equal numbers, each rounded to one decimal
@@ -69,6 +80,7 @@ class Printed(NamedTuple):
     error: float
     shares: str
     alone: dict[str, tuple[float, int]]  # samples/s and batch in the table's column, by device
+    faster_elsewhere: list[str]  # devices that were faster alone with a batch that isn't compared
     rivals: list[Line]
     rest: list[str]
 
@@ -100,9 +112,16 @@ def read_result(lines: Sequence[str]) -> Printed:
         float(figure["error"] or 0.0),
         total["samples"],
         alone,
+        _read_faster(lines),
         rivals,
         rest,
     )
+
+
+def _read_faster(lines: Sequence[str]) -> list[str]:
+    """Return the devices that a note under the table says were faster with another batch."""
+    found = next((match for line in lines if (match := FASTER_ELSEWHERE.search(line))), None)
+    return re.split(", | and ", found["names"]) if found is not None else []
 
 
 def _has(line: str) -> bool:
@@ -134,6 +153,8 @@ def find_faults(lines: Sequence[str]) -> Iterator[str]:
     yield from _advice_faults(lines, printed)
     yield from _faster_faults(printed)
     yield from _alone_faults(printed)
+    yield from _twin_faults(printed)
+    yield from _split_faults(printed)
     if printed.error > UNKNOWN and "too uncertain to compare" not in printed.headline:
         yield f"compared though ± {printed.error} %: {printed.headline}"
     ties = [line for line in printed.rest if "leading layouts tie" in line]
@@ -247,7 +268,7 @@ def _advice_faults(lines: Sequence[str], printed: Printed) -> Iterator[str]:
     )
     if not RECOMMENDS.match(printed.recommendation):
         yield f"no recommendation before the headline: {printed.recommendation!r}"
-    if one and " + " in printed.recommendation:
+    if one and " + " in printed.recommendation.rpartition(" on ")[2]:
         yield f"several devices are no single one: {printed.recommendation}"
     if one and " on " in printed.recommendation and GAIN_OVER_EQUAL.search(printed.headline):
         yield f"one device would do, and a gain is the headline: {printed.headline}"
@@ -302,11 +323,64 @@ def _alone_faults(printed: Printed) -> Iterator[str]:
         if int(rival.where) == batch and rate != rival.rate:
             yield f"{label} alone has {rate} in the table: {rival.text}"
         others = [
-            speed
-            for name, (speed, at) in printed.alone.items()
-            if name != label and at == int(rival.where) and str(at) != printed.shares
+            name
+            for name, (speed, _) in printed.alone.items()
+            if speed > rival.rate
+            and name not in (label, *printed.faster_elsewhere)
+            # the plan's own device
+            and not printed.headline.partition(f" on {name} alone")[1]
         ]
         told = EARLIER.search(rival.text)
-        hidden = max(others, default=0.0) > rival.rate and told is None
-        if hidden and rival.compared and not rival.name.startswith("the other device"):
-            yield f"another device alone is faster in the table: {rival.text}"
+        if others and told is None:
+            yield f"{others} alone are faster in the table: {rival.text}"
+
+
+def _twin_faults(printed: Printed) -> Iterator[str]:
+    """Check the speeds of two equal devices, where the column "alone" has both at that batch."""
+    for line in printed.rest:
+        found = TWINS.search(line)
+        if found is None:
+            continue
+        fast, slow = (printed.alone.get(found[name]) for name in ("fast", "slow"))
+        batch = int(found["batch"])
+        if fast is None or slow is None or (fast[1], slow[1]) != (batch, batch):
+            continue
+        if fast[0] <= slow[0]:
+            yield f"{slow} and {fast} in the table: {line}"
+
+
+def _split_faults(printed: Printed) -> Iterator[str]:
+    """Check how much slower a split with an idle device is, and the plan's part of the sum."""
+    total = next((one for one in printed.rivals if one.name.startswith("sum")), None)
+    for line in printed.rest:
+        for found in LESS.finditer(line):
+            said = float(found["less"]) * (-1 if found["word"] == "less" else 1)
+            true = 100 * (number(found["rate"]) / printed.own - 1)
+            yield from _differs(true, said, found["less"], line)
+        of_sum = OF_SUM.search(line)
+        if of_sum is not None and total is not None and total.gain is not None:
+            yield from _differs(100 + total.gain, float(of_sum["part"]), of_sum["part"], line)
+    if total is not None and "an upper bound" in total.text and (total.gain or 0.0) > 0:
+        yield f"more than an upper bound: {total.text}"
+
+
+def find_bar_faults(screen: Sequence[str], lines: Sequence[str]) -> Iterator[str]:
+    """Yield where the app's bars contradict the printed lines of the same result."""
+    printed = read_result(lines)
+    bars = [found for line in screen if (found := BAR.match(line)) is not None]
+    if not bars:
+        yield "no bars"
+    for bar in bars:
+        speed = number(bar["rate"].removeprefix("~"))
+        if bar["name"] == "this plan":
+            if speed != printed.own:
+                yield f"the plan has {printed.own}: {bar[0]}"
+            continue
+        named = [one for one in printed.rivals if one.name == bar["name"] and one.rate == speed]
+        if not named:
+            yield f"no line for it: {bar[0]}"
+            continue
+        gain = PLAN_GAIN.search(bar["gain"] or "")
+        if gain is not None and not named[0].paired:
+            said = float(gain["gain"]) * (1 if gain["sign"] == "+" else -1)
+            yield from _differs(100 * (printed.own / speed - 1), said, gain["gain"], bar[0])

@@ -38,7 +38,7 @@ STUCK: dict[str, Any] = {"silence": 42.0, "batch": 26}
 TABLE = {
     "nothing is wrong": _all(EVEN),
     "an optimizer that takes long is no pause": _all(
-        Habit(update=60), "The optimizer takes 60 ms of a step, 37 %."
+        Habit(update=60), "The optimizer's step takes 60 ms of a step, 37 %."
     ),
     "slow data everywhere": _all(Habit(input=60), "Input takes 60 ms of a step, 37 %."),
     "slow data on one rank": _pair(
@@ -65,33 +65,36 @@ TABLE = {
     ),
     "a pause before the optimizer's step": _all(
         Habit(before=30),
-        "30 ms pass between steps, 23 % of the time, for example in logging or clipping.",
+        "Work between steps takes 30 ms, 23 % of the time, for example in logging or clipping.",
     ),
     "a pause after it": _all(
         Habit(after=30),
-        "30 ms pass between steps, 23 % of the time, for example in logging or clipping.",
+        "Work between steps takes 30 ms, 23 % of the time, for example in logging or clipping.",
     ),
     "a pause before the optimizer's step on one rank": _pair(
         EVEN,
         Habit(before=30),
-        "GPU:1 takes 30 ms between steps, 23 % of the time, for example in logging or clipping;"
-        " the others wait for it.",
+        "GPU:1's work between steps takes 30 ms, 23 % of the time, for example in logging or"
+        " clipping; the others wait for it.",
     ),
     "a pause after it on one rank": _pair(
         Habit(after=30),
         EVEN,
-        "GPU:0 takes 30 ms between steps, 23 % of the time, for example in logging or clipping;"
-        " the others wait for it.",
+        "GPU:0's work between steps takes 30 ms, 23 % of the time, for example in logging or"
+        " clipping; the others wait for it.",
     ),
     "an exchange that no computation overlaps": _all(
-        EVEN, "Exchanging gradients takes 40 ms that no computation overlaps.", world=4, exchange=40
+        EVEN,
+        "The exchange of gradients takes 40 ms that no computation overlaps.",
+        world=4,
+        exchange=40,
     ),
     "an exchange that is hidden": _all(EVEN, exchange=5),
     "an exchange beside more own work": _pair(
         EVEN,
         Habit(own=150),
         "GPU:1 takes 150 ms for its share; others wait up to 50 ms for it.",
-        "Exchanging gradients takes 40 ms that no computation overlaps.",
+        "The exchange of gradients takes 40 ms that no computation overlaps.",
         advice=True,
         exchange=40,
     ),
@@ -99,7 +102,7 @@ TABLE = {
         Habit(input=27),
         EVEN,
         "GPU:0 waits for data for 27 ms of a step, 17 %; the others wait for it.",
-        "Exchanging gradients takes 30 ms that no computation overlaps.",
+        "The exchange of gradients takes 30 ms that no computation overlaps.",
         exchange=30,
     ),
     "noise": _all(Habit(noise=0.15)),
@@ -157,7 +160,7 @@ TABLE = {
     ),
     "a process alone that pauses": Made(
         (Habit(after=50),),
-        ("50 ms pass between steps, 33 % of the time, for example in logging or clipping.",),
+        ("Work between steps takes 50 ms, 33 % of the time, for example in logging or clipping.",),
     ),
     "records of the first version": _pair(
         Habit(old=True),

@@ -125,6 +125,8 @@ def _verdict_html(report: ReportData) -> Iterator[str]:
         value = rival.rate.value
         words = rate(value) if is_known(rival.rate) else f"~{rate(value)}"
         gain = "" if own else versus(plan, rival)
+        if rival.paired is not None and gain.startswith(("+", "-")):
+            gain = f"{gain} in turns"
         bar = _bar((value, SERIES[2] if own else SERIES[0], 1), most=top)
         rows.append((PLAN_NAME if own else plain(rival.name, 40), bar, words, gain))
     head = ("", "", "samples/s", "plan faster by")

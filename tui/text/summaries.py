@@ -30,6 +30,7 @@ from evener.balancer.session_state import (
     RatedLayout,
     SessionState,
     alone_at_batch,
+    find_single,
     plan_rate,
     plan_rivals,
     seconds_left,
@@ -358,22 +359,37 @@ def _explain_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]
     The column has each device's solo throughput. `alone` has the solo measurements by device index.
     Without any, return no lines.
     """
-    # They also name the devices that were measured alone with another batch size than the plan's.
-    batch = plan.layout.global_batch
-    other = [labels[i] for i, solo in alone.items() if solo.layout.global_batch != batch]
     shares = [*plan.layout.active, *(solo.layout.active[0] for solo in alone.values())]
-    lines = []
-    if other and len(plan.layout.share) > 1:
-        lines.append(
-            f"alone: samples/s of a device by itself, at that many samples a step; "
-            f"{join_words(other)} had the most there, and no figure at the plan's {batch}"
-        )
-    else:
-        lines.append("alone: samples/s of a device by itself, at that many samples a step")
+    lines = ["alone: samples/s of a device by itself, at that many samples a step"]
+    lines[0] += _explain_faster_alone(plan, alone, labels)
     for share in [one for one in shares if 0 < one.micro < one.batch][:1]:
         passes = write_share(share.batch, share.micro)
         lines.append(f"{passes}: {share.batch} samples, computed in passes of up to {share.micro}")
     return lines if alone else []
+
+
+def _explain_faster_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]) -> str:
+    """Return why the plan isn't compared with the fastest device of the column "alone".
+
+    Return "" if it is compared with that device.
+    """
+    single = find_single(plan)
+    if single is None:
+        return ""
+    own = plan.layout.batches if plan.layout.traits.alone else ()
+    speed, batch = single.throughput.samples_per_second, single.layout.global_batch
+    faster = [
+        labels[i]
+        for i, solo in alone.items()
+        if solo.throughput.samples_per_second > speed
+        and solo.layout.global_batch != batch
+        and not (own and own[i])
+    ]
+    if not faster:
+        return ""
+    was = "was" if len(faster) == 1 else "were"
+    names = join_words(faster)
+    return f"; {names} {was} faster with another batch than the {batch} samples that are compared"
 
 
 def frontier_table(found: Verdict | None) -> Table:
@@ -517,7 +533,8 @@ def _write_plan_gain(own: RatedLayout, rival: RatedLayout) -> str:
         return _why_unsaid(own, rival)
     if rival.kind == "sum":
         part = write_gain(1 + gain, own.rate, rival.rate)
-        return f", an upper bound; the plan reaches {part} of it"
+        bound = ", an upper bound" if gain <= 0 else ""  # errors may add up to more
+        return f"{bound}; the plan reaches {part} of it"
     if rival.tie:
         in_turn = "" if overlap(own.rate, rival.rate) else "measured alternately, "
         return f"; {in_turn}the plan is as fast: too close to call"

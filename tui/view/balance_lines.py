@@ -257,13 +257,15 @@ def write_gain_of(best: RatedLayout, rated: RatedLayout) -> str:
     """Return the best layout's gain over layout `rated`, such as "plan +20.4 %" or "best +20.4 %".
 
     The first word says whose gain it is: "plan" if `best` is the plan of a finished search, "best"
-    while the search runs. If there is no gain, return what `versus` says instead, such as "tie".
+    while the search runs. It is "turns" if the plan's gain was measured in turns, and may differ
+    from that of the two samples/s. If there is no gain, return what `versus` says instead, such as
+    "tie".
     """
     gain = versus(best, rated)
     if not gain.startswith(("+", "-")):
         return gain
     owner = "plan" if best.name == "the plan" else "best"
-    return f"{owner} {gain}"
+    return f"{'turns' if rated.paired is not None else owner} {gain}"
 
 
 def versus_tone(text: str) -> Tone:

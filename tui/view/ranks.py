@@ -320,10 +320,13 @@ def _progress(row: RankRow) -> tuple[int, int]:
 _WHAT = {  # what takes time in a step: on all ranks, or on one
     LimitKind.INPUT: ("Input takes", "waits for data for"),
     LimitKind.RANK_INPUT: ("Input takes", "waits for data for"),
-    LimitKind.OPTIMIZER: ("The optimizer takes", "is in the optimizer for"),
-    LimitKind.CHECKPOINTS: ("Writing files takes", "writes files for"),
+    LimitKind.OPTIMIZER: ("The optimizer's step takes", "is in the optimizer's step for"),
+    LimitKind.CHECKPOINTS: ("Writing checkpoints takes", "writes checkpoints for"),
     LimitKind.VALIDATION: ("Validation takes", "validates for"),
-    LimitKind.OWN_CODE: ("The model's own code sleeps, or waits, for", "sleeps in own work for"),
+    LimitKind.OWN_CODE: (
+        "Waiting in the model's own code takes",
+        "waits in the model's own code for",
+    ),
 }
 
 
@@ -358,17 +361,16 @@ def _write_limit(limit: TrainingLimit, named: Sequence[RankRow], waited_s: float
         own, waited = step_time(named[0].own_work_s), step_time(waited_s)
         return f"{limit.by} takes {own} for its share; others wait up to {waited} for it"
     if limit.kind == LimitKind.EXCHANGE:
-        return f"Exchanging gradients takes {took} that no computation overlaps"
+        return f"The exchange of gradients takes {took} that no computation overlaps"
     if limit.kind == LimitKind.HOST_STARVED:
         by = f", which others have: {plain(limit.by, 120)}" if limit.by else ""
-        return f"Threads wait for a core {percent(limit.share)} of the time{by}"
+        return f"Want of cores: threads wait for one {percent(limit.share)} of the time{by}"
     if limit.kind == LimitKind.HOST_LAUNCHES:
-        return f"The GPU waits for its host to start kernels, in {took} of own work"
+        return f"The GPU waits for the host that starts kernels, in {took} of own work"
     if limit.kind == LimitKind.BETWEEN:
-        what = (
-            f"between steps, {percent(limit.share)} of the time, for example in logging or clipping"
-        )
-        return f"{limit.by} takes {took} {what}" if named else f"{took} pass {what}"
+        example = f"{percent(limit.share)} of the time, for example in logging or clipping"
+        whose = f"{limit.by}'s work" if named else "Work"
+        return f"{whose} between steps takes {took}, {example}"
     everywhere, alone = _WHAT[limit.kind]
     begin = f"{limit.by} {alone}" if named else everywhere
     return f"{begin} {took} of a step, {percent(limit.share)}"
