@@ -21,17 +21,21 @@ if TYPE_CHECKING:
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """A command to meet the other ranks, `world` in all, through a file."""
+    """A command to meet the other ranks, `world` in all, through a file.
+
+    `groups` are the sets of ranks between which all-reduces will be measured.
+    """
 
     file: str
     rank: int
     world: int
     device: str  # cuda:0, cpu
     seconds: float  # timeout in seconds for the others to join
+    groups: tuple[tuple[int, ...], ...]
 
 
 class Sum(msgspec.Struct, frozen=True, tag=True):
-    """A command to measure an all-reduce between the ranks `members`, which include this rank."""
+    """A command to measure an all-reduce between the ranks `members`, a group of `Join`."""
 
     members: tuple[int, ...]
 
@@ -112,7 +116,7 @@ class LinkRank:
             self._rank = command.rank
             self._member = LinkMember(command.device, command.rank)
             yield Arrived()
-            self._member.join(command.file, command.world, command.seconds)
+            self._member.join(command.file, command.world, command.seconds, command.groups)
             yield Joined()
             return
         if self._member is None:

@@ -228,7 +228,7 @@ def _measure_over_transport(
     everyone = tuple(range(len(devices)))
     if len(sets) > 1:
         try:
-            group = LinkGroup(devices, switches_of(transport), program)
+            group = LinkGroup(devices, switches_of(transport), sets, program)
         except LinkError as fault:
             labels = tuple(device.label for device in devices)
             yield fault.describe(labels, transport)
@@ -258,8 +258,9 @@ def _measure_with_new_processes(
     """Return the measurement of one set of devices, made with new processes."""
     group: LinkGroup | None = None
     try:
-        group = LinkGroup(devices, switches_of(transport), program)
-        return _describe(devices, transport, group.measure(tuple(range(len(devices)))))
+        everyone = tuple(range(len(devices)))
+        group = LinkGroup(devices, switches_of(transport), [everyone], program)
+        return _describe(devices, transport, group.measure(everyone))
     except LinkError as fault:
         return fault.describe(labels, transport)
     finally:
@@ -284,7 +285,8 @@ class LinkGroup:
     """A group of processes on several devices that measures all-reduces between them.
 
     Each device has one process. `variables` are added to the processes' environment, and all other
-    variables that choose a transport are removed. Raises LinkError if the processes can't join.
+    variables that choose a transport are removed. `sets` are the sets of ranks that `measure` can
+    be called with. Raises LinkError if the processes can't join.
     Call `close` to kill them.
     """
 
@@ -292,9 +294,11 @@ class LinkGroup:
         self,
         devices: Sequence[Device],
         variables: Mapping[str, str],
+        sets: Sequence[tuple[int, ...]],
         program: Sequence[str] = PROGRAM,
     ) -> None:
         self._devices = devices
+        self._sets = tuple(sets)
         self._ranks: list[_RankProcess] = []
         try:
             for device in devices:
@@ -311,7 +315,7 @@ class LinkGroup:
         world = len(self._ranks)
         until = time.monotonic() + JOIN_SECONDS
         for rank, process in enumerate(self._ranks):
-            process.send(Join(file, rank, world, process.place, JOIN_SECONDS))
+            process.send(Join(file, rank, world, process.place, JOIN_SECONDS, self._sets))
         self._receive_replies(Arrived, everyone, JOIN_SECONDS, JOIN)
         self._receive_replies(Joined, everyone, until - time.monotonic(), JOIN)
 

@@ -124,6 +124,25 @@ def test_ranks_that_do_not_meet_all_together_are_measured_pair_by_pair(hasty: No
     assert len(found) == 4
 
 
+@two_cores
+@pytest.mark.slow
+def test_each_pair_of_three_devices_and_all_together_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three ranks of PyTorch run on two slices, which are in different numbers of groups."""
+    skip_without("torch")
+    monkeypatch.setattr(links, "SUM_SECONDS", PYTORCH_SECONDS)
+    devices = (*slices(2), msgspec.structs.replace(slices(2)[0], index=2, id="cpu-2-of-3"))
+    found = measure_links(devices)
+    assert [one.outcome for one in found] == ["ok"] * 4, [one.detail for one in found]
+    assert [one.devices for one in found] == [
+        ("CPU:0", "CPU:1"),
+        ("CPU:0", "CPU:2"),
+        ("CPU:1", "CPU:2"),
+        ("CPU:0", "CPU:1", "CPU:2"),
+    ]
+
+
 def test_a_link_is_kept_for_its_driver_and_devices_alone() -> None:
     devices = slices(2)
     save_links(devices, "550.54", [measurement()])

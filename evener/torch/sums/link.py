@@ -43,10 +43,13 @@ class LinkMember:
         torch.zeros(1, device=self._device)  # fails, or takes long, if the device doesn't work
         self._groups: dict[tuple[int, ...], Any] = {}
 
-    def join(self, file: str, world: int, seconds: float) -> None:
+    def join(
+        self, file: str, world: int, seconds: float, groups: Sequence[tuple[int, ...]]
+    ) -> None:
         """Join the process group of `world` ranks, which meet through the file at the path `file`.
 
-        Collectives fail after a timeout of `seconds`.
+        Then create the process groups `groups`, each from its ranks. All ranks pass the same ones
+        in the same order. Collectives fail after a timeout of `seconds`.
         """
         dist.init_process_group(
             "nccl" if self._device.type == "cuda" else "gloo",
@@ -55,14 +58,16 @@ class LinkMember:
             world_size=world,
             timeout=timedelta(seconds=seconds),
         )
+        # every rank creates every group: with use_local_synchronization=True, ranks that are in
+        # different numbers of groups give a group different names, and never meet
+        for members in groups:
+            self._groups[members] = dist.new_group(list(members))
 
     def measure(self, members: tuple[int, ...]) -> LinkSums:
-        """Measure the link between the ranks in `members`, which include this process's rank.
+        """Measure the link between the ranks in `members`, one of the groups given to `join`.
 
         All of these ranks have to call this at once.
         """
-        if members not in self._groups:
-            self._groups[members] = dist.new_group(list(members), use_local_synchronization=True)
         return measure_sums(self._groups[members], self._rank, members, self._device)
 
 
