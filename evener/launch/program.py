@@ -35,6 +35,14 @@ from .summary import FirstShares
 
 PLAN_FILE = "plan.toml"  # in the folder of the program's training journal
 SAVED_FILE = "saved_shares.json"  # in the same folder
+# commands that start a script, which messages name instead
+LAUNCHERS = ("torchrun", "accelerate", "accelerate-launch", "deepspeed", "composer", "fabric")
+LAUNCHER_MODULES = (
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "accelerate.commands.launch",
+    "deepspeed.launcher.runner",
+)
 
 
 class SavedShares(msgspec.Struct, frozen=True):
@@ -67,8 +75,27 @@ class ProgramCommand(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The program's name in messages: the file name of its script."""
-        return Path(self.identity).name
+        """The program's name in messages: the file name of its script.
+
+        If the command is a launcher's, such as torchrun's, it is the script that this starts.
+        """
+        started = _find_script(self.arguments) if self._is_launcher else ""
+        return Path(started or self.identity).name
+
+    @property
+    def _is_launcher(self) -> bool:
+        module = self.identity.removeprefix("-m ")
+        return module in LAUNCHER_MODULES or Path(module).name in LAUNCHERS
+
+
+def _find_script(arguments: Sequence[str]) -> str:
+    """Return the script, or "-m" and the module, in a launcher's arguments; "" if none is there."""
+    for word, following in zip(arguments, (*arguments[1:], ""), strict=True):
+        if word.endswith(".py"):
+            return word
+        if word in ("-m", "--module") and following:
+            return f"-m {following}"
+    return ""
 
 
 def read_command(words: Sequence[str]) -> ProgramCommand:

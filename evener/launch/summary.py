@@ -25,6 +25,7 @@ from evener.balancer.number_format import (
 from ..live.files import LiveDevice, LiveRecord, ShareChange, parse_record
 from ..live.journal import TRAINING_JOURNAL
 from ..live.measured import measure_rank, recent_sums
+from ..plan.layout import label_device
 from ..printable import plain
 from ..system.files import runs_folder, write_atomically
 from ..training.limits import LimitKind, TrainingLimit
@@ -196,7 +197,7 @@ def _match_all(records: Sequence[LiveRecord], labels: Mapping[str, str]) -> list
 
 
 def _match(record: LiveRecord, live: LiveDevice, labels: Mapping[str, str]) -> _MatchedRank:
-    return _MatchedRank(record, live, _measure(record, live, _name(record, live.id, labels)))
+    return _MatchedRank(record, live, _measure(record, live, _name(record, live, labels)))
 
 
 def _speed(record: LiveRecord) -> float:
@@ -210,8 +211,9 @@ def _measure(record: LiveRecord, live: LiveDevice, name: str) -> MeasuredRank:
     return measure_rank(record, live, name, sums, live.micro, record.starved_so_far)
 
 
-def _name(record: LiveRecord, device: str, labels: Mapping[str, str]) -> str:
-    return labels.get(device) or plain(device, 80) or f"rank {max(0, record.rank)}"
+def _name(record: LiveRecord, live: LiveDevice, labels: Mapping[str, str]) -> str:
+    known = labels.get(live.id) or plain(label_device(live.id, live.index), 80)
+    return known or f"rank {max(0, record.rank)}"
 
 
 def describe_summary(summary: TrainingSummary) -> list[str]:

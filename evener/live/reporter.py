@@ -25,6 +25,7 @@ import msgspec
 
 from ..errors import RequestError
 from ..plan.file import Share
+from ..plan.layout import label_device
 from ..system.taken_cores import CoreWatch, Starvation
 from ..training.launched import launched_records, launched_run
 from ..training.step_sums import StepSums
@@ -411,7 +412,10 @@ class Reporter:
         """Record a report in the journal."""
         # a launched run in which this process reports for all devices gets a journal here
         if self._journal is None and _is_launched_alone() and not _has_journal():
-            shown = [live.id or f"device {live.index}" for live in record.devices]
+            shown = [
+                label_device(live.id, live.index) or f"device {live.index}"
+                for live in record.devices
+            ]
             self._journal = TrainingJournal(shown, [live.batch for live in record.devices])
         if self._journal is not None:
             self._journal.note(record)

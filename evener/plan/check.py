@@ -67,12 +67,9 @@ def check_global_batch(global_batch: int, devices: int) -> int:
 
 
 def describe(share: Share) -> str:
-    """Return a device's product name and id for messages, or only its id."""
-    return (
-        f"{share.name} ({share.device})"
-        if share.name and share.name != share.device
-        else share.device
-    )
+    """Return a device's label and product name for messages, such as CPU:0 (Intel Xeon)."""
+    named = share.name and share.name not in (share.device, share.label)
+    return f"{share.label} ({share.name})" if named else share.label
 
 
 def _check_world(plan: Plan, world: int | None, framework: str | None) -> None:
@@ -102,8 +99,9 @@ def _list_differences(
 
     Arguments that are None aren't compared.
     """
+    # by their ids, as in the plan and in what `evener devices` prints
     missing = [
-        describe(share)
+        f"{share.name} ({share.device})" if share.name else share.device
         for share in plan.layout.active
         if devices is not None and share.device not in devices
     ]

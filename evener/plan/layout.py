@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Any
@@ -58,6 +59,24 @@ KINDS: dict[Kind, Traits] = {
 }
 
 
+def _find_gpu_kind(device: str) -> str:
+    """Return "GPU" for a GPU's id, in the spelling of its maker's labels; else ""."""
+    upper = device.upper()
+    return next((kind for prefix, kind in GPU_IDS.items() if upper.startswith(prefix)), "")
+
+
+def label_device(device: str, index: int) -> str:
+    """Return the name for people of the device with this id, such as GPU:1 or CPU:0.
+
+    A GPU's number is its `index`; other devices' ids have it, as cpu-0-of-2. An id of an unknown
+    kind is returned as it is.
+    """
+    kind, numbered = _find_gpu_kind(device), re.match(r"([a-z]+)-(\d+)-", device)
+    if kind:
+        return f"{kind}:{index}"
+    return f"{numbered[1].upper()}:{numbered[2]}" if numbered else device
+
+
 def check_kind(kind: Kind) -> None:
     """Raise ValueError if `kind` isn't the name of a kind of layout."""
     if kind not in KINDS:
@@ -102,8 +121,17 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def gpu_label(self) -> str:
         """The GPU's label as shown in the monitor, such as GPU:1; empty for any other device."""
-        words = [word for prefix, word in GPU_IDS.items() if self.device.upper().startswith(prefix)]
-        return f"{words[0]}:{self.index}" if words else ""
+        kind = _find_gpu_kind(self.device)
+        return f"{kind}:{self.index}" if kind else ""
+
+    @property
+    def label(self) -> str:
+        """The device's name for people, such as GPU:1, CPU:0 or, with a host, node-1/GPU:1.
+
+        It is the device's id if its kind isn't known.
+        """
+        name = label_device(self.device, self.index)
+        return f"{self.host}/{name}" if self.host else name
 
 
 class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from ..training.launched import PROGRAM, launched_device, launched_run
+from ..training.rebalance import name_devices
 from ..training.step_record import ShareTimes, StepRecord
 from .group import current_rank
 
@@ -108,10 +109,12 @@ class Notebook:
         self._record, self._steps, self._read = StepRecord(), 0, 0
         training.listeners.insert(0, self._note_step)
         shares = training.ranks
-        names = ", ".join(share.name or share.device for share in shares.shares)
+        names = name_devices(shares.shares)
+        # ranks that a launcher started know only their own device
+        named = ", ".join(names or [share.name or share.device for share in shares.shares])
         split = "+".join(map(str, shares.batches)) + " = " if len(shares.batches) > 1 else ""
         print_on_first_rank(
-            f"{self.settings.name} trains on {names}: {split}{shares.global_batch} rows a "
+            f"{self.settings.name} trains on {named}: {split}{shares.global_batch} rows a "
             f"step, by {hooks}"
         )
 

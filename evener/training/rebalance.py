@@ -580,11 +580,7 @@ def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:
     """
     if len({(share.host, share.device) for share in shares}) < len(shares):
         return ()
-    names = [share.gpu_label or share.device for share in shares]
-    return tuple(
-        f"{share.host}/{name}" if share.host else name
-        for share, name in zip(shares, names, strict=True)
-    )
+    return tuple(share.label for share in shares)
 
 
 def choose_quantum(shares: Sequence[int]) -> int:

@@ -103,8 +103,8 @@ def test_a_slow_process_loses_rows_and_gets_them_back(proofs: Any) -> None:
     for found in every:
         assert found["shares"] == [[0, [15, 6, 3]], [70, [18, 3, 3]], [120, [15, 6, 3]]]
     assert every[0]["said"] == [
-        "cpu-1-of-4 slower by 100 % since step 60: 15+6+3 -> 18+3+3",
-        "cpu-1-of-4 faster by 50 % since step 110: 18+3+3 -> 15+6+3",
+        "CPU:1 slower by 100 % since step 60: 15+6+3 -> 18+3+3",
+        "CPU:1 faster by 50 % since step 110: 18+3+3 -> 15+6+3",
     ]
     assert every[1]["said"] == every[2]["said"] == []
     assert every[0]["recorded"] == [[15, 6, 3], [18, 3, 3], [15, 6, 3]]

@@ -62,8 +62,8 @@ def test_a_retreat_is_said(found: Any) -> None:
     """The process itself prints the same line as in PyTorch."""
     first, second = (each["everything"] for each in found())
     (one,), (other,) = first["said"], second["said"]
-    assert "(cpu-0-of-2) ran out of memory at step 1: passes of 6 -> 3 rows" in one
-    assert "(cpu-1-of-2) ran out of memory at step 3: passes of 3 -> 2 rows" in other
+    assert "CPU:0 (a slice) ran out of memory at step 1: passes of 6 -> 3 rows" in one
+    assert "CPU:1 (a slice) ran out of memory at step 3: passes of 3 -> 2 rows" in other
 
 
 def test_smaller_passes_are_kept_and_larger_ones_tried_again(found: Any) -> None:

@@ -107,10 +107,10 @@ def test_a_training_goes_on_without_a_device_that_is_lost_and_with_it_once_it_is
     assert said == [
         "evener: surviving_training.py starts: 5 rows on CPU:0, 3 rows on CPU:1",
         "evener: rank 1 was ended by SIGKILL; trying the devices",
-        "evener: a device (cpu-1-of-2) no longer computes and is left out: 5+3 → 8+0 rows",
+        "evener: CPU:1 (a device) no longer computes and is left out: 5+3 → 8+0 rows",
         "evener: all start again, 1 of 2 times",
         "evener: rank 0 was ended by SIGKILL; trying the devices",
-        "evener: a device (cpu-1-of-2) computes again: 8+0 → 5+3 rows",
+        "evener: CPU:1 (a device) computes again: 8+0 → 5+3 rows",
         "evener: all start again, 2 of 2 times",
     ]
     (summary,) = runs.list_runs()
@@ -239,7 +239,7 @@ def test_who_is_faster_takes_more_of_a_lost_share() -> None:
         wide_plan([30, 30, 30], [0, 0, 0], curve=False), {("", "cpu-2-of-3")}
     ).batches == (45, 45, 0)
     assert smaller.throughput.samples_per_second == pytest.approx(100 * 2 / 3)
-    assert smaller.warnings == ("Left out, because nothing computes there: a device (cpu-2-of-3).",)
+    assert smaller.warnings == ("Left out, because nothing computes there: CPU:2 (a device).",)
 
 
 # ---------------------------------------------------------------------- what is a loss

@@ -129,7 +129,7 @@ def test_devices_are_named_as_in_the_monitor_and_by_rank_where_nothing_tells_the
         Share("mig-8a50", 1, "H200", 60, 0.6, host="b"),
         Share("cpu-0-of-2", 0, "a slice", 40, 0.4),
     ]
-    assert name_devices(shares) == ("b/GPU:1", "cpu-0-of-2")
+    assert name_devices(shares) == ("b/GPU:1", "CPU:0")
     assert name_devices([shares[1], shares[1]]) == ()
 
 

@@ -217,6 +217,25 @@ def test_a_command_is_named_by_what_it_runs(tmp_path: Path) -> None:
     assert read_command(["true"]).name == "true"
 
 
+@pytest.mark.parametrize(
+    ("identity", "arguments", "name"),
+    [
+        ("/bin/torchrun", "--nproc-per-node 2 /src/train.py --epochs 3", "train.py"),
+        ("/bin/torchrun", "--nproc-per-node 2 -m package.train x.py", "-m package.train"),
+        ("-m torch.distributed.run", "--standalone train.py", "train.py"),
+        ("/bin/accelerate", "launch --num_processes 2 train.py", "train.py"),
+        ("/bin/torchrun", "--help", "torchrun"),
+        ("/bin/llamafactory-cli", "train config.py", "llamafactory-cli"),
+        ("/src/main.py", "other.py", "main.py"),
+    ],
+)
+def test_messages_name_the_script_that_a_launcher_starts(
+    identity: str, arguments: str, name: str
+) -> None:
+    words = tuple(arguments.split())
+    assert ProgramCommand("python", words, identity, words).name == name
+
+
 @pytest.mark.slow
 def test_the_trainer_of_a_program_is_what_it_would_train(trainer_ranks: Ranks) -> None:
     """The option --balance measures it: the program makes it, and ends where it would train."""

@@ -89,7 +89,7 @@ def test_ranks_on_other_hosts_have_their_names_and_make_no_plan_s_share(script: 
         there, devices=(msgspec.structs.replace(live, id="GPU-77", host="node8"),)
     )
     row = _only(script, (here, there))
-    assert [rank.device for rank in row.ranks] == ["GPU:0", "node8/GPU-77"]
+    assert [rank.device for rank in row.ranks] == ["GPU:0", "node8/GPU:1"]
     assert (row.missing_ranks, row.of_plan, row.advice) == (1, 0.0, None)
     text = "\n".join(line.text for line in training_lines(row, AT_SECONDS, 120))
     assert "against the plan's 21 000. 1 rank isn't seen here" in text

@@ -16,6 +16,7 @@ from evener.devices.snapshot_builder import OLD_SECONDS
 from evener.devices.types import DeviceSample, ProcessSample, Snapshot
 from evener.live.files import Doing, LastStep, LiveDevice, Training
 from evener.live.measured import measure_rank, recent_sums
+from evener.plan.layout import label_device
 from evener.printable import plain
 from evener.training.limits import LEAST_SHARE, LimitKind, TrainingLimit
 from evener.training.step_limits import MeasuredRank, TrainingAnalysis
@@ -188,7 +189,8 @@ def _name(live: LiveDevice) -> str:
 
     It is used for a device that the monitor doesn't see.
     """
-    name = live.id or (f"device {live.index}" if live.index >= 0 else "")
+    name = label_device(live.id, live.index)
+    name = name or (f"device {live.index}" if live.index >= 0 else "")
     return plain("/".join(part for part in (live.host, name) if part), 80)
 
 

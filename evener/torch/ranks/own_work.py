@@ -1060,7 +1060,7 @@ class StepReporter:
 
     def note_retreat(self, retreat: Retreat) -> None:
         """Print and record that a pass ran out of memory and is retried in smaller passes."""
-        line = retreat.describe(self.shares.share.name or self.shares.share.device)
+        line = retreat.describe(self.shares.share.label)
         self.retreats, self.retreat = self.retreats + 1, line
         self._timer.disturb()
         print_line(line)
