@@ -66,10 +66,7 @@ def advise(optimizer: Any, loader: Any) -> str:
 
 
 def _describe_changes(frame: FrameType | None, loader: str, models: Set[str]) -> tuple[str, str]:
-    """Return where to insert the suggested lines, and which other lines to rewrite.
-
-    `frame` is the loop's stack frame; None if unknown.
-    """
+    """Return where to insert the suggested lines, and which lines to rewrite."""
     # The place has a line number if the frame's file can be parsed. The other lines use the models'
     # own methods. `loader` and `models` are the script's names for its loader and its models.
     body = None if frame is None else _parse_file(frame)
@@ -88,7 +85,6 @@ def _wrap_model(names: Sequence[str]) -> str:
 
 
 def _parse_file(frame: FrameType) -> ast.AST | None:
-    """Return the parsed source file of a stack frame; None if parsing fails."""
     with suppress(OSError, SyntaxError, ValueError):
         return ast.parse(Path(frame.f_code.co_filename).read_text())
     return None
@@ -127,11 +123,9 @@ def advise_lightning() -> str:
 
 
 def _share_rows(name: str, loader: Any) -> list[str]:
-    """Return the suggested lines that divide a loader's batches evenly among ranks.
-
-    `name` is the script's variable for the loader.
-    """
-    # the lines have placeholders unless `loader` is a DataLoader with a batch size
+    """Return code that divides a loader's batches evenly among ranks."""
+    # `name` is the script's variable for the loader. The lines have placeholders unless `loader` is
+    # a DataLoader with a batch size.
     data = "torch.utils.data"
     if not isinstance(loader, DataLoader) or loader.batch_size is None:
         return [
@@ -153,12 +147,10 @@ def _share_rows(name: str, loader: Any) -> list[str]:
 
 
 def _find_frame(weights: set[int], loader: Any) -> FrameType | None:
-    """Return the stack frame of the program in which a variable is the loader or a trained model.
-
-    Return None if there is no such frame. `weights` are the ids of the optimizer's parameters.
-    """
-    # Frames that have both are preferred to frames that have one of them. Of these, the outermost
-    # is returned, because lines inserted there run once, before all epochs.
+    """Return the script's stack frame that holds the loader or the model."""
+    # `weights` are the ids of the optimizer's parameters. Frames that have both are preferred to
+    # frames that have one of them. Of these, the outermost is returned, because lines inserted
+    # there run once, before all epochs.
     best, most = None, 0
     for frame in _own_frames():  # later frames are further out
         names = _list_names(frame)
@@ -171,7 +163,7 @@ def _find_frame(weights: set[int], loader: Any) -> FrameType | None:
 
 
 def _collect_weights(names: Mapping[str, Any]) -> set[int]:
-    """Return the ids of the parameters of all optimizers among a script's variables."""
+    """Return the ids of all optimizers' parameters in a script's variables."""
     # such as one optimizer for each model of a GAN
     optimizers = [name for name in names.values() if isinstance(name, torch.optim.Optimizer)]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -194,10 +186,8 @@ def _name_loader(names: Mapping[str, Any], loader: Any) -> str:
 
 
 def _name_models(names: Mapping[str, Any], weights: set[int]) -> list[tuple[str, ...]]:
-    """Return the names of each model that optimizers train, without nested models.
-
-    `weights` are the ids of the optimizers' parameters.
-    """
+    """Return the script's names for each model that its optimizers train."""
+    # Models inside other models are left out. `weights` are the ids of the optimizers' parameters.
     # `names` are the script's variables; a model may have several. A name like "models[0]" comes
     # first, because the others may be set only in the loop.
     left, found = set(weights), []
@@ -213,10 +203,7 @@ def _name_models(names: Mapping[str, Any], weights: set[int]) -> list[tuple[str,
 
 
 def _list_names(frame: FrameType) -> dict[str, Any]:
-    """Return a frame's variables by name, with attributes such as "self.model".
-
-    Items of lists have names such as "models[0]".
-    """
+    """Return a frame's variables, with names like "self.model" and "models[0]"."""
     # attributes are listed for objects of the script's own classes
     names = {name: value for name, value in frame.f_locals.items() if not name.startswith("__")}
     attributes = {}
@@ -234,17 +221,14 @@ def _list_names(frame: FrameType) -> dict[str, Any]:
 
 
 def _file_of(kind: type) -> str:
-    """Return the file that defines a class; torch's file if there is none."""
+    """Return a class's source file, or torch's if it has none."""
     module = sys.modules.get(kind.__module__)
     path: str | None = getattr(module, "__file__", None)
     return path or str(torch.__file__)
 
 
 def _find_place(frame: FrameType, body: ast.AST, loader: str) -> int:
-    """Return the line before which to insert lines; 0 outside of loops.
-
-    `body` is the parsed file, and `loader` is the loader's name.
-    """
+    """Return the line above which to insert code; 0 outside loops."""
     # This is the line of the outermost loop around the current line, or an earlier line that
     # creates an iterator over the loader.
     first = frame.f_code.co_firstlineno
@@ -253,14 +237,12 @@ def _find_place(frame: FrameType, body: ast.AST, loader: str) -> int:
 
 
 def _describe_methods(frame: FrameType, body: ast.AST, models: Set[str], inserted: int) -> str:
-    """Return the text that says which uses of the models to rewrite.
-
-    The text is "" if there are none. `inserted` is the line before which a model is wrapped.
-    """
-    # `body` is the frame's parsed file, and `models` are the models' names. Uses of the models' own
-    # methods are rewritten, except for those before line `inserted`. DistributedDataParallel keeps
-    # the model in its attribute `module`. In other functions, a variable with a model's name is
-    # taken for the model unless it is assigned there.
+    """Return the message that says which uses of the models to rewrite."""
+    # Return "" if there is nothing to rewrite. Models are wrapped before line `inserted`. `body` is
+    # the frame's parsed file, and `models` are the models' names. Uses of the models' own methods
+    # are rewritten, except for those before line `inserted`. DistributedDataParallel keeps the
+    # model in its attribute `module`. In other functions, a variable with a model's name is taken
+    # for the model unless it is assigned there.
     found: dict[str, list[int]] = {}
     scopes = [each for each in ast.walk(body) if isinstance(each, ast.Module | ast.FunctionDef)]
     for scope in scopes:
@@ -276,19 +258,17 @@ def _describe_methods(frame: FrameType, body: ast.AST, models: Set[str], inserte
 
 
 def _find_methods(nodes: Iterable[ast.AST], models: Set[str]) -> Iterator[tuple[str, int]]:
-    """Yield the uses of models' own methods and attributes, with their lines.
-
-    A use is named as it has to be written, such as "model.module.decode".
-    """
+    """Yield the text and line of each model.method to rewrite."""
     for node in nodes:
         if isinstance(node, ast.Attribute) and not _is_in_wrapper(node.attr):
             model = ast.unparse(node.value)
             if model in models:
+                # as it has to be written, such as "model.module.decode"
                 yield f"{model}.module.{node.attr}", node.lineno
 
 
 def _name_lines(numbers: Iterable[int]) -> str:
-    """Return line numbers as text, such as "line 3" or "lines 3, 7"."""
+    """Return text like "line 3" or "lines 3, 7"."""
     every = sorted(set(numbers))
     text = ", ".join(map(str, every))
     return f"lines {text}" if len(every) > 1 else f"line {text}"
@@ -308,16 +288,14 @@ def _is_assigned(node: ast.AST) -> bool:
 
 
 def _is_in_wrapper(name: str) -> bool:
-    """True if DistributedDataParallel, the wrapper of a model, has an attribute of this name."""
+    """True if DistributedDataParallel has an attribute of this name."""
     return hasattr(DistributedDataParallel, name) or name in ("module", "training")
 
 
 def _find_iterator(body: ast.AST, loader: str, first: int, last: int) -> int:
-    """Return the first line that calls `iter` on the loader; 0 if none.
-
-    The search begins at line `first` and ends before line `last`.
-    """
-    # `body` is the parsed file, and `loader` is the loader's name
+    """Return the first line that calls `iter` on the loader, or 0."""
+    # The search begins at line `first` and ends before line `last`. `body` is the parsed file, and
+    # `loader` is the loader's name.
     found = []
     for node in ast.walk(body):
         if not isinstance(node, ast.Call) or not first <= node.lineno < last:
@@ -328,11 +306,8 @@ def _find_iterator(body: ast.AST, loader: str, first: int, last: int) -> int:
 
 
 def _find_loop(body: ast.AST, line: int, first: int) -> int:
-    """Return the first line of the outermost loop around `line`; 0 if none.
-
-    `first` is the first line of the function to search.
-    """
-    # `body` is the parsed file
+    """Return the first line of the outermost loop around `line`, or 0."""
+    # The search begins at `first`, the function's first line. `body` is the parsed file.
     found: list[int] = []
     for node in ast.walk(body):
         if not isinstance(node, ast.For | ast.While) or not first <= node.lineno <= line:
@@ -343,10 +318,7 @@ def _find_loop(body: ast.AST, line: int, first: int) -> int:
 
 
 def _count_trained(value: Any, weights: set[int]) -> int:
-    """Return how many of a model's parameters an optimizer trains.
-
-    0 if `value` isn't a model. `weights` are the ids of the optimizer's parameters.
-    """
+    """Return how many of a model's parameters are in `weights`."""
     if not isinstance(value, torch.nn.Module):
         return 0
     return sum(id(parameter) in weights for parameter in value.parameters())

@@ -43,11 +43,11 @@ class EvenStart:
 
     - `training`: the PlannedTraining.
     - `exchange`: gathers a RankStart from every rank.
-    - `stay`: called with the reason why shares have to stay equal.
+    - `stay`: called with the reason if shares have to stay equal.
     - `leave`: called if the plan's shares take effect.
 
-    After the last even step, all ranks call either `stay` or `leave`, unless an audit has found a
-    difference.
+    After the last step with equal shares, all ranks call `stay` or `leave`. They call neither if an
+    audit has found a difference.
     """
 
     # a difference itself makes shares stay equal
@@ -115,7 +115,7 @@ class EvenStart:
 
 
 def _find_fault(every: list[RankStart]) -> str:
-    """Return why the ranks' shares have to stay equal; empty if they don't."""
+    """Return why all ranks have to keep equal shares, or ""."""
     words = next((each.exchanged for each in every if each.exchanged), "")
     if words:
         return (
@@ -129,9 +129,9 @@ def _find_fault(every: list[RankStart]) -> str:
 
 
 def find_callback() -> str:
-    """Return where the program's code calls a collective in a trainer's step.
+    """Return where the program's own code calls a collective in a trainer's step.
 
-    The result is like "train.py:12"; "" if a library makes the call or no trainer runs.
+    The result is like "train.py:12". It is "" if a library makes the call or no trainer runs.
     """
     # Call this from the hook of the collective. evener counts as a library, too. A trainer runs if
     # it is on the call stack.

@@ -165,12 +165,12 @@ class Exchanges:
         return result
 
     def _run(self, call: ExchangeCall, is_uneven: bool) -> Any:
-        """Call the collective; if `is_uneven`, a gather may combine different numbers of rows."""
+        """Call the collective; gather different numbers of rows if `is_uneven`."""
         with self._within():
             return run_compared(call) if is_uneven and not self._knows_rows else call.run()
 
     def note_entered(self, words: str, what: str) -> None:
-        """Set `fault` to say that a collective's values affect what the model learns.
+        """Set `fault` to say that exchanged values affect what the model learns.
 
         `words` names the collective; nothing happens if it is "". `what` says where its values go.
         """
@@ -221,7 +221,7 @@ class Exchanges:
             )
 
     def _mark_total(self, call: ExchangeCall, guard: Guard, result: Any) -> None:
-        """Record that a call's results are sums over the rows of all ranks, or gathered sums."""
+        """Record that a collective's results are sums over all ranks' rows."""
         _forget_filled(call, guard)
         filled = result if call.filled is None else call.filled
         if call.name in _GATHERS:
@@ -246,7 +246,7 @@ def sends_flag(call: ExchangeCall) -> bool:
 def make_call(
     wrapped: Callable[..., Any], arguments: Any, keywords: Any, place: str
 ) -> ExchangeCall:
-    """Bind the arguments of a collective that is listed in ARGUMENTS or FUNCTIONAL.
+    """Bind the arguments of a collective from ARGUMENTS or FUNCTIONAL.
 
     Return the ExchangeCall, without calling the collective. `place` is the file and line of the
     call in the program's own code.
@@ -271,12 +271,13 @@ def _depends_on_rows(call: ExchangeCall, guard: Guard) -> bool:
 
 
 def _sums_rows(call: ExchangeCall, guard: Guard) -> bool:
-    """True if a call sums over all ranks' rows, or gathers each rank's sum over its rows."""
+    """True if a collective sums over all ranks' rows, or gathers such sums."""
     # such results are the same however the rows are divided among the ranks
     every = _tensors(call)
     if call.name == "all_reduce":
         is_sum = _name_operation(call) in _SUMMING
     else:
+        # gathered sums of each rank's own rows
         is_sum = call.name in _GATHERS and all(each.numel() == 1 for each in every)
     group = call.bound.arguments.get("group")
     is_all = group in (None, dist.group.WORLD)
@@ -298,14 +299,14 @@ def _prepare_guard(call: ExchangeCall, guard: Guard) -> None:
 
 
 def _forget_filled(call: ExchangeCall, guard: Guard) -> None:
-    """Make the guard treat the tensors that the call has filled as inputs."""
+    """Make the guard treat a collective's output tensors as inputs."""
     # how the program computed their previous contents no longer matters
     for tensor in each_tensor_in(call.filled):
         guard.treat_as_input(tensor)
 
 
 def _counts_rows(call: ExchangeCall, rows: int) -> bool:
-    """True if a scalar in the call equals `rows`, the rank's row count, and `rows` isn't 1."""
+    """True if a scalar in the call is this rank's number of rows."""
     # many other values equal 1
     numbers = [each for each in _tensors(call) if each.numel() == 1 and not each.is_complex()]
     return rows > 1 and any(float(number.detach()) == rows for number in numbers)
@@ -318,8 +319,7 @@ def _tensors(call: ExchangeCall) -> list[torch.Tensor]:
 def find_caller(frame: FrameType | None) -> str:
     """Return the file and line at which the program calls a collective.
 
-    The result is like "train.py:12"; "" if a library in LIBRARIES makes the call. The search starts
-    at `frame`.
+    The result is like "train.py:12"; "" if a library in LIBRARIES makes the call.
     """
     # the frame is the hook's caller
     while frame is not None and is_between(frame):
@@ -403,10 +403,7 @@ class _Complete:
 
 
 def _can_all_fill(call: ExchangeCall) -> bool:
-    """True if no rank in the call's group gathers into a view.
-
-    Every rank of the group must call this (a collective).
-    """
+    """True if no rank gathers into a view; a collective."""
     # a view can't be resized to other ranks' numbers of rows
     can = not any(map(is_view, each_tensor_in(call.filled)))
     every = torch.tensor(int(can), device=call.given.device)
@@ -440,11 +437,9 @@ def pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _gather_all(call: ExchangeCall, counts: list[int]) -> list[torch.Tensor]:
-    """Gather the rows of all ranks, and return one tensor per rank.
-
-    `counts` are the ranks' numbers of rows.
-    """
-    # tensors are padded to the largest of these numbers for the exchange
+    """Gather all ranks' rows, and return one tensor per rank."""
+    # `counts` has each rank's number of rows. Tensors are padded to the largest of these numbers
+    # for the exchange.
     padded = pad_rows(call.given.detach(), max(counts))
     every = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(every, padded, group=call.bound.arguments.get("group"))

@@ -88,7 +88,7 @@ def _signature(function: Any) -> inspect.Signature:
 
 
 def _read_place(given: dict[str, Any]) -> GroupRank | None:
-    """Return this process's rank and the size of its new group; None if either is unknown."""
+    """Return this process's rank and the group's size, or None if unknown."""
     # `given` are the arguments of `init_process_group`. Numbers that aren't in them are taken from
     # the environment. With MPI, only the backend knows them.
     query = dict(parse_qsl(urlsplit(given.get("init_method") or "").query))
@@ -105,12 +105,10 @@ def _read_place(given: dict[str, Any]) -> GroupRank | None:
 
 
 def _is_eveners_group(place: GroupRank, method: str | None) -> bool:
-    """True if the group consists of the ranks that evener started.
-
-    `place` is this process's rank in the group, and `method` is the script's `init_method`.
-    """
-    # A script may choose its own rendezvous address. So another address means another group only if
-    # a launcher in the program has started sibling ranks.
+    """True if the group consists of the ranks that evener started."""
+    # `method` is the program's `init_method`. A script may choose its own rendezvous address. So
+    # another address means another group only if a launcher in the program has started sibling
+    # ranks.
     known = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
     if not is_eveners_rank() or known != (str(place.rank), str(place.world)):
         return False
@@ -148,10 +146,8 @@ def _eveners_address() -> str:
 
 
 def _address_of(method: str | None, variables: dict[str, str]) -> str:
-    """Return the HOST:PORT at which the group's processes meet.
-
-    A tcp:// URL in `method` is preferred to the environment `variables`.
-    """
+    """Return the HOST:PORT at which the group's processes meet."""
+    # a tcp:// URL is preferred to the environment
     if method and urlsplit(method).scheme == "tcp":
         return urlsplit(method).netloc.replace("localhost", "127.0.0.1")
     host, port = (variables.get(name, "") for name in _ADDRESS)
@@ -159,11 +155,9 @@ def _address_of(method: str | None, variables: dict[str, str]) -> str:
 
 
 def _read_start_environment(process: str) -> dict[str, str]:
-    """Return the environment variables with which a process was started.
-
-    Empty if they can't be read. `process` is a process ID or "self".
-    """
-    # they can't be read if the process has exited or belongs to another user
+    """Return the environment a process was started with, or {}."""
+    # `process` is a process id or "self". They can't be read if the process has exited or belongs
+    # to another user.
     with suppress(OSError):
         text = Path(f"/proc/{process}/environ").read_bytes().decode(errors="surrogateescape")
         pairs = (each.partition("=") for each in text.split("\0") if each)
@@ -172,10 +166,7 @@ def _read_start_environment(process: str) -> dict[str, str]:
 
 
 def _has_sibling(own: dict[str, str]) -> bool:
-    """True if this process's launcher has also started another rank.
-
-    `own` are this process's environment variables.
-    """
+    """True if this process's launcher has also started another rank."""
     # a sibling has the same run, rendezvous address and number of ranks, but another rank
     alike = (RUN, "WORLD_SIZE", *_ADDRESS)
     for process in filter(str.isdecimal, os.listdir("/proc")):
@@ -217,7 +208,7 @@ def _free_interfaces(place: GroupRank) -> None:
 
 
 def _keep_to(device: str) -> None:
-    """Pin this process to the cores of its device if the device is a CPU slice."""
+    """Pin this process to its cores if the device is a CPU slice."""
     cores = slice_cores(device, allowed_cpus())
     if cores:
         pin_threads(cores)
@@ -234,10 +225,7 @@ def begin_processes(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 
 @contextmanager
 def _without_rank() -> Iterator[None]:
-    """Return a context without a rank's environment variables, such as RANK.
-
-    The variables are removed only if a single one of evener's ranks runs the program.
-    """
+    """Return a context without RANK and similar environment variables."""
     # With these variables, child processes would act as ranks that evener started. They stay if
     # evener didn't start this process, or if other ranks run the program by now.
     alone = is_eveners_rank() and (os.environ.get("WORLD_SIZE") == "1" or not is_released())

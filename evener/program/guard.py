@@ -66,7 +66,7 @@ MakeSketcher = Callable[..., GradientSketcher]  # creates a GradientSketcher for
 
 
 class Guard(Recorder):
-    """Records how a batch's loss is computed, and checks whether shares would change the result.
+    """Records how a batch's loss is computed, and checks whether shares would change it.
 
     Results, after the first backward pass:
 
@@ -161,17 +161,14 @@ class Guard(Recorder):
             super()._write(*arguments, **options)
 
     def _is_given(self, tensor: torch.Tensor) -> bool:
-        """True if a small tensor existed before the batch and isn't a sum over all ranks' rows."""
+        """True if a small tensor predates the batch and isn't a total."""
         # Task weights are such a tensor. A sum over all ranks' rows is the same with any shares.
         totals = self._origins.totals if self._origins is not None else None
         is_total = totals is not None and bool(totals.find(tensor))
         return super()._is_given(tensor) and not is_total
 
     def _record_number_use(self, function: Any, given: Any) -> None:
-        """Record the numbers that a call combines with weights or gradients.
-
-        Set `local_use` to a message if one was computed from this rank's rows.
-        """
+        """Record the numbers that a call combines with weights or gradients."""
         super()._record_number_use(function, given)
         if self.local_use or not is_arithmetic(function):
             return
@@ -180,6 +177,7 @@ class Guard(Recorder):
         if not any(map(self.goes_by_rows, own)):
             return
         if self._has_at({address(each) for each in every} - {0}):
+            # computed from this rank's rows
             self.local_use = LOCAL_USE
 
     def _enter(self, model: Any, arguments: Any, keywords: Any) -> None:
@@ -256,7 +254,7 @@ class Guard(Recorder):
             self._busy = False
 
     def _are_parts_added(self, record: LossRecord, tensor: torch.Tensor) -> bool:
-        """True if repeated calls show that a tensor is a sum over rows."""
+        """True if repeating the calls shows a sum over rows."""
         # The whole batch must give the tensor again, and two parts of a few rows must add up. A sum
         # of 0 proves nothing.
         few = next(iter(self._list_rows()), None)
@@ -300,7 +298,7 @@ class Guard(Recorder):
             self._busy = False
 
     def _make_fewer(self, entries: list[WrittenCall], tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that the recorded calls `entries` compute with 3/4 of the rows."""
+        """Return what the recorded calls compute with 3/4 of the rows."""
         # `tensor` is the result of these calls with all rows
         rows = max(1, self.rows * 3 // 4)
         batch = cut_rows(self.batch, 0, rows, self.rows)
@@ -339,10 +337,7 @@ class Guard(Recorder):
             return _describe_error(error)
 
     def _find_record(self, loss: torch.Tensor) -> LossRecord | str:
-        """Return the record of the calls that computed `loss` from the batch.
-
-        Return the reason as text if the loss can't be computed again.
-        """
+        """Return the recorded calls behind `loss`, or why it can't be recomputed."""
         if not self.batch:
             return f"its batch is a {self._kind}, not tensors in tuples, lists or dicts"
         if self.rows < 2:
@@ -358,7 +353,7 @@ class Guard(Recorder):
         return record
 
     def _judge_on_all_ranks(self, record: LossRecord | str, agree: Callable[[str], str]) -> str:
-        """Return why shares can't be used with a loss, the same on all ranks; "" if they can."""
+        """Return why a loss needs equal shares, the same on all ranks."""
         # All ranks run the same passes to find out. `record` has the calls that computed the loss
         # on this rank, or says why there are none. `agree` gathers the ranks' reasons and returns
         # the first.
@@ -422,7 +417,7 @@ class Guard(Recorder):
         return describe(difference, audited.cause, audited.sizes, self._step, IN_EQUAL_PARTS)
 
     def _find_limit(self, record: LossRecord) -> str:
-        """Return why this rank can't have more rows; "" if no reason is found."""
+        """Return why this rank can't have more rows, or ""."""
         # Only a tensor with an entry per row that isn't in the batch can be a reason. Then the loss
         # of one more row is tried.
         if not self._finds_sums or self._is_ragged or not record.has_other_rows():
@@ -438,7 +433,7 @@ class Guard(Recorder):
         return ""
 
     def _is_found_sum(self, record: LossRecord, cause: str) -> bool:
-        """True if the loss turns out to be a sum over rows; `are_sums` is then set, too."""
+        """True if the loss is a sum over rows; sets `are_sums`."""
         # `cause` is the likely cause of the difference that an audit has found. A number that
         # counts rows, such as len() of a list, would make a mean look like a sum.
         if not self._finds_sums or cause != "sum" or record.may_count_rows():
@@ -453,10 +448,7 @@ class Guard(Recorder):
         return self.are_sums and any(may_count(self.rows, each) for each in self.uses)
 
     def _collate_few(self) -> FewRows | None:
-        """Return a few rows that the loader's collate function has collated again.
-
-        None if they don't represent the batch.
-        """
+        """Return a few rows that the loader's collate function collated again."""
         # The collate function must do more than stack rows, reproduce the batch, and make as many
         # tensors as the batch has. The rows are fetched on the first call only.
         if not self._collated and self._few is not None:
@@ -467,7 +459,7 @@ class Guard(Recorder):
         return self._collated[0] if self._collated else None
 
     def _list_rows(self) -> list[FewRows]:
-        """Return several selections of a few rows of the batch, the first choice first."""
+        """Return several selections of a few rows, the first choice first."""
         # collated again by the loader, then cut from the batch and chosen to differ, then cut in
         # order
         every = [self._collate_few()]

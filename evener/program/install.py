@@ -102,7 +102,7 @@ def install() -> None:
 
 
 class _HookFinder:
-    """An import finder that registers the hooks when a hooked library is imported."""
+    """Registers the hooks when a hooked library is first imported."""
 
     # Registering waits for the first such import, because importing wrapt takes a while. The finder
     # then removes itself, and the other finders find the module.
@@ -242,10 +242,8 @@ def _has(module: Any, name: str) -> bool:
 
 
 def _import_later(target: str) -> Any:
-    """Return a function that imports and calls `target` when called.
-
-    `target` is a module of this package and a function in it, such as "group:begin".
-    """
+    """Return a function that imports `target` when first called."""
+    # such as "group:begin", a module of this package and a function in it
     name, _, function = target.partition(":")
     find = attrgetter(function)
     module = None

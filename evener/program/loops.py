@@ -180,9 +180,10 @@ class Loop:
         return 0 if self.sampler is None else len(self.sampler.rows_at(self._step))
 
     def few_rows(self) -> FewRows | None:
-        """Return a few rows of the current batch, collated again as one batch and as two parts.
+        """Return a few rows of the current batch, as one batch and as two parts.
 
-        Return None if collating only stacks rows or doesn't reproduce the batch.
+        They are collated again by the loader's collate function. Return None if collating only
+        stacks rows or doesn't reproduce the batch.
         """
         collate = self._loader.collate_fn
         if self.sampler is None or collate in (None, default_collate):
@@ -277,12 +278,10 @@ class SharedBatches:
         yield from _draw_own_batches_too(sampler, own, expected)
 
     def _divide_epoch(self) -> tuple[UnevenBatchSampler, list[list[Any]]] | None:
-        """Divide the rows of the next epoch by shares.
-
-        Return a sampler, and the batches that this rank's own sampler should draw. If rows can't be
-        divided, set `fault` and return None.
-        """
-        # the returned sampler divides the rows, and both results are for the next epoch
+        """Divide the next epoch's rows by shares; None if impossible."""
+        # Return a sampler, and the batches that this rank's own sampler should draw. If rows can't
+        # be divided, `fault` says why. The returned sampler divides the rows, and both results are
+        # for the next epoch.
         self.fault = ""
         rank, world = dist.get_rank(), dist.get_world_size()
         try:
@@ -347,12 +346,10 @@ class EpochBatches:
 def _draw_own_batches_too(
     batches: Iterable[Any], drawn: Iterator[Any], expected: Sequence[list[Any]]
 ) -> Iterator[Any]:
-    """Yield `batches`, and draw as many from the program's own sampler.
-
-    Raises RequestError if the drawn batches differ from `expected`.
-    """
-    # The program's sampler thus advances as in the unchanged program. `drawn` is an iterator over
-    # its batches. If they differed from the expected ones, rows would be left out or trained twice.
+    """Yield `batches`, and draw as many from the program's own sampler."""
+    # Raises RequestError if the drawn batches differ from `expected`. The program's sampler thus
+    # advances as in the unchanged program. `drawn` is an iterator over its batches. If they
+    # differed from the expected ones, rows would be left out or trained twice.
     for batch, own in zip(batches, expected, strict=True):
         if list(next(drawn, ())) != own:
             raise _uneven("its sampler draws other rows than it did when the epoch began")
@@ -393,25 +390,21 @@ def draw_ranks(sampler: Any) -> list[list[Any]]:
 
 
 def _draw_rank(sampler: Any, rank: int) -> list[Any]:
-    """Return the batches that a batch sampler draws for a rank.
-
-    Raises RequestError if the sampler can't be copied for the rank.
-    """
+    """Return the batches that a batch sampler draws for a rank."""
     # at most one batch more than the sampler's length
     try:
         with kept_state():
             copied_sampler = _copy_for(sampler, rank)
             return [list(batch) for batch in islice(copied_sampler, len(copied_sampler) + 1)]
     except Exception as error:
+        # a sampler that can't be copied
         raise _uneven(f"its sampler can't be asked for another rank's rows ({error!r})") from error
 
 
 def _check_sizes(every: list[list[Any]]) -> None:
-    """Raise RequestError unless all batches have the same number of rows.
-
-    An epoch's last batch may have another number, equal on all ranks.
-    """
+    """Raise RequestError unless all ranks' batches have equally many rows."""
     sizes = [{len(batch) for batch in step} for step in zip(*every, strict=True)]
+    # an epoch's last batch may have another number, equal on all ranks
     whole = set.union(*sizes[:-1], sizes[0])
     if len(whole) > 1 or len(sizes[-1]) > 1:
         raise _uneven("its ranks have batches of other sizes")
@@ -445,10 +438,7 @@ def _copy_for(sampler: Any, rank: int) -> Any:
 
 
 def _find_rank_attribute(sampler: Any) -> Any:
-    """Return the sampler that stores this process's rank, and the attribute's name.
-
-    Return None if neither `sampler` nor one nested in it stores the rank.
-    """
+    """Return the sampler that stores the rank, and the attribute's name."""
     for each in _chain(sampler):
         for own, world in _SHARDS:
             if (getattr(each, own, -1), getattr(each, world, -1)) == (
@@ -456,6 +446,7 @@ def _find_rank_attribute(sampler: Any) -> Any:
                 dist.get_world_size(),
             ):
                 return each, own
+    # neither `sampler` nor one nested in it stores the rank
     return None
 
 

@@ -101,7 +101,7 @@ class Notebook:
             Finalize(None, self.leave, exitpriority=1)
 
     def watch(self, training: Any, hooks: str) -> None:
-        """Record the steps of a PlannedTraining from now on, and print its devices and their rows.
+        """Record a PlannedTraining's steps from now on, and print each device's rows.
 
         `hooks` names the classes whose hooks created the training, such as "lightning.Trainer".
         """
@@ -160,8 +160,8 @@ class Notebook:
     def leave(self) -> None:
         """Write this rank's RankNote, if the settings name a folder for it.
 
-        If nothing has trained by shares, the note says why. The reason is also printed, unless it
-        was printed before.
+        If nothing has trained by shares, the note says why. The reason is also printed, but only
+        once.
         """
         if not self.settings.folder:
             return

@@ -76,10 +76,10 @@ class Origins:
         return ""
 
     def find_made(self, tensor: torch.Tensor) -> str:
-        """Return the place of the exchange that a tensor was computed from; "" if there is none.
+        """Return the place of the exchange that a tensor was computed from, or "".
 
-        Also return "" for the tensors that the exchange itself wrote, such as the result of an
-        all-reduce.
+        The result is also "" for tensors that the exchange itself wrote, such as an all-reduce's
+        result.
         """
         return self._marks.find_own(tensor)
 

@@ -35,7 +35,7 @@ def begin_fit(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 def check_use() -> None:
     """Raise SystemExit if no process of this launch has read a plan.
 
-    Before that, one of the processes prints how a script can read the plan.
+    One of the processes first prints how a script can read the plan.
     """
     if is_used(os.environ[PLAN_USED]):
         return

@@ -137,10 +137,8 @@ class Program:
         self._note_whole(model)
 
     def _note_whole(self, model: Any) -> None:
-        """Record a model unless a model that contains it is already recorded.
-
-        Recorded models that are parts of this one are removed.
-        """
+        """Record a model, and drop recorded models that are its parts."""
+        # a part of a model that is already recorded is ignored
         if not any(model in other.modules() for other in self.models):
             for module in model.modules():
                 self.models.pop(module, None)
@@ -176,10 +174,7 @@ class Program:
         return result
 
     def _count_passes(self) -> None:
-        """Count a backward pass.
-
-        After several without an optimizer's step, report why shares stay equal.
-        """
+        """Count a backward pass; report when none is followed by a step."""
         # the hooks don't see the steps of optimizers other than PyTorch's, such as fastai's
         has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if self._stepped or not self.models or not has_group or self.notebook.pending_reason:
@@ -271,13 +266,11 @@ class Program:
             self._note_obstacle(optimizer)
 
     def _note_rates(self, optimizer: Any) -> None:
-        """Add an optimizer's settings to the digest that ranks compare.
-
-        Record a fault if it trains parameters that belong to no recorded model.
-        """
+        """Add an optimizer's settings to the digest that ranks compare."""
         # once the program trains by shares, only learning rates are added, and no fault is recorded
         undecided = self.training is None and not self._fault and bool(self.models)
         if undecided and sharded.trains_others(optimizer, self.models):
+            # an optimizer trains parameters that belong to no recorded model
             self._fault = views.OUTSIDE
         rates = views.read_numbers(optimizer, () if self.training is None else ("lr",))
         if self.training is None:
@@ -285,15 +278,13 @@ class Program:
         self._rates = crc32(repr(rates).encode(), self._rates)
 
     def _note_single_rank(self, optimizer: Any) -> None:
-        """Report that this process trains without a process group.
-
-        If no other process trains, suggest how to use all devices.
-        """
+        """Report that this process trains without a process group."""
         if self.notebook.why:
             return
         if not self.is_single_rank:
             self.stay_even(views.NO_GROUP)
             return
+        # no other process trains
         loader = None if self._newest_loader is None else self._newest_loader()
         self.report_single_device(advise(optimizer, loader))
 
@@ -323,10 +314,7 @@ class Program:
             self._begun_rates[optimizer] = views.read_numbers(optimizer)
 
     def _note_obstacle(self, optimizer: Any) -> None:
-        """Report why an optimizer's step can't be trained by shares.
-
-        Raises RequestError if `evener run` was started with `--strict`.
-        """
+        """Report why an optimizer's step can't be trained by shares."""
         # the step isn't in a loop that can train by shares; a later one may be
         words = views.find_obstacle(optimizer, list(self.models), self._find_loader_obstacle())
         if words:
@@ -359,10 +347,7 @@ class Program:
         return self.exchanges.see(wrapped, arguments, keywords, self._guard, is_uneven, checks)
 
     def _note_callback(self, start: EvenStart, name: str) -> None:
-        """Record a collective that the program's own code calls in a trainer's step.
-
-        After the first steps, with equal shares, only warn if shares are unequal.
-        """
+        """Record a collective that the program calls inside a trainer's step."""
         # `name` is the collective, and `start` observes the first steps
         place = find_callback()
         if not place or not start.is_training:
@@ -370,6 +355,7 @@ class Program:
         if not start.is_over:
             start.note_collective(name, place)
         elif len(set(start.shares)) > 1:
+            # shares differ already
             self.notebook.warn(views.EXCHANGED)
 
     def note_exchange(self, call: ExchangeCall | None = None) -> None:
@@ -442,7 +428,7 @@ class Program:
             self._begin_step(loop, self.training)
 
     def _enter(self, loop: Any) -> None:
-        """Follow another loop than before; if it is the next epoch of the same one, end that."""
+        """Switch to another loop, and end the previous epoch of the same."""
         left = self._loop
         if left is not None and self._updated and left.shared_batches is loop.shared_batches:
             self.end(left)  # a new epoch of a loop that counts its batches itself
@@ -451,7 +437,7 @@ class Program:
         self._loop = loop
 
     def _needs_guard(self, loop: Any) -> bool:
-        """True if a guard should check the loss of the loop's current batch."""
+        """True if a guard should check the loss of the current batch."""
         # every batch before training by shares, the first uneven one, then at growing intervals
         if self.training is None:
             return not self.notebook.why and not loop.shared_batches.fault
@@ -461,7 +447,7 @@ class Program:
         return is_first_uneven or self._steps == self._look
 
     def _begin_step(self, loop: Any, training: PlannedTraining) -> None:
-        """Begin a step by shares, with a guard if its loss needs a check."""
+        """Begin a step by shares, with a guard if its loss needs one."""
         # The loss needs a check if it has just changed, or if a setting that affects the loss has.
         # A guard disturbs the step's time, which isn't used for rebalancing.
         if self._loader_steps is None or loop.origin is None:
@@ -530,10 +516,7 @@ class Program:
             self._guard = None
 
     def _handle_several_loops(self, loop: Any) -> None:
-        """Record that shares stay equal because a step uses two loops' batches.
-
-        Raises RequestError if the program already trains these loops by different shares.
-        """
+        """Record that shares stay equal, because a step uses two loops' batches."""
         # `loop` is the second loop; shares are different if they divide the loops' rows in other
         # ratios
         self.notebook.pending_reason = views.SEVERAL
@@ -550,10 +533,7 @@ class Program:
             )
 
     def _compare_records_if_due(self, loop: Any) -> None:
-        """Count a step by shares, and compare the ranks' records if due.
-
-        All ranks call this after the same step.
-        """
+        """Count a step, and compare the ranks' records if due (a collective)."""
         self._steps += 1
         if self._steps > self._look:
             self._look *= LOOK_AGAIN
@@ -578,7 +558,7 @@ class Program:
             self.training.audits.report(guard.fault if guard.measured else "")
 
     def _note_fault(self, guard: Guard) -> None:
-        """Warn if the guard couldn't compare a loss with that of equal shares."""
+        """Warn if the loss couldn't be compared with equal shares."""
         if guard.fault and guard.fault != UNSEEN and not guard.measured:
             self.notebook.warn(
                 f"in step {self._steps}, its loss couldn't be compared with that of equal shares: "
@@ -586,10 +566,7 @@ class Program:
             )
 
     def _compare_records(self, loop: Any) -> None:
-        """Gather and compare all ranks' records of their latest steps.
-
-        Raises RequestError if the ranks' row orders or learning rates differ.
-        """
+        """Gather all ranks' records, and raise RequestError if rows or rates differ."""
         # The records are of the steps since the last comparison. Any other difference or fault
         # makes the training return to equal shares.
         every = self.exchange(self._make_record(loop))
@@ -606,7 +583,7 @@ class Program:
             self._go_back(loop, fault.rstrip("."))
 
     def _go_back(self, loop: Any, fault: str) -> None:
-        """Give the loop's training equal shares for good, with `fault` as the reason."""
+        """Return the training to equal shares for good, because of `fault`."""
         assert self.training is not None
         self.training.follow(loop.sampler, loop.ahead)
         self.go_even(self.training, f"in step {self._steps}, {fault}")
@@ -675,21 +652,16 @@ class Program:
         return [msgspec.msgpack.decode(each, type=type(own)) for each in every]
 
     def _agree(self, fault: str) -> str:
-        """Gather all ranks' reasons against shares; return the first, or "" if there are none.
-
-        `fault` is this rank's reason, or "".
-        """
+        """Gather the ranks' reasons for equal shares, and return the first."""
         # Ranks agree before they run passes together, in which they communicate layer by layer. If
         # a rank doesn't answer, that is a reason, too.
         every = self.exchange(RankView(fault), EXCHANGE_SECONDS)
         return next((each.fault for each in every if each.fault), "") if every else views.ALONE
 
     def _train_loop_by_shares(self, loop: Any) -> None:
-        """Train a loop by shares from its next batch on if possible.
-
-        Otherwise report why not. All ranks call this after the same step.
-        """
-        # if the program has exchanged values, wait one more step, which may use them
+        """Train a loop by shares from its next batch, or report why not."""
+        # All ranks call this after the same step. If the program has exchanged values, wait one
+        # more step, which may use them.
         every = self.exchange(self._make_record(loop), EXCHANGE_SECONDS)
         fault = _find_common_fault(every)
         if fault:
@@ -720,10 +692,7 @@ class Program:
         self.notebook.watch(training, f"{sharded.name_wrapper(models)} and DataLoader")
 
     def _plan_loop(self, models: list[Any], loop: Any, are_sums: bool) -> PlannedTraining:
-        """Return a PlannedTraining for a loop's models, and attach it to them.
-
-        With `are_sums`, losses are sums, and gradients aren't weighted by rows.
-        """
+        """Plan a loop's training, and attach the plan to its models."""
         # losses are sums over rows, and the gradients are those of the ranks
         weigh = sharded.choose_weigh(models)
         training = self.plan(models, loop.sampler.global_batch, weigh)
@@ -775,10 +744,7 @@ class Program:
         )
 
     def _make_record(self, loop: Any) -> RankView:
-        """Return this rank's record of the steps since the last comparison.
-
-        This closes the current guard, and its results are part of the record.
-        """
+        """Close the guard, and return this rank's record for comparison."""
         guard, self._guard = self._guard, None
         if guard is not None:
             guard.close()
@@ -807,10 +773,8 @@ class Program:
         )
 
     def _view_shares(self, loop: Any, guard: Guard | None) -> RankView:
-        """Return this rank's record of the steps trained by shares.
-
-        `guard` is the closed guard of the last step, or None.
-        """
+        """Return this rank's record of the steps trained by shares."""
+        # `guard` has checked the last step; None if there was no check
         order = loop.shared_batches.digest
         if guard is None:
             return RankView("", order, self._rates)
@@ -819,10 +783,8 @@ class Program:
         return RankView(fault or guard.local_use, order, self._rates, guard.numbers, guard.uses)
 
     def _find_fault(self, loop: Any, guard: Guard | None) -> str:
-        """Return why this rank needs equal shares; "" if there is no reason.
-
-        `guard` is the closed guard of the latest batch, or None.
-        """
+        """Return why this rank needs equal shares, or ""."""
+        # `guard` has checked the latest batch; None if there was no check
         sampler = loop.sampler
         if sampler is not None and sampler.global_batch == dist.get_world_size():
             return views.SINGLE
@@ -837,10 +799,7 @@ class Program:
         return next(filter(None, faults), "")
 
     def _compare_numbers(self, numbers: tuple[float, ...] | None) -> None:
-        """Record a fault if the loss uses other numbers than in the last call.
-
-        `numbers` are, for example, factors of the loss; None if unknown.
-        """
+        """Record a fault if the loss's numbers differ from the last call's."""
         # The program may have computed such a number from exchanged values. `numbers` are those of
         # the latest step's loss.
         before, self._numbers = self._numbers, numbers
@@ -868,7 +827,7 @@ class Program:
         self._end_strictly(self.notebook.why)
 
     def _end_strictly(self, why: str) -> None:
-        """Raise RequestError with the reason `why` if `evener run` was started with `--strict`."""
+        """Raise RequestError if `evener run` was started with `--strict`."""
         if self.notebook.settings.strict:
             raise RequestError(
                 f"Shares can't differ: {why}.",
@@ -877,11 +836,9 @@ class Program:
 
 
 def _find_common_fault(every: list[RankView]) -> str:
-    """Return why all ranks keep equal shares; "" if nothing prevents unequal ones.
-
-    `every` has all ranks' records, or is empty if a rank is missing.
-    """
+    """Return why all ranks keep equal shares, or ""."""
     if not every:
+        # a rank is missing
         return views.ALONE
     for each in every:
         if each.fault:

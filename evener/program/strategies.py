@@ -45,9 +45,10 @@ class ProgramStrategy(PlanStrategy):
 
 
 def run(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Run a Trainer's fit loop without the hooks for plain loops; this wraps `_FitLoop.run`.
+    """Run a Trainer's fit loop without the hooks for plain loops.
 
-    If the Trainer uses one of several devices, suggest how to train on all of them.
+    It wraps `_FitLoop.run`. If the Trainer uses one of several devices, it suggests how to use all
+    of them.
     """
     if PROGRAM.is_single_rank:
         PROGRAM.report_single_device(advise_lightning())
@@ -75,10 +76,7 @@ def begin_epoch(wrapped: Any, loop: Any, arguments: Any, keywords: Any) -> Any:
 
 
 def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
-    """Return why a Trainer can't train by shares; "" if it can.
-
-    `others` are the training loaders after the first, which is `loader`.
-    """
+    """Return why a Trainer can't train by shares, or ""."""
     if type(strategy) is not DDPStrategy:
         return f"its strategy is {type(strategy).__name__}"
     if fault := find_fault(strategy.model):
@@ -87,6 +85,7 @@ def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
         return "it optimizes manually, so its loss can't be compared before shares differ"
     if any(trains_others(optimizer, [strategy.model]) for optimizer in strategy.optimizers):
         return OUTSIDE
+    # training loaders after the first
     if others:
         return "it has several loaders"
     known = type(loader) is DataLoader and type(loader.batch_sampler) is BatchSampler
@@ -96,10 +95,7 @@ def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
 
 
 def _switch_to_shares(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
-    """Train by shares from now on if all ranks can; otherwise report why.
-
-    `fault` is this rank's reason against shares, or "".
-    """
+    """Train by shares if all ranks can; otherwise report why not."""
     if fault := next(filter(None, PROGRAM.exchange(fault)), ""):
         PROGRAM.stay_even(fault)
         return
@@ -118,7 +114,7 @@ def _switch_to_shares(loop: Any, strategy: Any, loader: Any, fault: str) -> None
 
 
 def _refuse_difference(strategy: ProgramStrategy, loader: Any) -> None:
-    """Raise RequestError on every rank if shares change the gradient of the first batch."""
+    """Raise RequestError on all ranks if shares change the first batch's gradient."""
     # an audit in the first step would reach all ranks two steps after the shares are unequal
     found = PROGRAM.exchange(strategy.find_difference(loader))
     if differing := next(filter(None, found), ""):
@@ -127,10 +123,7 @@ def _refuse_difference(strategy: ProgramStrategy, loader: Any) -> None:
 
 @contextmanager
 def _used_unless_refused(trainer: Any, strategy: Any) -> Iterator[Any]:
-    """Replace a Trainer's strategy by a ProgramStrategy, and undo that on errors.
-
-    The context's value is the ProgramStrategy.
-    """
+    """Replace a Trainer's strategy by a ProgramStrategy; undo that on errors."""
     # the ProgramStrategy shares the attributes of `strategy`, which is the Trainer's own strategy
     chosen = share_state(strategy, ProgramStrategy)
     chosen.program_strategy = strategy
@@ -157,10 +150,7 @@ def _forget_metrics(strategy: Any) -> None:
 
 
 def _make_sharing_loader(strategy: ProgramStrategy, loader: Any) -> Any:
-    """Return a loader that divides global batches by shares.
-
-    Raises RequestError if their number of rows has changed.
-    """
+    """Return a loader that divides the same global batches by shares."""
     # A global batch has the rows that the DistributedSampler of `loader` gives to all ranks in one
     # step. It must have as many rows as at the start of training by shares.
     if _count_rows(loader) != strategy.planned.ranks.global_batch:
@@ -184,6 +174,6 @@ def _make_sharing_loader(strategy: ProgramStrategy, loader: Any) -> Any:
 
 
 def _give(loop: Any, loader: Any) -> None:
-    """Make `loader` the training loader of a fit loop, without changing any random state."""
+    """Replace a fit loop's training loader without changing random states."""
     with kept_state():
         private.replace_loader(loop, loader)

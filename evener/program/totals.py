@@ -42,9 +42,10 @@ class Totals:
         self._mark_only(self._whole, tensor, place)
 
     def write_gathered(self, data: Any, place: str) -> None:
-        """Record that the collective at `place` gathered each rank's sum over its rows.
+        """Record that a collective gathered each rank's sum over its rows.
 
-        `data` is a tensor with one element per rank, or a list with one tensor per rank.
+        `data` is a tensor with one element per rank, or a list with one tensor per rank. `place`
+        names the collective.
         """
         kind = self._gathered if isinstance(data, torch.Tensor) else self._parts
         for tensor in each_tensor_in(data):
@@ -56,17 +57,17 @@ class Totals:
         kind.mark_storage(tensor, place)
 
     def find(self, tensor: torch.Tensor) -> str:
-        """Return the collective that computed a tensor as a sum over the rows of all ranks.
+        """Return the collective that computed a tensor as a sum over all ranks' rows.
 
         The result is like "all_reduce (train.py:12)", or "" if the tensor isn't such a sum.
         """
         return self._whole.find(tensor)
 
     def follow(self, function: Any, arguments: Any, keywords: Any, result: Any, rows: Rows) -> str:
-        """Track a call of `function` whose arguments may be sums over all ranks' rows.
+        """Track a function call whose arguments may be sums over all ranks' rows.
 
-        If `result` may depend on the shares, return the collective that computed the sums.
-        Otherwise return "".
+        Return the collective that computed the sums if `result` may depend on the shares. Otherwise
+        return "".
         """
         # the result depends on the shares if the call also uses this rank's own rows, or reads a
         # sum as a number
@@ -89,13 +90,10 @@ class Totals:
     def _follow_whole(
         self, function: Any, tensors: list[torch.Tensor], result: Any, rows: Rows, place: str
     ) -> str:
-        """Mark a function's result as computed from sums over all ranks' rows.
-
-        Return `place` if the result may depend on the shares, and otherwise "".
-        """
-        # `place` is where the sums were computed. A result that also uses this rank's own rows
-        # isn't marked. Own rows with gradients are a part of the loss, which is computed again in
-        # parts.
+        """Mark a result that is computed from sums over all ranks' rows."""
+        # Return `place` if the result may depend on the shares, and otherwise "". `place` is where
+        # the sums were computed. A result that also uses this rank's own rows isn't marked. Own
+        # rows with gradients are a part of the loss, which is computed again in parts.
         others = [tensor for tensor in tensors if not self._whole.find(tensor)]
         own = [each for each in others if rows.goes_by_rows(each)]
         if own:
@@ -109,10 +107,8 @@ class Totals:
     def _follow_parts(
         self, function: Any, tensors: list[torch.Tensor], result: Any, parts: list[str]
     ) -> str:
-        """Track the result of a function that is called with gathered sums.
-
-        Return "" if the result joins the sums of all ranks, and otherwise the first of `parts`.
-        """
+        """Track a call whose arguments are sums gathered from each rank."""
+        # Return "" if the result joins the sums of all ranks, and otherwise the first of `parts`.
         # `parts` are the collectives that gathered the sums. A function such as torch.stack joins
         # tensors.
         are_all = len(set(map(id, tensors))) == len(parts) == dist.get_world_size()
@@ -122,10 +118,7 @@ class Totals:
         return ""
 
     def _follow_gathered(self, function: Any, leaves: list[Any], result: Any, place: str) -> str:
-        """Mark a result that adds up or views gathered sums, and return "".
-
-        If it does neither, only return `place`.
-        """
+        """Mark a result that adds up or views gathered sums."""
         # `place` is the collective that gathered the sums
         if function in _SUMS and len(leaves) == 1:
             self._whole.mark(result, place)
@@ -133,16 +126,17 @@ class Totals:
         if function in _VIEWS:
             self._gathered.mark(result, place)
             return ""
+        # the result may depend on the shares
         return place
 
 
 def _find_places(marks: TensorMarks, tensors: list[torch.Tensor]) -> list[str]:
-    """Return the collectives that computed those of the tensors that have a mark in `marks`."""
+    """Return the collectives that the tensors' marks name."""
     return [place for place in map(marks.find, tensors) if place]
 
 
 def _is_fixed(value: Any, rows: Rows) -> bool:
-    """True if an arithmetic operand can't be a count of this rank's rows."""
+    """True if a number can't be this rank's number of rows."""
     # The number of ranks can't be one either, unless it equals the rows and the program has asked
     # for their number.
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -54,10 +54,7 @@ _planned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def _trains_as_loop(trainer: Any) -> bool:
-    """True if the hooks for accelerate's loops divide a Trainer's batches.
-
-    Such a Trainer isn't replaced.
-    """
+    """True if the hooks for accelerate's loops divide a Trainer's batches."""
     # the hooks handle a Trainer with FSDP or DeepSpeed, or with a loader that creates its own
     # batches
     if trainer.args.world_size == 1 or PROGRAM.notebook.why:
@@ -73,10 +70,7 @@ def _trains_as_loop(trainer: Any) -> bool:
 
 
 def _plan(trainer: Any) -> None:
-    """Create a Trainer that trains by shares, and store it in `_planned`.
-
-    If that is impossible, report why.
-    """
+    """Create a Trainer that trains by shares, or report why not."""
     # the new Trainer is used in place of `trainer`
     own, settings = type(trainer), PROGRAM.notebook.settings
     world = trainer.args.world_size
@@ -106,6 +100,7 @@ def _plan(trainer: Any) -> None:
         if world > 1:
             PROGRAM.audit(planned._planned)
             _warn_of_tail(trainer, global_batch)
+        # `train` finds it here
         _planned[trainer] = planned
         hooks = f"{own.__name__}, a transformers.Trainer"
         if world > 1:
@@ -127,7 +122,7 @@ def _plan(trainer: Any) -> None:
 
 
 def _steps_others(trainer: Any) -> bool:
-    """True if an optimizer that the program creates trains parameters outside the model."""
+    """True if the program's optimizer trains parameters outside the model."""
     # each rank would update such parameters with its own gradients
     from transformers import Trainer
 
@@ -137,10 +132,7 @@ def _steps_others(trainer: Any) -> bool:
 
 
 def _warn_of_tail(trainer: Any, global_batch: int) -> None:
-    """Warn if an epoch's last batch has fewer rows than the others.
-
-    `global_batch` is the number of rows of the other batches.
-    """
+    """Warn if an epoch's last batch has fewer rows than the others."""
     # the program's own launcher would fill the last batch up
     rows = len(trainer.train_dataset)
     if rows % global_batch and not trainer.args.dataloader_drop_last:
@@ -190,11 +182,9 @@ _start = subprocess.Popen.__init__
 
 
 def _start_no_python(process: Any, words: Any, *more: Any, **options: Any) -> None:
-    """Start a process, in place of `subprocess.Popen.__init__`.
-
-    Raises RequestError if the command starts Python or torchrun.
-    """
-    # the program would train there instead of in this process
+    """Start a process; raise RequestError if it runs Python or torchrun."""
+    # This replaces `subprocess.Popen.__init__`. The program would train there instead of in this
+    # process.
     first = words if isinstance(words, str | bytes | os.PathLike) else next(iter(words), "")
     if Path(os.fsdecode(first).split(" ")[0]).name.startswith(("python", "torchrun")):
         raise RequestError(
@@ -210,10 +200,8 @@ def _find(trainer: Any, *_: Any, **__: Any) -> NoReturn:
 
 
 def _run_program(words: Sequence[str]) -> None:
-    """Run a program in this process as Python would run it.
-
-    `words` are a script, or `-m` and a module, and the program's arguments.
-    """
+    """Run a program in this process as Python would run it."""
+    # a script, or `-m` and a module, then the program's arguments
     module = words[0] == "-m"
     target, *arguments = words[module:]
     place = os.getcwd() if module else str(Path(target).absolute().parent)

@@ -45,7 +45,7 @@ MOST_SEARCHED, MOST_ITEMS = 100, 16
 
 
 class _Iteration:
-    """An iteration over a DataLoader, with counts that tell training loops from validation."""
+    """An iteration over a DataLoader, for training or for validation."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = None if loader is None else weakref.ref(loader)
@@ -79,7 +79,7 @@ class _Loaders:
 
 
 class _Harmless:
-    """A context in which an error of evener ends the timing, and not the program."""
+    """A context in which evener's own errors only end the timing."""
 
     def __init__(self, stop: Callable[[], None]) -> None:
         self._stop = stop
@@ -98,10 +98,9 @@ class _Harmless:
 
 
 class _UpdateTimer(StepTimer):
-    """A timer whose errors in an optimizer's step don't reach the program.
+    """Times an optimizer's steps; its errors don't reach the program."""
 
-    It ignores the updates of threads other than the one that creates it.
-    """
+    # Updates on other threads than the one that creates it are ignored.
 
     def __init__(self, device: torch.device, single_rank: bool, harmless: _Harmless) -> None:
         super().__init__(make_clock(device), single_rank)
@@ -122,11 +121,11 @@ class _UpdateTimer(StepTimer):
 
 
 class UnchangedTraining:
-    """Times and reports the steps of a process whose program trains unchanged.
+    """Times and reports the steps of a program that trains unchanged.
 
     Nothing is reported before the first update of one of PyTorch's optimizers. So a program that
     trains nothing leaves no record. Reporting ends for good if something else reports the steps,
-    such as the hooks of a Trainer, or of a loop that trains by shares.
+    such as the hooks of a Trainer.
     """
 
     def __init__(self) -> None:
@@ -162,8 +161,8 @@ class UnchangedTraining:
     def begin_loop(self, loader: Any) -> None:
         """Record that a loop over `loader` begins.
 
-        The time until the loop's first batch, in which the loader may start workers, then counts as
-        input time. Nothing happens unless `loader` is known to be used for training.
+        The time until the loop's first batch then counts as input time. In it, the loader may start
+        workers. Nothing happens unless `loader` is known to be used for training.
         """
         if self._timer is None or self._has_batch or not self._is_own_thread:
             return
@@ -174,8 +173,7 @@ class UnchangedTraining:
     def fetch(self, wrapped: Any, iterator: Any, arguments: Any, keywords: Any) -> Any:
         """Return the next batch of a DataLoader's iterator; this wraps its `__next__`.
 
-        The time that this takes counts as the step's input time, unless the batch is for
-        validation.
+        The time that this takes counts as input time, unless the batch is for validation.
         """
         if self._timer is None or self._is_without_loader or get_ident() != self._thread:
             return wrapped(*arguments, **keywords)
@@ -195,10 +193,7 @@ class UnchangedTraining:
         return batch
 
     def _begin_fetch(self, timer: StepTimer, iterator: Any) -> bool:
-        """End the current step, because the next batch is requested.
-
-        Return False if that batch is for validation.
-        """
+        """End the current step; return False if the next batch validates."""
         iteration = self._iterations.get(iterator)
         if iteration is None:
             iteration = self._iterations[iterator] = _Iteration(None)
@@ -213,7 +208,7 @@ class UnchangedTraining:
         return True
 
     def _begin_step(self, iterator: Any, batch: Any) -> None:
-        """Begin a step with a batch, or continue it if several batches belong to it."""
+        """Begin a step with a batch, or add it to the current step."""
         rows = _count_rows(batch, self._iterations[iterator].batch_size)
         self._rows[id(iterator)] = self._rows.get(id(iterator), 0) + rows
         if self._timer is not None:
@@ -229,11 +224,9 @@ class UnchangedTraining:
             self._timer.pause()
 
     def _is_validation(self, iteration: _Iteration) -> bool:
-        """True if the batch that is requested next is for validation.
-
-        It counts as such if several batches of this iteration, or of an earlier one over the same
-        loader, weren't followed by a backward pass.
-        """
+        """True if the next batch is for validation, not training."""
+        # It is if several batches of this iteration, or of an earlier one over the same loader,
+        # weren't followed by a backward pass.
         loader = iteration.loader
         if iteration.passes == self._passes:
             iteration.untrained += 1
@@ -266,10 +259,9 @@ class UnchangedTraining:
             timer.note_pass_alone()
 
     def save(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Write a file, such as a checkpoint, and time it; this wraps `torch.save`.
+        """Call `torch.save`, and time it if the rows come from no DataLoader.
 
-        It is timed here only if the program's rows come from no DataLoader. Otherwise the timer
-        itself notices that files are written between two steps.
+        With a DataLoader, the timer itself notices files that are written between two steps.
         """
         if self._timer is None or not self._is_without_loader or not self._is_own_thread:
             return wrapped(*arguments, **keywords)
@@ -283,8 +275,8 @@ class UnchangedTraining:
     def end_update(self, optimizer: Any, *_: Any) -> None:
         """Record that an optimizer has stepped; PyTorch calls this after each update.
 
-        After the first update, only the device is saved. The timer is created in the next backward
-        pass, because it registers hooks, and PyTorch can't do that while it calls hooks.
+        The first update only saves the device. The timer is created in the next backward pass,
+        because it registers hooks, and PyTorch can't do that while it calls hooks.
         """
         if self._is_over or not self._is_own_thread:
             return
@@ -332,7 +324,7 @@ class UnchangedTraining:
     def leave_to_parent(self) -> None:
         """End the timing in a forked child, such as a loader's worker.
 
-        Its parent goes on to report the steps. The timer isn't released, because a child can't use
+        The parent goes on to report the steps. The timer isn't released, because a child can't use
         its parent's GPU.
         """
         if self._timer is not None:
@@ -341,7 +333,7 @@ class UnchangedTraining:
             self._timer.thread = 0
 
     def _end_step(self, timer: StepTimer) -> None:
-        """End a step and, if an optimizer has stepped in it, report the step."""
+        """End a step; report it if an optimizer has stepped."""
         timer.finish()
         if not self._updated:
             return
@@ -362,13 +354,9 @@ class UnchangedTraining:
         self._reporter.report(rows)
 
     def _find_owner(self) -> Literal["nobody", "other", "undecided"]:
-        """Return who times and reports the program's steps.
-
-        - "nobody": no one else does, so this object may.
-        - "other": something else does, such as the hooks of a loop that trains by shares, or it
-          isn't known how many processes train together.
-        - "undecided": the program's processes may still begin to train by shares.
-        """
+        """Return who reports the steps: no one, another, or not yet known."""
+        # "other" also if it isn't known how many processes train together; "undecided" while the
+        # processes may still begin to train by shares
         own = None if self._reporter is None else self._reporter.reporter
         if is_reported_elsewhere(own):
             return "other"
@@ -411,12 +399,10 @@ def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
 
 
 def _count_processes() -> int:
-    """Return the number of processes that train together; 0 if it isn't known.
-
-    It isn't known if a launcher has started several processes that have no process group.
-    """
+    """Return how many processes train together; 0 if unknown."""
     if dist.is_available() and dist.is_initialized():
         return int(dist.get_world_size())
+    # unknown if a launcher has started several processes that have no process group
     is_alone = os.environ.get("WORLD_SIZE", "1") == "1" or (is_eveners_rank() and not is_released())
     return int(is_alone)
 
@@ -430,23 +416,20 @@ def _find_device(optimizer: Any) -> torch.device:
 
 
 def _count_rows(batch: Any, batch_size: Any) -> int:
-    """Return the number of rows in a batch; 0 if it is unknown.
-
-    `batch_size` is the loader's batch size if it has one. It is returned unless the first dimension
-    of the batch's first tensor is smaller, as in an epoch's last batch. A larger dimension doesn't
-    count rows, but for example tokens or a graph's nodes.
-    """
+    """Return the number of rows in a batch; 0 if unknown."""
     first = batch[0] if isinstance(batch, list | tuple) and batch else batch
     if not isinstance(first, torch.Tensor) or not first.ndim:
         first = _find_tensor(batch)
     length = 0 if first is None else len(first)
     if not isinstance(batch_size, int):
         return length
+    # A batch may be smaller than the loader's batch size, as at an epoch's end. A larger dimension
+    # counts something else, for example tokens or a graph's nodes.
     return min(batch_size, length) if length else batch_size
 
 
 def _find_tensor(batch: Any) -> torch.Tensor | None:
-    """Return the first tensor with dimensions in a batch; None if none is found soon."""
+    """Return a batch's first tensor with dimensions; None if hard to find."""
     left = [batch]
     for _ in range(MOST_SEARCHED):
         if not left:

@@ -94,7 +94,7 @@ DIFFERENCES = {  # differences between the views of the ranks, the most serious 
 
 
 class RankView(msgspec.Struct, frozen=True):
-    """A rank's record of the program's steps, for comparison with the other ranks' records.
+    """A rank's record of the program's steps, compared with other ranks' records.
 
     Shares may be uneven if all records agree and none has a fault.
     """
@@ -134,9 +134,9 @@ def _have_other_numbers(every: list[RankView]) -> bool:
 
 
 def differ(every: Sequence[Any]) -> bool:
-    """True if any rank's numbers differ from the first rank's numbers by more than rounding.
+    """True if the ranks' numbers differ by more than rounding.
 
-    `every` has one sequence of numbers for each rank that is compared.
+    `every` has one sequence of numbers for each rank.
     """
     return any(not _are_near(each, every[0]) for each in every)
 
@@ -151,7 +151,7 @@ def _are_near(one: Any, other: Any) -> bool:
 
 
 def read_numbers(optimizer: Any, names: tuple[str, ...] = ()) -> list[float]:
-    """Return the numeric settings of an optimizer's parameter groups, such as learning rates.
+    """Return the numeric settings of an optimizer's groups, such as learning rates.
 
     `names` are the settings to read; if it is empty, all are read.
     """

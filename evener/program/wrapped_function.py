@@ -11,7 +11,7 @@ from wrapt import FunctionWrapper
 class WrappedFunction(FunctionWrapper):  # type: ignore[type-arg]
     """A library's function with a wrapper around it.
 
-    Like a plain function, it is copied as itself and pickled by its name. wrapt's own class allows
+    It is copied as itself and pickled by its name, like a plain function. wrapt's own class allows
     neither. `path` is that name, such as "torch:nn.utils.clip_grad_norm_".
     """
 
