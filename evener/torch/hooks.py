@@ -1,8 +1,8 @@
 """Process-wide hooks and replaced functions of PyTorch that exist only while something needs them.
 
-PyTorch calls such a hook for every optimizer or module of the process. Therefore evener registers
-none on import. The first training run or wrapped model registers it, and it is removed when the
-last one no longer needs it.
+PyTorch calls such a hook for every optimizer or module of the process, so importing evener
+registers none. The first training run or wrapped model that needs a hook registers it. It is
+removed once none needs it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CALLERS = {
 
 
 class ProcessHooks:
-    """Process-wide hooks that are registered while at least one object needs them.
+    """Process-wide hooks that stay registered while at least one object needs them.
 
     `register` adds the hooks to PyTorch and returns their handles.
     """
@@ -36,7 +36,7 @@ class ProcessHooks:
     def hold(self, holder: Any) -> Callable[[], Any]:
         """Keep the hooks registered until `holder` is garbage-collected.
 
-        Returns a function that ends this earlier. The hooks stay while other holders need them.
+        Return a function that releases them earlier. Hooks stay while other holders need them.
         """
         for each in _EVERY:
             each._remove_unneeded()
@@ -52,7 +52,7 @@ class ProcessHooks:
         self._remove_unneeded()
 
     def _remove_unneeded(self) -> None:
-        """Remove the hooks if no holder needs them any more."""
+        """Remove the hooks if no holder needs them."""
         # not while PyTorch calls hooks; a later call removes them
         if self._holders or not self._handles or _is_calling():
             return
@@ -65,12 +65,12 @@ _EVERY: list[ProcessHooks] = []
 
 
 class Replacement:
-    """A function of another library, replaced in its owner until `remove` is called.
+    """A function of another library, replaced until `remove` is called.
 
-    - `owner`, `name`: the module or class, and its attribute to replace.
-    - `make`: returns the replacement for the original function.
+    - `owner`, `name`: the module or class, and the attribute to replace.
+    - `make`: makes the replacement from the original function.
 
-    The function `register` of a ProcessHooks may return it as a handle.
+    The `register` function of a ProcessHooks may return it as a handle.
     """
 
     def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -86,7 +86,7 @@ class Replacement:
 
 
 def _is_calling() -> bool:
-    """True if a thread is running the PyTorch code that calls hooks."""
+    """True if a thread is in the PyTorch code that calls hooks."""
     return any(code.co_filename in _CALLERS for code in _running_code())
 
 

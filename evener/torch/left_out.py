@@ -1,9 +1,9 @@
 """Detect batches that only some ranks leave out, for example because their rows have a NaN.
 
-On one device, the program would leave out the whole batch or none of it. It leaves out a batch by
-training with a loss of 0 instead, such as `loss * 0`. Audits don't notice this, because the loss of
-most steps is computed as usual. Each rank records the steps whose loss is 0 in this way, and the
-ranks compare their records through the store of their process group.
+On one device, the program would leave out the whole batch or none of it. It leaves one out by
+training with a loss of 0, such as `loss * 0`. Audits don't notice this, because most steps compute
+the loss as usual. So each rank records the steps whose loss is 0, and the ranks compare their
+records through the store of their process group.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ READ_AFTER = 2  # in steps; no rank gets this far before all have written
 
 
 class LeftOutBatches:
-    """Finds steps that only some ranks leave out.
+    """Finds steps that only some ranks leave out, by training with a loss of 0.
 
-    It records the steps that this rank leaves out. `place` is the prefix of keys in the store, the
-    same on every rank.
+    `place` is the prefix of keys in the store, the same on every rank.
     """
 
     def __init__(self, place: str, rank: int) -> None:
@@ -39,10 +38,10 @@ class LeftOutBatches:
         self._left: list[int] = []  # steps that this rank hasn't written to the store yet
 
     def note(self, loss: torch.Tensor, made_of: Hashable) -> None:
-        """Record whether `loss` is 0, as in a step that this rank leaves out.
+        """Record whether a loss is 0, as in a step that this rank leaves out.
 
         Call this before the backward pass. `made_of` identifies the operations that computed the
-        loss. A step with several losses is left out only if all of them are 0.
+        loss. A step with several losses is left out only if all are 0.
         """
         # Reading a loss makes the host wait for the device. So operations whose loss was once other
         # than 0 aren't checked again.
@@ -61,8 +60,8 @@ class LeftOutBatches:
     def begin(self, step: int, shares: Sequence[int]) -> tuple[int, list[int]] | None:
         """Begin a step; return the first step that only some ranks left out, and these ranks.
 
-        Return None if no such step is known. All ranks have to call this for the same steps, and
-        get the same result. `shares` are the ranks' rows; ranks without rows are ignored.
+        Return None if no such step is known. Every rank must call this for the same steps, and gets
+        the same result. `shares` are the ranks' rows; ranks without rows are ignored.
         """
         if self._learns is False:
             self._left.append(step - 1)
@@ -100,11 +99,8 @@ def _meets_in(step: int) -> bool:
 def _find_uneven(
     ranks: dict[int, list[int]], every: Collection[int]
 ) -> tuple[int, list[int]] | None:
-    """Return the first step that only some ranks left out, and these ranks.
-
-    Return None if there is no such step. `ranks` has the ranks that left out each step, and `every`
-    has the ranks with rows.
-    """
+    """Return the first step that only some ranks left out, with these ranks."""
+    # `ranks` has the ranks that left out each step, and `every` has the ranks with rows.
     for step in sorted(ranks):
         if not set(every) <= set(ranks[step]):
             return step, ranks[step]

@@ -1,7 +1,7 @@
-"""Save and restore the variables and objects that a function of the program may change.
+"""Save the variables and objects that a function of the program may change, and restore them.
 
-These are the global variables that the function uses, the variables of its closure, and the objects
-that these refer to. An audit calls the function several times, and restores them after each call.
+They are the function's global variables, its closure's variables, and the objects that these refer
+to. An audit calls the function several times, and restores them after each call.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ _FOREIGN = {
 
 
 def keep_closure(function: Callable[..., Any] | None) -> Callable[[], None]:
-    """Save the variables and objects that `function` may change; return a function to restore them.
+    """Save what `function` may change, and return a function that restores it.
 
+    Saved are its global variables, its closure's variables, and the objects that these refer to.
     The returned function may be called several times. It does nothing if `function` is None.
     """
     kept = _SavedValues()
@@ -40,7 +41,7 @@ def keep_closure(function: Callable[..., Any] | None) -> Callable[[], None]:
 
 
 class _SavedValues:
-    """Variables and objects that a function uses, with the data to restore them."""
+    """Copies of the variables and objects that a function may change."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -51,11 +52,9 @@ class _SavedValues:
         self._memo: dict[int, Any] = {}
 
     def look_at(self, value: Any, depth: int) -> None:
-        """Save a value and the values that it refers to.
-
-        `depth` is the maximum depth of these references.
-        """
-        # Values that are already saved, and those that belong to libraries, are skipped.
+        """Save a value, and the values that it refers to, recursively."""
+        # `depth` limits the recursion. Values that are already saved, and those that belong to
+        # libraries, are skipped.
         if depth < 0 or id(value) in self._seen:
             return
         self._seen.add(id(value))
@@ -113,12 +112,12 @@ class _SavedValues:
 
 
 def is_foreign(module: str) -> bool:
-    """True if the module with this name belongs to a library, which isn't inspected."""
+    """True if a module belongs to a library, so that its functions and objects aren't inspected."""
     return module.partition(".")[0] in _FOREIGN
 
 
 def list_names(code: CodeType) -> set[str]:
-    """Return the names that a function's code, and functions nested in it, may look up globally."""
+    """Return the global names that a function's code and its nested functions may use."""
     # the result includes names of attributes, which Python stores in the same list
     found = set(code.co_names)
     for const in code.co_consts:
@@ -128,7 +127,7 @@ def list_names(code: CodeType) -> set[str]:
 
 
 def read_cell(cell: CellType) -> Any:
-    """Return the value of a closure's variable, or `_EMPTY` if it has no value yet."""
+    """Return the value of a closure's variable, or `_EMPTY` if it isn't assigned yet."""
     try:
         return cell.cell_contents
     except ValueError:  # the variable has no value yet
@@ -140,10 +139,9 @@ def _is_data(value: Any) -> bool:
 
 
 def is_own_object(value: Any) -> bool:
-    """True if `value` is an instance of a class that the program itself defines.
+    """True if the class of `value` is the program's own, not a library's.
 
-    False for classes, modules, tensors and arrays, and for all of PyTorch's modules, optimizers and
-    data sets.
+    Always False for classes, Python modules, tensors, arrays, nn.Modules, optimizers and data sets.
     """
     if isinstance(value, type | ModuleType | torch.Tensor | numpy.ndarray):
         return False

@@ -1,8 +1,8 @@
 """Compute the gradient of a few rows in several ways, without side effects on the training run.
 
-Gradients are computed in the precision of the weights, without autocast. A row gets the same random
-numbers in any batch. Batch normalization uses its running statistics, because batch statistics
-differ between devices by design.
+Gradients are computed without autocast, in the precision of the weights. Each row gets the same
+random numbers whatever batch it is in. Batch normalization uses its running statistics, because
+batch statistics differ between devices by design.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COPIED, SAMPLED = 1 << 14, 64
 
 
 class Piece(msgspec.Struct, frozen=True, eq=False):
-    """One pass of a computation; the gradients of all its passes are added up."""
+    """A loss to compute, and the weight of its gradient in the sum over all pieces."""
 
     loss: Callable[[], Any]  # returns the loss of the pass
     weight: Any = 1.0  # factor of the pass's gradient in the sum
@@ -50,21 +50,20 @@ class Piece(msgspec.Struct, frozen=True, eq=False):
 
 
 class GradientSketcher:
-    """Computes sketches of the gradients of `tensors`.
+    """Computes sketches of gradients: a few random sums of each, enough to compare them.
 
-    A sketch has a few random sums of each gradient (sketch.py), enough to compare gradients. All
-    methods are called inside the context `open`.
+    Call its methods inside the context `open`. sketch.py computes the sums.
 
-    - `tensors`: the tensors by name.
-    - `holders`: objects that change when a loss is computed, such as a trainer; they are restored.
+    - `tensors`: the tensors to differentiate by, by name.
+    - `holders`: objects that computing a loss changes, such as a trainer; they are restored.
     - `apart`: attributes of these objects that aren't restored, such as data loaders.
     - `function`: a function of the program that the losses call.
     - `around`: contexts that suppress side effects of a training step, such as an all-reduce.
-    - `losses_only`: True if gradients can't be computed, for example because they are sharded;
-      sketches then contain only the loss.
+    - `losses_only`: True if gradients can't be computed, for example because they are sharded. Then
+      a sketch has only the loss.
     - `keeps_autocast`: True if the model needs the program's autocast.
-    - `measures`: True if audits always measure how much rounding changes the gradient.
-    - `known`: what earlier audits have found out about passes; new findings are added.
+    - `measures`: True to measure in each audit how much rounding changes the gradient.
+    - `known`: facts about the passes from earlier audits; new facts are added.
     """
 
     def __init__(
@@ -104,10 +103,10 @@ class GradientSketcher:
 
     @contextmanager
     def open(self, moves: bool = False) -> Iterator[GradientSketcher]:
-        """Return a context in which `sketch` has no side effects.
+        """Return a context in which computing gradients changes nothing in the program.
 
-        The context's value is this sketcher. With `moves`, noise is added to each weight with only
-        equal values, until the context's exit.
+        The context's value is this sketcher. With `moves`, weights whose elements are all equal get
+        noise inside the context.
         """
         # Weights with only equal values, as in a head initialized to zero, can make the gradients
         # of others zero.
@@ -136,10 +135,10 @@ class GradientSketcher:
     def sketch(
         self, computation: Sequence[Piece], disturbance: int = 0, seed: int = SEED
     ) -> Sketch:
-        """Return a sketch of the sum of a computation's gradients.
+        """Return a sketch of the summed gradients of all pieces.
 
-        `seed` determines the random numbers of each pass. `disturbance` is the seed of simulated
-        rounding errors; 0 for no errors.
+        `seed` seeds the random numbers of each piece. A `disturbance` other than 0 is the seed of
+        simulated rounding errors.
         """
         # These errors change the gradient about as much as rounding may. Exceptions that the
         # program's own code raises aren't caught.
@@ -165,9 +164,9 @@ class GradientSketcher:
         return not (self._known.draws or self.losses_only or self.measures)
 
     def sum_quickly(self, computation: Sequence[Piece]) -> GradientSums | None:
-        """Return the summed gradients of a computation, without intercepting each operation.
+        """Return the summed gradients of all pieces, without intercepting each PyTorch operation.
 
-        Return None if a pass draws random numbers. `read` converts the sums to a sketch.
+        Return None if a piece draws random numbers. `read` makes a sketch of the sums.
         """
         # Random numbers must be the same for a row in any batch, which needs interception. If
         # nothing is known about the passes, the first piece is intercepted to find out.
@@ -187,20 +186,17 @@ class GradientSketcher:
         return sums
 
     def sketch_fast(self, computation: Sequence[Piece]) -> Sketch:
-        """Return the same sketch as `sketch`, but try the faster `sum_quickly` first."""
+        """Return the same sketch as `sketch`, in half the time if no random numbers are drawn."""
         # quick passes take about half the time, but mustn't draw random numbers
         sums = None if self._known.draws else self.sum_quickly(computation)
         return self.sketch(computation) if sums is None else self.read(sums)
 
     def read(self, sums: GradientSums) -> Sketch:
-        """Wait for the GPU, and convert the sums that `sum_quickly` returned to a sketch."""
+        """Wait for the GPU, and make a sketch of the sums from `sum_quickly`."""
         return sums.sketch(self._known.computed)
 
     def _compute_piece(self, piece: Piece, sums: GradientSums, mode: Any, seed: int) -> None:
-        """Add the gradient of one pass to `sums`.
-
-        `seed` determines the random numbers of the pass.
-        """
+        """Compute one piece's gradient, and add it to `sums`."""
         # The loss is computed inside the context `mode`: an EvenRandomness or a QuickPass.
         seed_all(seed)
         before = self._list_buffers()
@@ -221,14 +217,14 @@ class GradientSketcher:
     def add(self, loss: torch.Tensor, **options: Any) -> None:
         """Add the gradient of a loss to the current piece.
 
-        Pieces that run several backward passes call this instead of returning a loss. `options` are
-        passed to `GradientSums.add`.
+        A piece with several backward passes calls this for each, instead of returning a loss.
+        `options` go to `GradientSums.add`.
         """
         assert self._adds is not None
         self._adds(loss, **options)
 
     def _list_buffers(self) -> dict[str, tuple[int, int]]:
-        """Return each buffer's id and version by name."""
+        """Return the id and version of each buffer, by name."""
         # a pass that replaces or changes a buffer changes one of them
         return {
             f"{name}.{own}" if name else own: (id(buffer), buffer._version)
@@ -243,7 +239,7 @@ class GradientSketcher:
 
 
 def _has_room(tensors: Iterable[torch.Tensor]) -> bool:
-    """True if the gradients of all these tensors fit into memory at once."""
+    """True if the gradients of all tensors fit into memory together."""
     # twice their size is needed, because they are copied to be projected together
     sizes: dict[torch.device, int] = {}
     for tensor in tensors:
@@ -264,7 +260,7 @@ def _measure_room(device: torch.device) -> int:
 
 @contextmanager
 def _without_ddp(model: Any) -> Iterator[None]:
-    """Return a context in which calling a DistributedDataParallel calls the module inside it."""
+    """Call the module inside a DistributedDataParallel directly, within this context."""
     # an audit must not trigger the wrapper's all-reduce, which belongs to the training step
     inner = unwrap_compiled(model)
     if not isinstance(inner, DistributedDataParallel):
@@ -282,7 +278,7 @@ def _without_ddp(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _fixed_statistics(modules: Iterable[Any]) -> Iterator[None]:
-    """Return a context in which BatchNorm layers in `modules` use their running statistics."""
+    """Make BatchNorm layers use their running statistics within this context."""
     fixed = [
         (module, module.training)
         for module in modules
@@ -299,7 +295,7 @@ def _fixed_statistics(modules: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def _with_noisy_weights(tensors: Iterable[Any]) -> Iterator[None]:
-    """Return a context that adds noise to each weight with only equal values."""
+    """Add noise to weights whose elements are all equal, within this context."""
     # Each weight is refilled with its single value on exit, so no copies are needed.
     moved: list[tuple[torch.Tensor, float]] = []
     seed_torch(SEED)
@@ -314,13 +310,10 @@ def _with_noisy_weights(tensors: Iterable[Any]) -> Iterator[None]:
 
 
 def _list_constant_tensors(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, float]]:
-    """Return each floating-point tensor with only equal values, and this value.
-
-    Tensors with one element are left out, and so are subclasses of Tensor.
-    """
-    # The host compares small tensors and the first values of others, because a GPU needs 50 ms to
-    # load the operations. A large tensor is compared on its device only if its first values are
-    # equal.
+    """Return each tensor whose elements are all equal, with their value."""
+    # Only floating-point tensors with several elements count, and no subclasses of Tensor. The host
+    # compares small tensors and the first values of others, because a GPU needs 50 ms to load the
+    # operations. A large tensor is compared on its device only if its first values are equal.
     plain = [tensor.data for tensor in tensors if type(tensor.data) is torch.Tensor]
     several = [each for each in plain if each.is_floating_point() and each.numel() > 1]
     found = []
@@ -335,9 +328,9 @@ def _list_constant_tensors(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, f
 
 
 def _copy_first_values(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the first values of each tensor, or all values of a small tensor, on the host."""
-    # A small tensor has up to COPIED values. Of any other, SAMPLED values are copied. The host
-    # waits for only one copy per device and dtype.
+    """Copy the first values of each tensor to the host."""
+    # All values of a small tensor are copied. A small tensor has up to COPIED values. Of any other,
+    # SAMPLED values are copied. The host waits for only one copy per device and dtype.
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for place, tensor in enumerate(tensors):
         kinds.setdefault((tensor.device, tensor.dtype), []).append(place)

@@ -26,7 +26,7 @@ _ARITHMETIC = {
 
 
 def map_nested(function: Callable[[Any], Any], data: Any) -> Any:
-    """Return nested tuples, lists, dicts and slices with `function` applied to each value."""
+    """Apply `function` to each value in nested tuples, lists, dicts and slices."""
     if isinstance(data, dict):
         return {key: map_nested(function, each) for key, each in data.items()}
     if isinstance(data, slice):
@@ -53,14 +53,14 @@ def leaves_in(data: Any) -> list[Any]:
 def is_arithmetic(function: Any) -> bool:
     """True if `function` is an arithmetic operation, such as `+` or `torch.mul_`.
 
-    It is recognized by its name, also as an in-place, reflected or foreach variant.
+    It goes by the function's name. In-place, reflected and foreach variants count, too.
     """
     name = str(getattr(function, "__name__", "")).strip("_").removeprefix("foreach_")
     return bool({name, name[1:]} & _ARITHMETIC)
 
 
 def nested_tensors(data: Any) -> list[torch.Tensor]:
-    """Return a flat list of the tensors in nested data, or in the attributes of a dataclass."""
+    """Return the tensors in nested data, or in a dataclass's attributes, as a flat list."""
     if hasattr(data, "__dataclass_fields__"):
         data = {name: getattr(data, name) for name in data.__dataclass_fields__}
     return [each for each in leaves_in(data) if isinstance(each, torch.Tensor)]

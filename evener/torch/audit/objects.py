@@ -19,7 +19,7 @@ def is_object(data: Any) -> bool:
 
 
 def unfold(data: Any) -> Any:
-    """Return a batch with each object in it replaced by a dict of its tensor attributes.
+    """Replace each object in a batch by a dict of its tensor attributes.
 
     A batch without objects is returned unchanged.
     """
@@ -27,11 +27,9 @@ def unfold(data: Any) -> Any:
 
 
 def _unfold_nested(data: Any, seen: set[int]) -> Any:
-    """Return nested dicts and lists of the tensors in `data`, or None if it has no tensors.
-
-    `seen` has the ids of the objects that contain `data`.
-    """
-    # Objects in `seen` are skipped, because objects may refer to each other in a circle.
+    """Return the tensors in `data` in nested dicts and lists; None without any."""
+    # `seen` has the ids of the objects around `data`. Objects in `seen` are skipped, because
+    # objects may refer to each other in a circle.
     if isinstance(data, torch.Tensor):
         return data
     if id(data) in seen:
@@ -51,7 +49,7 @@ def _unfold_nested(data: Any, seen: set[int]) -> Any:
 def find_objects(data: Any) -> list[Any]:
     """Return the objects with tensors in nested tuples, lists and mappings.
 
-    Objects inside these objects aren't listed.
+    Objects inside such objects aren't listed.
     """
     if isinstance(data, Mapping):
         return [found for name in data for found in find_objects(data[name])]
@@ -61,13 +59,14 @@ def find_objects(data: Any) -> list[Any]:
 
 
 def remake(fresh: Any, recorded: Any, known: Mapping[int, Any]) -> Any:
-    """Return the object that replaces an argument of a repeated call.
+    """Return the object to pass when a recorded call is repeated with other rows.
 
-    The result is a copy of `fresh`, with the tensors that `known` has for those of `recorded`.
+    It is a copy of `fresh`. Its tensors are replaced where `known` has one for the same attribute
+    of `recorded`.
 
-    - `fresh`: the object in the batch with which the call is repeated.
-    - `recorded`: the object of the same class that was passed to the recorded call.
-    - `known`: replacements of recorded tensors, by id.
+    - `fresh`: the object in the batch of other rows.
+    - `recorded`: the object passed to the recorded call, of the same class.
+    - `known`: replacements of recorded tensors, by the recorded tensor's id.
     """
     return _remake(fresh, recorded, known, set())
 

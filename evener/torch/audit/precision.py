@@ -1,4 +1,4 @@
-"""Compute the rows of an audit in full precision: without autocast, TF32 or bfloat16 products."""
+"""Compute an audit's rows in full precision: without autocast, TF32 or bfloat16 products."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 
 @contextmanager
 def full_precision(keeps_autocast: bool = False) -> Iterator[None]:
-    """Return a context without autocast, and without reduced precision in float32 operations.
+    """Turn off autocast and TF32, and the like, within this context.
 
-    The program's own settings are restored on exit. With `keeps_autocast`, autocast stays as the
-    program sets it.
+    The program's settings are restored on exit. With `keeps_autocast`, autocast stays as it is.
     """
     with ExitStack() as stack:
         if not keeps_autocast:
@@ -25,7 +24,7 @@ def full_precision(keeps_autocast: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    """Return a context in which autocast stays off."""
+    """Keep autocast off within this context."""
     # Code inside the context that enables autocast has no effect.
     autocast = torch.amp.autocast_mode.autocast
     entered = autocast.__enter__, autocast.__exit__
@@ -43,7 +42,7 @@ def _without_autocast() -> Iterator[None]:
 
 @contextmanager
 def _without_tf32() -> Iterator[None]:
-    """Return a context in which float32 operations don't use TF32 or other reduced precision."""
+    """Compute float32 operations without TF32 or bfloat16 within this context."""
     # PyTorch has older settings for this (such as `allow_tf32`) and newer ones (`fp32_precision`,
     # since 2.9); both are changed. Reading an older one raises an error if a newer one disagrees.
     backends = torch.backends
@@ -73,8 +72,9 @@ def _without_tf32() -> Iterator[None]:
 
 
 def _read(setting: Callable[[], Any]) -> Any:
-    """Return an older precision setting of PyTorch; None if the program has changed a newer one."""
-    # PyTorch then raises an error when `setting` reads the older one.
+    """Return a precision setting of PyTorch, or None if it can't be read."""
+    # Older settings can't be read once the program has changed a newer one. PyTorch then raises an
+    # error when `setting` reads the older one.
     try:
         return setting()
     except RuntimeError:

@@ -1,9 +1,8 @@
-"""Quick passes, which don't intercept each operation, and passes without dropout.
+"""Compute passes without intercepting each operation, and passes without dropout.
 
-EvenRandomness intercepts each PyTorch operation; a small operation then takes twice as long. A pass
-that draws random numbers only for dropout doesn't need this, because dropout can be turned off.
-Whether a pass draws others is found by comparing the states of the random generators before and
-after it.
+EvenRandomness intercepts each PyTorch operation, which makes small operations take twice as long. A
+pass that draws random numbers only for dropout doesn't need it, because dropout can be turned off.
+Comparing the states of the random generators before and after a pass shows whether it draws others.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 class KnownPasses(msgspec.Struct):
-    """Facts about a training run's passes, learned from earlier audits.
+    """What earlier audits learned about a training run's passes.
 
     - `computed`: dtypes that passes compute in.
     - `draws`: True if passes draw random numbers other than dropout's; None if unknown.
@@ -45,9 +44,9 @@ class KnownPasses(msgspec.Struct):
 
 
 class QuickPass:
-    """A context that detects whether random numbers are drawn in it.
+    """A context that detects whether a pass draws random numbers.
 
-    `has_drawn` is set on exit. If it is True, the pass has to be repeated with EvenRandomness.
+    `has_drawn` is set on exit. If it is True, repeat the pass with EvenRandomness.
     """
 
     # a row's random numbers may then depend on the size of its batch
@@ -66,7 +65,7 @@ class QuickPass:
 
 @contextmanager
 def without_dropout() -> Iterator[None]:
-    """Return a context in which dropout called through PyTorch's Python functions drops nothing."""
+    """Make PyTorch's Python functions for dropout drop nothing within this context."""
     # it is used in quick passes and in passes with EvenRandomness, so that their results are equal
     with ExitStack() as stack:
         for owner, name, function in _list_replacements():
@@ -75,7 +74,7 @@ def without_dropout() -> Iterator[None]:
 
 
 def _list_replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Return (module, name, replacement without dropout) for PyTorch's functions with dropout."""
+    """Return (module, name, replacement) for each function of PyTorch with dropout."""
     made: list[tuple[Any, str, Callable[..., Any]]] = [
         (owner, name, partial(_drop_nothing, name.endswith("_")))
         for owner in (functional, torch)
@@ -104,6 +103,6 @@ def _attend(attend: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any
 
 
 def _recur(recur: Callable[..., Any], *arguments: Any) -> Any:
-    """Call `recur`, a function of a recurrent layer, without dropout."""
+    """Call a function of a recurrent layer, `recur`, without dropout."""
     # the dropout rate is its only float argument
     return recur(*(0.0 if isinstance(argument, float) else argument for argument in arguments))

@@ -39,10 +39,10 @@ without_modes: Callable[[], Any] = torch._C._DisableTorchDispatch
 
 
 class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
-    """A context in which random operations return the same numbers for every row.
+    """A context in which random operations give every row the same numbers.
 
-    `seed` determines these numbers. `disturbance` is the seed of simulated rounding errors; 0 for
-    no errors.
+    `seed` seeds these numbers. A `disturbance` other than 0 is the seed of simulated rounding
+    errors.
     """
 
     # The errors are added to sums of many terms.
@@ -77,10 +77,7 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         return result
 
     def _run_equal_per_row(self, function: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
-        """Return an operation's result, with the same random numbers for every row.
-
-        Dropout drops nothing.
-        """
+        """Run an operation without dropout, and with equal random numbers for every row."""
         # This is called only for operations that may drop values or draw random numbers.
         places = _find_dropout(function)
         if places:  # without dropout, these draw nothing
@@ -97,10 +94,7 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         return result
 
     def _add_rounding_errors(self, name: str, arguments: Any, result: Any) -> None:
-        """Simulate rounding by random errors in sums of many terms.
-
-        Results of other operations stay unchanged. `name` is the operation's name.
-        """
+        """Simulate rounding: add random errors to results that sum many terms."""
         # If n terms of random sign are added one after the other, the error has a standard
         # deviation of u * sqrt(n / 2) times that of the sum, where u is the unit roundoff (Higham,
         # Accuracy and Stability of Numerical Algorithms, section 4.2, with independent errors).
@@ -116,12 +110,9 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
                 )
 
     def _add_relative_errors(self, result: torch.Tensor, terms: int, apart: int) -> None:
-        """Add random errors to `result`, in proportion to each row's magnitude.
-
-        `terms` is the number of terms in each sum.
-        """
-        # A row's magnitude is its root mean square. Values with the same indices on the axes before
-        # `apart` are in the same row.
+        """Add random errors to `result`, in proportion to each row's magnitude."""
+        # `terms` is the number of terms in each sum. A row's magnitude is its root mean square.
+        # Values with the same indices on the axes before `apart` are in the same row.
         device = result.device
         if device not in self._generators:
             made = torch.Generator(device).manual_seed(SEED + self._disturbance)
@@ -135,17 +126,14 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
 
 
 def _each(result: Any) -> Sequence[Any]:
-    """Return the results of an operation as a sequence."""
+    """Return an operation's results as a sequence."""
     return result if isinstance(result, tuple | list) else (result,)
 
 
 def _count_terms(name: str, arguments: Any, place: int) -> int:
-    """Return how many terms are summed for each value of a result; 0 if the operation doesn't sum.
-
-    `place` is the index of the result.
-    """
-    # `name` is the operation's name, and `arguments` are its arguments. An operation may have
-    # several results.
+    """Return how many terms each value of a result sums; 0 for none."""
+    # `place` is the index of the result. `name` is the operation's name, and `arguments` are its
+    # arguments. An operation may have several results.
     if name in _PRODUCTS:
         return int(arguments[_PRODUCTS[name]].shape[-1])
     if name == "convolution":
@@ -190,10 +178,7 @@ class _Draw(msgspec.Struct, frozen=True, eq=False):
 def _draw_equal_rows(
     function: Any, arguments: list[Any], keywords: dict[str, Any], seed: int
 ) -> Any:
-    """Return an operation's result with equal rows, and whether that is random.
-
-    `seed` determines the random values.
-    """
+    """Return an operation's result with equal rows, and whether it is random."""
     # Dropout keeps all values, and a permutation moves each entry by one place, so their results
     # aren't random.
     draw = _Draw(function, arguments, keywords)
@@ -214,7 +199,7 @@ def _draw_equal_rows(
 
 
 def _fixed_instead_of_random(draw: _Draw) -> Any:
-    """Return a fixed result for a permutation, dropout or random mask; None for anything else."""
+    """Return a fixed result for a permutation, dropout or mask; otherwise None."""
     # A permutation moves each entry to the place before it. Dropout keeps all values. A mask from
     # bernoulli_(1 - p) is filled with 1 - p, if that is at least 0.5. If rows are mixed with others
     # of their batch, as by mixup, the permutation gives a row other partners in a part than in the
@@ -233,7 +218,7 @@ def _fixed_instead_of_random(draw: _Draw) -> Any:
 
 
 def _draw_by_arguments(draw: _Draw) -> Any:
-    """Draw from a distribution whose parameters are tensors; return None for other operations."""
+    """Draw from a distribution whose parameters are tensors; None for other operations."""
     # parameters, such as means, may differ from row to row
     if draw.name in _DISTRIBUTIONS and not isinstance(draw.arguments[0], float):
         return _DISTRIBUTIONS[draw.name](*draw.arguments)
@@ -241,7 +226,7 @@ def _draw_by_arguments(draw: _Draw) -> Any:
 
 
 def _draw_size(draw: _Draw) -> Any:
-    """Draw a tensor of equal rows for an operation with a `size`; return None for any other."""
+    """Draw equal rows for an operation with a `size`; None for any other."""
     names = draw.names()
     if "size" not in names:
         return None
@@ -255,9 +240,9 @@ def _draw_size(draw: _Draw) -> Any:
 
 
 def _fill_equal_rows(draw: _Draw) -> Any:
-    """Draw equal rows into an operation's only tensor argument, or into a new tensor like it.
+    """Draw equal rows into the only tensor argument, or one like it.
 
-    Return None for other operations, and for several tensor arguments.
+    Return None for other operations, and if several arguments are tensors.
     """
     # A new tensor has the argument's shape. With several tensor arguments, the result depends on
     # all of them.
@@ -273,7 +258,7 @@ def _fill_equal_rows(draw: _Draw) -> Any:
 
 @cache
 def _find_dropout(function: Any) -> tuple[tuple[int, str], ...]:
-    """Return the index and name of each dropout rate in an operation's arguments."""
+    """Return the index and name of each dropout rate among an operation's arguments."""
     # fused attention and recurrent layers have such arguments, and so do their backward passes
     if function.overloadpacket.__name__ == _CUDNN:
         return ()
@@ -291,10 +276,7 @@ def _is_plain(function: Any) -> bool:
 def _turn_dropout_off(
     places: Sequence[tuple[int, str]], arguments: Sequence[Any], keywords: dict[str, Any]
 ) -> list[Any]:
-    """Return an operation's arguments with dropout rates of 0.
-
-    `keywords` are changed in place.
-    """
+    """Return the arguments with dropout rates of 0; change `keywords` in place."""
     # `places` has the index and name of each dropout rate.
     own = list(arguments)
     for place, name in places:
@@ -306,7 +288,7 @@ def _turn_dropout_off(
 
 
 def _needs_generator(function: Any) -> bool:
-    """True for an overload such as randn.generator, which can't be called without a generator."""
+    """True for an overload that requires a generator, such as randn.generator."""
     for argument in function._schema.arguments:
         if argument.name == "generator":
             return not argument.has_default_value()
@@ -314,7 +296,7 @@ def _needs_generator(function: Any) -> bool:
 
 
 def _one_row(draw: _Draw) -> Any:
-    """Draw the random values that all rows of an operation's first argument, a tensor, share."""
+    """Draw the random values that every row of the first argument gets."""
     # A row extends along the last axis. With fewer than two axes, each row is a single value. Rows
     # of different lengths start with the same values.
     like, *others = draw.arguments
@@ -322,9 +304,10 @@ def _one_row(draw: _Draw) -> Any:
 
 
 def _one_line(like: Any) -> Any:
-    """Return an uninitialized tensor for the values that all rows share."""
-    # The rows are those of `like`, along its last axis. The returned tensor has as many values as
-    # `_stable_length` returns for a row, or a single value if `like` has fewer than two axes.
+    """Return an empty tensor for the values that all rows share."""
+    # Its values are uninitialized. The rows are those of `like`, along its last axis. The returned
+    # tensor has as many values as `_stable_length` returns for a row, or a single value if `like`
+    # has fewer than two axes.
     if like.ndim < 2:
         return torch.empty_like(like[:1] if like.ndim else like)
     return like.new_empty(_stable_length(like.shape[-1]))
@@ -335,7 +318,7 @@ def _shorten(line: Any, like: Any) -> Any:
 
 
 def _stable_length(length: int) -> int:
-    """Return how many random values to draw for a row of `length` values, at least LONGEST."""
+    """Return how many random values to draw for a row, at least LONGEST."""
     # PyTorch's random values depend on how many are drawn at once. The same number is drawn for all
     # rows of up to LONGEST values, so that rows of different lengths start with the same values.
     return max(LONGEST, length)
@@ -347,7 +330,7 @@ def _draw_normal(mean: Any, deviation: Any = 1.0, *_: Any) -> Any:
 
 
 def _draw_slopes(inputs: Any, slopes: Any, lower: float, upper: float, *_: Any) -> Any:
-    """Compute a randomized leaky ReLU with the mean of `lower` and `upper` as its fixed slope."""
+    """Compute a randomized leaky ReLU with its mean slope for all values."""
     # The slopes are also written to `slopes`, which the backward pass uses.
     middle = (lower + upper) / 2
     slopes.copy_(torch.where(inputs < 0, middle, 1.0))
@@ -367,9 +350,9 @@ _DISTRIBUTIONS: dict[
 
 
 class RandomState:
-    """The saved states of Python's, NumPy's and PyTorch's random number generators.
+    """Saved states of Python's, NumPy's and PyTorch's random number generators.
 
-    They include the generator of the current GPU if CUDA is in use.
+    The current GPU's generator is included if CUDA is in use.
     """
 
     def __init__(self) -> None:
@@ -396,7 +379,7 @@ class RandomState:
 
 
 def _find_place(state: Any) -> tuple[Any, ...]:
-    """Return the numbers in Python's random state that change when values are drawn."""
+    """Return the parts of Python's random state that change with each draw."""
     # The index of the next number in the block of 624 numbers, the block's first number, and a
     # normally distributed value saved for the next draw. Comparing the whole block would take
     # longer.
@@ -404,7 +387,7 @@ def _find_place(state: Any) -> tuple[Any, ...]:
 
 
 class _NumpyState:
-    """Reads the state of NumPy's random number generator, and copies it only after draws."""
+    """Reads NumPy's random state, and copies it only if numbers were drawn."""
 
     # NumPy takes 0.1 ms to copy the state. So the generator's memory is first compared with its
     # content at the last copy, through the `ctypes` interface that NumPy documents. The memory
@@ -419,10 +402,7 @@ class _NumpyState:
         self._state: Any = None
 
     def read(self) -> Any:
-        """Return the state in the form for `numpy.random.set_state`.
-
-        The same object is returned while nothing is drawn.
-        """
+        """Return the state for `numpy.random.set_state`; the same object until a draw."""
         generator: Any = numpy.random.get_bit_generator()  # type: ignore[attr-defined] # in no stub
         if not isinstance(generator, numpy.random.MT19937):
             self._generator = None
@@ -453,16 +433,16 @@ _NUMPY = _NumpyState()
 
 
 def digest_draws() -> int:
-    """Return a digest of the states of Python's and NumPy's random number generators.
+    """Return a digest of the states of Python's and NumPy's random generators.
 
-    Two passes from the same states have equal digests if they draw equally many numbers.
+    Two passes from equal states have equal digests if they draw equally many numbers.
     """
     drawn: Any = numpy.random.get_state()
     return hash((random.getstate(), drawn[1].tobytes(), drawn[2]))
 
 
 def seed_all(seed: int) -> None:
-    """Seed all generators whose states a RandomState saves."""
+    """Seed Python's, NumPy's and PyTorch's random generators."""
     random.seed(seed)
     numpy.random.seed(seed % (1 << 32))
     seed_torch(seed)

@@ -1,6 +1,6 @@
 """Record the functions that a program calls with tensors, from a batch to its loss.
 
-The recorded calls can be repeated with other rows, without running the program's own code again.
+The recorded calls can be repeated with other rows, without running the program's own code.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ AS_WRITTEN, ROW_COUNTS, MULTIPLES = range(3)  # which numbers in a record are co
 
 
 class RowNumber(int):
-    """A multiple of the batch's number of rows, read from a tensor's size.
+    """A number of rows that the program read from a tensor's size, or a multiple of it.
 
-    It is `each` times the number of rows, also when the calls are repeated with other rows.
+    `each` is its ratio to the batch's number of rows. If the calls are repeated with other rows, it
+    becomes `each` times their number.
     """
 
     each = 1
@@ -76,7 +77,7 @@ class GeneratorState(msgspec.Struct, frozen=True, eq=False):
 
 
 class WrittenCall(msgspec.Struct, frozen=True, eq=False):
-    """A recorded call of a function with tensors."""
+    """A recorded call of a function, with its arguments and result."""
 
     function: Callable[..., Any]
     arguments: Any
@@ -94,9 +95,9 @@ class WrittenCall(msgspec.Struct, frozen=True, eq=False):
 class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     """Records the calls that compute a batch's losses, until `close`.
 
-    - `models`: each call of a model in training mode is recorded as a single call.
-    - `after`: called after each backward pass, with this recorder and the loss.
-    - `rows`: the batch's number of rows; 0 for the length of its first tensor.
+    - `models`: a call of one in training mode is recorded as a single call.
+    - `after`: called with this recorder and the loss after each backward pass.
+    - `rows`: the batch's number of rows; 0 means the length of its first tensor.
     """
 
     def __init__(
@@ -168,17 +169,17 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return result
 
     def note_call(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
-        """Called after each call of a function or model with its result; subclasses override it."""
+        """Called with the result after each call of a function or model; subclasses override it."""
 
     def take_inner(self, model: Any) -> Any:
-        """Return the module that is called in place of a model when its call is repeated.
+        """Return the module to call when a model's call is repeated.
 
-        For a DistributedDataParallel, that is the module inside it; otherwise the model itself.
+        It is the module inside a DistributedDataParallel; otherwise it is the model itself.
         """
         return getattr(model, "module", model)
 
     def read_loss(self, loss: torch.Tensor) -> float:
-        """Return a loss as a number; if it has several elements, return their sum."""
+        """Return a loss as a float; several elements are summed."""
         return float(loss.detach().double().sum())
 
     def end_backward(self, loss: torch.Tensor) -> None:
@@ -237,7 +238,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self._tape.append(entry)
 
     def _tensors(self, data: Any) -> list[torch.Tensor]:
-        """Return the tensors in a call's arguments, including tensors in objects of a batch."""
+        """Return the tensors among a call's arguments, also inside a batch's objects."""
         found = nested_tensors(data)
         if self._kinds:
             objects = [each for each in leaves_in(data) if type(each) in self._kinds]
@@ -245,7 +246,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return found
 
     def _mark_size(self, tensor: Any, result: Any) -> Any:
-        """Return the tensor's size, with a RowNumber for a number of rows."""
+        """Return the tensor's size, with the number of rows as a RowNumber."""
         # `result` is the size that the program read from the tensor. Its number of entries becomes
         # a RowNumber if the tensor has one entry for each row of the batch. A replay with other
         # rows converts the RowNumber to their number.
@@ -260,10 +261,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _record_number_use(self, function: Any, given: Any) -> None:
-        """Record the numbers that a call combines with weights or gradients.
-
-        `given` are the call's arguments.
-        """
+        """Record the numbers that a call combines with weights or gradients."""
         # an example is the decay rate in a moving average of the weights
         if not is_arithmetic(function):
             return
@@ -274,7 +272,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             self.uses += tuple(numbers)
 
     def _has_at(self, places: set[int]) -> bool:
-        """True if a model's weight or gradient has one of these addresses."""
+        """True if a weight or gradient of a model has one of these addresses."""
         # The addresses are those of the tensors' storages.
         weights = (weight for model in self.models for weight in model.parameters())
         own = (each for weight in weights for each in (weight, weight.grad))
@@ -285,7 +283,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     def trace(self, loss: torch.Tensor) -> LossRecord | str:
         """Return a record of the calls that computed a loss.
 
-        If they can't be determined, return the reason, as a part of a message.
+        If they can't be determined, return the reason instead, as a part of a message.
         """
         needed = self._find_needed(loss)
         if isinstance(needed, str):
@@ -309,9 +307,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _find_needed(self, loss: torch.Tensor) -> list[int] | str:
-        """Return the indices of the calls that led to a loss.
+        """Return the indices of the calls that computed a loss.
 
-        If they can't be determined, return the reason, as a part of a message.
+        If they are unknown, return the reason instead, as a part of a message.
         """
         # The indices are in the order of the calls.
         places, reached, is_known = self._find_computing_calls(loss)
@@ -326,10 +324,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return sorted(places)
 
     def _find_computing_calls(self, wanted: torch.Tensor) -> tuple[set[int], bool, bool]:
-        """Return the indices of the calls that computed a tensor.
+        """Return the indices of the calls that computed a tensor, and two flags.
 
-        The second result is True if one of them uses the batch. The third is True if no call is
-        missing from the recording.
+        The first flag is True if a call uses the batch, the second if every call was recorded.
         """
         places: set[int] = set()
         # tensors to visit, each with the index of the call that uses it
@@ -353,7 +350,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return places, reached, is_known
 
     def _is_made_of_rows(self, entry: WrittenCall) -> bool:
-        """True if the call creates rows from Python numbers."""
+        """True if the call makes a tensor of rows from Python numbers."""
         # The created tensor has one entry for each row of the batch. A replay couldn't replace such
         # rows, because they aren't tensors of the batch.
         if entry.function not in _MAKERS or nested_tensors((entry.arguments, entry.keywords)):
@@ -363,13 +360,15 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _is_after_read(self, place: int) -> bool:
-        """True if the program read a model's result before the call with the index `place`."""
-        # The program reads a number of the result, for example, with `item()`.
+        """True for calls made after the program read a model's result."""
+        # `place` is the index of the call. The program reads a number of the result, for example,
+        # with `item()`.
         return self._first_read is not None and place >= self._first_read
 
     def _may_use_read(self, place: int) -> bool:
-        """True if the call with the index `place` may use a number read from a model's result."""
-        # the program reads it with `item()`, for example, and may compute a number for the call
+        """True if a call may use a number read from a model's result."""
+        # `place` is the index of the call. The program reads it with `item()`, for example, and may
+        # compute a number for the call.
         entry = self._tape[place]
         given = leaves_in(entry.arguments)
         if is_arithmetic(entry.function):
@@ -377,7 +376,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return self._is_after_read(place) and any(isinstance(each, float) for each in given)
 
     def _find_numbers(self, entry: WrittenCall) -> list[Number]:
-        """Return the numbers that a call combines with a model's results; [] if it uses none."""
+        """Return the numbers that a call combines with a model's results."""
         # The numbers are the factors, divisors and summands of arithmetic, and summaries of small
         # tensors such as task weights.
         arguments = leaves_in((entry.arguments, entry.keywords))
@@ -393,7 +392,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return [Number(number, entry.place) for number in numbers]
 
     def _is_given(self, tensor: torch.Tensor) -> bool:
-        """True for a small tensor from before the batch, like task weights."""
+        """True for a small tensor made before the batch, such as task weights."""
         # Tensors of the batch don't count, and neither do parameters and buffers of models.
         if id(tensor) in self._made or not 0 < tensor.numel() <= FEW_NUMBERS:
             return False
@@ -404,20 +403,18 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
 
 def _sum_up(tensor: torch.Tensor) -> list[float]:
-    """Return a small tensor's only value, or two sums of its values, to compare between ranks.
-
-    The second sum is weighted by the values' indices, from 1.
-    """
+    """Return one or two sums of a small tensor, to compare ranks."""
     values = [float(each) for each in tensor.detach().reshape(-1).tolist()]
     if len(values) == 1:
         return values
+    # The second sum is weighted by the indices, from 1, so that the order of the values matters.
     return [sum(values), sum(place * value for place, value in enumerate(values, 1))]
 
 
 class Number(msgspec.Struct, frozen=True):
-    """A number with which a loss is computed, and the program's line that uses it.
+    """A number that a loss is computed with, and the program's line that uses it.
 
-    The line is "" if it is unknown.
+    The line is "" if unknown.
     """
 
     value: float
@@ -425,10 +422,10 @@ class Number(msgspec.Struct, frozen=True):
 
 
 class LossRecord:
-    """The recorded calls that led to a loss, repeatable with other rows.
+    """The recorded calls that computed a loss; `compute` repeats them with other rows.
 
-    `numbers` are the numbers with which the loss is computed, such as factors. `reads` is True if
-    the calls may use a number that the program read.
+    - `numbers`: numbers that the loss is computed with, such as factors.
+    - `reads`: True if the calls may use a number that the program read, as with `item()`.
     """
 
     # Numbers that come from the batch or the models aren't in `numbers`. The program reads a number
@@ -455,9 +452,9 @@ class LossRecord:
         self.objects = list(objects)
 
     def compute(self, batch: Any, rows: int, counts: int = AS_WRITTEN) -> torch.Tensor:
-        """Return the loss of the `rows` rows in `batch`.
+        """Return the loss of a batch with `rows` rows.
 
-        `counts` selects which recorded numbers are converted for this number of rows:
+        `counts` selects the recorded numbers that are converted to this number of rows:
 
         - AS_WRITTEN: numbers read from a tensor's size.
         - ROW_COUNTS: also numbers equal to the recorded number of rows, or to its inverse.
@@ -480,11 +477,11 @@ class LossRecord:
         return made
 
     def may_count_rows(self) -> bool:
-        """True if a number in the loss may be a count of its rows, perhaps computed with len()."""
+        """True if a number in the loss may be a row count, as from len()."""
         return any(may_count(self.rows, number.value) for number in self.numbers)
 
     def has_other_rows(self) -> bool:
-        """True if the calls use a tensor from outside the batch that has one entry per row."""
+        """True if the calls use a tensor outside the batch that has one entry per row."""
         # a replay can't replace the rows of such a tensor
         known = {id(each) for each in self.batch}
         for model in self.models:
@@ -500,9 +497,9 @@ class LossRecord:
         return bool(tensor.ndim) and len(tensor) == self.rows
 
     def find_change(self) -> str:
-        """Compute the loss of the same rows again; return a message if it differs, else "".
+        """Compute the loss of the same rows again, and return a message if it differs.
 
-        Differences that rounding may cause are ignored.
+        Return "" if it is equal except for rounding.
         """
         kinds = {
             tensor.dtype
@@ -525,7 +522,7 @@ class LossRecord:
         )
 
     def _compute_again(self) -> float:
-        """Return the loss of the recorded rows, computed again with the same random numbers."""
+        """Compute the recorded rows' loss again, with the same random numbers."""
         # gradients are enabled only if the loss needs them, for example for a gradient penalty
         for enabled in (False, True):
             self._random.restore()
@@ -540,7 +537,7 @@ class LossRecord:
 
 
 def _find_place() -> str:
-    """Return the program's file and line that make the current call; "" if they are unknown."""
+    """Return the program's file and line being executed; "" if unknown."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -551,10 +548,7 @@ def _find_place() -> str:
 
 
 def _scale_row_count(counts: int, was: int, now: int, number: Any) -> Any:
-    """Return a recorded number, converted from `was` to `now` rows.
-
-    A number that doesn't count rows is returned unchanged.
-    """
+    """Convert a recorded number from `was` to `now` rows, if it counts rows."""
     # `counts` selects which numbers are counts; see `LossRecord.compute`.
     is_plain = _is_number(number)
     if counts == AS_WRITTEN or not is_plain or not number or was < 2:
@@ -571,15 +565,16 @@ def _scale_row_count(counts: int, was: int, now: int, number: Any) -> Any:
 
 
 def may_count(rows: int, number: float) -> bool:
-    """True if `number` may count rows: it is a multiple of `rows`, or the inverse of a multiple.
+    """True if `number` may be a count of `rows` rows.
 
-    Such a number must be converted when a loss is computed again for another number of rows.
+    That is a multiple of `rows`, or the inverse of a multiple. Such a number must be converted when
+    a loss is computed again for another number of rows.
     """
     return bool(_scale_row_count(MULTIPLES, rows, 2 * rows, number) != number)
 
 
 def _find_draw(keywords: Any) -> GeneratorState | None:
-    """Return the state of the generator passed to a call; None without a generator."""
+    """Return the generator passed to a call, with its state; otherwise None."""
     generator = keywords.get("generator")
     if not isinstance(generator, torch.Generator):
         return None
@@ -594,15 +589,15 @@ def replay(
     wanted: int,
     fresh: Mapping[type, Any] = MappingProxyType({}),
 ) -> Any:
-    """Repeat the recorded calls with other rows, and return a computed tensor.
+    """Repeat the recorded calls with other rows, and return the new value of one tensor.
 
     - `entries`: the recorded calls.
-    - `known`: replacements of recorded tensors by id; the results of the repeated calls are added.
-    - `rows`: number of rows with which the calls are repeated.
+    - `known`: replacements of recorded tensors, by id; results of the repeated calls are added.
+    - `rows`: the number of the other rows.
     - `number`: converts each number among the arguments.
-    - `wanted`: id of the recorded tensor; its replacement is returned.
-    - `fresh`: the only object among the other rows of each class of recorded objects; None if there
-      isn't exactly one.
+    - `wanted`: id of the recorded tensor whose new value is returned.
+    - `fresh`: for each class of recorded objects, the object of that class in the other rows; None
+      if there isn't exactly one.
     """
     # Numbers are converted because they may be counts of rows. Random generators that the program
     # passes to calls have the same states afterwards as before.
@@ -623,10 +618,7 @@ def _replay_entries(
     number: Callable[[Any], Any],
     fresh: Mapping[type, Any],
 ) -> None:
-    """Repeat the calls, and add their results to `known`.
-
-    See `replay` for the parameters.
-    """
+    """Repeat the recorded calls, and add their results to `known`; see `replay`."""
     # Tensors among the arguments are replaced by those in `known`.
     for entry in entries:
         if entry.draw is not None:
@@ -651,7 +643,7 @@ def _replay_entries(
 
 
 def _find_only(kind: type, objects: Sequence[Any]) -> Any:
-    """Return the only object of this class; None if there are none or several."""
+    """Return the only object of a class; None for none or several."""
     found = [each for each in objects if type(each) is kind]
     return found[0] if len(found) == 1 else None
 
@@ -672,10 +664,7 @@ def _replace_argument(
     fresh: Mapping[type, Any],
     each: Any,
 ) -> Any:
-    """Return the value that replaces an argument of a recorded call.
-
-    `each` is the argument. See `replay` for the other parameters.
-    """
+    """Return the argument to pass in place of `each`; see `replay`."""
     # `changed` has the ids of tensors that the call changes in place; they are cloned.
     if isinstance(each, RowNumber):
         return each.each * rows

@@ -1,4 +1,4 @@
-"""Audit a recorded loss by repeating its calls for a few rows, as one batch and in parts."""
+"""Audit a recorded loss: repeat its calls for a few rows, as one batch and in parts."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def audit_record(
     counts: Sequence[int] = EVERY_COUNT,
     moves: bool = False,
 ) -> Replayed:
-    """Audit a loss with the first selection of rows that the loss supports.
+    """Audit a loss with the first selection of rows that it can be computed for.
 
-    - `rows`: alternatives, such as rows with and without padding.
+    - `rows`: selections to try in order, such as rows with and without padding.
     - `sketcher`: creates a GradientSketcher for each audit.
     - `computations`: returns the computations to compare.
     - `counts`: ways to read numbers as counts of rows (see `LossRecord.compute`).
@@ -83,7 +83,7 @@ def audit_record(
 
 
 class _Interpretations:
-    """Audits a recorded loss under different assumptions about its numbers."""
+    """Audits a loss with different readings of which numbers count rows."""
 
     # An assumption says which numbers in the record are counts of rows. The rows are the same.
 
@@ -103,9 +103,9 @@ class _Interpretations:
         count: int,
         moves: bool,
     ) -> None:
-        """Audit the record under one assumption about which numbers count rows.
+        """Audit the loss with one reading of its numbers, and set `found`.
 
-        `count` is AS_WRITTEN, ROW_COUNTS or MULTIPLES. The result is saved in `found`.
+        `count` is AS_WRITTEN, ROW_COUNTS or MULTIPLES.
         """
         # See `audit_record` for the other parameters.
         try:

@@ -39,12 +39,12 @@ class FewRows(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def rows(self) -> int:
-        """The number of rows of the whole batch."""
+        """The whole batch's number of rows."""
         return sum(self.sizes)
 
     @property
     def pads(self) -> bool:
-        """True if parts collated separately are padded to other lengths than the whole batch."""
+        """True if the separately collated parts have other padding than the whole batch."""
         if self.cut is None or self.cut is self.parts:
             return False
         shapes = [
@@ -61,8 +61,8 @@ def fetch_rows(
 ) -> FewRows | None:
     """Return up to `most` rows of a data set that differ in class and length.
 
-    `collate` makes a batch from a list of rows. `numbers` are the indices to choose from. Returns
-    None if there are fewer than two.
+    - `collate`: makes a batch from a list of rows.
+    - `numbers`: the row indices to choose from. With fewer than two, the result is None.
     """
 
     def collated(items: Sequence[Any], seed: int = SEED) -> Any:
@@ -99,9 +99,9 @@ def fetch_rows(
 
 
 def copy_dataset(dataset: Any, copies: dict[int, Any] | None = None) -> Any:
-    """Return a copy of a data set and the data sets inside it.
+    """Return a copy of a data set and of the data sets inside it.
 
-    `copies` has the copies made so far, by the ids of their originals.
+    `copies` has the copies made so far, by the id of the original.
     """
     # with their own random generators, so that reading rows doesn't change the program's data sets
     if not hasattr(dataset, "__dict__") or isinstance(dataset, torch.Tensor):
@@ -122,7 +122,7 @@ def copy_dataset(dataset: Any, copies: dict[int, Any] | None = None) -> Any:
 
 
 def _copy_member(name: str, value: Any, copies: dict[int, Any]) -> Any:
-    """Return a copy of a data set's attribute, or `value` itself if the copy may share it."""
+    """Copy an attribute of a data set, unless the copy may share it."""
     if name == "dataset" or isinstance(value, Dataset):
         # a file that is opened for the first row must not be inherited by worker processes
         return copy_dataset(value, copies)
@@ -140,7 +140,7 @@ def choose_few_rows(
 ) -> FewRows | None:
     """Return up to `most` rows of a collated batch, chosen to differ.
 
-    With `in_order`, they keep the batch's order. Returns None if the batch has fewer than two rows
+    With `in_order`, they keep the batch's order. Return None if the batch has fewer than two rows
     or can't be cut.
     """
     # `rows` is the batch's number of rows. The rows are chosen from the first TIMES * `most` rows,
@@ -166,16 +166,14 @@ def choose_few_rows(
 
 
 def _rows_of_first_part(rows: int) -> int:
-    """Return the number of rows in the first of two parts, about 3/8 of `rows`."""
+    """Return the size of the first of two parts, 3/8 of `rows`."""
     return max(1, rows * 3 // 8)
 
 
 def _choose(items: Sequence[Any], signs: Sequence[tuple[float, ...]], most: int) -> list[Any]:
-    """Return up to `most` of the items, chosen to differ.
-
-    `signs` has numbers for each item, such as class and length.
-    """
-    # The chosen items are evenly spaced when sorted by these numbers.
+    """Return up to `most` of the items, chosen to differ in their `signs`."""
+    # `signs` has numbers for each item, such as its class and length. The chosen items are evenly
+    # spaced when sorted by these numbers.
     places = spread_places(signs, most)
     return [items[place] for place in places]
 
@@ -199,10 +197,7 @@ def spread_places(signs: Sequence[tuple[float, ...]], most: int = ROWS) -> list[
 
 
 def _pick_rows(batch: Any, rows: int, in_order: bool, most: int) -> Any:
-    """Return up to `most` rows of a collated batch.
-
-    With `in_order`, they keep the batch's order.
-    """
+    """Return up to `most` rows of a collated batch, chosen to differ."""
     # `rows` is the batch's number of rows. If each tensor has an entry per row, `spread_places`
     # chooses the rows. Otherwise the first rows are returned.
     tensors = [each for each in tensors_in(batch) if each.ndim]
@@ -218,7 +213,7 @@ def _pick_rows(batch: Any, rows: int, in_order: bool, most: int) -> Any:
 
 
 def _join(rows: Sequence[Any]) -> Any:
-    """Join several batches of one row each into one batch."""
+    """Join batches of one row each into one batch."""
     first = rows[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(rows)) if first.ndim else first
@@ -233,7 +228,7 @@ def _join(rows: Sequence[Any]) -> Any:
 
 
 def _join_sequences(rows: Sequence[Any]) -> Any:
-    """Join tuples or lists of several rows element by element."""
+    """Join the tuples or lists of several rows, element by element."""
     # If the elements contain no tensors, the tuples or lists are concatenated.
     first = rows[0]
     kind = type(first)
@@ -245,7 +240,7 @@ def _join_sequences(rows: Sequence[Any]) -> Any:
 
 
 def _cut(whole: Any, first: int, rows: int) -> tuple[Any, Any] | None:
-    """Cut a collated batch of `rows` rows after `first` rows; None if it can't be cut by rows."""
+    """Cut a collated batch after `first` rows; None if that fails."""
     try:
         return cut_rows(whole, 0, first, rows), cut_rows(whole, first, rows, rows)
     except RequestError:
@@ -253,11 +248,9 @@ def _cut(whole: Any, first: int, rows: int) -> tuple[Any, Any] | None:
 
 
 def _sign_item(item: Any, collated: Callable[[Sequence[Any]], Any]) -> tuple[float, ...]:
-    """Return numbers that distinguish a row, such as its class and length.
-
-    Return () if the row can't be collated alone.
-    """
-    # Collating fails, for example, if rows come in pairs.
+    """Return numbers that distinguish a row, such as its class and length."""
+    # The result is () if the row can't be collated alone. Collating fails, for example, if rows
+    # come in pairs.
     try:
         return tuple(_sign_rows(tensor[None])[0] for tensor in tensors_in(collated([item])))
     except Exception:
@@ -265,7 +258,7 @@ def _sign_item(item: Any, collated: Callable[[Sequence[Any]], Any]) -> tuple[flo
 
 
 def _sign_rows(tensor: torch.Tensor) -> list[float]:
-    """Return the class or unpadded length of each row."""
+    """Return each row's class, or its length without padding."""
     # An integer per row is taken for a class. Padding is 0 or -100 in integers, infinite or NaN in
     # others.
     exact = not tensor.is_floating_point() and not tensor.is_complex()

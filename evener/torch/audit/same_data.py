@@ -1,8 +1,8 @@
-"""Compare the data sets of all ranks, because a plan divides rows by their indices.
+"""Check that all ranks have the same data set, because a plan divides rows by their indices.
 
 An index has to mean the same row on every rank. It doesn't if each rank draws its own data set, as
-with random_split or a shuffle without a common seed, or if the program has already divided its data
-set by rank.
+by random_split or a shuffle without a common seed. It doesn't either if the program has already
+divided its data set by rank.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class RankData(msgspec.Struct, frozen=True):
 
 
 def summarize(dataset: Any, collate: Callable[[list[Any]], Any], sampler: Any) -> RankData:
-    """Return a summary of this rank's data set.
+    """Return a summary of this rank's data set, to compare with other ranks.
 
     `sampler` is its UnevenBatchSampler, and `collate` makes a batch from a list of rows.
     """
@@ -79,9 +79,10 @@ def summarize(dataset: Any, collate: Callable[[list[Any]], Any], sampler: Any) -
 def _sum_rows(
     dataset: Any, collate: Callable[[list[Any]], Any], numbers: Sequence[int]
 ) -> dict[str, list[TensorSums]]:
-    """Return the sums of each readable row's tensors by index; {} if a second read differs."""
-    # If a row isn't the same again, the data set has a transform with its own generator, or keeps
-    # rows that this rank drew at random. Whether reading draws random numbers is compared, too.
+    """Return the sums of each readable row's tensors, by index."""
+    # The result is {} if a second read of a row differs. If a row isn't the same again, the data
+    # set has a transform with its own generator, or keeps rows that this rank drew at random.
+    # Whether reading draws random numbers is compared, too.
     found: dict[str, list[TensorSums]] = {}
     ends = time.monotonic() + LONGEST_SECONDS
     for number in numbers:
@@ -98,7 +99,7 @@ def _sum_rows(
 
 
 def find_difference(every: Sequence[RankData]) -> str:
-    """Return a sentence on the first difference between the data sets of two ranks; "" without any.
+    """Return a sentence about the first difference between the ranks' data sets, or "".
 
     `every` has the summaries of all ranks, in rank order.
     """
@@ -132,7 +133,7 @@ class RowRead(NamedTuple):
 
 
 def _read(dataset: Any, collate: Any, number: int) -> RowRead:
-    """Read a row, which is collated alone."""
+    """Read and collate one row, and return its sums."""
     seed_all(SEED)
     seeded = RandomState()
     batch = collate([dataset[number]])
@@ -141,7 +142,7 @@ def _read(dataset: Any, collate: Any, number: int) -> RowRead:
 
 
 def _sum(tensor: torch.Tensor) -> TensorSums:
-    """Return the sums of a tensor; infinite values and NaN count as 0."""
+    """Return the sums of a tensor, with infinities and NaN as 0."""
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     elements = plain.detach().flatten()
     last = max(len(elements) - 1, 1)

@@ -1,9 +1,9 @@
 """Detect changes of the settings that affect a loss.
 
-A setting is a number, flag or object that a function of the program uses, or that is stored in a
-module whose class the program defines. A setting that changes after staying the same, such as a
-flag set in a later epoch, is a reason for another audit. Counters change in every step and are
-ignored.
+A setting is a number, flag or object that the loss depends on. It is used by a function of the
+program, or stored in a module whose class the program defines. If one changes after staying the
+same, as a flag does in a later epoch, another audit is needed. Counters change in every step and
+are ignored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Key = tuple[int, Any]  # the id of the setting's holder, and the setting's name
 
 
 class LossSettings:
-    """Detects settings that change between two checks; a check is a call of `have_changed`."""
+    """Detects settings of a loss that change from one call of `have_changed` to the next."""
 
     def __init__(self) -> None:
         self._checks = 0
@@ -44,12 +44,12 @@ class LossSettings:
         code: Code | None = None,
         holders: Iterable[Any] = (),
     ) -> bool:
-        """True if a setting has changed after being the same for STILL checks.
+        """True if a setting has changed after STILL calls with the same value.
 
         - `models`: the modules to read.
-        - `function`: computes the loss.
-        - `code`: a code object with its module's variables; those that it uses are settings.
-        - `holders`: other objects; their attributes are settings.
+        - `function`: the function that computes the loss.
+        - `code`: a code object and its module's variables; the variables that it uses are settings.
+        - `holders`: other objects whose attributes are settings.
         """
         self._checks += 1
         found: dict[Key, Any] = {}
@@ -79,7 +79,7 @@ class LossSettings:
 
 
 class _Known:
-    """The values of settings, and since when each has been the same."""
+    """The values of settings, and how long each has stayed the same."""
 
     # The values are those of the last check.
 
@@ -87,7 +87,7 @@ class _Known:
         self._values: dict[Key, tuple[Any, int]] = {}
 
     def note(self, settings: Mapping[Key, Any], check: int) -> bool:
-        """Save the settings; return True if one changed after being the same for STILL checks."""
+        """Save the settings; True if one changed after STILL equal checks."""
         # `settings` has the current values, and `check` is the number of this check.
         changed = False
         before, self._values = self._values, {}
@@ -100,7 +100,7 @@ class _Known:
 
 
 class _ModuleSettings:
-    """Detects changes of the settings in one module."""
+    """Detects changes of the settings in one nn.Module."""
 
     # Most modules have only numbers, flags and tensors. For these it is enough to check that their
     # attributes are the same objects, of the same types, as before.
@@ -115,7 +115,7 @@ class _ModuleSettings:
         self._ids: dict[str, int] = {}  # of the tensors, to which no references are held
 
     def has_changed(self, check: int) -> bool:
-        """True if a setting of the module has changed after being the same for STILL checks."""
+        """True if a setting changed after STILL equal checks."""
         # `check` is the number of this check.
         if self._is_flat and self._is_same():
             return False
@@ -144,13 +144,10 @@ class _ModuleSettings:
 def _collect_settings(
     holder: int, name: Any, value: Any, depth: int, settings: dict[Key, Any]
 ) -> None:
-    """Add the settings in an attribute or variable to `settings`.
-
-    `holder` is the id of the object that has the attribute.
-    """
-    # `name` and `value` are those of the attribute or variable. Its settings are the value itself,
-    # or the settings inside an object or function. Nested objects are read up to `depth` levels
-    # deep.
+    """Add a variable to `settings`, and the settings inside its value."""
+    # `holder` is the id of the object that has the attribute or variable. `name` and `value` are
+    # those of the attribute or variable. Its settings are the value itself, or the settings inside
+    # an object or function. Nested objects are read up to `depth` levels deep.
     if len(settings) >= MOST or depth < 0:
         return
     if isinstance(value, _PLAIN):
@@ -187,11 +184,9 @@ def _collect_object(value: Any, depth: int, settings: dict[Key, Any]) -> None:
 def _collect_held(
     holder: Any, held: Mapping[Any, Any], depth: int, settings: dict[Key, Any]
 ) -> None:
-    """Add the settings among an object's attributes or items to `settings`.
-
-    Private names are skipped. With `depth` 0, objects aren't read.
-    """
-    # `held` has the attributes or items of the object `holder`.
+    """Add an object's attributes or items to `settings`, except private ones."""
+    # With `depth` 0, only numbers, flags and strings are added. `held` has the attributes or items
+    # of the object `holder`.
     for name, each in list(held.items()):
         if isinstance(each, _PLAIN) or depth > 0:
             plain = not isinstance(name, str) or not name.startswith("_")

@@ -1,11 +1,10 @@
 """Sketches of a loss's gradient: a few random sums of each tensor's gradient.
 
-Gradients are computed with torch.autograd.grad, which runs none of the hooks that accumulate
-gradients. So the step's own gradients stay unchanged, and no all-reduce is triggered. If there is
-little memory, a hook on each tensor sums its gradient at once, and returns an expanded zero in its
-place to free the memory.
+torch.autograd.grad computes the gradients. It runs none of the hooks that accumulate gradients, so
+the step's own gradients stay unchanged, and no all-reduce starts. If memory is short, a hook on
+each tensor sums its gradient at once, and returns an expanded zero in its place to free the memory.
 
-A gradient is arranged as a matrix, whose rows are called lines here, and multiplied by random signs
+A gradient is reshaped to a matrix, whose rows are called lines here, and multiplied by random signs
 (projected). Small gradients wait until several can be projected together, because a GPU sums many
 of them in the time that it takes to launch the kernels for one.
 """
@@ -37,7 +36,7 @@ BLOCK = 1 << 24  # number of values that are converted at once
 
 
 class Signs:
-    """Random signs for a gradient's values, arranged in lines and columns."""
+    """Random signs to multiply a gradient's values by, for each line and column."""
 
     # A value's sign is the product of its line's sign and its column's sign. The standard deviation
     # of the gradient's sum with such signs is the gradient's norm, just as if each value had an
@@ -48,9 +47,10 @@ class Signs:
         self._layouts: dict[tuple[Any, ...], _Layout] = {}
 
     def take(self, count: int, which: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the signs of the first `count` lines (`which` is 0) or columns (1).
+        """Return the random signs of the first `count` lines or columns.
 
-        Their shape is (count, PROJECTIONS). They have the device and dtype of `like`.
+        `which` is 0 for lines, 1 for columns. The shape is (count, PROJECTIONS). Device and dtype
+        are those of `like`.
         """
         length = 1 << max(12, (count - 1).bit_length())
         key = which, length, like.device, like.dtype
@@ -61,10 +61,10 @@ class Signs:
         return self._pools[key][:count]
 
     def lay_out(self, sizes: tuple[int, ...], width: int, like: torch.Tensor) -> _Layout:
-        """Return the layout in which gradients are arranged in lines of `width` values.
+        """Return the layout of gradients in lines of `width` values, from a cache.
 
         `sizes` are the gradients' numbers of values. The layout's tensors have the device and dtype
-        of `like`. Layouts are cached.
+        of `like`.
         """
         key = sizes, width, like.device, like.dtype
         if key not in self._layouts:
@@ -85,7 +85,7 @@ class Signs:
 
 
 class _Layout(msgspec.Struct, frozen=True, eq=False):
-    """The arrangement of several gradients as rows of a matrix."""
+    """How several gradients are arranged as the lines of one matrix."""
 
     # The gradients follow one another. A row of the matrix is called a line.
 
@@ -111,7 +111,7 @@ SIGNS = Signs()  # shared by all sketches, so that they can be compared
 
 
 def project(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
-    """Return PROJECTIONS random sums of a gradient, as float64; `signs` are the random signs."""
+    """Return PROJECTIONS random sums of a gradient, in float64."""
     if gradient.is_sparse:
         return _project_sparse(gradient.coalesce(), signs)
     if gradient.numel() <= JOINED:
@@ -137,9 +137,10 @@ def _none(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def sum_lines(gradients: Sequence[torch.Tensor], signs: Signs) -> LineSums:
-    """Return PROJECTIONS random sums of each gradient's lines, in few operations for all of them.
+    """Return PROJECTIONS random sums of each line of several gradients, in few operations.
 
-    The gradients are dense, have the same dtype and device, and have lines of the same length.
+    The gradients are dense and have the same dtype and device. All are reshaped to the same line
+    width.
     """
     # a gradient's sums don't depend on the other gradients
     flat = [_flatten(gradient) for gradient in gradients]
@@ -152,9 +153,9 @@ def sum_lines(gradients: Sequence[torch.Tensor], signs: Signs) -> LineSums:
 
 
 def add_lines(sums: Sequence[LineSums]) -> list[list[float]]:
-    """Return the random sums of each gradient, added up over its lines.
+    """Add up the random sums of each gradient's lines, and return them as lists.
 
-    The sums of the lines are on one device.
+    All sums are on one device.
     """
     # The sums of all lines are copied to the host together.
     lines = torch.cat([each.lines for each in sums]).cpu().numpy()
@@ -192,9 +193,9 @@ def _project_sparse(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
 
 
 class GradientSums:
-    """Computes random sums of gradients, added over several losses.
+    """Adds up random sums of the gradients of several losses.
 
-    With `at_once`, there is memory for all gradients of a loss at once.
+    `at_once` says that the memory suffices for all gradients of a loss together.
     """
 
     # Without `at_once`, each gradient is summed and freed as soon as it is computed. The host waits
@@ -225,9 +226,10 @@ class GradientSums:
         loss_only: bool = False,
         retain_graph: bool | None = None,
     ) -> None:
-        """Add the gradient of a loss, times `weight`; with `loss_only`, add only the loss itself.
+        """Add the gradient of a loss, times `weight`.
 
-        `scale` means the same as in Piece. `retain_graph` is passed to torch.autograd.grad.
+        With `loss_only`, add only the loss itself. `scale` means the same as in Piece.
+        `retain_graph` goes to torch.autograd.grad.
         """
         scaled = loss * (weight if scale is None else scale)
         value = (loss * weight).detach().double().sum()
@@ -252,10 +254,7 @@ class GradientSums:
     def _differentiate(
         self, loss: torch.Tensor, trained: Mapping[str, torch.Tensor], retain_graph: bool | None
     ) -> dict[str, torch.Tensor]:
-        """Return a loss's gradients with respect to `trained`, by name.
-
-        Without `at_once`, each gradient is summed and freed instead, and the result is empty.
-        """
+        """Return a loss's gradients by name, or sum and free each."""
         with ExitStack() as stack:
             for name, each in trained.items():
                 if each._backward_hooks or not self._at_once:
@@ -263,6 +262,7 @@ class GradientSums:
                     stack.enter_context(_only_hook(each, hook))
             tensors = list(trained.values())
             found = torch.autograd.grad(loss, tensors, retain_graph=retain_graph, allow_unused=True)
+        # the hooks have summed and freed each gradient
         if not self._at_once:
             return {}
         pairs = zip(trained, found, strict=True)
@@ -305,7 +305,7 @@ class GradientSums:
         self._size = 0
 
     def sketch(self, computed: Collection[torch.dtype] = ()) -> Sketch:
-        """Copy the sums to the host, and return a sketch of them.
+        """Copy the sums to the host, and return them as a Sketch.
 
         `computed` are the dtypes in which the losses were computed.
         """
@@ -321,9 +321,9 @@ class GradientSums:
 
 
 def read_scalars(values: Sequence[torch.Tensor]) -> list[float]:
-    """Return the values of scalar tensors, which may be on several devices.
+    """Return the values of scalar tensors as floats.
 
-    If all are on a single device, the host waits for it only once.
+    The tensors may be on several devices. If all are on one, the host waits for it only once.
     """
     if len({value.device for value in values}) == 1:
         return list(torch.stack(list(values)).tolist())
@@ -331,12 +331,10 @@ def read_scalars(values: Sequence[torch.Tensor]) -> list[float]:
 
 
 def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:
-    """Return the name of the dtype that limits a gradient's precision.
-
-    `kind` is the gradient's dtype. `computed` has the dtypes used for the loss.
-    """
-    # The result is bfloat16 or float16 if that is in `computed`, and otherwise `kind`. For a
-    # float64 gradient of a loss that was computed in float32, it is MIXED.
+    """Return the name of the dtype that limits a gradient's precision."""
+    # `kind` is the gradient's dtype, and `computed` has the dtypes used for the loss. The result is
+    # bfloat16 or float16 if that is in `computed`, and otherwise `kind`. For a float64 gradient of
+    # a loss that was computed in float32, it is MIXED.
     for coarse in (torch.bfloat16, torch.float16):
         if coarse in computed:
             return str(coarse).removeprefix("torch.")
@@ -347,8 +345,9 @@ def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:
 
 @contextmanager
 def _only_hook(tensor: torch.Tensor, function: Callable[[Any], Any] | None) -> Iterator[None]:
-    """Return a context with `function` as a tensor's only gradient hook; None means no hook."""
-    # The tensor's other hooks, which belong to the training step, are restored on exit.
+    """Make `function` a tensor's only gradient hook, within this context."""
+    # None means no hook. The tensor's other hooks, which belong to the training step, are restored
+    # on exit.
     own = dict(tensor._backward_hooks or {})
     if own:
         tensor._backward_hooks.clear()
@@ -371,7 +370,7 @@ def _plain(name: str) -> str:
 
 
 def name_tensors(models: Iterable[Any], others: Iterable[torch.Tensor] = ()) -> dict[str, Any]:
-    """Return the trained tensors by name.
+    """Return all trained tensors, by name.
 
     `others` are tensors that optimizers train; they are named by index and shape.
     """

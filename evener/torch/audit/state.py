@@ -1,7 +1,6 @@
 """Save the state that changes when a loss is computed, and restore it afterwards.
 
-The state consists of attributes, buffers, counters, metrics and random number generators, but not
-of gradients.
+The state has attributes, buffers, counters, metrics and random number generators, but no gradients.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class _Items(msgspec.Struct, frozen=True, eq=False):
 
 @contextmanager
 def kept_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Iterator[None]:
-    """Return a context that restores the holders' attributes and frozen weights on exit.
+    """Restore the holders' attributes and frozen weights when this context ends.
 
     See `keep_with_frozen`.
     """
@@ -50,9 +49,9 @@ def kept_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Iterator[None]:
 
 
 def keep_with_frozen(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], None]:
-    """Save attributes and frozen weights of objects; return a function to restore them.
+    """Save the attributes and frozen weights of objects; return a function that restores them.
 
-    Objects in `apart` and trained parameters aren't saved. The function may be called several
+    Trained parameters and objects in `apart` aren't saved. The function may be called several
     times.
     """
     # Attributes, such as counters, lists, buffers and metrics, are restored in place. A model may
@@ -70,7 +69,7 @@ def keep_with_frozen(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], N
 
 
 def _copy_frozen(holders: Iterable[Any]) -> list[Any]:
-    """Return the frozen weights with the data that restore them; [] if most weights are frozen."""
+    """Copy the frozen weights, unless they are most of the weights."""
     every = [
         each
         for holder in holders
@@ -83,7 +82,7 @@ def _copy_frozen(holders: Iterable[Any]) -> list[Any]:
 
 
 def keep_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], None]:
-    """Save the attributes of all holders, and return a function that restores them in place.
+    """Save the attributes of all holders; return a function that restores them in place.
 
     Parameters and objects in `apart` aren't saved.
     """
@@ -102,9 +101,9 @@ def keep_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], No
 
 @contextmanager
 def kept_state(holders: Iterable[Any] = (), apart: Iterable[Any] = ()) -> Iterator[None]:
-    """Return a context that restores the holders' attributes and all random states on exit.
+    """Restore the holders' attributes and all random states when this context ends.
 
-    Submodules of modules are restored, too. Objects in `apart` are left out.
+    A module's submodules are restored, too. Objects in `apart` are left out.
     """
     modules = [
         part
@@ -122,8 +121,8 @@ def kept_state(holders: Iterable[Any] = (), apart: Iterable[Any] = ()) -> Iterat
 def copy_data(value: Any, memo: dict[int, Any], most_bytes: float = math.inf) -> Any:
     """Return the data that `restore_value` needs to restore a value in place.
 
-    Return None if the value isn't copied. `memo` has the ids of objects that are skipped; copied
-    ones are added.
+    Return None for a value that isn't copied. Objects with an id in `memo` are skipped; copied
+    objects are added to it.
     """
     # Numbers and tensors of more than `most_bytes` aren't copied, for example. Skipped objects are
     # already copied or mustn't be copied.
@@ -157,7 +156,7 @@ def _copy_items(value: Any, memo: dict[int, Any], most_bytes: float) -> _Items:
 
 
 def _copy_tensor(value: torch.Tensor, memo: dict[int, Any], most_bytes: float) -> Any:
-    """Return the version and a copy of a tensor; None for a tensor that isn't copied."""
+    """Return a tensor's version and a copy; None if it isn't copied."""
     # not copied: a parameter, one that requires a gradient, was made in inference mode, has more
     # than `most_bytes`, or has no memory, such as weights that FSDP1 has freed
     if isinstance(value, torch.nn.Parameter) or value.requires_grad or value.is_inference():
@@ -171,7 +170,7 @@ def _copy_tensor(value: torch.Tensor, memo: dict[int, Any], most_bytes: float) -
 
 
 def restore_value(value: Any, was: Any) -> None:
-    """Restore a value in place from `was`, which `copy_data` returned for it.
+    """Restore a value in place from `was`, the result of `copy_data`.
 
     Nothing happens if `was` is None.
     """

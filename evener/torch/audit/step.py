@@ -1,6 +1,6 @@
-"""The audit of one step: compute the gradient of a few rows twice, and explain a difference.
+"""The audit of one step: compute the gradient of a few rows in two ways, and explain a difference.
 
-The reference gradient is computed from all rows at once, as on a single device. The other one is
+The reference is the gradient of all rows at once, as on a single device. The other gradient is
 computed in parts, as in the training run.
 """
 
@@ -38,7 +38,7 @@ NEAR = 1e-5  # relative difference of two losses that are equal except for round
 
 
 class AuditChange(msgspec.Struct, frozen=True, eq=False):
-    """An audit's two computations without one possible cause of a difference.
+    """An audit's two computations, with one possible cause of a difference removed.
 
     If the gradients then agree, the difference has that cause.
     """
@@ -78,7 +78,7 @@ class Audited(msgspec.Struct, frozen=True):
 
 
 def audit(sketcher: GradientSketcher, computations: Computations, moves: bool = False) -> Audited:
-    """Compare the gradients of the reference and of the training run, and return the result.
+    """Compare the gradient of a reference computation with the training run's.
 
     If gradients can't be computed, only the losses are compared. `moves` is passed to
     `GradientSketcher.open`.
@@ -100,10 +100,7 @@ def audit(sketcher: GradientSketcher, computations: Computations, moves: bool = 
 def _try_quick_passes(
     sketcher: GradientSketcher, computations: Computations, moves: bool
 ) -> Audited | None:
-    """Return the result of an audit with quick passes.
-
-    Return None if the passes find a difference or can't be used.
-    """
+    """Audit with quick passes; None if they fail or find a difference."""
     if not sketcher.may_be_quick:
         return None
     with sketcher.open(moves):
@@ -123,7 +120,7 @@ def _audit(sketcher: GradientSketcher, computations: Computations, moves: bool) 
 
 
 class _Comparison:
-    """Compares the gradients of two computations, inside the context of `GradientSketcher.open`."""
+    """Compares the gradients of two computations."""
 
     # both gradients are computed on creation, and more gradients to explain a difference
 
@@ -139,7 +136,7 @@ class _Comparison:
         self._noises: Mapping[str, float] | None = None
 
     def judge(self) -> Audited:
-        """Compare both gradients; the result has any difference beyond rounding, with its cause."""
+        """Compare both gradients, and explain a difference beyond rounding."""
         sketcher, computation = self._sketcher, self._computations.reference
         if compare(self._reference, self._trained) is None and not sketcher.measures:
             return self._result()
@@ -152,12 +149,10 @@ class _Comparison:
         return self._result() if difference is None else self._explain_difference(difference)
 
     def _explain_difference(self, difference: GradientDifference) -> Audited:
-        """Return a result with the difference and its cause.
-
-        If random numbers may explain the difference, the result has none.
-        """
+        """Return a result that names the cause of a difference."""
         changes = self._computations.changes
         answers = {name: partial(self._is_right, each) for name, each in changes.items()}
+        # if random numbers may explain the difference, the result has none
         if self._draws_by_row and self._do_draws_matter():
             return self._result(fault=DRAWN)
         padded = self._sketcher.draws > 0 and self._computations.pads
@@ -174,7 +169,7 @@ class _Comparison:
         return compare(self._reference, others, self._repeats) is not None
 
     def _is_right(self, change: AuditChange) -> bool:
-        """True if the gradients agree once the possible cause in `change` is removed."""
+        """True if the gradients agree without one possible cause."""
         wanted = self._reference
         if change.reference is not None:
             wanted = self._sketcher.sketch(change.reference)
@@ -201,10 +196,7 @@ class _Comparison:
 def _report_agreement(
     sketcher: GradientSketcher, computations: Computations, reference: Sketch
 ) -> Audited:
-    """Return the result of an audit that found no difference.
-
-    `reference` is the sketch of the reference gradient.
-    """
+    """Return the result of an audit that found no difference."""
     return Audited(
         difference=None,
         cause="",
