@@ -184,18 +184,14 @@ def _describe_set_link(
     others: Sequence[LinkMeasurement],
     here: Transport,
 ) -> Check:
-    """Return a link's check if environment variables select the transport.
-
-    - `here`: the selected transport.
-    - `own`: the measurement over the default transport, made without these variables.
-    - `others`: the measurements over the other transports.
-    """
+    """Return a link's check if environment variables select the transport."""
     # `name` and `found` are the check's
     variables = write_variables(switches_of(here))
     found = f"{found}; here with {variables}: {here}"
     used = next((measurement for measurement in others if measurement.transport == here), None)
     if used is None or used.outcome != "ok":
         return Check(name, "problem", found, f"Unset {_name_variables(here)}.")
+    # `own` was measured over the default transport, without these variables
     if own.outcome != "ok":
         return Check(name, "ok", f"{found}, with which it works")
     if own.bytes_per_second > MUCH * used.bytes_per_second:
@@ -222,10 +218,7 @@ def write_link(measurement: LinkMeasurement) -> str:
 
 
 def _check_driver(backend: Backend) -> tuple[Check, int]:
-    """Check a vendor's driver.
-
-    Return the result, and the number of devices that the driver lists.
-    """
+    """Check a vendor's driver, and count the devices that it lists."""
     name = f"{backend.maker} driver"
     try:
         listing = backend.list_devices()
@@ -240,11 +233,7 @@ def _check_driver(backend: Backend) -> tuple[Check, int]:
 
 
 def _check_frameworks(gpus: int) -> list[Check]:
-    """Check that each framework can be imported and sees all GPUs.
-
-    `gpus` is the number of GPUs that the drivers list. One working framework is enough. If there is
-    one, problems of the others are only notes.
-    """
+    """Check that each framework can be imported and sees all GPUs."""
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(lambda name: _check_framework(name, gpus), _QUERIES))
     # one working framework is enough: a problem with the other is then only a note
@@ -284,11 +273,7 @@ def _check_framework(name: str, gpus: int) -> Check:
 
 
 def _compare_gpus(name: str, version: str, seen: int, gpus: int) -> Check:
-    """Check whether a framework sees all GPUs, and return the result.
-
-    `name` and `version` are the framework's. `seen` is the number of GPUs that it sees, and `gpus`
-    the number that the drivers list.
-    """
+    """Return a note if the framework doesn't see all GPUs."""
     found = f"{version}, sees {seen} of {gpus} GPUs"
     if seen < gpus:
         variables = " and ".join(
@@ -302,7 +287,7 @@ def _compare_gpus(name: str, version: str, seen: int, gpus: int) -> Check:
 
 
 def _check_clashes() -> list[Check]:
-    """Return a check for each pair of packages that clash, and for a Keras that is too old."""
+    """Check for packages that clash, and for a Keras that's too old."""
     checks = []
     doubles = [pair for backend in all_backends() for pair in backend.double_packages]
     for extra, needed in (*doubles, ("tensorflow-cpu", "tensorflow")):
@@ -326,7 +311,7 @@ def _check_clashes() -> list[Check]:
 
 
 def _check_extras() -> Check:
-    """Return a check that lists the missing extras, with the command that installs them."""
+    """List the missing extras, with the command that installs them."""
     missing = [
         name
         for name, (_, modules) in EXTRAS.items()
@@ -410,10 +395,7 @@ def check_cluster(spec: str, address: str) -> tuple[Check, ...]:
 
 
 def _start_agents(nodes: Sequence[Node]) -> tuple[list[Agent], list[Check]]:
-    """Start an agent on each node.
-
-    Return the agents that started, and a failed check for each node on which none could start.
-    """
+    """Start an agent on each node, and report the nodes that fail."""
 
     def start(node: Node) -> Agent | Check:
         try:
@@ -439,10 +421,7 @@ def describe_host(own: str, hosts: Sequence[str]) -> HostReport:
 
 
 def _check_interface(other: str) -> Check:
-    """Check the network interface that connects this host to the host `other`.
-
-    gloo and NCCL connect through this interface.
-    """
+    """Check the network interface through which gloo and NCCL reach `other`."""
     name = "network interface"
     way = find_interface(other)
     if not way:
@@ -467,8 +446,8 @@ def _check_interface(other: str) -> Check:
 def merge_checks(by_host: Mapping[str, Sequence[Check]]) -> tuple[Check, ...]:
     """Merge equal checks of several hosts, and return all checks.
 
-    The order is that of the first host's checks. Unless all hosts have the same result, each result
-    begins with the names of its hosts.
+    Checks come in the order of the first host. A result that not all hosts share begins with the
+    names of its hosts.
     """
     hosts: dict[str, dict[Check, list[str]]] = {}  # by the check's name and result
     for host, checks in by_host.items():
@@ -501,10 +480,7 @@ def _compare_versions(by_host: Mapping[str, dict[str, str]]) -> tuple[Check, ...
 
 
 def _check_ports(agents: Sequence[Agent]) -> tuple[Check, ...]:
-    """Check that every host can connect to every other.
-
-    Return an empty tuple if there is only one host.
-    """
+    """Check that every host can connect to every other."""
     if len(agents) < 2:
         return ()
     remedy = (
@@ -518,11 +494,7 @@ def _check_ports(agents: Sequence[Agent]) -> tuple[Check, ...]:
 
 
 def _find_closed_ports(agents: Sequence[Agent]) -> list[tuple[str, Endpoint, str]]:
-    """Return the connections between hosts that failed.
-
-    An entry has the host that tried to connect, the address and port that didn't answer, and the
-    reason.
-    """
+    """Let every host connect to all others, and return failed connections."""
     with ExitStack() as stack:
         listeners = {
             agent: stack.enter_context(closing(agent.keep(Listener, agent.host)))

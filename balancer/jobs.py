@@ -42,10 +42,9 @@ MOST_DEVICES = 1024  # half a million pairs of devices are compared per decision
 
 
 def make_job(request: Request) -> Job:
-    """Check a request, and return the job for it.
+    """Check a request, find its devices and workload, and return its job.
 
-    The devices and the workload of the request are found. Raises RequestError or DeviceError, which
-    says what is wrong or missing.
+    Raises RequestError or DeviceError, which says what is wrong or missing.
     """
     check_request(request)
     found = discover(request.devices, ray_address=request.ray_address)
@@ -130,7 +129,7 @@ def _check_writable(settings: object) -> None:
 
 
 def _check_energy_meters(devices: Sequence[Device], machine: Machine | None) -> None:
-    """Raise RequestError if a device can't report the energy that the objective needs."""
+    """Raise RequestError if a device can't report its energy."""
     for position, device in enumerate(devices):
         if device.on_cpu:
             raise RequestError(
@@ -146,10 +145,7 @@ def _check_energy_meters(devices: Sequence[Device], machine: Machine | None) -> 
 
 
 def _find_notes(job: Job) -> tuple[str, ...]:
-    """Check the hosts, and return notes about devices and the programs that use them.
-
-    Raises RequestError or DeviceError if a host can't train on its devices.
-    """
+    """Check the hosts, and return notes about devices and other programs."""
     if job.machine is None:
         hosts = check_hosts(group_by_host(job.devices), job.framework)
         return (*job.notes, *hosts, *_find_open_servers(job))
@@ -158,7 +154,7 @@ def _find_notes(job: Job) -> tuple[str, ...]:
 
 
 def _find_open_servers(job: Job) -> tuple[str, ...]:
-    """Return a note if TensorFlow's servers will listen on the network; empty if they won't."""
+    """Return a note if TensorFlow's servers will listen on the network."""
     if job.framework != "tensorflow" or len({device.host for device in job.devices}) > 1:
         return ()
     if len(job.devices) < 2 or choose_group_engine(job, job.devices) in ONE_PROCESS:
@@ -353,7 +349,7 @@ def make_comparison_job(
 
 
 def _find_daemon_notes(resolved: Job, kinds: Sequence[Traits]) -> list[str]:
-    """Return a note if packs are compared while an MPS daemon runs; empty otherwise."""
+    """Return a note if packs are compared while an MPS daemon runs."""
     has_packs = any(kind.side_by_side for kind in kinds)
     if has_packs and find_backend(resolved.devices[0].kind).daemon_runs():
         # the trainings of a pack would share their GPU through the daemon
@@ -364,7 +360,7 @@ def _find_daemon_notes(resolved: Job, kinds: Sequence[Traits]) -> list[str]:
 def _sort_families(
     resolved: Job, families: Sequence[Family], placements: Sequence[Placement]
 ) -> tuple[list[Family], list[str]]:
-    """Return the families that can be compared here, and a message for each that can't."""
+    """Return the families possible here, and a message for each other one."""
     possible = []
     notes = []
     for family in families:
@@ -393,7 +389,7 @@ def make_job_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
 
 
 def _find_knobs(resolved: Job, tried: Sequence[str]) -> tuple[tuple[Knob, ...], tuple[str, ...]]:
-    """Return the knobs (tuned options) to try, and a message for each that can't be tried."""
+    """Return the knobs to try, and why others can't be tried."""
     if not tried:
         return (), ()
     if resolved.machine is not None:
@@ -415,10 +411,7 @@ def _find_knobs(resolved: Job, tried: Sequence[str]) -> tuple[tuple[Knob, ...], 
 
 
 def _choose(option: str, words: Sequence[str], allowed: Sequence[str]) -> list[str]:
-    """Return the words without duplicates, in the order of `allowed`.
-
-    Raises RequestError, which names `option`, if a word isn't allowed.
-    """
+    """Check the words against `allowed`, and return them in its order."""
     for word in words:
         if word not in allowed:
             raise RequestError(
@@ -441,7 +434,7 @@ def _find_placements(resolved: Job) -> tuple[Placement, ...]:
 
 
 def _why_family_impossible(resolved: Job, family: Family, placements: Sequence[Placement]) -> str:
-    """Return why no layout of a family can be measured, as a clause; "" if one can."""
+    """Return why a family can't be measured here; empty if it can."""
     traits = family.traits
     machine = resolved.machine
     if len(resolved.devices) < family.fewest_devices:

@@ -156,10 +156,10 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def clock_seconds(self) -> float:
-        """The time on the session's clock from which a resumed run continues, in seconds.
+        """Seconds on the session's clock at which a resumed run continues.
 
-        The run continues from when its pending probes were requested or, if there are none, from
-        when the last observation was made.
+        With pending probes, the time when they were requested. Otherwise, the time of the last
+        observation.
         """
         pending = self.pending
         if pending is not None:
@@ -168,7 +168,7 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def last_end(self) -> Finished | FailedEntry | None:
-        """The entry with which the run ended most recently, with or without a plan.
+        """The last entry that ended the run, with or without a plan.
 
         None if the run hasn't ended, or if something was measured after that.
         """
@@ -281,11 +281,7 @@ def read(path: Path, *, foreign: bool = False) -> JournalContents:
 
 
 def _explain_broken_line(line: str, foreign: bool) -> str:
-    """Return what the user can do about a broken journal line.
-
-    `line` names the line in the text, such as "line 7". `foreign` is True for a journal of another
-    user.
-    """
+    """Return what the user can do about a broken journal line."""
     return (
         "Copy the file again."
         if foreign
@@ -320,13 +316,11 @@ def _entry(text: bytes, path: Path, number: int, foreign: bool) -> Entry:
 
 
 def _decode(text: bytes) -> Entry:
-    """Return the entry in a line of a journal.
-
-    A verdict may still have the field names from before version 0.3.
-    """
+    """Decode one line, also if its verdict is older than version 0.3."""
     try:
         return _decoder.decode(text)
     except msgspec.ValidationError:
+        # before version 0.3, a verdict's fields had other names
         fields = msgspec.json.decode(text)
         if not isinstance(fields, dict) or not isinstance(fields.get("found"), dict):
             raise
@@ -349,10 +343,7 @@ def _check_schema(text: bytes, path: Path) -> None:
 
 
 def _check_against_header(entry: Entry, header: Header, where: str, foreign: bool) -> LaterEntry:
-    """Return the entry if it fits the header, and raise RequestError if it doesn't.
-
-    A second header never fits. `where` names the entry's line in the message.
-    """
+    """Return the entry, or raise RequestError if it doesn't fit `header`."""
     if isinstance(entry, Header):
         raise RequestError(
             f"{where} is a second header.", _explain_broken_line("that line", foreign)
@@ -365,7 +356,7 @@ def _check_against_header(entry: Entry, header: Header, where: str, foreign: boo
 
 
 def _has_right_lengths(entry: LaterEntry, header: Header) -> bool:
-    """True if the lengths of an entry's sequences fit each other and the number of devices."""
+    """True if an entry's sequences fit the number of devices."""
     # the decoder has already checked single values
     devices = len(header.devices)
     match entry:

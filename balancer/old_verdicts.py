@@ -48,7 +48,7 @@ def upgrade_verdict(verdict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rename(part: Any, old: str, new: str) -> None:
-    """Rename a field of one object, or of each object in a list, in place."""
+    """Rename a field in one object, or in each of a list."""
     objects = part if isinstance(part, list) else [part]
     for each in objects:
         if isinstance(each, dict) and old in each:

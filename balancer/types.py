@@ -1,7 +1,6 @@
-"""The data types of a session: what can be measured, and what was observed.
+"""Data types of a session: what can be measured, and what was observed.
 
-The types are frozen. They compute only simple arithmetic. A device is given by its position in the
-request (0 to K-1 for K devices). The caller of a session knows which device is at each position.
+All are frozen. A device is given by its position in the request, counted from 0.
 """
 
 from __future__ import annotations
@@ -254,9 +253,9 @@ class PartSeconds(msgspec.Struct, frozen=True):
 
 
 class KeptBatch(msgspec.Struct, frozen=True):
-    """The seconds of a step that reuses one batch, and so doesn't wait for input.
+    """Seconds per step, with their 95 % interval, if every step reuses one batch.
 
-    The duration has its 95 % interval.
+    Such a step doesn't wait for input.
     """
 
     step_seconds: Amount
@@ -265,7 +264,7 @@ class KeptBatch(msgspec.Struct, frozen=True):
 
 
 class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
-    """A layout that ran, with the seconds of an optimizer step and their 95 % interval.
+    """A layout that ran: the seconds per optimizer step, with their 95 % interval.
 
     A step ends when all devices have finished it.
     """
@@ -387,7 +386,7 @@ KNOBS_BEGAN_AT = 1000  # journals up to 0.1: race turns from this number on comp
 
 
 def upgrade_probe(probe: Probe) -> Probe:
-    """Return a probe from a journal of version 0.1 or older, with the stage that it has today.
+    """Give a probe from a journal of version 0.1 or older today's stage.
 
     The stage "rest" was then a part of "split", and "knobs" a part of "race".
     """
@@ -399,9 +398,9 @@ def upgrade_probe(probe: Probe) -> Probe:
 
 
 def upgrade_observation(seen: Observation) -> Observation:
-    """Return an observation that was read from a journal of version 0.1 or older.
+    """Give an observation's probe today's stage, as `upgrade_probe` does.
 
-    Its probe has today's stage, as in `upgrade_probe`.
+    Observations from journals of version 0.1 or older need this.
     """
     probe = upgrade_probe(seen.probe)
     return seen if probe is seen.probe else msgspec.structs.replace(seen, probe=probe)
@@ -448,7 +447,7 @@ MEASURED_PART = 1 / 64
 
 
 class ModelState(msgspec.Struct, frozen=True):
-    """The memory of a model's state in a sharded training, in bytes.
+    """Bytes that a model's state takes in sharded training.
 
     `state_bytes` are divided among the ranks. Each rank also holds `gathered_bytes` besides its
     shard.
@@ -470,8 +469,7 @@ class ModelState(msgspec.Struct, frozen=True):
 class KnownLink(msgspec.Struct, frozen=True):
     """The speed of an all-reduce over `ranks` devices.
 
-    It was measured before any split, so that the search can predict how long the devices of a split
-    take to synchronize.
+    It is measured before any split. From it, the search predicts how long a split's exchange takes.
     """
 
     ranks: int

@@ -186,11 +186,7 @@ class BlockTimer:
         )
 
     def _count_block_steps(self, last: Block) -> int:
-        """Return how many steps the next block needs to take as long as blocks usually do.
-
-        The number is computed from the step time of the last block, and is at most 16 times that
-        block's number of steps.
-        """
+        """Return how many steps the next block needs to last long enough."""
         wanted = (
             round(self._block_seconds / last.step_seconds)
             if last.step_seconds > 0
@@ -200,10 +196,7 @@ class BlockTimer:
         return max(1, min(wanted, 16 * last.steps))
 
     def _is_warmed_up(self) -> bool:
-        """True if the last two windows took about equally long per step.
-
-        Also True if the warm-up has used up its part of the probe's time or its number of windows.
-        """
+        """True if the last two windows took about equally long per step."""
         windows = self._windows
         if len(windows) < 2:
             return False
@@ -221,13 +214,11 @@ class BlockTimer:
         if over and before > last and gap > AGREE:
             # steps are still getting faster
             self._slow_start = gap
+        # also if the warm-up has used up its time or its number of windows
         return over
 
     def _start_second_round(self) -> bool:
-        """Start a second round of timing if the first has a warning about drift or throttling.
-
-        Return True if the second round starts.
-        """
+        """Start a second round, and return True, if the first was unsteady."""
         # only the second round's blocks are reported, and it takes half of the time; a whole run
         # has none, because the user has requested its time or its number of steps
         timing = self.result()
@@ -271,19 +262,13 @@ class BlockTimer:
         )
 
     def _list_undisturbed(self) -> list[Block]:
-        """Return the blocks without disturbances in which no device's peak memory rose.
-
-        If too few remain, return all blocks.
-        """
+        """Return the undisturbed blocks; all blocks if these are too few."""
         undisturbed = [block for block in self._blocks if not block.disturbed]
         clean = [block for block in undisturbed if not block.grew]
         return clean if len(clean) >= FEWEST_BLOCKS else self._blocks
 
     def _taken_by_others(self) -> float:
-        """Return the fraction of the CPU cores' time that other processes took.
-
-        It is the mean over the disturbed blocks; 0 if there are none.
-        """
+        """Return the fraction of CPU time that other processes took."""
         shares = [block.cpu_share for block in self._blocks if block.disturbed]
         return 1 - fmean(share for share in shares if share is not None) if shares else 0.0
 
@@ -318,10 +303,7 @@ class BlockTimer:
 
 
 def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[MeasurementDoubt, bool]:
-    """Return a throttling warning, and True if it is serious enough to be reported.
-
-    `clean` are the blocks that weren't disturbed, and `step` is their mean step time.
-    """
+    """Return a throttling warning, and True if it should be reported."""
     # the warning's value is the larger of two fractions: the time in which devices report
     # throttling, and the distance of the mean step time from the blocks' median
     spent = sum(block.wall_seconds for block in clean)
@@ -369,22 +351,17 @@ def step_time_interval(blocks: Sequence[Block], first_seconds: float = 0.0) -> I
 
 
 def _stays_too_imprecise(blocks: Sequence[Block], part: float) -> bool:
-    """True if the step time's error is predicted to exceed `TOO_IMPRECISE` at the probe's end.
-
-    `part` is the fraction of the probe's time that the blocks have taken.
-    """
+    """True if the probe would still be too imprecise at its end."""
     times = [block.step_seconds for block in blocks]
     # the noise is the median difference between consecutive blocks: a single change of speed
     # doesn't count, because a probe with such a change needs its full time
     gap = median([abs(after - before) for before, after in pairwise(times)]) / median(times)
+    # `part`: the fraction of the probe's time that the blocks have taken
     return NORMAL_95 * gap * sqrt(part / len(blocks)) > TOO_IMPRECISE
 
 
 def _mean_own_seconds(blocks: Sequence[Block]) -> tuple[float | None, ...]:
-    """Return each device's mean compute time per step, in seconds.
-
-    A device's time is None if any block lacks it.
-    """
+    """Return each device's mean compute seconds per step; None if unknown."""
     steps = sum(block.steps for block in blocks)
     columns = zip(*(block.own_seconds for block in blocks), strict=True)
     return tuple(
@@ -406,10 +383,7 @@ def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
 
 
 def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
-    """Return one rank's mean seconds per step in each part of a step, over all blocks.
-
-    A part that any block lacks is None.
-    """
+    """Return one rank's mean seconds per step in each part."""
 
     def mean(seconds: Sequence[float | None]) -> float | None:
         known = [each for each in seconds if each is not None]
@@ -430,10 +404,7 @@ def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
 
 
 def _find_drift(means: Sequence[float]) -> tuple[float, bool]:
-    """Return the relative change of the step time, and True if it exceeds noise.
-
-    The change is that from the earlier half of the blocks to the later half.
-    """
+    """Return how much the step time changed, and whether that exceeds noise."""
     if len(means) < 2 * FEWEST_BLOCKS:
         return 0.0, False
     half = len(means) // 2

@@ -175,10 +175,7 @@ class ChildProber:
     def _run_probe(
         self, probe: Probe, progress: ProgressReporter, stop: threading.Event
     ) -> Observation | None:
-        """Run a probe on idle or new children, and return its observation.
-
-        Return None if the probe was stopped.
-        """
+        """Run a probe on idle or new children; None if it was stopped."""
         started = time.monotonic()
         # try again if another program took a port that the children need
         for tries_left in reversed(range(PORT_TRIES)):
@@ -202,7 +199,7 @@ class ChildProber:
         raise AssertionError("unreachable")
 
     def _host_failure(self, probe: Probe, lost: HostLostError) -> GroupError:
-        """Return a lost host's error, as a failure of the first of its ranks."""
+        """Return a lost host's error as its first rank's failure."""
         active = probe.layout.active
         rank = next(
             rank
@@ -250,10 +247,7 @@ class ChildProber:
         return seen
 
     def _keep_recovered_children(self, key: Layout, group: ChildGroup, error: GroupError) -> bool:
-        """Keep a failed probe's children if they have recovered from running out of memory.
-
-        Return True if they are kept.
-        """
+        """Keep a failed probe's children if they recovered; True if kept."""
         if not error.recovered:
             # another failure, or a silent rank that may be waiting in an all-reduce
             return False
@@ -270,7 +264,7 @@ class ChildProber:
         return True
 
     def _wants_closer_look(self, probe: Probe) -> bool:
-        """True if the probe should also time steps without input, to show what limits its speed."""
+        """True if the probe should also time steps without input."""
         # such steps are timed in a layout's first probes, if it may become the plan and its batches
         # come from host memory; once if it doesn't wait for input
         explores = probe.stage == Stage.SOLO and len(self._devices) > 1
@@ -297,7 +291,7 @@ class ChildProber:
         busy_cores: float | None,
         stop: threading.Event,
     ) -> None:
-        """Keep the children for later probes, and record the memory and CPU cores they used."""
+        """Keep the children, and record what memory and cores they used."""
         layout = seen.probe.layout
         group.fresh = False
         try:
@@ -321,15 +315,12 @@ class ChildProber:
             self._idle[key] = group
 
     def _measure_memory_of_others(self, key: Layout, clean: bool) -> tuple[int, ...]:
-        """Return the bytes of each device's memory that other processes hold.
-
-        The bytes are 0 for a device where they are unknown. Return an empty tuple for a pack, or if
-        nothing is known. `clean` is True if no child of the layout `key` is running.
-        """
+        """Return the bytes that other processes hold on each device."""
         if key.traits.side_by_side:
             return ()  # under MPS, the memory counts as the daemon's
         with self._lock:
             taken = {position for other in self._idle for position in other.active}
+        # `clean`: no child of this layout is running
         short = self._hosts.measure_short(key.active, set(key.active) - taken if clean else set())
         with self._lock:
             for position, size in short.items():
@@ -338,10 +329,7 @@ class ChildProber:
         return tuple(short.get(i, 0) for i in range(len(self._devices))) if is_known else ()
 
     def _warm_up_share(self, probe: Probe, group: ChildGroup) -> int:
-        """Return the most rows per device for the extra first step of new TensorFlow children.
-
-        They run this step before the first step of the probe. Return 0 for children that need none.
-        """
+        """Return the row limit of new children's extra first step, or 0."""
         request = self._resolved.request
         # TensorFlow traces the first batch size separately, and the second one for all sizes: the
         # first step of new children has another share than the probe's own
@@ -353,10 +341,7 @@ class ChildProber:
     def _start_children(
         self, key: Layout, progress: ProgressReporter, stop: threading.Event
     ) -> ChildGroup:
-        """Start a layout's children, and build the workload in them.
-
-        Return the group of the children. Raises GroupError if a child fails.
-        """
+        """Start a layout's children, and build the workload in them."""
         progress.enter("starting")
         assigned = assign_devices(self._resolved, key)
         environments = [self._child_environment(devices, key) for devices in assigned]
@@ -387,10 +372,7 @@ class ChildProber:
         return group
 
     def _measure_link(self, group: ChildGroup, key: Layout, stop: threading.Event) -> None:
-        """Measure the link between a new group's ranks, and store its speed.
-
-        Kills the group if the measurement fails, and raises its error.
-        """
+        """Measure the link between a new group's ranks, and store its speed."""
         try:
             link = self._measure_all_reduce(group, key, stop)
             group.link_speed = link.bytes_per_second
@@ -407,12 +389,7 @@ class ChildProber:
     def _measure_all_reduce(
         self, group: ChildGroup, key: Layout, stop: threading.Event
     ) -> KnownLink:
-        """Return the link's speed and latency, measured by an all-reduce.
-
-        The speed is the lowest of all ranks, and the latency the highest. Both are 0 if the
-        workload doesn't measure them. Raises GroupError if the all-reduce hangs or its sums are
-        wrong.
-        """
+        """Measure the speed and latency of an all-reduce between the ranks."""
         who = " – ".join(self._devices[i].label for i in key.active)
         remedy = "evener doctor --links finds the pair, and the variable of NCCL that cures it"
         try:
@@ -428,6 +405,7 @@ class ChildProber:
         if wrong:
             why = f"an all-reduce between {who} gives wrong sums ({wrong}); {remedy}"
             raise GroupError(RankFailure(0, "raised", why))
+        # the slowest rank counts; 0 if the workload doesn't measure links
         return KnownLink(
             len(key.active),
             min((speed.bytes_per_second for speed in speeds), default=0.0),
@@ -435,10 +413,7 @@ class ChildProber:
         )
 
     def _child_environment(self, devices: Sequence[Device], key: Layout) -> ChildEnvironment:
-        """Return the environment of a child that uses these devices.
-
-        Raises GroupError if a child can't use them.
-        """
+        """Return the environment of a child that uses these devices."""
         if key.traits.side_by_side and key.placement == "mps":  # a resumed run of an older version
             raise GroupError(RankFailure(0, "unsupported", "Packs use MPS where its daemon runs."))
         try:
@@ -502,10 +477,7 @@ class ChildProber:
         return Failed(probe, failure.cause, detail, devices, elapsed_seconds, failure.user_code)
 
     def _find_devices(self, key: Layout, failure: RankFailure) -> tuple[int, ...]:
-        """Return the positions of the devices on which a rank has failed.
-
-        Return an empty tuple if they are unknown.
-        """
+        """Return the positions of the failed rank's devices; empty if unknown."""
         if not runs_in_one_process(self._resolved, key):
             return (key.active[failure.rank % len(key.active)],)
         if len(key.active) == 1:
@@ -514,10 +486,7 @@ class ChildProber:
         return () if failure.gpu is None else key.active[failure.gpu : failure.gpu + 1]
 
     def _explain_stop(self, probe: Probe, progress: ProgressReporter, stack: Stack) -> None:
-        """Report in which phase and line a probe was stopped before it measured anything.
-
-        `stack` is the stack of one of its children.
-        """
+        """Report the phase and line where a probe was stopped."""
         labels = ", ".join(self._devices[i].label for i in probe.layout.active)
         # the stack is saved if it contains a line of the user's code
         saved = stack.where and self._save_output(
@@ -526,7 +495,7 @@ class ChildProber:
         progress.stop(stack, f" (stack in {self._error_file})" if saved else "")
 
     def _save_output(self, title: str, output: str) -> bool:
-        """Append a failed child's output to the run's error file; return False if that fails."""
+        """Append a failed child's output to the error file; False if impossible."""
         # also False if the run has no error file
         if self._error_file is None:
             return False
@@ -551,18 +520,18 @@ class ChildProber:
 def needs_link_check(framework: str, devices: Sequence[Device]) -> bool:
     """True if the link between the ranks must be checked before training.
 
-    `devices` are those of the ranks.
+    `devices` has one device per rank.
     """
     # NCCL hangs if the driver reports a path between GPUs that the board doesn't have
     return framework == "torch" and not any(device.on_cpu for device in devices)
 
 
 def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: Job) -> Facts:
-    """Return the facts `before`, updated with those that a child has `found`.
+    """Return the facts `before`, updated with what a child has `found`.
 
     `engine` synchronizes the ranks of the child's split; "" if its layout isn't a split. The
-    workload's digest comes from the first child and never changes. It is the digest of the model if
-    the child reported one, and otherwise that of the workload's name and settings.
+    workload's digest comes from the first child and never changes. It is the model's digest if the
+    child reports one; otherwise, it is a hash of the workload's name and settings.
     """
     names = (*_FRAMEWORKS, *(name for backend in all_backends() for name in backend.device_words))
     parts = [resolved.workload, resolved.request.settings, found.get("parameters", "")]
@@ -595,11 +564,10 @@ def make_prober(
     end_seconds: float = math.inf,
     link: KnownLink | None = None,
 ) -> Prober:
-    """Return a prober for a job.
+    """Return a prober for a job; a simulated one for simulated devices.
 
-    The prober is a simulated one if the job's devices are simulated. Its clock starts at
-    `start_seconds`. Tracebacks of children are written to `error_file`. `link` is the saved speed
-    of the link between the devices. Only simulated probes stop at `end_seconds`.
+    Its clock starts at `start_seconds`. Tracebacks of children are written to `error_file`. `link`
+    is the saved speed of the link between the devices. Only simulated probes stop at `end_seconds`.
     """
     # the session stops real probes
     if job.machine is not None:

@@ -223,10 +223,7 @@ class Child(RunningChild):
         stream.close()
 
     def _put_message(self, message: Message) -> None:
-        """Put a message into the inbox.
-
-        If the inbox stays full for `WAIT_SECONDS`, drop the message.
-        """
+        """Put a message into the inbox, or drop it if that's full."""
         with suppress(queue.Full):
             self._inbox.put((self.rank, message), timeout=WAIT_SECONDS)
 
@@ -239,7 +236,7 @@ def _read(stream: BinaryIO) -> bytes:
 
 
 def _kernel_kills() -> int:
-    """Return how many processes the kernel has killed for lack of memory; 0 if unknown."""
+    """Return how many processes the kernel has killed for memory."""
     with suppress(OSError):
         lines = Path("/proc/vmstat").read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
@@ -301,7 +298,7 @@ class ChildGroup:
     def _collect_replies(
         self, expected: type[Reply], seconds: float, stop: threading.Event
     ) -> tuple[dict[int, Reply], dict[int, RankFailure]]:
-        """Wait for all ranks, for at most `seconds`, and return replies and failures by rank."""
+        """Wait for all ranks, and return replies and failures by rank."""
         replies: dict[int, Reply] = {}
         failures: dict[int, RankFailure] = {}
         deadline = time.monotonic() + seconds
@@ -323,11 +320,7 @@ class ChildGroup:
         return replies, failures
 
     def _stop_waiting(self, expected: type[Reply], replies: Mapping[int, Reply]) -> NoReturn:
-        """Raise StoppedError, because the session is stopping.
-
-        If the ranks may be running the user's code, the error has the stack of one that hasn't
-        replied.
-        """
+        """Raise StoppedError, with a late rank's stack if user code runs."""
         late = [child for child in self.children if child.rank not in replies]
         # the user's code runs while children start, build or prepare
         in_users_code = expected in (Ready, Built, Prepared)

@@ -259,5 +259,5 @@ def one_line(text: str, longest: int = 300) -> str:
 
 
 def _cut_at_space(text: str, longest: int) -> str:
-    """Return the text cut to at most `longest` characters, after a whole word if possible."""
+    """Cut the text to `longest` characters, after a whole word if possible."""
     return text[: longest + 1].rpartition(" ")[0].rstrip() or text[:longest]

@@ -86,7 +86,7 @@ class ChildExited(msgspec.Struct, frozen=True, tag=True):
 
 
 class BuildShared(msgspec.Struct, frozen=True, tag=True):
-    """A child's report that it has built its workload, and whether later children can share it.
+    """A child's report that it has built its workload.
 
     If `obstacle` is "", a copy of the child forks the children that are requested on this channel.
     Otherwise there is no copy, and `obstacle` is the reason.
@@ -108,9 +108,9 @@ NO_CHANNEL = -1
 class ForkServer:
     """Forks children on request, and reports their exit codes.
 
-    Requests arrive on `channel`. Each child calls `run(pid, descriptor)`, where `pid` is the pid of
-    this process. `descriptor` is that of the channel on which a copy of the child will receive
-    requests; NO_CHANNEL if the child should leave no copy.
+    Requests arrive on `channel`. Each child calls `run(pid, descriptor)`. `pid` is this process's.
+    `descriptor` is the channel on which a copy of the child will receive requests; NO_CHANNEL if
+    the child should leave no copy.
     """
 
     def __init__(self, channel: socket.socket, run: Callable[[int, int], object]) -> None:
@@ -331,10 +331,7 @@ class ChildServer(ABC):
 
     @abstractmethod
     def _note_build(self, obstacle: str) -> None:
-        """Record that a child has built its workload.
-
-        `obstacle` is the reason why other children can't share the build; empty if they can.
-        """
+        """Record a finished build; `obstacle` says why others can't share it."""
 
     @abstractmethod
     def _release(self) -> None:

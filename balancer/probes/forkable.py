@@ -122,10 +122,7 @@ class BuildWatch:
         return self._try_fork(trial)
 
     def _try_fork(self, trial: Callable[[], object]) -> str:
-        """Fork a copy that calls `trial` and exits.
-
-        Return the reason if that fails, and "" if it succeeds.
-        """
+        """Return why a forked copy can't run `trial`; "" if it can."""
         try:
             pid = os.fork()
         except OSError as error:
@@ -151,10 +148,7 @@ def _run_and_exit(trial: Callable[[], object]) -> NoReturn:
 
 
 def _wait_for(pid: int, deadline: float) -> int | None:
-    """Wait for a child to exit, and return its exit code.
-
-    If it still runs at `deadline`, kill it and return None.
-    """
+    """Return a child's exit code; kill it at `deadline` and return None."""
     while time.monotonic() < deadline:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:

@@ -125,12 +125,7 @@ class LocalHost:
         return self._starter.submit(start).result()
 
     def _find_server(self, environment: ChildEnvironment) -> tuple[ChildServer, int | None]:
-        """Return a server that can fork a child with this environment.
-
-        The second value is a descriptor if the new child should leave a copy of itself, which forks
-        later children. The descriptor is the copy's end of a channel for requests. It is None if no
-        copy is wanted.
-        """
+        """Return a server that can fork a child with this environment."""
         # a server has already imported the framework, so it suits only children with the same
         # values of all variables that affect the import
         late = tuple(prefix for backend in all_backends() for prefix in backend.late_variables)
@@ -147,6 +142,7 @@ class LocalHost:
         if built is not None or not self._shares_build:
             return self._servers[key], None
         built = self._built[key] = BuiltServer()
+        # the child leaves a copy of itself, which forks later children as this channel requests
         return self._servers[key], built.far_end
 
     def _end_children(self) -> None:
@@ -341,11 +337,7 @@ class RemoteHost:
         return self.service.ask(method, *arguments, **how)
 
     def _recover(self, generation: int) -> bool:
-        """Start a new actor on the host after one has exited.
-
-        `generation` identifies the actor that has exited. Its children exited with it, so they are
-        reported as killed. Return False if the start fails or the host was closed.
-        """
+        """Start a new actor after the old one exited; False if impossible."""
         if self._closed.is_set() or not self.service.restart(generation):
             return False
         for key, child in tuple(self._children.items()):
@@ -357,7 +349,7 @@ class RemoteHost:
     def start_child(
         self, rank: int, inbox: Inbox, environment: ChildEnvironment, cap_bytes: int | None
     ) -> RemoteChild:
-        """Start a child on the host. The parameters are those of `LocalHost.start_child`."""
+        """Start a child on the host, with the parameters of `LocalHost.start_child`."""
         key = next(self._keys)
         self._children[key] = child = RemoteChild(self, key, rank, inbox)
         try:
@@ -405,7 +397,7 @@ class RemoteHost:
                     child.receive(message)
 
     def _mark_lost(self, error: Exception) -> None:
-        """Record that the host is lost, and report this to the groups of its children."""
+        """Record that the host is lost, and notify its children's groups."""
         if not isinstance(error, HostLostError):
             error = HostLostError(self._name, f"failed: {error}")
         self._lost = error
@@ -499,7 +491,7 @@ class Hosts:
         return found
 
     def available_memory_bytes(self) -> int:
-        """Return the available bytes of the host with the least memory available.
+        """Return the least available memory of any host, in bytes.
 
         Lost hosts don't count. Return 0 if all hosts are lost.
         """

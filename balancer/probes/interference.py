@@ -50,8 +50,8 @@ CLOSE_SECONDS = 0.2  # timeout for closing all watches
 class Neighbours(NamedTuple):
     """Other processes that compute on a device.
 
-    `names` are their names. `part` is the fraction of time in which their kernels ran, and
-    `own_part` that of the session's kernels. The sum of the two is at most 1.
+    `names` are their names. Their kernels ran for the fraction `part` of the time, and the
+    session's kernels for the fraction `own_part`. The sum of the two is at most 1.
     """
 
     part: float
@@ -149,10 +149,7 @@ class InterferenceMonitor:
         return found
 
     def _round_up(self, position: int, short: int) -> int:
-        """Return the bytes that other processes hold, rounded up for the report.
-
-        `short` is the exact number of bytes.
-        """
+        """Return `short` rounded up, so that small changes aren't reported."""
         # small changes aren't reported: the last value is returned until it is exceeded
         if short > self._short.get(position, 0):
             step = max(1, int(STEP * (self._devices[position].memory_bytes or 0)))
@@ -177,7 +174,7 @@ class InterferenceMonitor:
         ]
 
     def _find_watches(self, positions: Iterable[int]) -> dict[int, VitalsWatch]:
-        """Return the watches of these devices on this host, by position; start missing ones."""
+        """Return these devices' watches by position, and start missing ones."""
         own = self._list_own_positions(positions)
         found = {}
         for position in own:
@@ -194,12 +191,9 @@ class InterferenceMonitor:
     def _read(
         self, positions: Iterable[int], wait_seconds: float, full: bool = False
     ) -> Mapping[int, Vitals]:
-        """Return the latest vitals of these devices, by position.
-
-        All drivers are asked at the same time, and have `wait_seconds` to answer. Only a `full`
-        reading includes memory and processes.
-        """
+        """Ask all drivers at once for their latest vitals, by position."""
         watches = self._find_watches(positions)
+        # only a full reading includes memory and processes
         asked = {i: watch.ask(full) for i, watch in watches.items()}
         until = time.monotonic() + wait_seconds
         # a driver that hasn't answered an earlier reading isn't waited for
@@ -220,16 +214,13 @@ class InterferenceMonitor:
     def _find_persistent_short(
         self, position: int, own: Collection[int], clean: bool
     ) -> int | None:
-        """Return how many bytes of a device's memory other processes keep holding.
-
-        `own` are the pids of the session's children; if `clean`, none of them runs on the device.
-        Return None if the number of bytes is unknown.
-        """
+        """Return the bytes that other processes keep holding; None if unknown."""
         # a number higher than last time is read again, because a process that holds memory may be
         # exiting
         reported = self._short.get(position, 0) + _unclear_bytes(
             self._devices[position].memory_bytes or 0
         )
+        # `own`: pids of the session's children; `clean`: none of them runs on the device
         short = self._short_now(position, own, clean)
         for _ in range(SETTLE_READS):
             if short is None or short <= reported:
@@ -319,9 +310,10 @@ class ProbeInterference:
         )
 
     def mean_watts(self) -> dict[int, float]:
-        """Return each device's mean power in watts from the first reading to the last, by position.
+        """Return each device's mean power in watts, by position.
 
-        Devices that report no energy are left out.
+        The mean is taken from the first reading to the last. Devices that report no energy are left
+        out.
         """
         found = {}
         for position, last in {**read_idle(self._monitor, self._idle), **self._before}.items():
@@ -340,12 +332,7 @@ class ProbeInterference:
 def _add_throttled_time(
     part: PartSeconds, wall_seconds: float, before: Vitals | None, now: Vitals | None
 ) -> PartSeconds:
-    """Return `part` with the seconds that a rank lost to throttling.
-
-    `part` has the rank's times in a block. Seconds lost to heat and to a power limit are separate;
-    both reduce the clocks of the rank's device. `before` and `now` are the device's vitals at both
-    ends of the block. If the clocks are unknown, `part` is returned unchanged.
-    """
+    """Add to `part` the seconds that a rank lost to throttling."""
     if now is None or now.clock_fraction is None:
         return part
     braked = _share_of_time(before, now, "braked_seconds")
@@ -370,22 +357,19 @@ def read_idle(monitor: DriverReader, positions: Collection[int]) -> Mapping[int,
 
 
 def _resident_bytes(pid: int) -> int:
-    """Return a process's resident memory in bytes; 0 if the process has exited."""
+    """Return a process's resident memory in bytes; 0 if it has exited."""
     with suppress(psutil.Error):
         return int(psutil.Process(pid).memory_info().rss)
     return 0
 
 
 def _unclear_bytes(memory_bytes: int) -> float:
-    """Return the bytes of used memory that may be the GPU driver's.
-
-    `memory_bytes` is the GPU's whole memory.
-    """
+    """Return how much used GPU memory may be the driver's own."""
     return max(SPREAD * memory_bytes, min(SPREAD_BYTES, SPREAD_SMALL * memory_bytes))
 
 
 def _others_bytes(vitals: Vitals, own: Collection[int], clean: bool) -> int | None:
-    """Return the bytes of a device's memory that other processes hold; None if unknown."""
+    """Return the bytes that other processes hold on a device."""
     # `own` are the pids of the session's children; `clean`: no child runs on the device
     if vitals.used_bytes is None:
         return None
@@ -398,13 +382,10 @@ def _others_bytes(vitals: Vitals, own: Collection[int], clean: bool) -> int | No
 
 
 def _share_of_time(before: Vitals | None, now: Vitals, counter: str) -> float:
-    """Return the fraction of the time between two readings for which a condition held.
-
-    `counter` is the field of `Vitals` that counts the condition's seconds, such as
-    "capped_seconds". Return 0 if the fraction is unknown.
-    """
+    """Return the fraction of the time in which a condition held."""
     if before is None or now.at_seconds <= before.at_seconds:
         return 0.0
+    # `counter`: the field with the condition's seconds, such as "capped_seconds"
     first = getattr(before, counter)
     last = getattr(now, counter)
     if first is None or last is None:

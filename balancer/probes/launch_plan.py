@@ -153,11 +153,8 @@ def build_commands(
 
 
 def _make_stand_in(devices: int) -> tuple[float, ...]:
-    """Return the fractions of a sharded model's state to use while only the first device runs.
-
-    There is one for each of the `devices`. What the first device doesn't hold is divided evenly
-    among the others.
-    """
+    """Return each device's fraction of the state while one runs alone."""
+    # the running device comes first; the others share what it doesn't hold
     others = devices - 1
     return (MEASURED_PART, *((1 - MEASURED_PART) / others for _ in range(others)))
 
@@ -203,24 +200,21 @@ def _split_memory(device: Device, processes: int) -> Device:
 
 
 def _compute_share(device: Device) -> float:
-    """Return the fraction of full speed to which a device is limited.
-
-    Return 1 for a GPU, and for a device without a limit.
-    """
+    """Return the fraction of full speed at which a device may run."""
     # CPU slices with a limit are slowed by spinning; GPUs are limited by their driver
     percent = device.limit.percent if device.on_cpu else None
     return 1.0 if percent is None else percent / 100
 
 
 def _framework_limit(framework: str, device: Device) -> int | None:
-    """Return the memory cap that the workload must set itself, in bytes; None without one."""
+    """Return the memory cap that the workload sets itself, in bytes."""
     # the memory of CPU slices in TensorFlow and PyTorch is capped from outside
     own_memory = find_backend(device.kind).own_memory
     return device.limit.memory_bytes if own_memory or framework == "none" else None
 
 
 class RankMap(msgspec.Struct, frozen=True):
-    """The mapping from the ranks of a group to the positions of their devices in the request.
+    """The devices of a group's ranks, by their positions in the request.
 
     It also holds what is known about the ranks' processes: their threads and busy CPU cores.
     """
@@ -319,7 +313,7 @@ class MemoryBudget:
         return needs
 
     def _estimate_need(self, position: int, rows: int) -> int | None:
-        """Return the most bytes that passes of `rows` rows may need; None if unknown."""
+        """Return the most bytes that passes of `rows` rows may need."""
         peaks = self._peaks.get(position, {})
         # the memory held for other passes grows at most in proportion to the rows
         return min(
@@ -329,11 +323,7 @@ class MemoryBudget:
     def _lacks_memory(
         self, position: int, need: int | None, wanted: set[Layout], idle: HeldBytes
     ) -> bool:
-        """True if a child needs more memory than a GPU has left, so idle children must be killed.
-
-        `need` is the memory that the child needs, in bytes; None if unknown. The `wanted` groups
-        are reused for the next probes. `idle` has the bytes that each idle group holds.
-        """
+        """True if a child needs more memory than a GPU has left."""
         device = self._devices[position]
         if not find_backend(device.kind).own_memory:
             return False  # each slice has its own memory cap
@@ -342,6 +332,7 @@ class MemoryBudget:
             # an unknown need counts as the whole memory
             return True
         held = {key: sizes[position] for key, sizes in idle.items() if position in sizes}
+        # the next probes reuse the `wanted` groups, with the memory that these hold
         own = max((size for key, size in held.items() if key in wanted), default=0)
         others = sum(size + CONTEXT_BYTES for key, size in held.items() if key not in wanted)
         return max(need, own) + others > USED * (usable - self._short.get(position, 0))

@@ -320,10 +320,11 @@ class LinkGroup:
         self._receive_replies(Joined, everyone, until - time.monotonic(), JOIN)
 
     def measure(self, members: tuple[int, ...]) -> Summed:
-        """Return the highest latency and the lowest rate of an all-reduce.
+        """Measure an all-reduce between the ranks `members`.
 
-        The ranks `members` take part and measure. `wrong` in the result describes the first
-        incorrect sum; "" if there is none. Raises LinkError if a rank fails or doesn't reply.
+        Return the highest latency and the lowest rate of all ranks. `wrong` in the result describes
+        the first incorrect sum; "" if there is none. Raises LinkError if a rank fails or doesn't
+        reply.
         """
         for rank in members:
             self._ranks[rank].send(Sum(members))
@@ -349,11 +350,7 @@ class LinkGroup:
         task: RankTask,
         late_seconds: float | None = None,
     ) -> list[_Reply]:
-        """Return the reply of each rank in `members`, in that order.
-
-        All replies must be of type `kind`. They must arrive within `seconds`, and within
-        `late_seconds` of the first one. Raises LinkError if a rank fails or doesn't reply.
-        """
+        """Return one reply of type `kind` from each rank, in order."""
         began = time.monotonic()
         until = began + seconds
         waiting = set(members)
@@ -375,6 +372,7 @@ class LinkGroup:
                     raise LinkError("failed", why, task is END)
                 found[rank] = reply
                 waiting.discard(rank)
+                # the other ranks have `late_seconds` after the first one
                 if late_seconds is not None and len(found) == 1:
                     until = min(until, time.monotonic() + late_seconds)
         return [found[rank] for rank in members]
@@ -437,12 +435,9 @@ class _RankProcess:
         return b"\n" in self._buffer
 
     def receive(self) -> LinkReply | None:
-        """Return the next reply of the process.
-
-        Return None if the process has exited or has written something else. Call this only when a
-        part of the reply has arrived, because it blocks until the rest has.
-        """
+        """Return the next reply; None if the process exited or misbehaved."""
         while b"\n" not in self._buffer and len(self._buffer) < LONGEST_LINE:
+            # this blocks, so call it only once a part of a reply has arrived
             piece = os.read(self.replies, LONGEST_LINE)
             if not piece:
                 return None

@@ -221,7 +221,7 @@ class Measurement:
         )
 
     def _measure_limits(self, timing: StepTiming, stop: threading.Event) -> None:
-        """Measure the time of a step without input and, on GPUs, without waiting for the host."""
+        """Time a step without input and, on GPUs, without the host."""
         on_gpus = not self._ranks.own_cores
         known = [part.input_seconds for part in timing.parts]
         largest = max((each for each in known if each is not None), default=None)
@@ -241,12 +241,12 @@ class Measurement:
         self._keep_batch(False, stop)
 
     def _keep_batch(self, kept: bool, stop: threading.Event) -> bool:
-        """Make every rank reuse its next batch, or stop reusing it; return False if one can't."""
+        """Start or stop reusing one batch; False if a rank can't."""
         replies = self._group.call(lambda _: KeepBatch(kept), BatchKept, self._timeouts.block, stop)
         return all(cast(BatchKept, reply).able for reply in replies)
 
     def _time_kept(self, step_seconds: float, stop: threading.Event) -> KeptBatch:
-        """Return the step's duration, with its interval, while the batch is reused."""
+        """Return the step's seconds, with their interval, while one batch is reused."""
         seconds = max(CLOSER_SHARE * self._probe.seconds, 2 * step_seconds)
         # a warm-up, because cores and GPUs that have waited for rows are slower at first
         self._time_kept_for(seconds / 2, step_seconds, stop)
@@ -331,7 +331,7 @@ class Measurement:
         return msgspec.structs.replace(timing, parts=parts)
 
     def _find_not_finite(self, ran: Sequence[Ran]) -> tuple[MeasurementDoubt, ...]:
-        """Return a warning about the first loss that was NaN or infinite; empty without one."""
+        """Return a warning about the first NaN or infinite loss, if any."""
         found = [
             (reply.not_finite_step, rank) for rank, reply in enumerate(ran) if reply.not_finite_step
         ]
@@ -351,7 +351,7 @@ class Measurement:
         )
 
     def _make_block(self, ran: Sequence[Ran]) -> Block:
-        """Return the measured block of the whole group, which lasts as long as its slowest rank."""
+        """Combine the ranks' replies into one block; the slowest sets its time."""
         if self._probe.layout.processes > 1:
             return self._make_pack_block(ran)
         ran = self._scale_to_mean_tokens(ran)
@@ -367,7 +367,7 @@ class Measurement:
         )
 
     def _own_seconds(self, ran: Sequence[Ran], wall_seconds: float) -> tuple[float | None, ...]:
-        """Return each rank's compute time (own work) in a block; empty if the times are unknown."""
+        """Return each rank's compute seconds in a block; empty if unknown."""
         if any(reply.waited_seconds is not None for reply in ran):
             return tuple(_subtract_waiting(wall_seconds, reply.waited_seconds) for reply in ran)
         if not self._ranks.own_cores or self._ranks.one_process:
@@ -380,7 +380,7 @@ class Measurement:
         )
 
     def _describe_parts(self, ran: Ran) -> PartSeconds:
-        """Return the parts of a rank's time in a block, such as its wait for input."""
+        """Return the parts of a rank's time, such as waiting for input."""
         idle = None
         if self._ranks.own_cores and len(self._ranks.positions) == 1:
             # idle time: no thread computed, waited for a core or fetched rows
@@ -395,7 +395,7 @@ class Measurement:
         )
 
     def _scale_to_mean_tokens(self, ran: Sequence[Ran]) -> Sequence[Ran]:
-        """Return the replies, with times scaled to the data's mean number of tokens per step."""
+        """Scale the replies' times to the data's mean tokens per step."""
         work = [reply.work for reply in ran if reply.work]
         tokens = sum(each.tokens for each in work)
         layout, steps = self._probe.layout, ran[0].steps
@@ -407,7 +407,7 @@ class Measurement:
         return [_scale_times(reply, factor) for reply in ran]
 
     def _mean_work(self) -> list[Work | None]:
-        """Return each rank's mean number of tokens and passes in a step; empty without lengths."""
+        """Return each rank's mean tokens and passes per step."""
         ranks = zip(*self._work, strict=True)
         return [
             Work(*map(fmean, zip(*map(msgspec.structs.astuple, rank), strict=True)))
@@ -415,10 +415,8 @@ class Measurement:
         ]
 
     def _cpu_share(self, ran: Ran) -> float | None:
-        """Return the fraction of a block's time for which a process had all of its cores.
-
-        Return None if it is unknown, or if the process doesn't have its cores to itself.
-        """
+        """Return the fraction of the time that a process had its cores."""
+        # other processes may use its cores, so the fraction is unknown
         if not self._ranks.own_cores:
             return None
         self._cpu_seconds += ran.cpu_seconds
@@ -455,7 +453,7 @@ class Measurement:
             self._progress.update(rate, relative_half_width(interval))
 
     def _by_position(self, values: Sequence[_T | None]) -> tuple[_T | None, ...]:
-        """Return one value per device, given one per rank; None for a device without a rank."""
+        """Return the ranks' values by device position; None without a rank."""
         by_position = dict(zip(self._ranks.positions, values, strict=False))
         return tuple(
             by_position.get(position) for position in range(len(self._probe.layout.shares))

@@ -56,8 +56,8 @@ class SharedRecipe:
 class BuildChannel:
     """The channel on which a copy of this child may receive fork requests.
 
-    `descriptor` is that of its socket. Each child of the copy calls `run` with three arguments: the
-    copy's pid, the descriptor of the child's own build channel, and the recipe.
+    `descriptor` is the descriptor of its socket. Each child of the copy calls `run` with three
+    arguments: the copy's pid, the descriptor of the child's own build channel, and the recipe.
     """
 
     def __init__(
@@ -92,10 +92,7 @@ class BuildChannel:
             return shared
 
     def _leave_copy(self, shared: SharedRecipe) -> str:
-        """Fork this process, so that later children are forked from the copy.
-
-        Return the error if that fails, and "" if it succeeds.
-        """
+        """Fork a copy that starts later children; return the error, if any."""
         gc.collect()
         try:
             pid = os.fork()

@@ -115,10 +115,7 @@ class SimulatedProber:
         self._closed.set()
 
     def _wait_until(self, virtual: float, stop: threading.Event) -> bool:
-        """Advance the virtual clock to the time `virtual`, and wait for it in real time too.
-
-        Return False if the wait was stopped, or if `virtual` is later than `end_seconds`.
-        """
+        """Advance the virtual clock; False if stopped or past `end_seconds`."""
         # no wait if `pace` is 0
         at = min(virtual, self._end)
         until = time.monotonic() + max(0.0, at - self._clock) * self._pace
@@ -133,10 +130,7 @@ class SimulatedProber:
 
 
 class _SimulatedProbe:
-    """One probe on simulated devices, with its observation and its progress reports.
-
-    `busy` are the positions of all devices that run a probe at the same time.
-    """
+    """One simulated probe, with its observation and progress reports."""
 
     def __init__(
         self, machine: Machine, seed: int, probe: Probe, busy: set[int], start_seconds: float = 0.0
@@ -157,6 +151,7 @@ class _SimulatedProbe:
         self._random = random.Random(
             blake2b(f"{seed}:".encode() + msgspec.json.encode(drawn), digest_size=8).digest()
         )
+        # positions of all devices that run a probe meanwhile
         self._busy = busy
         self.reports: list[tuple[float, ProbeProgress]] = []  # with seconds since the start
         self.seen = self._measure()
@@ -190,7 +185,7 @@ class _SimulatedProbe:
         return self._timed(step, parts, short)
 
     def _usable_bytes(self, position: int) -> int:
-        """Return the bytes of memory that tensors can use on the device at `position`."""
+        """Return the bytes that tensors can use on a device."""
         usable = self._machine.usable_memory_bytes(position)
         shards, layout = self._machine.shards, self._probe.layout
         if shards is None or not layout.state:
@@ -199,7 +194,7 @@ class _SimulatedProbe:
         return round(usable * (1 - shards.fragments))
 
     def _missing(self) -> str:
-        """Return why the simulated machine can't run the layout; "" if it can."""
+        """Return why the machine can't run the layout; "" if it can."""
         layout = self._probe.layout
         if layout.traits.placed and self._machine.placement(layout.placement) is None:
             return f"the simulated machine has no placement {layout.placement!r}"
@@ -210,7 +205,7 @@ class _SimulatedProbe:
         return "a simulated machine has no XLA and no other precision" if layout.knobs else ""
 
     def _simulate_step(self) -> tuple[float, tuple[float | None, ...]]:
-        """Return the seconds of a step without noise, and each device's compute time in it."""
+        """Return a step's seconds without noise, and each device's compute seconds."""
         # the compute time is None for a device without rows
         layout = self._probe.layout
         machine = self._machine
@@ -277,11 +272,7 @@ class _SimulatedProbe:
         )
 
     def _mean_watts(self, step: float, parts: tuple[float | None, ...]) -> tuple[float | None, ...]:
-        """Return each device's mean power in watts.
-
-        `parts` has each device's compute time in a step of `step` seconds. Return an empty tuple if
-        no power is known.
-        """
+        """Return each device's mean power in watts; empty if unknown."""
         layout = self._probe.layout
         found = list[float | None]()
         if layout.traits.placed:  # the busy time of each of its devices isn't specified
@@ -296,11 +287,7 @@ class _SimulatedProbe:
     def _throttle(
         self, step: float, parts: tuple[float | None, ...], elapsed: float
     ) -> tuple[float, tuple[float | None, ...]]:
-        """Return the seconds of a throttled step, and each device's compute time in it.
-
-        `step` and `parts` are the same times at full speed. `elapsed` is in seconds since the start
-        of the probe.
-        """
+        """Return the step's and the devices' seconds with throttling at `elapsed`."""
         at = self._start + elapsed
         speeds = [1 - self._machine.slowed(i, at) for i in range(len(parts))]
         longest = max(filter(None, parts), default=0.0)
@@ -313,16 +300,13 @@ class _SimulatedProbe:
         return step + longest_held - longest, held
 
     def _slowed(self, elapsed: float) -> tuple[float, int]:
-        """Return how much speed the most throttled device loses, and its position.
-
-        The loss is a fraction of its speed. The position is -1 if no device is throttled.
-        """
+        """Return the largest loss of speed, and the throttled device's position."""
         active = self._probe.layout.active
         slowed, position = max((self._machine.slowed(i, self._start + elapsed), -i) for i in active)
         return slowed, -position if slowed else -1
 
     def _find_lost_device(self, elapsed: float) -> Failed | None:
-        """Return the probe's failure if one of its devices is lost by now; None if none is."""
+        """Return a failure if a device of the probe is lost."""
         at = self._start + elapsed
         for i in self._probe.layout.active:
             if self._machine.lost(i, at):
@@ -352,10 +336,8 @@ class _SimulatedProbe:
         )
 
     def _draw(self, noise: float, steps: int) -> float:
-        """Return a random factor for the duration of a block of `steps` steps.
-
-        `noise` is the relative standard deviation of a single step's duration.
-        """
+        """Return a random factor for the duration of `steps` steps."""
+        # `noise`: the relative standard deviation of one step's duration
         return max(0.01, self._random.gauss(1.0, noise / steps**0.5)) if noise else 1.0
 
     def _report_timing(self, elapsed: float, timer: BlockTimer) -> None:

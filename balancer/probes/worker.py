@@ -269,7 +269,7 @@ class Worker:
         )
 
     def _name_takers(self, starved: Starvation) -> str:
-        """Return the programs that took CPU cores that this process needed; "" if none did."""
+        """Return the programs that took cores which this process needed."""
         if starved.part < NAMED_FROM:
             return ""
         if time.perf_counter() - self._use.at_s >= LOOK_SECONDS:
@@ -296,11 +296,7 @@ class Worker:
         )
 
     def _run_steps(self, count: int, workload: Workload, build: protocol.Build) -> float:
-        """Run `count` steps and wait for the devices.
-
-        Return the seconds spent spinning, which slows a CPU slice down to its share of a core's
-        speed.
-        """
+        """Run `count` steps; return the seconds spent spinning to slow down."""
         if build.compute < 1:
             return sum(self._run_slowed_step(workload, build) for _ in range(count))
         for _ in range(count):
@@ -309,7 +305,7 @@ class Worker:
         return 0.0
 
     def _run_slowed_step(self, workload: Workload, build: protocol.Build) -> float:
-        """Run a step, and spin before it to imitate a slower device; return the seconds spun."""
+        """Spin to imitate a slower device, then step; return the spun seconds."""
         # spinning comes first, because the other ranks then wait for this one as for a slow device
         spun = _spin(self._busy_seconds * (1 / build.compute - 1))
         cpu, wall = time.process_time(), time.perf_counter()
@@ -347,10 +343,7 @@ def _encodable(text: str) -> str:
 
 
 def _without_middle(text: str) -> str:
-    """Return an error's text, without the middle if it is long.
-
-    A text of at most `LONGEST_TEXT` characters is returned unchanged.
-    """
+    """Return the text, without its middle if it is too long."""
     if len(text) <= protocol.LONGEST_TEXT:
         return text
     # TensorFlow's errors begin with the place where an operation was made, which may take pages,
@@ -361,8 +354,9 @@ def _without_middle(text: str) -> str:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent exits, and exit now if it already has."""
+    """Make the kernel kill this process when its parent exits."""
     die_with_parent()
+    # the parent may have exited before
     if os.getppid() != parent:
         _exit_now()
 
@@ -387,7 +381,7 @@ def _private_streams() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _read_lines(stream: BinaryIO, idle: Callable[[], None]) -> Iterator[bytes]:
-    """Yield the lines of a stream, and call `idle` once none has arrived for `IDLE_SECONDS`."""
+    """Yield a stream's lines; call `idle` if none comes for `IDLE_SECONDS`."""
     while True:
         if not select.select([stream], [], [], IDLE_SECONDS)[0]:
             idle()
@@ -398,7 +392,7 @@ def _read_lines(stream: BinaryIO, idle: Callable[[], None]) -> Iterator[bytes]:
 
 
 def _spin(seconds: float) -> float:
-    """Keep the core busy for `seconds`, to imitate a slower core; return the actual seconds."""
+    """Keep the core busy for `seconds`; return the actual seconds."""
     started = time.perf_counter()
     while (spent := time.perf_counter() - started) < seconds:
         pass
