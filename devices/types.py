@@ -208,6 +208,12 @@ class ProcessSample(msgspec.Struct, frozen=True, kw_only=True):
     padding_percent: Reading = UNSUPPORTED  # of the computed tokens
     host: str = ""  # in a Ray cluster; empty: this machine
 
+    @property
+    def is_mps_server(self) -> bool:
+        """True for the server of NVIDIA's MPS, to which the driver counts its clients' kernels."""
+        program, *_ = self.command.split(maxsplit=1) or [""]
+        return program.rpartition("/")[2] == "nvidia-cuda-mps-server"
+
 
 class HostSample(msgspec.Struct, frozen=True, kw_only=True):
     """The CPU and memory use of a machine at one tick."""

@@ -196,6 +196,8 @@ def test_input_throttling_and_a_neighbour_are_seen(script: Any) -> None:
     ]
     idle = msgspec.structs.replace(other, sm_percent=value(0))
     assert _kinds(_only(script, make_ranks(**even), processes=(idle,))) == []
+    server = msgspec.structs.replace(other, command="/usr/bin/nvidia-cuda-mps-server -d")
+    assert _kinds(_only(script, make_ranks(**even), processes=(server,))) == []
 
 
 def test_a_silent_rank_says_since_when_and_its_figures_are_old(script: Any) -> None:
