@@ -71,15 +71,12 @@ def _check_limit(device: Device) -> None:
 
 
 def _all_memory(device: Device) -> int | None:
-    """Return a device's total memory in bytes; None if unknown.
-
-    For a CPU slice, the result is the machine's total memory. All slices share this memory, and
-    more of it may be free later.
-    """
+    """Return the device's or machine's memory in bytes; None if unknown."""
     if not device.on_cpu:
         return device.memory_bytes
     if device.host:
         return None
+    # all CPU slices share this memory, and more of it may be free later
     from .cpu import machine_memory_bytes
 
     return machine_memory_bytes()
@@ -132,7 +129,7 @@ def find_others(devices: Sequence[Device]) -> tuple[tuple[str, ...], tuple[str, 
 
 
 def _busy_note(device: Device, seen: Vitals) -> str:
-    """Return a message if other programs are known to compute on a device; otherwise, ""."""
+    """Return a warning if other programs use the device, else ""."""
     if seen.busy_percent is None or seen.busy_percent < BUSY_PERCENT:
         return ""
     pids = _name_pids(seen)
@@ -145,7 +142,7 @@ def _busy_note(device: Device, seen: Vitals) -> str:
 
 
 def _full_note(device: Device, seen: Vitals) -> str:
-    """Return a message if a device has too little free memory; otherwise, ""."""
+    """Return a warning if the device lacks free memory, else ""."""
     total = device.memory_bytes
     if total is None or seen.used_bytes is None:
         return ""
@@ -164,6 +161,6 @@ def _full_note(device: Device, seen: Vitals) -> str:
 
 
 def _name_pids(seen: Vitals) -> str:
-    """Return the first few process IDs on a device as text; "" if none are known."""
+    """List the first process IDs as text; "" if there are none."""
     pids = [str(pid) for pid in seen.processes]
     return ", ".join([*pids[:MOST_NAMED], *(["..."] if len(pids) > MOST_NAMED else [])])

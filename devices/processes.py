@@ -61,7 +61,7 @@ class HostMeter:
 
 
 def _online_cpus(count: int) -> Iterable[int]:
-    """Return the numbers of the `count` CPUs that psutil lists; they may have gaps."""
+    """Return the online CPUs' numbers, which may have gaps."""
     with suppress(OSError, ValueError):
         return parse_cpu_list(ONLINE.read_text())
     return range(count)
@@ -83,7 +83,7 @@ class ProcessReading(msgspec.Struct, frozen=True):
 
 
 class _LastReading(NamedTuple):
-    """The previous reading of a process; CPU use is computed from the difference to it."""
+    """A process's previous reading, to compute its CPU use."""
 
     facts: ProcessReading
     started: bytes  # start in clock ticks since boot, to recognize a reused pid

@@ -94,10 +94,7 @@ def find_here(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
 
 
 def _use_the_cpu(limit: Limit, variables: Mapping[str, str], why: str) -> Discovery:
-    """Return CPU slices with this limit, and a note that says why the CPU is used.
-
-    The note begins with `why`, a sentence about the missing devices.
-    """
+    """Return CPU slices and a note that begins with `why`."""
     found = find_backend("cpu").find((Term("cpu", limit=limit),), variables)
     each = len(found.devices[0].cores)
     named = ", ".join(device.label for device in found.devices)

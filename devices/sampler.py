@@ -156,7 +156,7 @@ class Sampler:
         self._notify(snapshot)
 
     def _watch(self) -> None:
-        """Send the subscriber a stale snapshot at each interval in which a new one is overdue."""
+        """At each interval without a new snapshot, send a stale one."""
         while not self._stop.wait(self.interval_seconds):
             latest = self.latest()
             if latest is not None and latest is not self._last:
@@ -214,7 +214,7 @@ class History:
             column[before] = value  # a second report of the same training
 
     def _forget(self) -> None:
-        """Drop the oldest ticks, and then the metrics that have no value in the remaining ones."""
+        """Drop the oldest ticks, and metrics without any remaining value."""
         del self._times[: -self._most]
         for column in self._columns.values():
             del column[: -self._most]

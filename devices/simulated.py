@@ -97,10 +97,7 @@ def parse_machine(text: bytes, source: str = "machine.toml") -> Machine:
 
 
 def _check_positions(file: MachineFile, source: str) -> None:
-    """Raise RequestError if a device is missing, or if two placements have the same name.
-
-    The machine must have as many devices as each placement needs, and the device of each event.
-    """
+    """Raise RequestError for missing devices or duplicate placement names."""
     devices = len(file.device)
     for i, placement in enumerate(file.placement):
         where = f"{source}: placement {i}"
@@ -188,7 +185,7 @@ def _convert(table: Any, kind: type[Table], where: str) -> Table:
 
 
 def _explain_decoding_error(message: str, table: Any, where: str) -> str:
-    """Return msgspec's error message, preceded by the table, the key and the value at fault."""
+    """Put the table, key and value before msgspec's error message."""
     text, _, path = message.partition(" - at `$")
     seen = table
     for key, position in re.findall(r"\.(\w+)|\[(\d+)\]", path):
@@ -241,10 +238,7 @@ class SimulatedLoad(msgspec.Struct, frozen=True):
 
 
 class _LoadMeter:
-    """Averages a device's load between two readings.
-
-    The average includes work that began and ended between the readings.
-    """
+    """Averages a device's load over all work between two readings."""
 
     def __init__(self, load: SimulatedLoad, now: float) -> None:
         self._load = load
@@ -257,7 +251,7 @@ class _LoadMeter:
         self._load = load
 
     def read(self, now: float) -> SimulatedLoad:
-        """Return the mean load since the last reading, but the highest memory use in that time."""
+        """Return the mean load, with peak memory, since the last reading."""
         self._note(now)
         past = self._past
         self._past = []
@@ -353,7 +347,7 @@ class SimulatedSource:
         """Do nothing, because this source holds nothing open."""
 
     def _make_load(self, position: int, samples_per_second: float, share: int) -> SimulatedLoad:
-        """Return the load of a device that trains at this rate, with `share` samples per step."""
+        """Return the load of a device training with `share` rows per step."""
         physics = self.machine.devices[position]
         busy = 0.0
         if samples_per_second and share:
@@ -369,10 +363,7 @@ class SimulatedSource:
         )
 
     def _sample_device(self, position: int, load: SimulatedLoad, together: bool) -> DeviceSample:
-        """Return a device's sample for this load.
-
-        `together` is True if several devices train.
-        """
+        """Simulate a device's sample; `together` is True if several devices train."""
         device = self._devices[position]
         state = self._states[position]
         interval = self._builder.interval_seconds

@@ -114,7 +114,7 @@ class SnapshotBuilder:
 
 
 def _list_processes_on(device: Device, seen: Sequence[DeviceUse], rates: Rates) -> list[DeviceUse]:
-    """Return a device's processes: those that the driver lists, then others that write reports."""
+    """List the driver's processes, then others that report samples/s."""
     known = {each.pid for each in seen}
     reported = [pid for pid, identity in rates if identity == device.id]
     return [*seen, *(DeviceUse(pid) for pid in reported if pid not in known)]
@@ -240,10 +240,7 @@ def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
 
 
 def _with_device_id(live: LiveDevice, by_index: Mapping[int, Device]) -> LiveDevice:
-    """Return a training run's device, with its id filled in if only its index was reported.
-
-    A device with an index that isn't in `by_index` is returned unchanged.
-    """
+    """Fill in the device's id from its index, if possible."""
     if live.id or live.index not in by_index:
         return live
     return msgspec.structs.replace(live, id=by_index[live.index].id)
@@ -252,13 +249,10 @@ def _with_device_id(live: LiveDevice, by_index: Mapping[int, Device]) -> LiveDev
 def _with_local_ids(
     training: Training, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]
 ) -> Training:
-    """Return a training run's report with this machine's device ids.
-
-    If the report names no device, its samples/s are divided equally among the devices on which the
-    driver reports its process. `pids` has the pids that the driver reports, by device id.
-    """
+    """Fill in this machine's device ids in a training's report."""
     seen = [device for device in devices if training.pid in pids.get(device.id, ())]
     if not training.devices:
+        # the report names no device: divide its samples/s over the driver's devices
         rate = training.samples_per_second / max(1, len(seen))
         parts = [LiveDevice(each.id, each.index, 0, rate) for each in seen]
         return msgspec.structs.replace(training, devices=tuple(parts))
@@ -275,14 +269,10 @@ def _with_local_ids(
 def _number_devices(
     bare: Sequence[int], seen: Sequence[Device], devices: Sequence[Device]
 ) -> dict[int, Device]:
-    """Return devices by the indices that a process's training framework gives them.
-
-    `bare` are these indices, and `seen` the devices on which the driver reports the process. If
-    there are as many devices as indices, they are paired in order. Otherwise, each index is taken
-    to be the driver's.
-    """
+    """Map a framework's device indices to this machine's devices."""
     if len(bare) == len(seen):
         in_order = sorted(seen, key=lambda device: device.index)
         return dict(zip(bare, in_order, strict=True))
+    # otherwise, assume that the framework counts as the driver does
     accelerators = [device for device in devices if find_backend(device.kind).own_memory]
     return {device.index: device for device in accelerators}

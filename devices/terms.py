@@ -129,12 +129,9 @@ def _parse_device(body: str, limit: Limit, before: Term | None) -> Term:
 
 
 def _parse_pick(body: str, limit: Limit, before: Term | None) -> Term:
-    """Parse a device's text without a kind, such as an index.
-
-    The text may also be an id. The kind follows from an id's prefix or else from `before`, the
-    preceding term. Raises RequestError if the text names no device.
-    """
+    """Parse an index, name or id whose kind isn't written."""
     if "-" in body:
+        # an id's prefix names its kind; anything else has the kind of the term before
         for backend in all_backends():
             if body.lower().startswith(backend.id_prefixes):
                 return Term(backend.kind, body, limit, host=before.host if before else None)

@@ -33,7 +33,7 @@ MakeScreen = Callable[[], Screen[None]]
 
 
 def _screen_maker(name: str) -> MakeScreen:
-    """Return a function that imports a screen's module when called, and creates the screen."""
+    """Return a function that imports and creates the named screen."""
     return lambda: getattr(import_module(f"evener.tui.screens.{name}"), f"{name.title()}Screen")()
 
 
@@ -203,7 +203,7 @@ class EvenerApp(BaseApp):
             self.push_screen(WelcomeDialog(), self._open_choice)
 
     def _open_choice(self, key: str | None) -> None:
-        """Open what the user chose in the welcome dialog; nothing if `key` is None."""
+        """Open the screen that the user chose in the welcome dialog."""
         if key == "b":
             self.action_show("balance")
         elif key == "w":
@@ -293,17 +293,15 @@ class EvenerApp(BaseApp):
         yield SystemCommand("Quit", "Leave evener", self.action_leave)
 
     def _handle_exception(self, error: Exception) -> None:
-        """Write the traceback to a file instead of the terminal, and exit.
-
-        `tui.start` prints the file's path after the terminal is restored.
-        """
+        """Exit, and write the traceback to a file, not the terminal."""
+        # `tui.start` prints the file's path after restoring the terminal
         self.crash_log = self.crash_log or write_crash_log(error)
         super()._handle_exception(error)
         self._exit_renderables.clear()
 
 
 def _tune_garbage_collection() -> None:
-    """Enable garbage collection again, with such a high threshold that it rarely runs."""
+    """Enable garbage collection again, but make it rare."""
     # The objects that exist now are never scanned, because that would take 40 ms each time.
     gc.collect()
     gc.freeze()
@@ -360,10 +358,7 @@ def _theme(name: str, *, dark: bool) -> Theme:
 
 
 def _contrast_theme() -> Theme:
-    """Return the theme with the highest contrast: white on black.
-
-    Secondary text and frames are brighter than in the other themes.
-    """
+    """Return a white-on-black theme with bright frames and secondary text."""
     bright = {
         "ev-dim": "#b8c0cc",
         "ev-title": "#d0d7e2",

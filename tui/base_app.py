@@ -163,10 +163,7 @@ def write_crash_log(error: BaseException) -> Path | None:
 
 
 def _write_new(path: Path, text: str) -> None:
-    """Write `text` to a new file that only this user can read.
-
-    Raises FileExistsError if the file exists.
-    """
+    """Create a private file; raise FileExistsError if the path exists."""
     # In a shared directory, an existing file could be another user's symbolic link.
     with open(
         os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w"
@@ -359,13 +356,10 @@ class BaseApp(App[int]):
         state: SessionState,
         devices: tuple[Device, ...] | None = None,
     ) -> None:
-        """Start a session in place of the previous one.
-
-        `state` is the initial state. `make` creates the session, which runs on `devices`; for a
-        replay, `devices` is None.
-        """
+        """End the previous session and start one made by `make`."""
         self.forget_session()
         self._session = SessionThread(make, self.post_message)
+        # a replay has no devices
         self._session_devices = devices or ()
         self.balance = state
         self.replays = devices is None
@@ -434,7 +428,7 @@ class BaseApp(App[int]):
             self._show_end(fault)
 
     def _show_end(self, fault: str) -> None:
-        """Show the error `fault` or, if it is "", a message that the search has ended."""
+        """Show the error, or the verdict if there is no error."""
         if fault:
             self.show_message(fault, severity="error")
         elif self.balance.finished is not None:
@@ -442,10 +436,7 @@ class BaseApp(App[int]):
             self.show_message(f"The search ended. {answer}")
 
     def _publish_loads(self) -> None:
-        """Tell the sampler each device's samples/s and rows per pass in the running probes.
-
-        The samples/s are None until they are known.
-        """
+        """Pass each probed device's samples/s and rows to the sampler."""
         loads: dict[str, tuple[float | None, int]] = {}
         for running in self.balance.running:
             trains = running.phase in ("warming up", "measuring")

@@ -97,10 +97,7 @@ class HostActor:
 
 
 def _end_with_parent() -> None:
-    """Wait for the end of this process's raylet, and then exit.
-
-    The raylet is Ray's process that started this one.
-    """
+    """Exit once the Ray process that started this one ends."""
     parent = os.getppid()
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_SECONDS)
@@ -338,7 +335,7 @@ def ask_each(
 
 
 def _finish(agent: Agent, call: Any) -> Any:
-    """Return the result of a call; the host's name is put before a RequestError's message."""
+    """Wait for a call's result; errors name the host."""
     try:
         return agent.finish(call)
     except RequestError as fault:
@@ -379,10 +376,7 @@ def start_actor(node: Node, gpus: int) -> Any:
 
 
 def _explain_failure(error: Exception) -> str:
-    """Return why a host can't be called, as a clause.
-
-    The clause follows the host's name in a message, as in "has left the cluster".
-    """
+    """Return why the host can't be called, to follow its name."""
     missing = [line.strip() for line in str(error).splitlines() if _MISSING.search(line)]
     if missing:
         return f"can't run evener: {missing[-1].rstrip('.')}"

@@ -104,10 +104,7 @@ def check_head() -> None:
 
 
 def _join(address: str) -> None:
-    """Connect to the cluster in a separate thread.
-
-    Raises DeviceError if this fails or takes longer than `CONNECT_SECONDS`.
-    """
+    """Connect to the cluster within `CONNECT_SECONDS`, or raise DeviceError."""
     import ray
     from ray._private import worker
 
@@ -153,10 +150,7 @@ def _explain(address: str, error: Exception) -> DeviceError:
 
 
 def _check_listener(address: str) -> None:
-    """Raise DeviceError unless a gRPC server, such as Ray's, listens at the address.
-
-    Raises RequestError if `address` isn't HOST:PORT.
-    """
+    """Raise DeviceError unless a gRPC server listens at HOST:PORT."""
     host, colon, port = address.rpartition(":")
     if (
         "://" in address

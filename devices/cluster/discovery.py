@@ -70,10 +70,7 @@ def discover_cluster(terms: Sequence[Term], address: str = "", reserve: bool = T
 
 
 def _hold_cpus(agents: Sequence[Agent], devices: Sequence[Device]) -> tuple[str, ...]:
-    """Reserve the CPUs of all CPU slices among the devices.
-
-    Return a note on each host where other jobs hold some of these CPUs.
-    """
+    """Reserve CPUs on each host, and return notes about missing ones."""
     notes = []
     for agent in agents:
         slices = [device for device in devices if device.on_cpu]
@@ -149,12 +146,9 @@ def name_gpus(gpu_ids: Sequence[str]) -> tuple[str, ...]:
 def _list_accelerators(
     kind: str, held: Sequence[str] | None
 ) -> tuple[Devices, Devices, dict[str, str]]:
-    """Return this host's devices of a kind, the usable ones, and variables that hide the others.
-
-    `held` has Ray's names of the usable devices; None if all are usable. All results are empty if
-    this host has no devices of the kind.
-    """
+    """Return this host's devices, usable devices, and variables that hide others."""
     # "auto" stands for the first kind of accelerator found on this host
+    # `held` are Ray's names of the usable devices; None if all are usable
     for backend in all_backends():
         if backend.visible_variable and kind in ("auto", backend.kind):
             with suppress(DeviceError):
@@ -165,11 +159,7 @@ def _list_accelerators(
 
 
 def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Discovery:
-    """Return the requested devices of all hosts, with notes.
-
-    `answers` holds the hosts' answers. Raises DeviceError if no host has a usable device, or if a
-    named device isn't usable.
-    """
+    """Join all hosts' devices; raise DeviceError if requested ones are missing."""
     kind = _choose_kind(answers.values())
     devices: list[Device] = []
     notes: list[str] = []
@@ -202,7 +192,7 @@ def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Disco
 
 
 def _join_notes(found: Mapping[str, Discovery]) -> list[str]:
-    """Return the hosts' notes without duplicates, each preceded by the hosts that gave it."""
+    """List each note once, after the names of its hosts."""
     hosts_by_note: dict[str, list[str]] = {}
     for host, discovery in found.items():
         for note in discovery.notes:
@@ -211,20 +201,17 @@ def _join_notes(found: Mapping[str, Discovery]) -> list[str]:
 
 
 def _choose_kind(answers: Iterable[HostDevices]) -> str:
-    """Return the kind of devices for all hosts: accelerators if any host has them, else "cpu"."""
+    """Prefer accelerators: return "cpu" only if no host has any."""
     kinds = {device.kind for answer in answers for device in answer.found.devices}
     return next((kind for kind in BACKENDS if kind in kinds), "cpu")
 
 
 def _check_named(agent: Agent, terms: Sequence[Term], own: int, answer: HostDevices) -> None:
-    """Raise DeviceError if a host named in the request has too few usable devices.
-
-    It needs one for each device that the request picks there by index or id, and at least one.
-    `own` is the number of its usable devices.
-    """
+    """Raise DeviceError if a requested host has too few usable devices."""
     named = [term for term in terms if term.host in (agent.node.host, agent.node.name)]
     if not named:
         return
+    # one for each device picked by index or id, and at least one
     picked = sum(bool(term.pick) for term in named)
     if own >= max(1, picked):
         return
@@ -374,7 +361,7 @@ class ClusterSource:
         )
 
     def _ask_hosts(self) -> tuple[dict[str, Snapshot], dict[str, str]]:
-        """Return the snapshots of the hosts that answer, and the other hosts' errors, by host."""
+        """Return snapshots by host, and error messages of unreachable hosts."""
         calls = {host: kept.begin("sample") for host, kept in self._hosts.items()}
         found: dict[str, Snapshot] = {}
         lost: dict[str, str] = {}
@@ -435,11 +422,7 @@ def _place(live: LiveDevice, host: str) -> LiveDevice:
 
 
 def _add_hosts(hosts: Sequence[HostSample]) -> HostSample:
-    """Return one sample for all hosts together.
-
-    Cores, load averages and memory are sums. The CPU use in percent is the mean, weighted by the
-    hosts' numbers of cores.
-    """
+    """Return one sample for all hosts: sums, and mean CPU use."""
     cores = sum(host.cores for host in hosts)
     return HostSample(
         cpu_percent=sum(host.cpu_percent * host.cores for host in hosts) / max(1, cores),

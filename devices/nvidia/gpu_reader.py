@@ -209,7 +209,7 @@ class GpuReader:
         )
 
     def _clock_fraction(self, now: float) -> float | None:
-        """Return the current clock as a fraction of the highest; None if either is unknown."""
+        """Return current clock / highest clock, or None if unknown."""
         clock = self._note_clock(self._metrics["clock"].read_one(now))
         highest = self._metrics["clock_max"].read_one(now).current
         if clock is None or not highest:
@@ -221,20 +221,17 @@ class GpuReader:
         return min(1.0, clock / highest)
 
     def _note_clock(self, read: Reading) -> float | None:
-        """Return the clock in MHz, or None if it isn't current; remember the highest so far."""
+        """Update the highest clock seen, and return this one in MHz."""
         clock = read.current
         if clock is not None:
             self._reached_mhz = max(self._reached_mhz, clock)
         return clock
 
     def _used_joules(self, now: float, counted: Reading) -> float | None:
-        """Return the joules that the GPU has used since a fixed time; None if unknown at present.
-
-        `counted` is the reading of the driver's counter, in millijoules. For a chip without a
-        counter, the power is integrated over the calls of this method.
-        """
+        """Return joules used since a fixed time; None if unknown."""
         if counted.state is not State.UNSUPPORTED:
             return None if counted.current is None else counted.current / 1000
+        # a chip without a counter: integrate the power over the calls of this method
         watts = self._metrics["power"].read_one(now).current
         if watts is None:
             return None
@@ -247,12 +244,8 @@ class GpuReader:
     def _slowed(
         self, now: float, found: Mapping[int, Reading]
     ) -> tuple[float | None, float | None]:
-        """Return the seconds throttled by heat or a power brake, and those at the power cap.
-
-        Both are totals since some fixed time; None if unknown. `found` has the readings of the
-        driver's counters, in nanoseconds, by field. For a chip without counters, the seconds are
-        estimated.
-        """
+        """Return seconds throttled by heat or brake, and by power cap."""
+        # the driver counts nanoseconds since a fixed time
         counts = {
             field: reading.current / 1e9
             for field, reading in found.items()
@@ -266,11 +259,7 @@ class GpuReader:
         return self._estimate_slowed(now)
 
     def _estimate_slowed(self, now: float) -> tuple[float | None, float | None]:
-        """Estimate the seconds throttled by heat or a power brake, and those at the power cap.
-
-        Both are totals since the reader was created; None if unknown. The estimate uses the reasons
-        for throttling that the driver gives at each call.
-        """
+        """Estimate seconds throttled by heat or brake, and by power cap."""
         reasons = self._metrics["reasons"].read_one(now).current
         if reasons is None:
             return None, None
@@ -284,7 +273,7 @@ class GpuReader:
         return self._held, self._capped
 
     def _read_full(self, now: float) -> Vitals:
-        """Return the memory in use and the load, each in total and by process."""
+        """Read the GPU's memory and load, in total and by process."""
         used, percent = (
             self._metrics[name].read_one(now).current for name in ("memory_used", "utilization")
         )
@@ -353,7 +342,7 @@ class GpuReader:
         return used
 
     def _current(self, field: Reading, fallback: str, now: float) -> Reading:
-        """Return `field` if it has a current value; otherwise, read the metric `fallback`."""
+        """Return `field`, or read `fallback` if `field` has no current value."""
         return (
             field
             if field.current is not None
@@ -372,11 +361,7 @@ class GpuReader:
         return Reading(joules.state, joules.value - self.first_joules, joules.age_seconds)
 
     def _read_throttling(self, now: float) -> tuple[Reading, tuple[str, ...]]:
-        """Return the percentage of time throttled since the previous reading, and the reasons.
-
-        If there are several reasons, the percentage is that of the longest-lasting one, which comes
-        first.
-        """
+        """Return the percentage of throttled time, and reasons, longest first."""
         fields = self._throttle_fields.read(now)
         rates = {field: self._counters[field].rate(fields[field], now) for field in THROTTLING}
         shares = {
@@ -388,6 +373,7 @@ class GpuReader:
             named = [field for field, share in shares.items() if share >= LEAST_NAMED_PERCENT]
             named.sort(key=lambda field: -shares[field])
             age = max(rate.age_seconds for rate in rates.values())
+            # the percentage is the longest-lasting reason's
             return value(max(shares.values()), age), tuple(THROTTLING[field] for field in named)
         rate = first_value(*rates.values())
         if rate.value is not None or rate.state is State.DENIED:
@@ -398,13 +384,7 @@ class GpuReader:
     def _estimate_throttling(
         self, rate: Reading, reasons: tuple[str, ...] | None
     ) -> tuple[Reading, tuple[str, ...]]:
-        """Return the estimated percentage of throttled time, and the current reasons.
-
-        `reasons` are those at this call. With reasons at both this and the previous call, the
-        result is 100 %. With reasons at one of them, it is 50 %. `rate` is the reading of the
-        driver's counters. It is returned unchanged if the reasons are unknown, or if the GPU has
-        these counters (`rate` isn't UNSUPPORTED).
-        """
+        """Estimate throttled time from two readings: 0, 50 or 100 %."""
         # a chip with counters isn't estimated, even if they have no value yet
         if rate.state is not State.UNSUPPORTED or reasons is None:
             return rate, reasons or ()
@@ -421,7 +401,7 @@ class GpuReader:
         return tuple(words for bit, words in EVENT_REASONS.items() if mask & bit)
 
     def _read_traffic(self, activity: Mapping[int, Reading], now: float) -> dict[str, Any]:
-        """Return the bytes per second over PCIe and NVLink, by field of the sample."""
+        """Return PCIe and NVLink traffic in bytes/s, by sample field."""
         found = {name: activity[metric].scaled(MIB) for name, metric, _ in _TRAFFIC.values()}
         if all(reading.current is not None for reading in found.values()):
             return found
@@ -499,7 +479,7 @@ class GpuProcesses:
         return self._seen
 
     def _list(self, kind: str, call: Callable[[Handle], Sequence[Any]]) -> None:
-        """Read and store the memory of each process of one kind, "compute" or "graphics"."""
+        """Store the GPU memory of all "compute" or "graphics" processes."""
         try:
             self._memory[kind] = {int(each.pid): each.usedGpuMemory for each in call(self._handle)}
         except self._nvml.NVMLError as error:
@@ -507,11 +487,7 @@ class GpuProcesses:
             raise_if_gone(error_code(error))
 
     def _ask_use(self) -> tuple[dict[int, float], Reading]:
-        """Return the percentage of multiprocessor time of each busy process, by pid.
-
-        The second result is the reading for every other process: 0 %, or a reading without a value
-        that says why.
-        """
+        """Return multiprocessor percentages by pid, and the reading for other processes."""
         try:
             samples: Sequence[Any] = self._nvml.nvmlDeviceGetProcessUtilization(
                 self._handle, self.since

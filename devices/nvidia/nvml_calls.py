@@ -143,10 +143,7 @@ class Batch:
         return dict.fromkeys(due, (code, 0.0))
 
     def _ask(self, due: Sequence[int], now: float) -> Mapping[int, Outcome]:
-        """Call NVML for the metrics with the ids in `due`, and return the outcomes by id.
-
-        A metric that has no new value yet is left out.
-        """
+        """Call NVML for these metric ids; omit metrics without new values."""
         raise NotImplementedError
 
 
@@ -308,10 +305,7 @@ class Activity(Batch):
         return {slot.metricId: _outcome(slot) for slot in self._request.metrics[: len(METRICS)]}
 
     def _set_up(self) -> None:
-        """Allocate the two samples and the request for the metrics.
-
-        Raises NVMLError if the device doesn't support GPM.
-        """
+        """Allocate the samples; raise NVMLError if GPM isn't supported."""
         nvml = self._nvml
         if not nvml.nvmlGpmQueryDeviceSupport(self._handle).isSupportedDevice:
             raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)

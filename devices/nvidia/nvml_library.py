@@ -220,7 +220,7 @@ def describe(nvml: Library, handle: Handle, index: int) -> Device:
 
 
 def _has_bfloat16(nvml: Library, handle: Handle) -> bool | None:
-    """True if the GPU has hardware for bfloat16; None if the driver doesn't report this."""
+    """True if the GPU computes in bfloat16; None if unknown."""
     with suppress(nvml.NVMLError):
         major, _ = nvml.nvmlDeviceGetCudaComputeCapability(handle)
         # 8.0 (Ampere) or higher: CUDA C++ programming guide, arithmetic instructions

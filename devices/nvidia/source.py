@@ -47,7 +47,7 @@ SILENT_WORDS = (
 
 
 class _Slot:
-    """One GPU of the source, with its reader or a note on why the GPU doesn't answer."""
+    """A GPU with its reader, or a note why it doesn't answer."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -116,10 +116,7 @@ class NvmlSource:
         self._events = None
 
     def _open(self, now: float) -> None:
-        """Initialize NVML, and create a reader for each GPU that answers.
-
-        Raises DeviceError if the driver doesn't answer.
-        """
+        """Open NVML and all GPUs; raise DeviceError if NVML fails."""
         nvml = self._nvml
         try:
             nvml.nvmlInit()
@@ -136,10 +133,8 @@ class NvmlSource:
                 self._attach(gpu)
 
     def _watch_events(self) -> None:
-        """Start the thread that watches for events, from the third sample on.
-
-        A program that takes only one sample then doesn't have to wait for the thread when it ends.
-        """
+        """Start the thread that watches for errors, from the third sample on."""
+        # a program that takes one sample then doesn't wait for the thread when it ends
         self._looks += 1
         if self._is_open and self._events is None and self._looks > 2:
             self._events = EventWatch(
@@ -157,7 +152,7 @@ class NvmlSource:
         slot.note = ""
 
     def _reopen_if_lost(self, now: float) -> None:
-        """Reopen the driver if it was lost, or if a GPU was lost `REOPEN_FOR_LOST_SECONDS` ago."""
+        """Reopen the driver after losing it or one of its GPUs."""
         lost = [slot for slot in self._slots.values() if slot.reader is None]
         # a GPU that was reset is listed again only after the driver has been reopened
         if self._is_open and lost and now >= self._reopen_at:

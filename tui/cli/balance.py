@@ -103,11 +103,7 @@ def balance(
 def _read_budget(
     request: Request, budget: str | None, resume: str | None
 ) -> tuple[Request, float | None]:
-    """Return the request with its budget.
-
-    The second result is the seconds by which a resumed run is extended, as by `--budget +5m`; None
-    otherwise. Raises RequestError for `+5m` without `--resume`.
-    """
+    """Return the request with its budget, and seconds to add when resuming."""
     if budget is None:
         return request, None
     if budget.startswith("+") and resume is None:
@@ -136,7 +132,7 @@ def _run_dry(job: Job, as_json: bool) -> int:
 
 
 def _phase_printer() -> Callable[[ProbeProgress], None]:
-    """Return a progress callback that prints the name of each phase when the phase begins."""
+    """Return a callback that prints the name of each new phase."""
     phases = set[str]()
 
     def report(progress: ProbeProgress) -> None:
@@ -210,11 +206,8 @@ def compare(
 
 
 def _resume_comparison(request: Request, resume: str, others: str | None) -> OpenRun:
-    """Open the run `resume` to continue its comparison.
-
-    `others` is the value of an option that chooses layouts, or None. Raises RequestError if it is
-    given, because a run's layouts can't be changed, or if the run isn't a comparison.
-    """
+    """Open a comparison to resume; raise RequestError if `others` is given."""
+    # `others` is an option that chooses layouts, which can't change any more
     if others:
         raise RequestError(
             "A comparison goes on with the layouts that it began with.",

@@ -143,11 +143,7 @@ def launch(
 
 
 def _train(job: HostJob, guard: GuardedTraining, name: str, starts: str, max_restarts: int) -> int:
-    """Run all training processes of this host, and return the exit code.
-
-    `name` and `starts` are printed when the processes start. If a process is lost, for example
-    killed, all are restarted, but at most `max_restarts` times.
-    """
+    """Train on this host, restarting lost processes, and return the exit code."""
     from evener.launch.processes import named_output
     from evener.launch.restarts import run_job
 
@@ -176,14 +172,7 @@ def _print_summary(
     as_json: bool,
     notes: Sequence[RankNote] = (),
 ) -> None:
-    """Print a training's summary, and save it with the training's run.
-
-    - `before`: the CPU use of all processes when the training began, to find competitors for cores.
-    - `code`: the training's exit code.
-    - `notes`: reports of the ranks of `evener run`, to compare the first shares with the last.
-
-    Nothing is printed or saved if no process reported its steps.
-    """
+    """Print and save a training's summary, if any process reported steps."""
     end: End = "failed" if code else "finished"
     if code > SIGNALLED:
         end = "interrupted"
@@ -194,7 +183,9 @@ def _print_summary(
     processes = max((record.world for record in records), default=0)
     if job.executable and processes < len(job.plan.layout.active):
         planned = 0.0  # the program has trained on fewer devices than the plan is for
+    # `before` is the CPU use when the training began
     competitors = name_competitors(before, read_process_use(), os.getpid(), 0.0)
+    # `notes` come from `evener run`, whose shares change while it trains
     first = compare_shares(notes)
     summary = summarize_training(records, guard.run, end, labels, planned, competitors, first)
     if summary is None:
@@ -212,7 +203,7 @@ def _name(job: HostJob) -> str:
 
 
 def _list_shares(job: HostJob) -> str:
-    """Return this host's shares as text, such as "5 rows on CPU:0, 2 × 410 rows on GPU:1"."""
+    """Return this host's shares, like "5 rows on CPU:0"."""
     # For a device without rows, the text says how much of a sharded model's state the device holds.
     listed = []
     for share, device in zip(job.own, chain.from_iterable(job.processes), strict=True):
@@ -318,14 +309,14 @@ def run(
 
 
 def _write_start(job: HostJob) -> str:
-    """Return as text on which devices a program starts, as in "starts on GPU:0, GPU:1"."""
+    """Return text like "starts on GPU:0, GPU:1"."""
     labels = ", ".join(device.label for device in chain.from_iterable(job.processes))
     alone = "" if len(job.processes) > 1 else ", one device, so it has no shares to balance"
     return f"starts on {labels}{alone}"
 
 
 def _check_several(plan: Plan) -> None:
-    """Raise RequestError if the plan has only one device, because `--noise` needs several."""
+    """Raise RequestError for `--noise` if only one device trains."""
     # The noise scale is computed from differences between the gradients of several devices.
     if len(plan.layout.active) == 1:
         raise RequestError(

@@ -78,7 +78,7 @@ def _as_json(device: Device) -> dict[str, Any]:
 
 
 def _check(devices: str, address: str) -> tuple[tuple[Check, ...], str]:
-    """Return the checks of this machine or cluster, and the names of its usable devices as text."""
+    """Check this machine or cluster, and name its usable devices."""
     if parse_request(devices)[0].host is None:
         found = discover(devices)  # unavailable devices raise an error of their own
         return check_machine(), _name_devices(found.devices)
@@ -86,11 +86,7 @@ def _check(devices: str, address: str) -> tuple[tuple[Check, ...], str]:
 
 
 def _check_links(devices: str) -> tuple[tuple[Check, ...], tuple[LinkMeasurement, ...]]:
-    """Return the checks and the measurements of the links between devices.
-
-    A link that couldn't be measured is printed immediately. Raises RequestError for the devices of
-    a cluster, and for simulated devices, which have no links.
-    """
+    """Measure and check the links between this machine's devices."""
     if parse_request(devices)[0].host is not None:
         raise RequestError(
             "--links measures the devices of one machine.",
@@ -108,17 +104,14 @@ def _check_links(devices: str) -> tuple[tuple[Check, ...], tuple[LinkMeasurement
 
 
 def _name_devices(devices: Sequence[Device]) -> str:
-    """Return the devices' labels as text, shortened if there are many: "GPU:1 and 6 more"."""
+    """Join the devices' labels, shortened like "GPU:1 and 6 more"."""
     labels = [device.label for device in devices[:MOST_NAMED]]
     more = len(devices) - len(labels)
     return ", ".join(labels) + (f" and {more} more" if more else "")
 
 
 def _conclude(checks: Sequence[Check], devices: str) -> str:
-    """Return one line that says whether `evener balance` can run and, if not, why.
-
-    `devices` names the usable devices.
-    """
+    """Say in one line whether `evener balance` can run."""
     broken = [check.name for check in checks if check.level == "problem"]
     if broken and set(broken) == FRAMEWORKS:
         return (

@@ -41,7 +41,7 @@ _MODULES = {  # the module of each command, in the order of --help
 
 
 class _Commands(TyperGroup):
-    """The group of all commands; it imports a command's module when the command is looked up."""
+    """All commands; each one's module is imported when it's needed."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -49,7 +49,7 @@ class _Commands(TyperGroup):
         self.commands = {**dict.fromkeys(_MODULES), **self.commands}  # type: ignore[dict-item]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command `cmd_name`, after importing its module; None if there is none."""
+        """Import the command's module and return it; None if unknown."""
         if cmd_name not in _MODULES:
             return super().get_command(ctx, cmd_name)
         module = import_module(f"evener.tui.cli.{_MODULES[cmd_name]}")
@@ -120,10 +120,8 @@ def start(
 
 
 def _refuse_misplaced(context: typer.Context, command: str) -> None:
-    """Raise RequestError if an option of the app precedes a command, as in `evener --ascii runs`.
-
-    The command would silently ignore that option.
-    """
+    """Raise RequestError if an app option precedes a command."""
+    # the command would silently ignore it
     for option in context.command.params:
         source = context.get_parameter_source(option.name or "")
         if source is not None and source.name == "COMMANDLINE":

@@ -111,14 +111,7 @@ def monitor(
 
 
 def _metrics_server(address: str | None, public: bool, once: bool) -> Serving:
-    """Return a function that starts the metrics server if one was requested.
-
-    The function takes a callable that returns the latest snapshot. It returns a context in which
-    the server runs. Without `--metrics`, the context does nothing.
-
-    The parameters are the values of `--metrics`, `--metrics-public` and `--once`. Raises
-    RequestError if they contradict each other or the address is invalid.
-    """
+    """Return a function that opens the metrics server, if requested."""
     if address is None:
         if public:
             raise RequestError(
@@ -154,11 +147,7 @@ def _open(devices: str, only_visible: bool, ray_address: str) -> Source:
 
 
 def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapshot]:
-    """Yield a single snapshot or, if `loops`, a snapshot every `pause` seconds.
-
-    Raises DeviceError if the devices can't be read at first. If a later reading fails, it also
-    raises DeviceError without `loops`; otherwise it repeats the last snapshot, marked as stale.
-    """
+    """Yield one snapshot, or one every `pause` seconds if `loops`."""
     # The devices are read once before the first snapshot, so that every snapshot has rates.
     from evener.devices.sampler import stale
 
@@ -172,6 +161,7 @@ def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapsho
         except OSError as error:
             if not loops:
                 raise _unreadable(error) from None
+            # the last snapshot again, marked as stale
             reading = stale(last, time.monotonic() - read_at, error.strerror or str(error))
         yield reading
         if not loops:
@@ -181,11 +171,7 @@ def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapsho
 
 
 def _read_first(source: Source) -> Snapshot:
-    """Take a snapshot, wait a moment, and return the snapshot.
-
-    The wait lets the next snapshot contain rates, such as PCIe bytes/s, which are computed from two
-    readings. Raises DeviceError if the devices can't be read.
-    """
+    """Sample once, and wait until the next sample can have rates."""
     try:
         first = source.sample()
     except OSError as error:
@@ -246,7 +232,7 @@ def snapshot_text(snapshot: Snapshot, width: int, *, colour: bool) -> str:
 
 
 def _link_lines(snapshot: Snapshot, width: int) -> Iterator[Line]:
-    """Yield a line for each link between the devices that was measured earlier."""
+    """Yield a line for each measured link between the devices."""
     for link in _list_links(snapshot):
         yield Line((Span(cut(f" link {plain(link.describe())}", width), "dim"),))
 
@@ -273,7 +259,7 @@ def snapshot_document(snapshot: Snapshot) -> dict[str, object]:
 
 
 def _notes(snapshot: Snapshot) -> Iterator[str]:
-    """Yield the host's name and driver, if the driver is known, then the notes on the machine."""
+    """Yield the host with its driver, then notes about the machine."""
     if snapshot.driver:
         maker = name_maker(sample.device for sample in snapshot.devices)
         yield f"{plain(snapshot.host.hostname)}, {maker} driver {plain(snapshot.driver)}"
@@ -291,7 +277,7 @@ def _join(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
 
 
 def _training_parts(snapshot: Snapshot, width: int) -> Iterator[Line]:
-    """Yield the table of trainings, then each training's ranks and what slows it down."""
+    """Yield a table of trainings, then details of each one."""
     # A training with a single process and no id is only listed in the table, which already shows
     # all of its values.
     rows = _join(snapshot)
@@ -373,7 +359,7 @@ def demo(
 
 
 def _print_demo(ascii_only: bool) -> None:
-    """Print the demo as text: the search with its result, then the training at a few moments."""
+    """Print the demo as text: a search, then a training."""
     from evener.balancer.request import Request
     from evener.balancer.run import open_run
     from evener.balancer.session import Session

@@ -93,7 +93,7 @@ RunName = Annotated[
 
 
 def _group_of(name: str) -> Callable[..., Any]:
-    """Return the function that makes options in the `--help` group of the request field `name`."""
+    """Return the constructor for options in this field's `--help` group."""
     if name in TRAINING:
         return WHAT
     return BATCH if name in BATCHES else LENGTH
@@ -134,6 +134,6 @@ def takes_request(*names: str) -> Callable[[Callable[..., int]], Callable[..., N
 
 
 def _help_order(parameter: inspect.Parameter) -> tuple[int, bool]:
-    """Return the sort key of an option in `--help`: its group, then whether it is rarely used."""
+    """Sort options in `--help` by group, with rare ones last."""
     (option,) = parameter.annotation.__metadata__
     return GROUPS.index(option.rich_help_panel), parameter.name in ("seed", "pace")

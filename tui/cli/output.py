@@ -41,18 +41,16 @@ class OutputError(RequestError):
 
 
 class _GuardedFile(io.FileIO):
-    """A file that ignores all writes after the first write that fails.
-
-    If `raises`, the first failed write raises ReaderGoneError or OutputError.
-    """
+    """A file that ignores later writes once one fails."""
 
     def __init__(self, descriptor: int, raises: bool) -> None:
+        # if `raises`, the first failed write raises ReaderGoneError or OutputError
         super().__init__(descriptor, "w", closefd=False)
         self._raises = raises
         self._is_terminal = os.isatty(descriptor)  # unknown after a hang-up
 
     def write(self, data: object) -> int:
-        """Write `data` and return its number of bytes, which is the same if the bytes were lost."""
+        """Write and return the size, even if the bytes were lost."""
         size = memoryview(data).nbytes  # type: ignore[arg-type]  # a buffer, as everywhere in io
         try:
             return super().write(data) or 0  # type: ignore[arg-type]
@@ -105,11 +103,9 @@ def guard_streams() -> None:
 
 
 def _similar(error: UnicodeError) -> tuple[str, int]:
-    """Return similar ASCII characters for those that the stream's encoding lacks.
-
-    This is an error handler for `codecs`, so it also returns the index at which to continue.
-    """
+    """Replace characters that the stream can't encode with similar ASCII."""
     assert isinstance(error, UnicodeEncodeError)
+    # `codecs` also expects the index at which to continue
     return to_ascii(error.object[error.start : error.end].replace("±", "+-")), error.end
 
 

@@ -98,11 +98,7 @@ def probe(
 
 
 def _parse_length(seconds: str | None, steps: int | None) -> ProbeLength:
-    """Return a run's length from `--seconds` and `--steps`.
-
-    Without either, return the default. Raises RequestError if both are given or the time is out of
-    range.
-    """
+    """Return the length by `--seconds` or `--steps`, or raise RequestError."""
     if steps is not None:
         if seconds is not None:
             raise RequestError(
@@ -120,14 +116,9 @@ def _parse_length(seconds: str | None, steps: int | None) -> ProbeLength:
 
 
 def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, ...] | None]:
-    """Return a value for `--devices`, and the chosen devices' indices.
-
-    The indices count the devices that the value selects. `spec` is the value of `--devices`, and
-    `gpus` that of `--gpus`. If `spec` is "auto", the returned value selects only the chosen
-    devices; otherwise it is `spec`. Without `--gpus`, the indices are None: the first devices are
-    used.
-    """
+    """Return a value for `--devices`, and indices among those devices."""
     if gpus is None:
+        # the first devices will be used
         return spec, None
     numbers = [gpu for gpu in gpus if re.fullmatch("[0-9]{1,6}", gpu)]
     if len(set(numbers)) != len(gpus):
@@ -138,6 +129,7 @@ def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, 
         return spec, tuple(int(gpu) for gpu in gpus)
     from evener.devices.discover import discover
 
+    # select only these devices
     kind = discover(spec).devices[0].kind
     return f"{kind}:{','.join(gpus)}", tuple(range(len(gpus)))
 
@@ -151,10 +143,7 @@ def _announce(resolved: Job, repeat: int, length: ProbeLength) -> None:
 def _print_run(
     run: ProbeRepeat, number: int, repeat: int, devices: Sequence[Device], length: ProbeLength
 ) -> None:
-    """Print a run's result and the doubts about it to standard error.
-
-    `number` counts the runs from 1, and `repeat` is the number of all runs.
-    """
+    """Print a run's result and warnings; runs count from 1."""
     interval = run.this_run
     error = half_width(interval.value, interval.low, interval.high)
     print_notice(f"run {number} of {repeat}: {rate(interval.value)} samples/s ± {error}")
@@ -164,14 +153,14 @@ def _print_run(
 def _write_doubts(
     doubts: Sequence[MeasurementDoubt], devices: Sequence[Device], length: ProbeLength
 ) -> list[str]:
-    """Return the doubts about a run as text, which names the option that makes a run longer."""
+    """Describe doubts about a run, naming the option for longer runs."""
     on_gpus = any(not device.on_cpu for device in devices)
     longer = "more --steps" if length.steps else "a longer --seconds"
     return [write_doubt(one, on_gpus, longer) for one in describe_doubts(doubts, devices)]
 
 
 def _make_table(runs: Sequence[ProbeRepeat], layout: Layout, labels: Sequence[str]) -> Table:
-    """Return the table of all runs, with columns for energy if any run measured power."""
+    """Make a table of runs, with energy if any measured power."""
     note = "±: half of the 95 % interval."
     if len(layout.active) > 1:
         how = (
@@ -226,10 +215,7 @@ def _table_rows(
 def _measurement_cells(
     speed: float | None, error: str, memory: int | None, power: Power | None, energy: bool
 ) -> tuple[str, ...]:
-    """Return the cells for samples/s, its error, and the peak memory.
-
-    If `energy`, also return cells for samples per joule and watts. An unknown value (None) is "-".
-    """
+    """Return cells for samples/s, error, memory and, if asked, energy."""
     shown = "-" if speed is None else rate(speed)
     held = "-" if memory is None else size(memory)
     if not energy:

@@ -119,10 +119,7 @@ def list_runs(
 
 
 def _parse_states(text: str | None) -> list[State] | None:
-    """Parse a list of states such as `failed,stopped`.
-
-    Return None for None. Raises RequestError for an unknown state.
-    """
+    """Parse states like `failed,stopped`; raise RequestError for an unknown one."""
     words = parse_words(text)
     for word in words or ():
         if word not in get_args(State):
@@ -148,10 +145,7 @@ def _print_table(listed: Sequence[RunSummary]) -> None:
 
 
 def _write_shortfall(summary: RunSummary) -> str:
-    """Return how much slower the last training was than the plan predicted, and why.
-
-    The text is "" if the training wasn't slower, or if no training has used the plan.
-    """
+    """Say how much slower a training was than planned, else ""."""
     trained = summary.trained
     if trained is None or not trained.falls_short:
         return ""
@@ -191,7 +185,7 @@ def _list_devices(summary: RunSummary) -> str:
 
 
 def _write_trained(trained: Trained) -> str:
-    """Return as text the last training's samples/s, and how many trainings used the plan."""
+    """Return text like "900 (2 x)": samples/s and number of trainings."""
     return f"{rate(trained.samples_per_second)} ({trained.trainings} x)"
 
 
@@ -326,10 +320,7 @@ def delete_runs(
 
 
 def _delete(found: Sequence[str], yes: bool) -> None:
-    """Delete these runs after a confirmation, or without one if `yes`.
-
-    Raises RequestError if a confirmation is needed but standard input isn't a terminal.
-    """
+    """Delete runs after asking the user, unless `yes`."""
     if not yes:
         if not sys.stdin.isatty():
             raise RequestError(

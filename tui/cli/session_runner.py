@@ -37,11 +37,7 @@ PRESSED_TWICE_SECONDS = 1.0  # a second signal within this time is ignored
 
 
 class _Progress:
-    """The state of a running session, and messages to the user.
-
-    On a terminal, the state is drawn as live lines, which are redrawn often. The messages are below
-    them.
-    """
+    """A session's state and the messages below its live lines."""
 
     def __init__(self) -> None:
         self.state = SessionState()
@@ -49,7 +45,7 @@ class _Progress:
         self.drawn = False  # True while there are live lines on a terminal
 
     def show_message(self, text: str) -> None:
-        """Show a message below the live lines, or print it to standard error if there are none."""
+        """Show a message below the live lines, or on standard error."""
         if self.drawn:
             self.messages.append(text)
         else:
@@ -113,10 +109,7 @@ def run_session(
 def _run_to_its_end(
     session: Session, progress: _Progress, as_json: bool
 ) -> tuple[Finished, UnwrittenError | None]:
-    """Run the session and return its result and the journal's error.
-
-    The error is None if the whole journal was written. Without a result, the error is raised.
-    """
+    """Run the session; return its result and any journal error."""
     try:
         return _show_progress(session, progress, as_json), None
     except UnwrittenError as fault:
@@ -185,10 +178,7 @@ def stopped_by_signals(
 
 
 def _show_progress(session: Session, progress: _Progress, as_json: bool) -> Finished:
-    """Run the session, show its progress on standard error, and return the result.
-
-    If `as_json`, only log lines are printed, and no live lines are drawn.
-    """
+    """Run the session, showing progress on standard error."""
     on_terminal = sys.stderr.isatty() and not as_json
     with _live_lines(progress) if on_terminal else contextlib.nullcontext() as live:
         progress.drawn = on_terminal
@@ -205,11 +195,7 @@ def _show_progress(session: Session, progress: _Progress, as_json: bool) -> Fini
 
 @contextlib.contextmanager
 def _live_lines(progress: _Progress) -> Iterator[Live]:
-    """Return a context in which the live lines of `progress` are redrawn.
-
-    At the end of the context the lines are removed from the terminal. Other text that was printed
-    meanwhile stays.
-    """
+    """Keep live lines on the terminal, and remove them afterwards."""
     from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text
@@ -244,7 +230,7 @@ def search_screen(state: SessionState, width: int) -> tuple[Line, ...]:
 
 
 def _print_line(line: str, live: Live | None) -> None:
-    """Print a line to standard error, above the live lines if there are any."""
+    """Print a line to standard error, above any live lines."""
     if live is not None:
         live.console.print(plain(line), markup=False, highlight=False, soft_wrap=True)
     else:

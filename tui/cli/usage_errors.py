@@ -46,10 +46,7 @@ def usage_fault(error: Exception, command: str) -> EvenerError | None:
 
 
 def _explain_missing(error: Exception, command: str, look: str) -> RequestError | None:
-    """Return the error for a missing argument, option or value.
-
-    None for another exception. `look` is the remedy, which names the help.
-    """
+    """Return the error for a missing argument or value, else None."""
     kind = type(error).__name__
     parameter = getattr(error, "param", None)
     if kind == "MissingParameter" and parameter is not None:
@@ -63,11 +60,7 @@ def _explain_missing(error: Exception, command: str, look: str) -> RequestError 
 
 
 def _explain_unknown(error: Exception, command: str, look: str) -> RequestError | None:
-    """Return the error for an unknown option or command.
-
-    None for another exception. The error names similar options. `look` is the remedy if there are
-    none.
-    """
+    """Return the error for an unknown option or command, else None."""
     if type(error).__name__ == "NoSuchOption":
         option = plain(str(getattr(error, "option_name", "")), MOST_SHOWN)
         alike = sorted(getattr(error, "possibilities", None) or ())
@@ -86,11 +79,7 @@ def _explain_unknown(error: Exception, command: str, look: str) -> RequestError 
 
 
 def _explain_value(error: Exception, message: str, look: str) -> RequestError | None:
-    """Return the error for a value that an option doesn't accept.
-
-    None for another exception. The error names the accepted values. `look` is the remedy if they
-    are unknown.
-    """
+    """Return the error for a refused option value, else None."""
     parameter = getattr(error, "param", None)
     refused = _REFUSED.match(message)
     if parameter is None or refused is None:
@@ -102,14 +91,14 @@ def _explain_value(error: Exception, message: str, look: str) -> RequestError | 
 
 
 def _name(parameter: Any) -> str:
-    """Return a parameter's name as in the help: an option's flag, or an argument's metavar."""
+    """Return an option's flag, or an argument's name in the help."""
     if getattr(parameter, "param_type_name", "") == "option":
         return str(parameter.opts[0])
     return str(parameter.metavar or parameter.human_readable_name).rstrip(".")
 
 
 def _describe_type(kind: Any) -> str:
-    """Return as text which numbers or choices a parameter accepts; "" for any other kind."""
+    """Describe the numbers or choices that a parameter accepts, or ""."""
     choices = getattr(kind, "choices", None)
     if choices is not None:
         return _either([str(getattr(choice, "value", choice)) for choice in choices])
@@ -125,5 +114,5 @@ def _describe_type(kind: Any) -> str:
 
 
 def _either(words: Sequence[str]) -> str:
-    """Return words joined by commas and "or", as in "created, time or workload"."""
+    """Join words like "created, time or workload"."""
     return join_words(words, "or")
