@@ -128,7 +128,7 @@ def _has_effect(node: DOMNode, binding: Binding) -> bool:
 
 
 def _begins(query: str, words: str) -> bool:
-    """True if each word of the query begins a word in `words`; False for an empty query."""
+    """True if each word of `query` begins a word in `words`."""
     asked = query.lower().split()
     return bool(asked) and all(any(one.startswith(each) for one in words.split()) for each in asked)
 

@@ -84,14 +84,11 @@ class TrainingSource(SimulatedSource):
         )
 
     def _train_until(self, now: float, slowed: float, first: Training) -> tuple[Training, ...]:
-        """Advance the training to `now`, and return its ranks' reports.
-
-        `slowed` is the fraction of its speed that the first card has lost to heat. `first` is the
-        training's report before its first step.
-        """
+        """Advance the training to `now`, and return its ranks' reports."""
         # New shares take effect at the next reading.
         rows = self._rule.shares
         own = [self.machine.device_seconds(place, share, True) for place, share in enumerate(rows)]
+        # `slowed` is the fraction of its speed that the first card has lost to heat
         own = [
             random.gauss(work, NOISE * work) / (1 - slowed * (not place))
             for place, work in enumerate(own)

@@ -98,10 +98,7 @@ def run_app(
 
 
 def _is_first_start(options: Mapping[str, Any]) -> bool:
-    """True if no run is stored, and a search could be started on this terminal.
-
-    False if the app is read-only, shows a replay, or isn't drawn on a terminal.
-    """
+    """True if no runs exist, and the user can start a search."""
     from evener.balancer.store.runs import have_runs
 
     may_start = not options.get("readonly") and not options.get("replayed")
@@ -109,12 +106,12 @@ def _is_first_start(options: Mapping[str, Any]) -> bool:
 
 
 def _owns_terminal() -> bool:
-    """True if the app is drawn on a terminal; False if a browser draws it."""
+    """True if the app draws on a terminal instead of a browser."""
     return sys.stdout.isatty() and "TEXTUAL_DRIVER" not in os.environ
 
 
 def _run_demo(theme: str | None, options: Mapping[str, Any]) -> int:
-    """Run the demo, which the user chose in the app, and return the exit code."""
+    """Run the demo after the app, and return its exit code."""
     # The app has been closed. The demo is a separate process, which stores nothing.
     words = [*(["--theme", theme] if theme else []), *(["--ascii"] if options.get("ascii") else [])]
     return subprocess.call([sys.executable, "-P", "-m", "evener", "demo", *words])
@@ -173,14 +170,12 @@ def _end_threads(app: EvenerApp) -> None:
 
 @contextlib.contextmanager
 def _drawing_on_the_terminal() -> Iterator[None]:
-    """Return a context in which `sys.__stderr__`, on which Textual draws, is a terminal.
-
-    If standard error is redirected, it is the terminal of standard output.
-    """
+    """Make `sys.__stderr__`, where Textual draws, a terminal."""
     before = sys.__stderr__
     if before is not None and before.isatty():
         yield
         return
+    # standard error is redirected: use the terminal of standard output
     with open(os.dup(1), "w", encoding="utf-8") as terminal:
         sys.__stderr__ = terminal  # type: ignore[misc] # declared Final in typeshed
         try:

@@ -46,10 +46,7 @@ def digits(rows: int, seed: int = 0) -> tuple[Any, Any]:
 
 
 def _draw_digits() -> Any:
-    """Return pictures of the ten digits.
-
-    The shape is (10, height, width). The values are 0 and 1.
-    """
+    """Return digits as (10, height, width) images of zeros and ones."""
     # Each dot of the font becomes a square of several pixels.
     glyphs = []
     for text in _FONT:

@@ -218,10 +218,7 @@ def find_function(name: str, settings: Mapping[str, Any]) -> UserFunction:
 
 
 def _needs_model(function: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:
-    """True if a function needs a model that isn't in `arguments`.
-
-    Such a function has a parameter `model` without a default.
-    """
+    """True if the function requires a `model` that isn't in `arguments`."""
     parameter = inspect.signature(function).parameters.get(MODEL)
     if parameter is None or MODEL in arguments:
         return False
@@ -229,10 +226,7 @@ def _needs_model(function: Callable[..., Any], arguments: Mapping[str, Any]) -> 
 
 
 def _check_arguments(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Raise RequestError if `function` can't be called with these arguments.
-
-    `name` is the name of the user's function.
-    """
+    """Raise RequestError if `function` can't be called with these arguments."""
     parameters = inspect.signature(function)
     try:
         parameters.bind(**arguments)
@@ -366,10 +360,7 @@ def _is_small_file(path: Path) -> bool:
 
 
 def _list_models(path: Path) -> list[str]:
-    """Return the functions of a file that could build a model.
-
-    They have no required arguments. The result is empty if the file imports no framework.
-    """
+    """List the file's functions that could build a model without arguments."""
     if not script_framework(path):
         return []
     functions = [node for node in _functions(path) if _could_build(node)]
@@ -378,10 +369,7 @@ def _list_models(path: Path) -> list[str]:
 
 
 def _callable_as_they_are(functions: Iterable[ast.FunctionDef]) -> list[ast.FunctionDef]:
-    """Return the functions that can be called without arguments from the user.
-
-    If `load_model` is among the functions, those that require only `model` count too.
-    """
+    """Return functions that need no arguments, except perhaps a loaded model."""
     found = [*functions]
     given = {MODEL} if any(node.name == LOADS_MODEL for node in found) else set()
     return [node for node in found if _required(node) <= given]
@@ -400,10 +388,7 @@ def _rank_model(name: str) -> int:
 
 
 def _could_build(function: ast.FunctionDef) -> bool:
-    """True if a function could build a model.
-
-    Such a function is public, returns a value, and isn't one of the data functions.
-    """
+    """True if a public function returns a value and isn't for data."""
     # The data functions are `sample_batch`, `training_data` and `lengths`.
     if function.name.startswith("_") or function.name in _DATA_FUNCTIONS:
         return False
@@ -411,10 +396,7 @@ def _could_build(function: ast.FunctionDef) -> bool:
 
 
 def _own_returns(function: ast.FunctionDef) -> Iterator[ast.Return]:
-    """Yield the return statements of a function.
-
-    Those in nested functions and classes are left out.
-    """
+    """Yield the function's return statements, without nested functions or classes."""
     left: list[ast.AST] = [*function.body]
     while left:
         node = left.pop()

@@ -136,14 +136,14 @@ class BalanceScreen(RunActions, PanelScreen):
         return state.active and state.finished is None
 
     def _can_begin_again(self, action: str) -> bool:
-        """True if `action` is possible: "new" shows the form, and "go_on" resumes the run."""
+        """True if "new" (the form) or "go_on" (resume) is possible."""
         state = self.evener.balance
         if self.evener.replays:
             return True
         return state.ended and (action == "new" or bool(state.run))
 
     def _has_usable_result(self, action: str) -> bool:
-        """True if the search's result allows this action, such as exporting the plan."""
+        """True if the search's result allows this action, like exporting it."""
         finished = self.evener.balance.finished
         if finished is None:
             return False

@@ -167,7 +167,7 @@ def _full_name(workload: str) -> str:
 
 
 def _short_path(workload: str) -> str:
-    """Return a function's name with its file's path, relative to this directory if possible."""
+    """Shorten a function's file path to one relative to this directory."""
     home, _, function = workload.rpartition(":")
     path, here = Path(home), Path.cwd()
     short = path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path
@@ -175,10 +175,7 @@ def _short_path(workload: str) -> str:
 
 
 def _last_balanced_text(last: RunSummary, now: float) -> str:
-    """Return as text how many days ago a model was balanced, and its throughput then.
-
-    `now` is the Unix time.
-    """
+    """Say how many days ago a model was balanced, and how fast."""
     made = time.strptime(last.created.removesuffix("Z"), "%Y-%m-%dT%H:%M:%S")
     days = max(0.0, now - _utc_seconds(made)) / 86400
     ago = "today" if days < 1 else f"{days:.0f} day{'s' * (days >= 1.5)} ago"
@@ -299,7 +296,7 @@ class BalanceForm(UsesApp, Vertical):
         self._offer_models(found, last)
 
     def _offer_models(self, found: Sequence[str], last: RunSummary | None) -> None:
-        """List the models `found` and the model of the `last` search, and tick one of them."""
+        """List the models, and tick one of them."""
         # A model that the user has ticked stays ticked. Otherwise the first of the user's own
         # models is ticked, or the default built-in model if there are none.
         panel = self.query_one("#pick-workload", Ticks)
@@ -430,7 +427,7 @@ class BalanceForm(UsesApp, Vertical):
             self.app.push_screen(DryRunDialog(read[0]), self._after_dry_run)
 
     def _after_dry_run(self, starts: bool | None) -> None:
-        """Start the search if the user chose to (`starts`) in the dialog of the dry run."""
+        """Start the search if the user chose to."""
         if starts:
             self.action_send()
 
@@ -464,12 +461,10 @@ class BalanceForm(UsesApp, Vertical):
         self.call_after_refresh(self.redraw)
 
     def _find_wrong(self, text: str, named: str) -> str:
-        """Return the field that an error message `text` is about.
-
-        `named` is the field of the option that the message names, or "".
-        """
+        """Return the form's field that an error message is about."""
         # Without an option, the model is at fault if the message mentions its file, else the
         # devices.
+        # `named` is the field of the option in the message, or ""
         if named == "own" and self.model.name:
             return "pick-workload"
         if named and self.query(f"#{named}"):
@@ -507,7 +502,7 @@ class BalanceForm(UsesApp, Vertical):
         problem.show(text_lines(self._hint(field), room, HINT_ROWS, "dim"))
 
     def _hint(self, field: Widget | None) -> str:
-        """Return an explanation of a field and, in a list, of the entry under the cursor."""
+        """Explain a field and, in a list, the entry under the cursor."""
         name = (field.id if field is not None else None) or ""
         hint = HINTS.get(name, "")
         if isinstance(field, Ticks) and field.chosen is not None:
@@ -541,10 +536,7 @@ class BalanceForm(UsesApp, Vertical):
 
 
 def _read_last_own() -> RunSummary | None:
-    """Return the newest search that measured a function of the user.
-
-    Return None if there is none, or if the runs can't be read.
-    """
+    """Return the newest search of a user's model, or None."""
     try:
         return find_last_own(runs.list_runs())
     except EvenerError:

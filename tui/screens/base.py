@@ -267,16 +267,13 @@ class KeysBar(Lines):
         self.show([Line(tuple(span for hint in hints for span in hint))])
 
     def _hint(self, binding: Binding) -> tuple[Span, ...]:
-        """Return a key with its description; a click on either presses the key."""
+        """Return a key with its description; clicking either presses the key."""
         action = f"app.simulate_key('{binding.key}')"
         key = Span(f" {self.app.get_key_display(binding)}", "key", action)
         return key, Span(f" {binding.description}", "text", action)
 
     def _fit(self, hints: list[tuple[Span, ...]]) -> list[tuple[Span, ...]]:
-        """Return as many hints as fit, without truncating any.
-
-        The last `ALWAYS` hints (command palette, help, quit) are always kept.
-        """
+        """Remove hints until they fit, but keep the last `ALWAYS`."""
         width = self.size.width
         while len(hints) > ALWAYS and sum(map(span_cells, hints)) > width:
             del hints[-ALWAYS - 1]
@@ -285,7 +282,7 @@ class KeysBar(Lines):
     def _extend(
         self, hints: list[tuple[Span, ...]], more: list[tuple[Span, ...]]
     ) -> list[tuple[Span, ...]]:
-        """Insert the hints of `more` that fit, before the last `ALWAYS` hints, and return all."""
+        """Add hints that fit, before the last `ALWAYS`."""
         left = self.size.width - sum(map(span_cells, hints))
         added = []
         for hint in more:

@@ -77,7 +77,7 @@ class DryRunDialog(Dialog[bool]):
         return dry_run(make_job(self._request), self._report, self._stop)
 
     def _report(self, progress: ProbeProgress) -> None:
-        """Show the phase of the dry run; called in the thread that measures."""
+        """Show the dry run's phase; called by the measuring thread."""
         if not self._stop.is_set():
             words = f"{progress.phase}, {duration(progress.at_seconds)}"
             self.app.call_later(self._show_text, f"The model on one device: {words}.")

@@ -108,7 +108,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self.query_one("#notes", Lines).show(self._notes(snapshot))
 
     def _notes(self, snapshot: Snapshot) -> tuple[Line, ...]:
-        """Return the newest unread alert or, if all are read, the notes about the machine."""
+        """Return the newest unread alert, or else the machine's notes."""
         app, width = self.evener, self.app.size.width
         if app.unread_alerts:
             return (alert_line(app.alerts[-1], app.unread_alerts, width),)
@@ -180,7 +180,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self.open_details(sample.device.label, draw)
 
     def _newest(self, sample: DeviceSample) -> DeviceSample:
-        """Return a device's newest sample, or `sample` itself if the device has disappeared."""
+        """Return the device's newest sample, or `sample` if it has disappeared."""
         devices = self.evener.snapshot.devices if self.evener.snapshot is not None else ()
         return next(
             (device for device in devices if device.device.key == sample.device.key), sample

@@ -105,10 +105,7 @@ class RunsScreen(RunActions, SortedScreen):
         self.watch(self.app, "balance", self._followed, init=False)
 
     async def _followed(self, before: SessionState, state: SessionState) -> None:
-        """Reload the list of runs when the session starts or ends.
-
-        `before` is the session's previous state.
-        """
+        """Reload the list of runs when the session starts or ends."""
         if self.is_current and (before.run, before.ended) != (state.run, state.ended):
             await self.action_reload()
 
@@ -154,7 +151,7 @@ class RunsScreen(RunActions, SortedScreen):
         self.refresh_bindings()
 
     def _draw_plans(self) -> None:
-        """Draw the plan of the run under the cursor, and to its left that of a marked run."""
+        """Draw the chosen run's plan, to the right of a marked run's."""
         panel = self.query_one(RunPanel)
         chosen = self.chosen_run
         others = [name for row in panel.chosen_rows if (name := panel.identity(row)) != chosen]
@@ -182,17 +179,13 @@ class RunsScreen(RunActions, SortedScreen):
         panel.show(lines)
 
     def _load(self, name: str) -> StoredRun:
-        """Return a stored run, which stays in memory until the list is reloaded."""
+        """Return a stored run, cached until the list is reloaded."""
         found = self._plans.get(name) or runs.load_run(name)
         self._plans[name] = found
         return found
 
     def _plan_lines(self, name: str, width: int, height: int) -> tuple[Line, ...]:
-        """Return the lines about a run.
-
-        A search has the lines of its plan, and a training those of its journal. If the run can't be
-        read, the lines say why. Return no lines if `name` is "".
-        """
+        """Return a search's plan, a training's journal, or a read error."""
         if not name:
             return ()
         try:
@@ -237,7 +230,7 @@ class RunsScreen(RunActions, SortedScreen):
         }.get(action, state != "unreadable")
 
     def _has_script(self, name: str) -> bool:
-        """True if the run's plan is for a script, so that a command can train by the plan."""
+        """True if the run's plan has a script to train."""
         try:
             plan = self._load(name).plan
         except EvenerError:

@@ -85,10 +85,7 @@ class TrainingsScreen(SnapshotScreen):
             panel.show(self._draw(name, row, snapshot, panel) if row is not None and shown else ())
 
     def _place_training_panels(self, row: TrainingRow | None, snapshot: Snapshot) -> None:
-        """Set the height of each panel.
-
-        `row` is the training to show, or None.
-        """
+        """Set each panel's height; `row` is the training to show."""
         frame = self.fit_frames()
         size = self.evener.size
         height = size.height - _BARS
@@ -106,10 +103,7 @@ class TrainingsScreen(SnapshotScreen):
     def _draw(
         self, name: str, row: TrainingRow, snapshot: Snapshot, panel: Lines
     ) -> Sequence[Line]:
-        """Return the lines of a panel about one training.
-
-        `name` is the panel's CSS selector.
-        """
+        """Draw the panel with the CSS selector `name` for one training."""
         width, height = panel.size
         match name:
             case "#causes":
@@ -131,17 +125,13 @@ class TrainingsScreen(SnapshotScreen):
                 )
 
     def _log_rows(self, height: int, *, shares_rows: bool) -> int:
-        """Return the height of the log panel in lines.
-
-        The height is 0 unless a training was started in this app. `shares_rows` is True if the
-        panels about a training need most of `height`.
-        """
+        """Return the log panel's height: 0 unless this app started a training."""
         if self.evener.training is None:
             return 0
         return max(_LEAST_LOG, height // 3) if shares_rows else max(_LEAST_LOG, height - 8)
 
     def _show_log(self) -> None:
-        """Draw the state and the end of the log of the training that was started in this app."""
+        """Show the end of the log of a training started here."""
         training, panel = self.evener.training, self.query_one("#training-log", Lines)
         if training is None:
             return
@@ -180,7 +170,7 @@ class TrainingsScreen(SnapshotScreen):
 
 
 def _find_summary(run: str) -> Sequence[str]:
-    """Return the summary of a training's run as lines; an empty tuple if there is none."""
+    """Return the lines of a training's summary; empty without one."""
     summary = load_summary(run)
     return describe_summary(summary) if summary is not None else ()
 

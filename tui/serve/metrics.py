@@ -41,10 +41,7 @@ WHAT_IS_SERVED = (
 
 
 class _Reading:
-    """The collector that prometheus-client calls for each request.
-
-    `latest` returns the newest snapshot, or None before the first one.
-    """
+    """The collector that prometheus-client calls for each request."""
 
     def __init__(self, latest: Callable[[], Snapshot | None]) -> None:
         self._latest = latest
@@ -56,10 +53,7 @@ class _Reading:
 
 
 class _Clients:
-    """The open connections of the server, the oldest first.
-
-    There are at most `MOST_CLIENTS` connections, each open for at most `REQUEST_SECONDS`.
-    """
+    """The server's open connections, oldest first, limited in number and age."""
 
     def __init__(self) -> None:
         self._since: dict[socket.socket, float] = {}  # monotonic seconds
@@ -67,7 +61,7 @@ class _Clients:
         self._change = threading.Condition()
 
     def add(self, client: socket.socket) -> None:
-        """Add a new connection; if there are too many, shut down the oldest one first."""
+        """Add a connection; if there are too many, shut down the oldest."""
         # Requests are answered within milliseconds, so the oldest connection only blocks others.
         with self._change:
             while len(self._since) >= MOST_CLIENTS:
@@ -88,7 +82,7 @@ class _Clients:
             self._change.notify_all()
 
     def cut_off_late(self) -> None:
-        """Shut down connections older than `REQUEST_SECONDS`, even if they still send or read."""
+        """Shut down connections older than `REQUEST_SECONDS`, even active ones."""
         until = time.monotonic() - REQUEST_SECONDS
         with self._change:
             for client, since in self._since.items():
@@ -125,11 +119,11 @@ class _Server4(ThreadingWSGIServer):
         self._clients.close(request, super().shutdown_request)
 
     def service_actions(self) -> None:
-        """Shut down late connections; the server calls this at least twice a second."""
+        """Shut down late connections; called at least twice a second."""
         self._clients.cut_off_late()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore an OSError: a silent or disconnected client isn't a defect of the server."""
+        """Ignore OSError from clients that disconnect or send nothing."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
@@ -390,7 +384,7 @@ def _training_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
 
 
 def _noise_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
-    """Yield the metrics of each rank's noise scale and of both ends of its interval."""
+    """Yield each rank's noise scale and the ends of its interval."""
     # A rank without a noise scale has no samples, and an infinite value is left out.
     for name, field, help_text in _NOISE:
         ends = (
@@ -448,27 +442,21 @@ def _describe(device: Device, hostname: str) -> Labels:
 
 
 def _short_name(device: Device) -> str:
-    """Return a device's short name: its maker (or kind) and index, as in "nvidia0"."""
+    """Return the device's maker (or kind) and index, like "nvidia0"."""
     return f"{find_backend(device.kind).maker.lower() or device.kind}{device.index}"
 
 
 def _training_labels(training: Training, hostname: str) -> Labels:
-    """Return the labels of a training's metrics: id, workload, rank and host.
-
-    A training without an id is labelled with its process ID. An unknown rank is "". `hostname` is
-    used if no device of the training names its host.
-    """
+    """Return a training's labels: id, workload, rank and host."""
+    # an unknown rank is ""
     rank = "" if training.rank < 0 else str(training.rank)
     host = next((clean(live.host) for live in training.devices if live.host), hostname)
     return clean(training.training or training.pid), clean(training.workload), rank, host
 
 
 def _uuid_and_name(live: LiveDevice, devices: Mapping[str, Device]) -> tuple[str, str]:
-    """Return the UUID and the short name of a training's device.
-
-    For a device that the monitor doesn't see, the short name is its index, or "" if the index is
-    unknown.
-    """
+    """Return the device's UUID, and its short name or index."""
+    # the monitor may not see this device
     device = devices.get(live.id)
     index = str(live.index) if live.index >= 0 else ""
     return clean(live.id), index if device is None else _short_name(device)

@@ -115,7 +115,7 @@ def toml_text(document: bytes) -> str:
 
 
 def _harmless(text: str, escape: Callable[[str], str]) -> str:
-    """Return `text` with each control character replaced by the result of `escape` for it."""
+    """Replace control characters in `text` by `escape`."""
     # Control characters are DEL and every non-ASCII control or format character, surrogate, and
     # line or paragraph separator. The encoders have already escaped ASCII control characters in
     # strings.

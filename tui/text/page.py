@@ -108,7 +108,7 @@ def html_page(report: ReportData) -> str:
 
 
 def _verdict_html(report: ReportData) -> Iterator[str]:
-    """Yield the recommendation, the plan's gain over each rival, and the next commands."""
+    """Yield the recommendation, gains over other layouts, and next commands."""
     written = report.written
     first = plain(report.verdict.split("\n")[0], 1000)
     if written is not None:
@@ -143,11 +143,7 @@ def _remarks(report: ReportData) -> Sequence[str]:
 
 
 def _bar(*parts: tuple[float, str, float], most: float) -> Html:
-    """Return a horizontal bar of segments that are drawn side by side.
-
-    Each part is a segment's length, colour and opacity. A bar of length `most` fills the whole
-    width.
-    """
+    """Return a bar of (length, colour, opacity) segments; `most` fills it."""
     scale = 100 / most if most else 0
     pieces = (
         f'<i style="width:{length * scale:.2f}%;background:{colour};opacity:{opacity:g}"></i>'
@@ -175,7 +171,7 @@ def _shares(report: ReportData) -> str:
 
 
 def _legend(report: ReportData) -> str:
-    """Return the legend of the curves: each device's colour and best solo throughput."""
+    """Return the legend: each device's colour and best solo throughput."""
     entries = []
     for number, curve in enumerate(report.curves):
         colour = SERIES[number % len(SERIES)]
@@ -185,10 +181,7 @@ def _legend(report: ReportData) -> str:
 
 
 def _describe_curve(curve: MeasuredCurve) -> str:
-    """Return the text after a device's name: its best solo throughput, and at which batch size.
-
-    The text begins with ": ". Without measurements, it is ": not measured alone".
-    """
+    """Return text like ": 900 samples/s at 64", or ": not measured alone"."""
     if not curve.points:
         return ": not measured alone"
     batch, speed = max(curve.points, key=lambda point: point[1])
@@ -237,11 +230,7 @@ def _ranking(report: ReportData) -> str:
 def _ranking_row(
     bar: Evidence, header: Header, tokens: bool, energy: bool, most: float
 ) -> tuple[str, ...]:
-    """Return the table row of a layout.
-
-    `bar` holds the layout's measurements. `tokens` and `energy` add columns. `most` is the
-    throughput that fills the whole bar.
-    """
+    """Return the table row of a layout; the bar scales to `most`."""
     # The faint end of the bar is the 95 % interval.
     throughput = bar.throughput
     speed = bar.throughput.samples_per_second
@@ -280,7 +269,7 @@ def _draw_timeline(report: ReportData) -> str:
 
 
 def _stage_legend(report: ReportData) -> str:
-    """Return the legend of the colours of the stages that occur in the timeline."""
+    """Return a legend with the colours of stages in the timeline."""
     stages = dict.fromkeys(STAGE_WORDS[entry.seen.probe.stage] for entry in report.seen)
     colours = {stage: STAGES.get(stage, OTHER) for stage in stages}
     if not all(isinstance(entry.seen, Timed) for entry in report.seen):
@@ -313,13 +302,9 @@ def _draw_table(
     kind: str = "",
     rare: range = range(0),
 ) -> str:
-    """Return an HTML table.
+    """Return an HTML table; `numbers` and `rare` are column indices."""
 
-    There is no row of headings if all of `head` are empty. `numbers` are the indices of columns
-    with numbers, and `rare` those of columns that are hidden on a phone. `kind` is an additional
-    CSS class.
-    """
-
+    # phones hide rare columns
     def classes(column: int) -> str:
         names = (("number", column in numbers), ("rare", column in rare))
         chosen = " ".join(name for name, applies in names if applies)

@@ -58,7 +58,7 @@ def round_log_ticks(low: float, high: float, most: int = MOST_TICKS) -> list[flo
 
 
 class _Axes:
-    """The chart's axes, which map a batch size and a throughput to pixels."""
+    """The chart's axes, which map batch size and throughput to pixels."""
 
     def __init__(self, batches: Iterable[float], speeds: Iterable[float]) -> None:
         known = [batch for batch in batches if batch > 0]
@@ -70,12 +70,12 @@ class _Axes:
         self.top = 1.04 * max(speeds, default=1.0)
 
     def x(self, batch: float) -> float:
-        """Return the x coordinate of a batch size in pixels from the left edge of the chart."""
+        """Return a batch size's distance in pixels from the left edge."""
         part = math.log(max(batch, self.low) / self.low) / math.log(self.high / self.low)
         return LEFT + (WIDE - LEFT - RIGHT) * min(1.0, part)
 
     def y(self, speed: float) -> float:
-        """Return the y coordinate of `speed` samples/s in pixels from the top edge of the chart."""
+        """Return the distance in pixels of `speed` samples/s from the top edge."""
         return ABOVE + (HIGH - ABOVE - BELOW) * (1 - speed / self.top)
 
 
@@ -103,7 +103,7 @@ def draw_curves(curves: Sequence[MeasuredCurve], frontier: Sequence[Point] = ())
 
 
 def _find_axes(curves: Sequence[MeasuredCurve], frontier: Sequence[Point]) -> _Axes:
-    """Return axes for all points, the frontier, and the batch sizes that ran out of memory."""
+    """Return axes that cover all points, including failed batch sizes."""
     batches: list[float] = []
     speeds: list[float] = []
     for curve in curves:

@@ -126,10 +126,7 @@ def parse_max_slowdown(text: str) -> float:
 
 
 def _parse_noise_scale(text: str) -> tuple[NoiseScale, int | None]:
-    """Parse a number of rows, or the id of a training that measured the noise scale.
-
-    Also return the batch size of that training, or None if there is none.
-    """
+    """Parse rows, or load a training's noise scale and batch size."""
     if not _LIKE_ROWS.fullmatch(text):
         measured = load_noise(text)
         return measured.scale, measured.batch or None
@@ -155,10 +152,7 @@ def _default_framework(workload: str | None) -> str:
 
 
 def _misread(option: str, text: str, kind: str, example: str) -> RequestError:
-    """Return the RequestError for an option that can't be read.
-
-    `kind` names what the text should be, and `example` is a valid text.
-    """
+    """Return an error that says what to write, with an example."""
     return RequestError(f"{option} {text!r} is not {kind}.", f"Write it like {example}.")
 
 
@@ -276,11 +270,7 @@ def parse_samples(text: str, name: str) -> int:
 
 
 def _parse_number(text: str, name: str) -> float:
-    """Parse a number such as "0.5".
-
-    Raises RequestError for any other text. The message begins with `name`, the name of the option
-    or field.
-    """
+    """Parse a number; raise RequestError, naming the option, for other text."""
     try:
         return float(text)
     except ValueError:

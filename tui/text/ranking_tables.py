@@ -82,7 +82,7 @@ def ranking_table(report: SearchReport, labels: Sequence[str]) -> Table:
 
 
 def _token_cells(report: SearchReport, ranked: RankedLayout) -> tuple[str, ...]:
-    """Return the cells for tokens/s and padding; an empty tuple unless rows are texts."""
+    """Return cells for tokens/s and padding; empty unless rows are texts."""
     if not report.mean_length:
         return ()
     padding = padding_share(report.turns_of(ranked.candidate.layout))

@@ -86,10 +86,7 @@ def read_report(name: str) -> ReportData:
 
 
 def _find_steps(run: str, end: Finished | None) -> tuple[str, ...]:
-    """Return sentences with the next commands for the user.
-
-    For an unfinished run (`end` is None), return the command that resumes it.
-    """
+    """Return the next commands, or one that resumes an unfinished run."""
     if end is None:
         return (f"to go on: evener balance --resume {run}",)
     return write_next_steps(run, end, "", True)
@@ -101,7 +98,7 @@ def _find_frontier(end: Finished | None) -> Sequence[Point]:
 
 
 def _label(device: Device) -> str:
-    """Return a device's label, followed by its compute or memory limits, if it has any."""
+    """Return the device's label with its limits, like "GPU:0 @60%"."""
     limit = plain(write_limit(device.limit), 32)
     return f"{device.label} @{limit}" if limit else device.label
 

@@ -145,10 +145,7 @@ def observation_text(seen: Observation, labels: Sequence[str]) -> str:
 
 
 def _stage_text(seen: Observation) -> str:
-    """Return the stage of a measurement in 6 characters.
-
-    Spaces fill the text, to align the lines of the log.
-    """
+    """Return the measurement's stage, padded to 6 characters."""
     return f"{STAGE_WORDS[seen.probe.stage]:<6}"
 
 
@@ -354,11 +351,7 @@ def write_part(share: Share) -> str:
 
 
 def _explain_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]) -> list[str]:
-    """Return lines that explain the column "alone".
-
-    The column has each device's solo throughput. `alone` has the solo measurements by device index.
-    Without any, return no lines.
-    """
+    """Explain the column "alone", or return no lines without solo measurements."""
     shares = [*plan.layout.active, *(solo.layout.active[0] for solo in alone.values())]
     lines = ["alone: samples/s of a device by itself, at that many samples a step"]
     lines[0] += _explain_faster_alone(plan, alone, labels)
@@ -369,10 +362,7 @@ def _explain_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]
 
 
 def _explain_faster_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]) -> str:
-    """Return why the plan isn't compared with the fastest device of the column "alone".
-
-    Return "" if it is compared with that device.
-    """
+    """Explain why a device that is faster alone isn't compared, else ""."""
     single = find_single(plan)
     if single is None:
         return ""
@@ -466,10 +456,7 @@ def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> l
 
 
 def _write_other_batch(own: RatedLayout, rival: RatedLayout) -> str:
-    """Return a rival's batch as text such as " = 1024 samples a step".
-
-    The text is "" if the rival has the batch of the plan (`own`).
-    """
+    """Return text like " = 1024 samples a step", or "" if unneeded."""
     # The line itself says it in two cases: for a rival on one device, whose share is its whole
     # batch, and for a larger batch, whose name contains its size.
     total = sum(rival.batches)
@@ -480,10 +467,7 @@ def _write_other_batch(own: RatedLayout, rival: RatedLayout) -> str:
 
 
 def _only_notes(own: RatedLayout, rival: RatedLayout) -> str:
-    """Return a rival's notes for a line without the plan's gain.
-
-    The text is "" without notes. `own` is the plan.
-    """
+    """Return a rival's notes, for a line without the plan's gain."""
     # For the sum of solo throughputs, the note is the fraction of the sum that the plan reaches.
     # For other rivals, it is why no gain is known.
     if rival.gain_of(own) is None or rival.kind == "sum":
@@ -496,10 +480,7 @@ def _write_earlier(rival: RatedLayout) -> str:
 
 
 def _write_rate(interval: Interval) -> str:
-    """Return the samples/s as text.
-
-    The error ("± ...") is included only if it is large (`is_rough`).
-    """
+    """Return samples/s as text, with the error only if it's large."""
     if not is_rough(interval):
         return f"{rate(interval.value)} samples/s"
     error = half_width(interval.value, interval.low, interval.high)
@@ -507,10 +488,7 @@ def _write_rate(interval: Interval) -> str:
 
 
 def _why_unsaid(own: RatedLayout, rival: RatedLayout) -> str:
-    """Return why a rival's line doesn't give the plan's gain.
-
-    `own` is the plan. The gain is that of the plan over the rival.
-    """
+    """Say why the plan's gain over a rival isn't given."""
     if not is_known(rival.rate):
         return "; too uncertain to compare"
     if not is_known(own.rate):
@@ -524,10 +502,7 @@ def _why_unsaid(own: RatedLayout, rival: RatedLayout) -> str:
 
 
 def _write_plan_gain(own: RatedLayout, rival: RatedLayout) -> str:
-    """Return the gain of the plan (`own`) over a rival.
-
-    If no gain is given, the text says why.
-    """
+    """Return the plan's gain over a rival, or why it's unknown."""
     gain = rival.gain_of(own)
     if gain is None:
         return _why_unsaid(own, rival)
@@ -572,10 +547,7 @@ def training_report(training: RecordedTraining) -> Iterator[str]:
 
 
 def _report_entries(training: RecordedTraining) -> Iterator[str]:
-    """Yield a line for each event of a training.
-
-    Events are each start, each change of shares or speed, and the end.
-    """
+    """Yield a line for each start, change and end of a training."""
     last_printed = 0.0
     apart = NoiseEntry | StepsEntry
     entries = [entry for entry in training.entries if not isinstance(entry, apart)]
@@ -603,10 +575,7 @@ def _report_entries(training: RecordedTraining) -> Iterator[str]:
 
 
 def _noise_sentences(training: RecordedTraining) -> Iterator[str]:
-    """Yield a sentence with the last measured noise scale.
-
-    Nothing is yielded if none was measured.
-    """
+    """Yield a sentence with the last noise scale, if one was measured."""
     # If the first measured value was clearly different, the sentence has both values.
     found = [entry for entry in training.entries if isinstance(entry, NoiseEntry)]
     for entry in found[-1:]:

@@ -140,13 +140,11 @@ def _is_silent(report: Training, now: float) -> bool:
 
 
 def _part_of_plan(reports: Sequence[Training]) -> float | None:
-    """Return a training's samples/s as a fraction of the plan's prediction.
-
-    None if the training has no plan, or if some of its ranks don't report on this machine.
-    """
+    """Return a training's speed as a fraction of the plan's."""
     plan = max(report.plan_samples_per_second for report in reports)
     ranks = {report.rank for report in reports}
     world = max(1, *(report.world for report in reports))
+    # without a plan or with ranks on other machines, it is unknown
     if plan <= 0 or len(ranks) != world:
         return None
     speed: float = sum(report.samples_per_second for report in reports)

@@ -147,10 +147,7 @@ def _share_item(state: SessionState, layout: Layout, device: int) -> tuple[Span,
 
 
 def _tried_layout(state: SessionState, chosen: Layout) -> Layout | None:
-    """Return the first split that is being measured and isn't `chosen`.
-
-    Its shares or passes differ from those of `chosen`. None if there is no such split.
-    """
+    """Return a split being measured that differs from `chosen`, or None."""
     splits = (each.probe.layout for each in state.running if len(each.probe.layout.active) > 1)
     known = (chosen.shares, chosen.pass_rows)
     return next((layout for layout in splits if (layout.shares, layout.pass_rows) != known), None)
@@ -183,10 +180,7 @@ def rival_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
 
 
 def _count_name_cells(found: Sequence[RatedLayout], width: int) -> int:
-    """Return the width in cells of the column of layout names.
-
-    `width` is that of the panel.
-    """
+    """Return the width of the names' column in a panel."""
     if width < _WHOLE_CELLS:
         widest_gain = max(len(write_gain_of(found[0], each)) for each in found)
         return max(1, min(USUAL_NAME, width - _BRIEF_CELLS - widest_gain))
@@ -353,10 +347,7 @@ def verdict_head(finished: Finished, width: int) -> list[Line]:
 
 
 def _throughput_lines(throughput: str, layout: str, simulated: bool, width: int) -> list[Line]:
-    """Return the throughput and its layout on one or two lines.
-
-    One line is used if both fit. If `simulated`, the text says so.
-    """
+    """Put the throughput and its layout on one line, or on two."""
     mark = Span(f"{BETWEEN}{Mark.SIMULATED} simulated" if simulated else "", "warn")
     beside = Span(f"{BETWEEN}{plain(layout)}", "strong")
     first = Span(f" {plain(throughput)}", "headline")

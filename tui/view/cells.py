@@ -49,10 +49,7 @@ _SIGNS = str.maketrans(
 
 
 def _similar_braille(bits: int) -> str:
-    """Return an ASCII character that looks like a braille character.
-
-    `bits` are the dots of the braille character.
-    """
+    """Return an ASCII character that looks like these braille dots."""
     # A braille character that is filled from the bottom becomes one of similar height. Any other
     # becomes one at the mean height of its dots.
     rows = [row for row, mask in enumerate((0x09, 0x12, 0x24, 0xC0)) if bits & mask]

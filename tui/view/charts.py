@@ -226,10 +226,7 @@ def graph(
 
 
 def _count_steps(number: float | None, highest: float, most: int) -> int:
-    """Return the height of a value's column in eighths of cells.
-
-    A value of `highest` has `most` eighths. An unknown value has none.
-    """
+    """Return a value's height in eighths of cells, at most `most`."""
     # A known value has at least one step, so that it is visible.
     if number is None or highest <= 0 or not math.isfinite(number):
         return 0
@@ -238,11 +235,8 @@ def _count_steps(number: float | None, highest: float, most: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _stack(count: int, height: int, levels: str, shade: str) -> tuple[str, ...]:
-    """Return a column of cells filled up to `count` steps.
-
-    The column has `height` cells, from top to bottom. `levels` are the characters for the topmost
-    filled cell, from empty to full. The cells below it have the character `shade`.
-    """
+    """Return a column of cells, top first, filled up to `count` steps."""
+    # `levels` has the characters of a cell from empty to full
     each = len(levels) - 1
     belows = range((height - 1) * each, -1, -each)
     return tuple(

@@ -42,10 +42,7 @@ def _group_alike(found: Sequence[ChartedCurve]) -> list[list[ChartedCurve]]:
 
 
 def _are_alike(one: ChartedCurve, other: ChartedCurve) -> bool:
-    """True if two devices have nearly the same curve.
-
-    They were measured at the same batch sizes with about the same throughput.
-    """
+    """True if both devices have nearly equal throughput at equal batch sizes."""
     if not one.measured or len(one.measured) != len(other.measured):
         return False
     for (batch, speed), (other_batch, other_speed) in zip(
@@ -61,12 +58,9 @@ def _make_series(
     group: Sequence[ChartedCurve],
     measured: dict[tuple[int, int, float], tuple[int, Timed]],
 ) -> Series:
-    """Return one curve for a group of similar devices.
-
-    The line is the first device's, and the points are the measurements of all devices. `measured`
-    maps a point to its measurement, which the cursor shows.
-    """
+    """Draw one curve for similar devices, with all their points."""
     first = group[0]
+    # the cursor shows `measured` at each point
     points = [
         _point(curve.device, batch, speed, measured.get((curve.device, batch, speed)))
         for curve in group
@@ -104,10 +98,7 @@ def _point(device: int, batch: int, speed: float, seen: tuple[int, Timed] | None
 
 
 def _by_point(state: SessionState) -> dict[tuple[int, int, float], tuple[int, Timed]]:
-    """Map each solo measurement's point to its probe number and the measurement.
-
-    A point is (device index, batch size, samples/s).
-    """
+    """Map (device, batch size, samples/s) to probe number and solo measurement."""
     found = {}
     before = state.probes - len(state.seen)
     for number, entry in enumerate(state.seen, start=before + 1):
@@ -121,10 +112,7 @@ def _by_point(state: SessionState) -> dict[tuple[int, int, float], tuple[int, Ti
 
 
 def _mark_failed_batches(state: SessionState, found: Sequence[ChartedCurve]) -> tuple[Zone, ...]:
-    """Return a vertical line at each device's smallest failed batch size.
-
-    A batch size has failed if it ran out of memory.
-    """
+    """Return a line at each device's smallest batch size without enough memory."""
     # From the largest of these batch sizes on, the chart is hatched.
     failed = [
         (curve.failed_batch, curve.device) for curve in found if curve.failed_batch is not None

@@ -159,10 +159,7 @@ def _facts_together(samples: Sequence[DeviceSample]) -> Iterator[tuple[Span, ...
 
 
 def _read(samples: Sequence[DeviceSample], field: str) -> list[float]:
-    """Return the current values of `field`.
-
-    Missing and stale values are left out.
-    """
+    """Return the current values of `field`, without missing or stale ones."""
     return _current([getattr(sample, field) for sample in samples])
 
 
@@ -209,10 +206,7 @@ def _devices(row: PanelRow) -> tuple[DeviceRow, ...]:
 
 
 def _reports(*fields: str) -> Callable[[PanelRow], bool]:
-    """Return a predicate for rows that support one of `fields`.
-
-    A row supports a field if one of its devices does.
-    """
+    """Return a predicate: some device of a row supports one of `fields`."""
     # A column with these fields is shown only if the predicate is True for some row.
     return lambda row: any(
         getattr(each.sample, field).state is not State.UNSUPPORTED
@@ -247,18 +241,13 @@ def _reading(
     full: float = 0.0,
     most: int = 0,
 ) -> Column[Any]:
-    """Return a column for the reading `field` of a sample.
-
-    A cell shows the value, its maximum, the `unit` and a bar, as far as they fit.
+    """Return a column for the reading `field`, with a bar if it fits.
 
     - `least_width`: the width in cells without a bar.
     - `draw`: formats the value.
-    - `tone`: the tone of all values, or a function of a sample. This function returns another one
-      from a value to its tone.
+    - `tone`: a tone, or a function from a sample to a function from a value to a tone.
     - `limit`: the field that has the maximum, or "".
     - `full`: the value that fills the bar if there is no `limit`; 0 for no bar.
-
-    The other parameters are as in `Column`.
     """
 
     def cell(row: DeviceRow, width: int) -> tuple[Span, ...]:
@@ -340,11 +329,7 @@ def _links(row: DeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _work(row: DeviceRow, width: int) -> tuple[Span, ...]:
-    """Draw the percentage of time that a device computes.
-
-    Compute time (own work) is compared with the sum of compute and waiting time. If there is room,
-    a bar of both times is drawn, too.
-    """
+    """Draw compute time as a percentage of compute and waiting time."""
     if row.work is None:
         return (Span(Mark.NONE, "dim"),)
     own, waiting = row.work
@@ -435,15 +420,13 @@ DEVICE_COLUMNS: tuple[Column[Any], ...] = (
 
 
 def _draw_row(row: PanelRow, widths: Mapping[str, int], width: int, here: bool) -> Line:
-    """Draw a device's row, or a host's row by `draw_host`.
-
-    `here` is True if the cursor is on the row. A lost device's row says what happened to it.
-    """
+    """Draw a device's or host's row; `here` is True under the cursor."""
     if isinstance(row, HostRow):
         return draw_host(row, width, here)
     sample = row.sample
     if not sample.note or sample.utilization_percent.state is not State.LOST:
         return table_row(DEVICE_COLUMNS, widths, row, here)
+    # a lost device: say what happened to it
     head = table_row(DEVICE_COLUMNS[:2], widths, row, here).spans
     note = cut(plain(sample.note, 300), max(0, width - span_cells(head) - 1))
     return Line(pad((*head, Span(" "), Span(note, "bad")), width), here)

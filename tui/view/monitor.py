@@ -213,11 +213,7 @@ def _reading(
 
 
 def _limited(text: Callable[[float], str], whole: Reading) -> Callable[[float], str]:
-    """Return a formatter for a value and its maximum `whole`.
-
-    An example is "300 W of 700 W". If the maximum is unknown, only the value is formatted, by
-    `text`.
-    """
+    """Return a formatter like "300 W of 700 W"; `whole` is the maximum."""
     return lambda number: f"{text(number)} of {text(whole.value)}" if whole.value else text(number)
 
 
@@ -289,11 +285,7 @@ def device_details(
 
 
 def _fold_unreported(facts: Sequence[Line], width: int) -> tuple[Line, ...]:
-    """Return the lines of supported metrics, and one sentence about the others.
-
-    `facts` has a line for each metric. The sentence names the metrics that the device doesn't
-    support.
-    """
+    """Return supported metrics, then a sentence that names the others."""
     # The device doesn't support a metric without a value.
     missing = [fact for fact in facts if fact.spans[-1].text == STATE_WORDS[State.UNSUPPORTED]]
     names = ", ".join(fact.spans[0].text.strip() for fact in missing)
@@ -382,10 +374,7 @@ def _text(
 
 
 def _draw_busy(row: ProcessRow, width: int) -> tuple[Span, ...]:
-    """Draw a bar of the time that a process computes.
-
-    The bar shows the percentage of time on the process's device.
-    """
+    """Draw a bar of the process's computing time on its device."""
     busy = row.sample.sm_percent.current
     return () if busy is None else bar(busy / 100, width)
 
@@ -460,10 +449,7 @@ def process_rows(snapshot: Snapshot, ended: Sequence[ProcessSample] = ()) -> tup
 
 
 def _as_old(sample: ProcessSample) -> ProcessSample:
-    """Return the sample of a process that has ended.
-
-    The last values of the sample are marked as stale.
-    """
+    """Mark the values of an ended process as stale."""
     fields = ("memory_bytes", "sm_percent", "cpu_percent", "samples_per_second")
     known = {
         field: reading for field in fields if (reading := getattr(sample, field)).value is not None

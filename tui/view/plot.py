@@ -319,10 +319,7 @@ def _draw_cursor(canvas: Canvas, frame: Frame, chart: Chart) -> None:
 
 
 def _legend(chart: Chart, width: int) -> Line:
-    """Return the line above a plot: axis caption and series labels.
-
-    The caption is that of the y axis.
-    """
+    """Return the line above a plot: the y caption and series labels."""
     # Labels that don't fit are only counted.
     named = [one for one in chart.series if one.label]
     spans = [Span(f" {chart.y_caption}  ", "title")]
@@ -337,10 +334,7 @@ def _legend(chart: Chart, width: int) -> Line:
 
 
 def _y_labels(chart: Chart, frame: Frame) -> Iterator[tuple[Span, ...]]:
-    """Yield the cells at the left of each line of the plot.
-
-    They are the label and a piece of the axis. The top line comes first.
-    """
+    """Yield each line's label and piece of the y axis, top first."""
     labels = {frame.row(tick): chart.draw_y(tick) for tick in frame.y_ticks()}
     for row in range(frame.height):
         label = labels.get(row, "")
@@ -351,10 +345,7 @@ def _y_labels(chart: Chart, frame: Frame) -> Iterator[tuple[Span, ...]]:
 
 
 def _x_axis(chart: Chart, frame: Frame, width: int) -> tuple[Line, Line]:
-    """Return the lines of the x axis and of its labels.
-
-    The axis has its ticks. The caption follows the labels.
-    """
+    """Return the x axis with ticks, and its labels with the caption."""
     axis = ["─"] * frame.width
     labels = [" "] * (frame.left + frame.width)
     caption = f" {chart.x_caption}" if chart.x_caption else ""

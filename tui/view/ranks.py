@@ -185,10 +185,7 @@ def work_by_device(snapshot: Snapshot) -> Work:
 
 
 def _name(live: LiveDevice) -> str:
-    """Return a device's name from the training's report.
-
-    It is used for a device that the monitor doesn't see.
-    """
+    """Name a device that the monitor doesn't see, from the report."""
     name = label_device(live.id, live.index)
     name = name or (f"device {live.index}" if live.index >= 0 else "")
     return plain("/".join(part for part in (live.host, name) if part), 80)
@@ -216,21 +213,14 @@ def find_causes(
 
 
 def _name_rank(row: RankRow, rows: Sequence[RankRow]) -> str:
-    """Return the name of a rank.
-
-    The name is the rank's device, or its number if several ranks use that device. `rows` are all
-    ranks of the training.
-    """
+    """Name a rank by its device, or by number if it's shared."""
     if row.device and sum(other.device == row.device for other in rows) == 1:
         return row.device
     return f"Rank {row.rank}" if row.rank >= 0 else f"Process {row.pid}"
 
 
 def _find_silent_causes(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
-    """Yield a cause for each silent rank that other ranks wait for.
-
-    `missing` is the number of ranks that don't report on this machine.
-    """
+    """Yield a cause for each silent rank that others wait for."""
     # If all ranks are silent in the same part of a step, there is one cause for all of them.
     silent = [row for row in rows if row.silent_s]
     holding = _find_holding(silent)
@@ -239,6 +229,7 @@ def _find_silent_causes(rows: Sequence[RankRow], missing: int) -> Iterator[Cause
         return
     held = [row for row in silent if row.doing]
     waits = any(row not in holding for row in held)
+    # `missing` ranks don't report on this machine
     unknown = missing > 0 or len(rows) > len(silent)  # the progress of some ranks is unknown
     for row in holding:
         yield _describe_silent(row, _name_rank(row, rows), waits, unknown)
@@ -256,11 +247,7 @@ def _find_holding(silent: Sequence[RankRow]) -> list[RankRow]:
 
 
 def _are_all_at_one(rows: Sequence[RankRow], holding: Sequence[RankRow]) -> bool:
-    """True if all ranks are silent in the same part of a step.
-
-    False if this part is unknown. `rows` are all ranks of a training. `holding` are the silent
-    ranks that the others wait for.
-    """
+    """True if all ranks are silent in the same known step part."""
     # A rank that isn't in `holding` has made more progress. A single rank isn't waited for.
     at = {row.doing for row in rows}
     return len(rows) == len(holding) > 1 and len(at) == 1 and "" not in at
@@ -274,11 +261,7 @@ def _describe_all(rows: Sequence[RankRow], missing: int) -> Cause:
 
 
 def _describe_silent(row: RankRow, name: str, waits: bool, unknown: bool) -> Cause:
-    """Return a silent rank as a cause.
-
-    `waits` is True if other silent ranks wait for this one. `unknown` is True if the progress of
-    some ranks is unknown.
-    """
+    """Describe a silent rank; `waits` is True if others wait for it."""
     if waits and not row.doing:
         silent = f"{name} has been silent for {duration(row.silent_s)}"
         text = f"{silent}: stopped, or gone; the others wait for it."
@@ -301,19 +284,13 @@ def _waiting_for_it(others: bool) -> str:
 
 
 def _silence_kind(row: RankRow) -> str:
-    """Return the kind of cause for a rank's silence.
-
-    The kind follows from the part of the step in which the rank is silent.
-    """
+    """Return the kind of cause, by the part of the step."""
     kinds: dict[Doing, str] = {"input": LimitKind.INPUT, "between steps": LimitKind.BETWEEN}
     return kinds.get(row.doing, SILENT)
 
 
 def _progress(row: RankRow) -> tuple[int, int]:
-    """Return a rank's progress as a sort key.
-
-    The key is the number of the rank's batch, then the step's part.
-    """
+    """Return a rank's progress: batch number, then part of the step."""
     # A rank requests its next batch either before or after its work between steps. So these two
     # parts of a step count as equally far.
     return row.batch, min(ORDER.index(row.doing), ORDER.index("between steps"))
@@ -353,11 +330,8 @@ def _describe_limit(
 
 
 def _write_limit(limit: TrainingLimit, named: Sequence[RankRow], waited_s: float) -> str:
-    """Return a limit as a sentence without the full stop.
-
-    `named` has the rank that the limit concerns, and is empty if it concerns several. Other ranks
-    wait up to `waited_s` seconds for that rank.
-    """
+    """Describe what limits a training, without the full stop."""
+    # `named` is empty if the limit concerns several ranks
     took = milliseconds(limit.milliseconds / 1e3)
     if limit.kind == LimitKind.UNEQUAL and named:
         own, waited = step_time(named[0].own_work_s), step_time(waited_s)

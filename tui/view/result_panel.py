@@ -75,10 +75,7 @@ def count_rows(state: SessionState, width: int) -> int:
 
 
 def _shares(state: SessionState, width: int) -> list[Line]:
-    """Return the shares as one bar with a legend.
-
-    There are no lines for a layout on one device.
-    """
+    """Return a bar of shares with a legend, if several devices train."""
     chosen = chosen_layout(state)
     if chosen is None or len(chosen.active) < 2 or width < 20:
         return []
@@ -118,10 +115,7 @@ def _gain_bar(
 
 
 def _blocks(part: float, width: int, first: bool) -> tuple[Span, ...]:
-    """Return a bar of `width` cells, filled to the fraction `part`.
-
-    The bar of the plan (`first`) is coloured, other bars are dim.
-    """
+    """Return a bar filled to `part`, coloured if `first` (the plan)."""
     # It is lower than a line of text, so that bars don't touch.
     count = max(1, round(min(1.0, part) * width))
     return Span(BAR_SIGN * count, "speed" if first else "dim"), Span(" " * (width - count))
@@ -143,10 +137,7 @@ def _written(finished: Finished) -> VerdictText | None:
 
 
 def _keys_line(keys: Sequence[KeyHint], width: int) -> Line:
-    """Return as many keys with labels as fit in one line.
-
-    A click on one presses the key.
-    """
+    """Return clickable keys with labels, as many as fit."""
     spans: list[Span] = []
     for hint in keys:
         action = f"app.simulate_key('{hint.key}')"
@@ -197,13 +188,10 @@ def everything_lines(state: SessionState, width: int, path: str = "") -> tuple[L
 
 
 def _verdict_texts(finished: Finished) -> list[str]:
-    """Return the verdict's texts in order.
-
-    They are the gains, the doubts, the plan's other warnings, and the remarks. The list is empty
-    for a run of an older version, which stored only the verdict's text.
-    """
+    """Return the verdict's gains, doubts, warnings and remarks."""
     written = _written(finished)
     if written is None:
+        # a run of an older version has only the verdict's text
         return []
     doubts = [f"{Mark.ALARM} {doubt}" for doubt in written.doubts]
     warnings = [f"{Mark.ALARM} {warning}" for warning in other_warnings(finished)]

@@ -120,10 +120,7 @@ def difference_lines(one: StoredRun, other: StoredRun, width: int) -> tuple[Line
 
 
 def _heading(one: str, other: str, cells: int) -> Line:
-    """Return the heading: the names of both runs above their values.
-
-    Each column has `cells` cells.
-    """
+    """Return the heading with both runs' names, each `cells` wide."""
     runs = " ".join(fit(plain(run), cells) for run in (one, other))
     return line(Span(f" {'':<{LABEL_CELLS}}{runs} change", "title"))
 
@@ -140,10 +137,7 @@ def _draw(each: ComparedFact, cells: int, room: int) -> Line:
 
 
 def _last_part(text: str, cells: int) -> str:
-    """Return `text`, or only the file's name if `text` is too long.
-
-    `cells` is the room for the text. The file's name is at the end of `text`.
-    """
+    """Return the path, or only its file name if it's too long."""
     text = plain(text)
     return text if len(text) <= cells else text.rpartition("/")[2]
 

@@ -40,10 +40,7 @@ def _devices(row: RunSummary, width: int) -> tuple[Span, ...]:
 
 
 def _workload(row: RunSummary, width: int) -> tuple[Span, ...]:
-    """Draw the name of the workload without directories.
-
-    If the run can't be read, the text says why instead.
-    """
+    """Draw the workload's name without directories, or the run's error."""
     # A run on simulated devices has a mark in front, which is never cut off.
     mark = f"{Mark.SIMULATED} " if row.simulated else ""
     text = row.workload.rpartition("/")[2] or row.trouble
@@ -207,11 +204,7 @@ def plan_lines(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
 
 
 def _measurements(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
-    """Return a table of the newest measurements of a run.
-
-    The table has `height` lines. The result is empty without measurements, or if `height` is below
-    `LEAST_MEASUREMENTS`.
-    """
+    """Return a table of the run's newest measurements, if there is room."""
     state = _with_measurements(run)
     if not state.seen or height < LEAST_MEASUREMENTS:
         return ()

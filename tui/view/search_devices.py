@@ -86,11 +86,7 @@ def _doing(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _monitor_column(key: str, widths: tuple[int, ...], needs: int = 0) -> Column[SearchDeviceRow]:
-    """Return a column of the Monitor screen with other widths.
-
-    `key` is the column's key, and `widths` are the new widths. The column is hidden if the table is
-    narrower than `needs` cells. A replay has no samples, and hides the column, too.
-    """
+    """Return the Monitor screen's column with other widths."""
 
     def draw(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
         return (
@@ -99,6 +95,7 @@ def _monitor_column(key: str, widths: tuple[int, ...], needs: int = 0) -> Column
             else column.draw(DeviceRow(row.sample), width)
         )
 
+    # hidden below `needs` cells, and in a replay, which has no samples
     column = next(column for column in DEVICE_COLUMNS if column.key == key)
     return Column(key, column.titles, widths, draw, needs=needs, there=_is_sampled)
 
@@ -164,11 +161,7 @@ def _alone_spans(state: SessionState, device: int) -> tuple[Span, ...]:
 
 
 def _draw_largest_batch(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
-    """Draw the largest batch that fits, and the smallest that doesn't.
-
-    The smaller one fits in memory; the larger one ran out of memory. A predicted batch size is
-    preceded by ~.
-    """
+    """Draw the largest batch that fits, and the smallest that doesn't."""
     # The numbers are never truncated. If the chosen layout cuts the device's share into several
     # passes, the share and the number of passes follow if there is room.
     forms = _memory_forms(_largest_that_fits(row), smallest_out_of_memory(row.state, row.device))
@@ -181,10 +174,7 @@ def _draw_largest_batch(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _largest_that_fits(row: SearchDeviceRow) -> str:
-    """Return the largest batch that fits in memory.
-
-    The text is "" if the batch is unknown. A predicted batch size is preceded by ~.
-    """
+    """Return the largest batch that fits; a predicted one after ~."""
     ran = largest_run(row.state, row.device)
     curves = row.state.belief.curves if row.state.belief else ()
     sketch = next((curve for curve in curves if curve.device == row.device), None)
@@ -195,11 +185,7 @@ def _largest_that_fits(row: SearchDeviceRow) -> str:
 
 
 def _memory_forms(largest: str, failed_batch: int | None) -> list[tuple[Span, ...]]:
-    """Return texts of different lengths for the memory column, the longest first.
-
-    `largest` is the largest batch that fits, as text. `failed_batch` is the smallest batch that ran
-    out of memory, or None.
-    """
+    """Return texts of the memory column, longest first."""
     if failed_batch is None:
         return [(Span(f"fits {largest}") if largest else Span(Mark.NONE, "dim"),)]
     failed_span = Span(f"{Mark.WALL}{failed_batch}", "bad")

@@ -71,13 +71,7 @@ def log_rows(state: SessionState) -> list[LogRow]:
 
 
 def _find_news(seen: Observation, fastest: float, alone: dict[int, dict[int, float]]) -> str:
-    """Return a note on a measurement for the log.
-
-    The note is the doubts or, without doubts, the gain; "" without either. A solo measurement is
-    compared with the device's next smaller batch size. `alone` has the solo samples/s by device
-    index and batch size. A measurement on several devices is compared with `fastest`, the highest
-    samples/s so far. It has a gain only if it is faster.
-    """
+    """Return a measurement's doubts, or how much faster it was, or ""."""
     if not isinstance(seen, Timed):
         return ""
     doubts = ", ".join(list_doubts(seen))
@@ -86,6 +80,7 @@ def _find_news(seen: Observation, fastest: float, alone: dict[int, dict[int, flo
     layout, speed = seen.probe.layout, seen.samples_per_second
     if layout.length:
         return ""
+    # compare one device with its next smaller batch, several with the fastest so far
     if len(layout.active) == 1:
         smaller = {
             batch: rate_before
@@ -195,10 +190,7 @@ def _reason(seen: Observation, width: int) -> tuple[Line, ...]:
 
 
 def _device_line(row: LogRow, place: int) -> Line:
-    """Return a device's rows, compute time and peak memory.
-
-    Compute time is the device's own work in a step. `place` is the device's index.
-    """
+    """Return a device's rows, compute time and peak memory."""
     seen = row.seen
     spans = [
         Span(f"{plain(row.labels[place])}  ", "strong"),

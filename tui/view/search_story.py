@@ -125,10 +125,7 @@ def _pause_text(state: SessionState) -> str:
 
 
 def _running_text(state: SessionState) -> str:
-    """Return as text what is being measured.
-
-    The text has the layouts, the phase, and for how long the phase has lasted.
-    """
+    """Say what is being measured, in which phase, and how long."""
     # If several layouts are measured at the same time, the text has the phase that has lasted
     # longest.
     if not state.running:
@@ -142,10 +139,7 @@ def _running_text(state: SessionState) -> str:
 
 
 def _phase_line(state: SessionState, width: int) -> Line:
-    """Return the line of phases and remaining time.
-
-    Each phase has a symbol. The time is at the right end.
-    """
+    """Return the phases with symbols, and the remaining time."""
     now, marks = current_phase(state), _phase_marks(state)
     spans: list[Span] = [Span(" ")]
     for phase, (mark, tone) in marks.items():
@@ -161,10 +155,7 @@ def _phase_line(state: SessionState, width: int) -> Line:
 
 
 def _phase_marks(state: SessionState) -> dict[Phase, tuple[str, Tone]]:
-    """Return the symbol and the tone of each phase.
-
-    They show if the phase is done, running, or still to come.
-    """
+    """Return each phase's symbol and tone: done, running or waiting."""
     # A search on one device measures no splits, so the phase for splits is left out.
     now = current_phase(state)
     seen = {phase_of(entry.seen.probe.stage) for entry in state.seen}
@@ -180,10 +171,7 @@ def _phase_marks(state: SessionState) -> dict[Phase, tuple[str, Tone]]:
 
 
 def _time_spans(state: SessionState, room: int) -> tuple[Span, ...]:
-    """Return the remaining budget, with a bar of the used budget.
-
-    The bar is left out if there is no room. Without a time limit, return the time used.
-    """
+    """Return the remaining time and a bar, or the time used."""
     left = seconds_left(state)
     if left is None:
         return (Span(f"{duration(state.at_seconds)} so far ", "dim"),)
@@ -237,10 +225,7 @@ def best_chart(state: SessionState) -> Chart:
 def _best_series(
     state: SessionState, label: str, tone: Tone, points: Sequence[BestPoint], end: float
 ) -> Series:
-    """Return a series that rises in a step at each point.
-
-    The series continues up to the time `end`.
-    """
+    """Return a series that rises at each point and lasts until `end`."""
     steps: list[tuple[float, float]] = []
     for place, each in enumerate(points):
         until = points[place + 1].at_seconds if place + 1 < len(points) else end

@@ -52,11 +52,8 @@ def share_lines(
 def _draw_lanes(
     rows: Sequence[RankRow], changes: Sequence[ShareChange], ends: Sequence[int], room: int
 ) -> Iterator[tuple[Span, ...]]:
-    """Draw each rank's shares over time as a horizontal bar.
-
-    `rows` has the ranks. A bar has `room` cells. `ends` has the cell of each change, at which the
-    previous shares end.
-    """
+    """Draw each rank's shares over time as a bar of `room` cells."""
+    # the shares before a change end at its cell in `ends`
     most = max(max(*change.before, *change.after) for change in changes)
     for rank, row in enumerate(rows):
         shares = [*(change.before[rank] for change in changes), changes[-1].after[rank]]
@@ -65,10 +62,7 @@ def _draw_lanes(
 
 
 def _number_changes(ends: Sequence[int], room: int) -> str:
-    """Return a line with the numbers of the changes, from 1.
-
-    The line has `room` cells. `ends` has the cells at which the numbers begin, in order of time.
-    """
+    """Write the changes' numbers, from 1, at the cells `ends`."""
     # The sentences about the training's changes use the same numbers.
     marks = [" "] * room
     for number, place in enumerate(ends, 1):
@@ -80,11 +74,8 @@ def _number_changes(ends: Sequence[int], room: int) -> str:
 def _cell_of_change(
     change: ShareChange, every: Sequence[ShareChange], at_seconds: float, room: int
 ) -> int:
-    """Return the cell in which a change is drawn.
-
-    `room` is the number of cells of the time axis. `every` has all changes, and `at_seconds` is
-    now, the right end of the axis.
-    """
+    """Return the cell for a change on an axis of `room` cells."""
+    # the axis ends now, at `at_seconds`
     first = every[0].at
     whole = max(at_seconds - first, 1e-9) / (1 - MARGIN)
     part = MARGIN + (change.at - first) / whole
@@ -94,14 +85,8 @@ def _cell_of_change(
 def _draw_lane(
     shares: Sequence[int], ends: Sequence[int], most: int, room: int, tone: Tone
 ) -> Iterator[Span]:
-    """Draw one rank's shares over time as a bar.
-
-    The bar's height in a cell is the share at that time.
-
-    - `shares`: the rank's shares, one more than there are changes.
-    - `ends`: the cells of the changes.
-    - `most`: the largest share of all ranks, which has full height.
-    """
+    """Draw one rank's shares over time; bar heights show shares."""
+    # a share lasts from the cell of one change to that of the next
     starts = [0, *ends]
     behind = [*ends, room]
     for share, start, end in zip(shares, starts, behind, strict=True):

@@ -69,11 +69,7 @@ def part_bar(step: RankStep, longest_s: float, width: int) -> tuple[Span, ...]:
 
 
 def _stack_parts(seconds: Sequence[float], longest_s: float, width: int) -> tuple[Span, ...]:
-    """Return the parts of a step side by side.
-
-    Spaces fill the rest of the `width` cells. Parts of 0 cells are left out. The full width stands
-    for `longest_s` seconds.
-    """
+    """Draw a step's parts side by side; `longest_s` fills `width` cells."""
     if longest_s <= 0 or width <= 0:
         return (Span(" " * max(0, width)),)
     counts = _count_cells(seconds, longest_s, width)
@@ -86,17 +82,14 @@ def _stack_parts(seconds: Sequence[float], longest_s: float, width: int) -> tupl
 
 
 def _count_cells(seconds: Sequence[float], longest_s: float, width: int) -> list[int]:
-    """Return the number of cells of each part of a step.
-
-    `width` cells stand for `longest_s` seconds. Compute time (own work) has at least one cell
-    unless it is 0.
-    """
+    """Count the cells of each part; `longest_s` fills `width` cells."""
     counts, so_far_s, drawn = [], 0.0, 0
     for part_s in seconds:
         so_far_s += part_s
         end = min(width, round(width * min(1.0, so_far_s / longest_s)))
         counts.append(max(0, end - drawn))
         drawn = max(drawn, end)
+    # own work is always visible
     own = PARTS.index(OWN_WORK)
     if seconds[own] > 0 and not counts[own]:
         _widen_to_one_cell(counts, own, width)
@@ -104,11 +97,7 @@ def _count_cells(seconds: Sequence[float], longest_s: float, width: int) -> list
 
 
 def _widen_to_one_cell(counts: list[int], place: int, width: int) -> None:
-    """Add a cell to the part at index `place`.
-
-    `counts` is changed in place. If all `width` cells are taken, the cell is taken from the widest
-    part.
-    """
+    """Add a cell to `counts[place]`, if necessary taken from the widest part."""
     if sum(counts) >= width:
         counts[max(range(len(counts)), key=counts.__getitem__)] -= 1
     counts[place] += 1
@@ -142,10 +131,7 @@ def lane_lines(rows: Sequence[RankRow], width: int, height: int) -> tuple[Line, 
 
 
 def _choose_steps(lanes: Sequence[RankRow], most: int) -> tuple[list[Sequence[LastStep]], str]:
-    """Return some steps of each rank, and a text about them.
-
-    There are at most `most` steps of a rank. The text says which steps they are.
-    """
+    """Choose at most `most` steps per rank, and describe which."""
     # These are the same steps for all ranks if the reports have enough in common. Otherwise they
     # are each rank's own last steps.
     first = max(row.last_steps[0].number for row in lanes)
@@ -169,10 +155,7 @@ def _seconds(step: LastStep) -> float:
 def _draw_lane(
     steps: Sequence[LastStep], exchange_s: float, span_s: float, width: int
 ) -> list[Span]:
-    """Draw the steps of one rank over `width` cells.
-
-    The width stands for `span_s` seconds. `exchange_s` is the mean time of the exchange.
-    """
+    """Draw a rank's steps; `span_s` seconds fill `width` cells."""
     # A step of at least `LEAST_WITH_GAP` cells is followed by a blank.
     if span_s <= 0:
         return [Span(" " * width)]

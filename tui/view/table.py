@@ -150,10 +150,7 @@ def _heading(
     more: str,
     width: int,
 ) -> Line:
-    """Return the line of column titles.
-
-    The column by which rows are sorted has an arrow. `more` is a text at the right end of the line.
-    """
+    """Return the titles, with an arrow at the sorted column."""
     # A click on a title sorts by its column.
     spans: list[Span] = [Span(" ")]
     for column in _drawn(columns, widths):
@@ -170,6 +167,7 @@ def _heading(
             _BETWEEN,
         )
     titles = tuple(spans[:-1])
+    # `more` is at the right end
     whole = max(width, span_cells(titles)) if more else span_cells(titles)
     shown = cut(more, whole // 2)
     return Line((*pad(titles, whole - cells(shown)), Span(shown, "key")))
@@ -249,10 +247,7 @@ def table_lines(
 
 
 def _hidden_rows(above: int, below: int) -> Iterator[str]:
-    """Yield the numbers of hidden rows, each with an arrow.
-
-    The rows above the visible ones come first, then those below. A number of 0 is left out.
-    """
+    """Yield the numbers of rows hidden above and below, with arrows."""
     if above:
         yield f"{Mark.ASCENDING}{above}"
     if below:

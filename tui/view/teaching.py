@@ -101,10 +101,7 @@ def _block(steps: Sequence[Step]) -> list[Line]:
 
 
 def _sentences(lesson: Lesson, width: int, height: int) -> tuple[Line, ...]:
-    """Return a lesson as wrapped text.
-
-    The message comes first, then as many steps as fit completely.
-    """
+    """Return the message, and as many steps as fit completely."""
     text, shown = lesson.nothing, text_lines(lesson.nothing, width, height, "dim")
     for step in lesson.steps:
         text += f" {step.does}: {step.words}."

@@ -151,20 +151,13 @@ def draw_columns(
 
 
 def _count(number: float, scale: float, most: int) -> int:
-    """Return the height of a value in dots.
-
-    The height is from 1 to `most`. `scale` is the dots per unit.
-    """
+    """Return a value's height from 1 to `most` dots."""
     return max(1, min(most, round(number * scale)))
 
 
 @lru_cache(maxsize=16384)
 def _stack(left: int, right: int, rows: int) -> tuple[str, ...]:
-    """Return the braille characters of one column of cells.
-
-    They are ordered from the top down. `left` and `right` are the heights, in dots, of the cells'
-    two columns of dots. A cell without dots is a space.
-    """
+    """Return a column of braille, top first, for two heights in dots."""
     signs = []
     for row in range(rows - 1, -1, -1):
         bits = _LEFT[max(0, min(4, left - 4 * row))] | _RIGHT[max(0, min(4, right - 4 * row))]

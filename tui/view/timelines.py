@@ -162,10 +162,7 @@ def draw_timelines(
 
 
 def _read_past(plan: GraphPlan, past: PastTicks, newest: int) -> Histories:
-    """Return all drawn values at the newest ticks.
-
-    There are values for each drawn device and metric. `newest` is the number of ticks.
-    """
+    """Return each device's metrics at the newest ticks."""
     histories: Histories = {}
     for sample in plan.devices:
         for metric in plan.metrics:
@@ -175,19 +172,13 @@ def _read_past(plan: GraphPlan, past: PastTicks, newest: int) -> Histories:
 
 
 def _join_parts(parts: Sequence[Sequence[tuple[Span, ...]]], width: int) -> Iterator[Line]:
-    """Yield the lines of blocks that are drawn side by side.
-
-    A line has `width` cells. All blocks have the same height.
-    """
+    """Join blocks of equal height side by side, padded to `width`."""
     for row in zip(*parts, strict=True):
         yield Line(pad(tuple(span for part in row for span in part), width))
 
 
 def _common_tops(plan: GraphPlan, histories: Histories) -> dict[str, float]:
-    """Return the upper end of each metric's common axis.
-
-    The result is used if all devices share one scale.
-    """
+    """Return each metric's upper end for an axis that devices share."""
     # It is the highest of the ends that the axes of the single devices would have.
     tops: dict[str, float] = {}
     for sample in plan.devices:
@@ -198,10 +189,7 @@ def _common_tops(plan: GraphPlan, histories: Histories) -> dict[str, float]:
 
 
 def _top(sample: DeviceSample, metric: GraphMetric, values: Sequence[float | None]) -> float:
-    """Return the upper end of the axis for a device's metric.
-
-    If the metric doesn't define it, return a round number above all `values`.
-    """
+    """Return a metric's upper axis end, by default a round number."""
     given = metric.top(sample)
     if given:
         return given
@@ -219,11 +207,7 @@ def _heading(plan: GraphPlan, width: int) -> Line:
 def _draw_label(
     sample: DeviceSample, rows: int, width: int, chosen: bool
 ) -> list[tuple[Span, ...]]:
-    """Return the lines at the left of a device's graphs.
-
-    They are the device's label, its product name, and blank lines. `chosen` is True for the device
-    under the cursor.
-    """
+    """Return lines with a device's label and product name."""
     room = width - 2
     label = cut(sample.device.label.rpartition("/")[2], room)
     mark = Mark.CURSOR if chosen else " "
@@ -244,12 +228,9 @@ def _draw_graph(
     rows: int,
     column: int | None,
 ) -> Iterator[tuple[Span, ...]]:
-    """Yield the lines of a graph from the top down.
-
-    Each line begins with the cells at the left of the graph. `dots` has the value of each column of
-    dots. `column` is the cell under the cursor, or None.
-    """
+    """Yield a graph's lines, top first; `column` is the cursor's cell."""
     gutter = _draw_gutter(sample, metric, top, dots, rows, column)
+    # `dots` has a value for each column of dots
     for row, text in enumerate(draw_columns(dots, metric.low, top, rows)):
         tone = _row_tone(sample, metric, top, rows, row)
         graph: tuple[Span, ...] = (Span(text, tone),)
@@ -264,10 +245,7 @@ def _draw_graph(
 
 
 def _row_tone(sample: DeviceSample, metric: GraphMetric, top: float, rows: int, row: int) -> Tone:
-    """Return the tone of a row of a graph.
-
-    `row` counts from the top. Higher rows are brighter.
-    """
+    """Return the tone of a graph's row; higher rows are brighter."""
     # In a graph of temperatures, a row has the tone of a warning if its temperature calls for one.
     height = (rows - row) / rows
     if metric.field == "temperature_celsius":
@@ -285,13 +263,9 @@ def _draw_gutter(
     rows: int,
     column: int | None,
 ) -> list[tuple[Span, ...]]:
-    """Return the cells at the left of each line of a graph.
-
-    They show the ends of the axis, and a value. The value is that at the cursor, which is in the
-    cell `column`. Without a cursor (None), it is the newest value. A graph of at least
-    `MIDDLE_ROWS` lines also has the middle of the axis.
-    """
+    """Return the cells left of a graph: axis ends and a value."""
     room = GUTTER_CELLS - 1
+    # the newest value, or the value at the cursor
     if column is None:
         drawn = _draw_value(getattr(sample, metric.field), metric, room)
     else:
@@ -315,10 +289,7 @@ def _draw_value(reading: Reading, metric: GraphMetric, room: int) -> Span:
 def _draw_time_axis(
     plan: GraphPlan, window: TickWindow, times: Sequence[float], column: int | None, width: int
 ) -> Line:
-    """Return the time axis below each column of graphs.
-
-    `column` is the cell of the cursor, whose time then replaces the labels; None without a cursor.
-    """
+    """Return the time axis, or the cursor's time at `column`."""
     then = time_at(window, times, column) if column is not None else None
     if column is None or then is None:
         each: tuple[Span, ...] = (Span(axis_text(plan.graph, window, times), "dim"),)

@@ -104,28 +104,19 @@ def training_graph_lines(
 
 
 def _graph_cells(width: int, columns: int) -> int:
-    """Return the width in cells of each of `columns` graphs.
-
-    The graphs are side by side.
-    """
+    """Return a graph's width in cells, with `columns` graphs side by side."""
     return (width - BETWEEN_CELLS * (columns - 1)) // columns - GUTTER_CELLS
 
 
 def _most_columns(width: int, most: int, ticks: float) -> int:
-    """Return how many graphs fit side by side.
-
-    The result is from 1 to `most`. Each of `ticks` ticks needs its own column of dots in a graph.
-    """
-    # A cell has two columns of dots.
+    """Return how many graphs fit side by side, at most `most`."""
+    # Each tick needs its own column of dots, and a cell has two.
     fine = [each for each in range(1, most + 1) if 2 * _graph_cells(width, each) >= ticks]
     return max(fine, default=1)
 
 
 def _least_columns(count: int, most: int, height: int) -> int:
-    """Return the smallest number of columns for `count` graphs.
-
-    The result is at most `most`. Each graph needs `GOOD_HEIGHT` of the `height` lines.
-    """
+    """Return the fewest columns so that `count` graphs are high enough."""
     for columns in range(1, most):
         if -(-count // columns) * GOOD_HEIGHT <= height:
             return columns
@@ -150,11 +141,7 @@ def _list_captions(row: TrainingRow, keys: Mapping[str, str], most: int) -> list
 def _make_graphs(
     row: TrainingRow, keys: Mapping[str, str], captions: Sequence[str], reader: Reader
 ) -> list[Graph]:
-    """Return a graph for each caption.
-
-    The graphs of single devices share a scale. `keys` has the keys of the training's devices by
-    label.
-    """
+    """Return a graph for each caption; single devices share a scale."""
     speeds = {label: reader.read(key, "samples_per_second") for label, key in keys.items()}
     top = nice_ceiling(_highest(speeds.values()))
     graphs = []
@@ -173,10 +160,7 @@ def _make_graphs(
 
 
 def _graph_all(row: TrainingRow, values: Values) -> Graph:
-    """Return the graph of all devices together.
-
-    A dashed line shows the samples/s of the plan.
-    """
+    """Graph all devices together, with the plan's samples/s as a dashed line."""
     plan = row.plan_samples_per_second
     top = nice_ceiling(max(plan, _highest([values])))
     newest = samples_rate(row.samples_per_second)
@@ -198,10 +182,7 @@ def _graph_noise(noise: NoiseScale, values: Values) -> Graph:
 def _draw_graphs(
     graphs: Sequence[Graph], reader: Reader, width: int, height: int, columns: int
 ) -> tuple[Line, ...]:
-    """Return the graphs in `columns` columns that fill `height` lines.
-
-    Each graph is `width` cells wide.
-    """
+    """Draw the graphs in `columns` columns, each graph `width` cells wide."""
     rows = -(-len(graphs) // columns)
     lines: list[Line] = []
     for row in range(rows):
@@ -217,10 +198,7 @@ def _draw_graphs(
 
 
 def _draw_graph(graph: Graph, reader: Reader, width: int, height: int) -> list[tuple[Span, ...]]:
-    """Return a graph in exactly `height` lines.
-
-    They are the caption, columns of dots, and the time axis.
-    """
+    """Draw a caption, columns of dots and time axis in `height` lines."""
     rows = height - 2
     window = reader.window
     lines = draw_columns(window.dots(graph.values), 0.0, graph.top, rows)
@@ -236,20 +214,14 @@ def _draw_graph(graph: Graph, reader: Reader, width: int, height: int) -> list[t
 
 
 def _caption(graph: Graph, width: int) -> tuple[Span, ...]:
-    """Return the caption with the newest value.
-
-    The right end says what the dashed line means.
-    """
+    """Return the caption and newest value, with the dashed line's meaning."""
     head = (Span(f" {graph.caption} ", "title"), Span(graph.newest, graph.tone))
     words = Span(f"{Mark.TRACK} {graph.level_text}" if graph.level_text else "", "warn")
     return spread(head, (words,), width).spans if graph.level_text else pad(head, width)
 
 
 def _mark(text: str, tone: Tone) -> tuple[Span, ...]:
-    """Return a line of a graph with dashes in its empty cells.
-
-    The dashes show the level.
-    """
+    """Fill the empty cells of a graph's line with dashes."""
     spans = []
     for sign in text:
         free = sign in " \u2800"
@@ -258,10 +230,7 @@ def _mark(text: str, tone: Tone) -> tuple[Span, ...]:
 
 
 def _add(histories: Sequence[Values]) -> Values:
-    """Return several devices' values at each tick, added up.
-
-    The result is None at a tick at which a device has no value.
-    """
+    """Add up devices at each tick; None if one has no value."""
     return tuple(
         None if None in tick else sum(filter(None, tick)) for tick in zip(*histories, strict=True)
     )
@@ -272,8 +241,5 @@ def _newest(values: Values) -> float:
 
 
 def _highest(histories: Iterable[Values]) -> float:
-    """Return the highest value of all histories.
-
-    The result is 0 if there are no values.
-    """
+    """Return the highest value, or 0 if there is none."""
     return max((value for values in histories for value in filter(None, values)), default=0.0)

@@ -101,10 +101,7 @@ def _input(row: TrainingRow, _width: int) -> tuple[Span, ...]:
 
 
 def _draw_causes(row: TrainingRow, width: int) -> tuple[Span, ...]:
-    """Draw the causes of a slow training.
-
-    They are drawn as descriptions if these fit, else only as names.
-    """
+    """Draw why a training is slow, as sentences or only as names."""
     # For an ended training, draw how long ago it ended.
     if row.ended_s:
         words = f"ended {duration(row.ended_s)} ago"
@@ -120,10 +117,7 @@ def _indent(draw: Cell[TrainingRow]) -> Cell[TrainingRow]:
 
 
 def _name(row: TrainingRow) -> str:
-    """Return the name of the workload, or else the framework.
-
-    The directories of a file are left out.
-    """
+    """Return the workload without directories, or the framework."""
     # A narrow column would show only the beginning of a path.
     return row.workload.rpartition("/")[2] or row.framework
 
@@ -192,13 +186,10 @@ def _rank_value(
     tone: Tone,
     there: Callable[[RankRow], float],
 ) -> Cell[RankRow]:
-    """Return a `draw` function for a rank's value `number(row)`, formatted by `words`.
-
-    If `there(row)` is 0, the value is unknown, and a dash is drawn. A silent rank's value is drawn
-    as stale.
-    """
+    """Return a function that draws a rank's value, dim if stale."""
 
     def draw(row: RankRow, width: int) -> tuple[Span, ...]:
+        # 0 means that the value is unknown
         if not there(row):
             return (Span(Mark.NONE, "dim"),)
         text = words(number(row))
@@ -220,18 +211,13 @@ def _part(seconds: Callable[[RankRow], float]) -> Cell[RankRow]:
 
 
 def _write_part(seconds: float) -> str:
-    """Return the duration of a step's part as text.
-
-    Below `LEAST_PART_S` it is "0 ms".
-    """
+    """Return the time of a step's part, as "0 ms" below `LEAST_PART_S`."""
     return step_time(seconds) if seconds >= LEAST_PART_S else "0 ms"
 
 
 def _waiting_s(row: RankRow) -> float:
-    """Return how many seconds of a step a rank waits for others.
-
-    The exchange of gradients is included only if the parts of the step are unknown.
-    """
+    """Return how long a rank waits for others in each step."""
+    # if the parts are unknown, this includes the exchange of gradients
     return row.step.waiting_s if row.step.step_s else row.waiting_s
 
 
@@ -305,10 +291,7 @@ def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Lin
 
 
 def _cause_lines(row: TrainingRow, late: bool, width: int) -> Iterator[Line]:
-    """Yield lines on what slows a training down.
-
-    For an ended training, they say what slowed it down before.
-    """
+    """Yield lines about what slows, or slowed, a training down."""
     # If the training is slower than its plan (`late`) without a known cause, the lines are about
     # the causes that were ruled out.
     if row.ended_s and row.causes:
@@ -320,22 +303,14 @@ def _cause_lines(row: TrainingRow, late: bool, width: int) -> Iterator[Line]:
 
 
 def _ended_lines(row: TrainingRow, width: int) -> Iterator[Line]:
-    """Yield when the training ended, and then its summary.
-
-    The summary is left out if there is none yet.
-    """
+    """Yield when the training ended, then its summary if there is one."""
     yield from text_lines(f"Ended {duration(row.ended_s)} ago.", width, 1, "strong")
     for each in row.summary:
         yield from _marked(each, "text", Mark.DOT, width)
 
 
 def _list_excluded_causes(row: TrainingRow) -> str:
-    """Return which causes can't explain why a training is slow.
-
-    The training is slower than its plan. The text says that no cause was found, and gives the
-    measurements that rule out the usual ones.
-    """
-    # It lists the causes that were ruled out, with the measurements that ruled them out.
+    """Say that no cause was found, with measurements that rule causes out."""
     steps = [rank.step for rank in row.ranks if rank.step.step_s]
     if not steps:
         return "No cause was found: this training reports no parts of its steps."
@@ -355,10 +330,7 @@ def _list_excluded_causes(row: TrainingRow) -> str:
 
 
 def _describe_faster_shares(row: TrainingRow) -> Iterator[str]:
-    """Yield which shares would be faster.
-
-    The text says whether the training will adopt them by itself.
-    """
+    """Say which shares would be faster, and whether the training adopts them."""
     # For an ended training, yield why it didn't adopt them. If the current shares are the fastest,
     # yield nothing.
     if row.advice is None:
@@ -395,13 +367,11 @@ def _explain_stay(row: TrainingRow) -> Iterator[str]:
 
 
 def _list_remedies(row: TrainingRow) -> Iterator[str]:
-    """Yield the remedy for each limit, with the expected gain.
-
-    Unequal shares are left out. An ended training has no remedies.
-    """
+    """Yield how to remove each limit, with the expected gain."""
     # If several limits have the same remedy, it is given once.
     mentioned = set()
     for limit in row.limits:
+        # better shares are described elsewhere
         if limit.kind == LimitKind.UNEQUAL or limit.remedy in mentioned or row.ended_s:
             continue
         mentioned.add(limit.remedy)
@@ -410,10 +380,7 @@ def _list_remedies(row: TrainingRow) -> Iterator[str]:
 
 
 def _write_gain(gain: float) -> str:
-    """Return a gain as text, such as "+43 %".
-
-    A gain of `MOST_GAIN` or more is "over +900 %".
-    """
+    """Return text like "+43 %", or "over +900 %" at most."""
     return f"over +{percent(MOST_GAIN)}" if gain >= MOST_GAIN else f"+{percent(gain)}"
 
 
@@ -435,7 +402,7 @@ def _describe_speed(row: TrainingRow) -> str:
 
 
 def _write_rate(row: TrainingRow) -> str:
-    """Return a sentence with a training's speed, beside the plan's if there is one."""
+    """Return a training's speed as a sentence, compared with any plan."""
     speed = f"{rate(row.samples_per_second)} samples/s"
     if row.step_s and all(each.without_loader for each in row.ranks):
         speed = f"{rate(1 / row.step_s)} steps/s"
@@ -447,7 +414,7 @@ def _write_rate(row: TrainingRow) -> str:
 
 
 def _write_step_time(row: TrainingRow) -> str:
-    """Return a sentence with the time of a step, its spread and its parts beside compute."""
+    """Return a sentence about step time: spread, input, and between steps."""
     spread = f" (quartiles {percent(row.step_spread)} apart)" if row.step_spread >= 0.005 else ""
     parts = {"of it for input": row.input_s, "between steps": row.between_s}
     spent = "".join(

@@ -108,10 +108,7 @@ class EndedTrainings:
         return (*rows, *reversed(kept))
 
     def _make_ended(self, row: TrainingRow, seen_at: float, at_seconds: float) -> TrainingRow:
-        """Return an ended training with its last metrics.
-
-        `seen_at` is when it last reported.
-        """
+        """Return the ended training with its last metrics."""
         # Of the causes that slowed the training down, only unequal compute times are kept: the next
         # run can avoid them with the advised shares. Nothing can be done about the other causes any
         # more.
@@ -182,10 +179,7 @@ def _join(reports: Sequence[Training], samples: SamplesByDevice, snapshot: Snaps
 
 
 def _add_load(row: TrainingRow, host: HostSample) -> TrainingRow:
-    """Add the host's load as a cause of a slow training.
-
-    The load is added if the training is slower than its plan for no known reason.
-    """
+    """If nothing else explains a slow training, add the host's load."""
     # A high load only suggests that the training's threads wait for cores. It is used because not
     # every kernel reports how long threads wait.
     late = 0 < row.of_plan < AS_PLANNED
@@ -199,11 +193,7 @@ def _add_load(row: TrainingRow, host: HostSample) -> TrainingRow:
 
 
 def _add_totals(row: TrainingRow) -> TrainingRow:
-    """Add the training's total samples/s and tokens/s.
-
-    The totals are over all ranks that aren't silent. Also add the samples per joule, and the
-    fraction of the plan's samples/s that is reached.
-    """
+    """Add total samples/s, tokens/s, samples per joule, and fraction of plan."""
     # If some ranks don't report on this machine, two values would be wrong and are 0: the samples
     # per joule, and the fraction of the plan's samples/s.
     reporting = [rank for rank in row.ranks if not rank.silent_s]
@@ -221,19 +211,12 @@ def _add_totals(row: TrainingRow) -> TrainingRow:
 
 
 def _largest_value(reports: Sequence[Training], name: str) -> Any:
-    """Return the largest value of the field `name` in all reports.
-
-    There is a report for each rank.
-    """
+    """Return the largest value of field `name` in all ranks' reports."""
     return max(getattr(report, name) for report in reports)
 
 
 def _judge(placed: Sequence[tuple[Training, RankOnDevice]], missing: int) -> TrainingAnalysis:
-    """Return an analysis of what limits the steps of a training.
-
-    The ranks that report are analysed. `missing` is the number of ranks without a report on this
-    machine.
-    """
+    """Find what limits a training's steps, from its reporting ranks."""
     rows = [place.row for _, place in placed]
     reporting = [
         measure_on_device(place, rows, report) for report, place in placed if not place.row.silent_s
@@ -243,10 +226,7 @@ def _judge(placed: Sequence[tuple[Training, RankOnDevice]], missing: int) -> Tra
 
 
 def _add_steps(rows: Sequence[RankRow], judged: TrainingAnalysis) -> tuple[RankRow, ...]:
-    """Add the parts of the mean step to each rank.
-
-    Silent ranks are left unchanged.
-    """
+    """Add the parts of the mean step to ranks that aren't silent."""
     steps = iter(judged.steps)
     return tuple(
         row if row.silent_s else msgspec.structs.replace(row, step=next(steps)) for row in rows
@@ -254,10 +234,7 @@ def _add_steps(rows: Sequence[RankRow], judged: TrainingAnalysis) -> tuple[RankR
 
 
 def _watts(places: Sequence[RankOnDevice]) -> float:
-    """Return the power of a training's devices in watts.
-
-    Each device counts once. The result is 0 if the power of any device is unknown.
-    """
+    """Return the watts of a training's devices; 0 if any is unknown."""
     samples = {place.sample.device.label: place.sample for place in places if place.sample}
     watts = [sample.power_watts.current for sample in samples.values()]
     known = [watt for watt in watts if watt is not None]

@@ -193,10 +193,7 @@ class BalanceView(UsesApp, Widget):
             self.query_one(LogPanel).set_data(state)
 
     def _place_panels(self) -> None:
-        """Set the height of each panel.
-
-        Charts and log get what the other panels leave.
-        """
+        """Set each panel's height; charts and log get the remaining lines."""
         width, height = self.size
         frame = 0 if self.screen.has_class("-bare") else 2
         narrow = self.screen.has_class("-narrow")
@@ -222,11 +219,7 @@ class BalanceView(UsesApp, Widget):
         self.query_one("#log").styles.height = max(0, left - charts - facts)
 
     def _top_rows(self, width: int, frame: int, most: int) -> int:
-        """Return the height of the top panel in lines.
-
-        The height is at most `most`. The panel shows the result. Before there is one, it shows the
-        search's description and notes. `frame` is the number of lines of its border.
-        """
+        """Return the height of the top panel: the search's description or result."""
         if self.shows_result:
             with_charts = most - LEAST_CHART - frame - 2
             if with_charts >= LEAST_RESULT:
@@ -236,10 +229,7 @@ class BalanceView(UsesApp, Widget):
         return max(2, min(len(story_lines(self.state, width)), 6) + notes) + frame
 
     def _fact_rows(self, width: int, frame: int, narrow: bool) -> int:
-        """Return the height of the panels with shares and rivals.
-
-        The height is 0 if they are hidden.
-        """
+        """Return the height of the shares and rivals panels; 0 if hidden."""
         # They are hidden as long as there is nothing to compare, and after the search, because the
         # result contains them. On a `narrow` terminal, only the rivals are shown.
         if self.shows_result or len(rivals(self.state)) < LEAST_COMPARED:
@@ -250,10 +240,7 @@ class BalanceView(UsesApp, Widget):
         return max(4, compared, self._share_rows(width)) + frame
 
     def _share_rows(self, width: int) -> int:
-        """Return the number of lines for the shares.
-
-        These lines are the bar, the legend and the global batch.
-        """
+        """Count the lines for the bar of shares, legend and global batch."""
         # One line is always reserved for a second bar, which shows the split being measured.
         each = 26 if len(self.state.devices) <= DETAILED_SHARES else 15
         legend = max(1, -(-len(self.state.devices) // max(1, (width // 2 - 2) // each)))

@@ -39,10 +39,7 @@ _BOLD = ("strong", "headline", "bad", "key", "tab")
 
 
 class _Drawn(NamedTuple):
-    """The rows that a widget drew last.
-
-    They are kept to reuse those that haven't changed.
-    """
+    """The rows that a widget drew last, to reuse unchanged ones."""
 
     crop: Region
     rows: list[Strip]  # frame included
@@ -135,12 +132,9 @@ class Lines(UsesApp, Widget):
         return rows
 
     def _rows_to_reuse(self, crop: Region, rows: list[Strip]) -> _Drawn | None:
-        """Return the rows of the whole widget for the next drawing.
-
-        None if they can't be reused: if a part of the widget is hidden, or if filters change the
-        colours.
-        """
+        """Return the drawn rows for reuse, or None if that's impossible."""
         top, right, bottom, left = self.gutter
+        # a part is hidden, or filters change the colours
         lines = range(top, crop.height - bottom)
         if (
             crop.size != self.outer_size

@@ -121,10 +121,7 @@ class ListPanel(Lines, Generic[RowT]):
             self._note_cursor()
 
     def _note_cursor(self) -> None:
-        """Remember which row is under the cursor.
-
-        The row's identity is kept, to find the row when rows change.
-        """
+        """Remember the row under the cursor, in case rows change."""
         self._under_cursor = self.identity(self.chosen) if self.chosen is not None else None
 
     def action_page(self, pages: int) -> None:

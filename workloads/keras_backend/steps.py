@@ -85,10 +85,7 @@ class KerasSteps:
         self._use_split(self._devices, passes=False)
 
     def _use_split(self, devices: tuple[str, ...], passes: bool) -> None:
-        """Make the model use the `Split` for these devices.
-
-        `passes` says if the step is divided into passes.
-        """
+        """Make the model use a split for these devices."""
         # The model's train function for that `Split` is created on first use.
         model = self.model
         split = self.split
@@ -185,11 +182,8 @@ def slice_rows(data: Any, start: int, stop: int) -> Any:
 
 
 def _put(data: Any, scope: AbstractContextManager[Any]) -> Any:
-    """Copy nested arrays to a device as tensors.
-
-    They are first converted to tensors in host memory. `scope` is a context in which TensorFlow
-    uses that device.
-    """
+    """Copy nested arrays to the device of `scope`."""
+    # through tensors in host memory
     with tf.device("CPU:0"):
         loaded = keras.tree.map_structure(tf.convert_to_tensor, data)
     with scope:

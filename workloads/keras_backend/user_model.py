@@ -99,10 +99,7 @@ def noise_for(model: Any, rows: int) -> tuple[Any, Any]:
 
 
 def _structures(model: Any) -> tuple[Any, Any]:
-    """Return a model's symbolic inputs and outputs.
-
-    They are nested as in calls of the model.
-    """
+    """Return a model's symbolic inputs and outputs, nested as in calls."""
     # A Sequential model has lists of inputs and outputs, but is called with a single tensor. So its
     # first input and first output are returned.
     if isinstance(model, keras.Sequential):

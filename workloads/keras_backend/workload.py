@@ -392,10 +392,7 @@ def check_rows(model: Any, rows: int) -> None:
 
 
 def _tensors(model: Any) -> list[Any]:
-    """Return the output tensors of each layer, including layers of nested models.
-
-    A layer that was never called has none.
-    """
+    """Return all layers' output tensors, including nested models'."""
     found: list[Any] = []
     for layer in model._flatten_layers(include_self=False):
         for node in layer._inbound_nodes:

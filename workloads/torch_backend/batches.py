@@ -333,10 +333,7 @@ class Batches:
             self._loader.wait_until_full()
 
     def _repeat_first(self, loader: Loader) -> Iterator[Any]:
-        """Yield the loader's first batch again and again.
-
-        The loader's iterator is kept open meanwhile.
-        """
+        """Repeat the loader's first batch, and keep the loader open."""
         steps = iter(loader)
         batch = self._checked(next(steps))
         while True:

@@ -95,10 +95,7 @@ class RecipeShards:
         return " ".join(map(str, (*sizes, self._gradients, self._beside)))
 
     def _measure_state(self, optimizer: Any, device: torch.device) -> tuple[int, int]:
-        """Return the bytes of the model's state and of temporary data.
-
-        The state is that of the whole model. The temporary data is that of an optimizer step.
-        """
+        """Return the bytes of the model's state and an optimizer step's temporaries."""
         # A first step with zero gradients is run on this rank's shard. The results are extrapolated
         # from it to the whole model.
         for parameter in self.sharded.parameters:

@@ -86,21 +86,15 @@ class Tiles:
 
 
 def _within(positions: tuple[int, int], first: int) -> slice:
-    """Return the part of a tile that covers these positions.
-
-    `positions` is a half-open range of the whole image. `first` is the position at which the tile
-    begins.
-    """
+    """Return a tile's slice for a range of positions of the image."""
     # Positions outside the tile are left out.
+    # `first` is the tile's own first position
     begin, end = positions
     return slice(max(0, begin - first), max(0, end - first))
 
 
 def _join(parts: Sequence[Tensor], dimension: int) -> Tensor:
-    """Concatenate the non-empty parts along a dimension.
-
-    If all are empty, one of them is returned.
-    """
+    """Concatenate the non-empty parts, or return one empty part."""
     held = [part for part in parts if part.numel()]
     return torch.cat(held, dimension) if len(held) > 1 else held[0] if held else parts[0]
 
@@ -182,10 +176,7 @@ def _normalise(layer: nn.BatchNorm2d, tiles: Tiles) -> Tiles:
 
 
 def _total(tiles: Tiles, home: torch.device) -> Tensor:
-    """Return the sum of all tiles per channel, on `home`.
-
-    The sum is over samples and pixels.
-    """
+    """Sum all tiles per channel, over samples and pixels, on `home`."""
     return torch.stack(
         [part.sum(dim=(0, 2, 3)).to(home, non_blocking=True) for part in tiles.every]
     ).sum(dim=0)

@@ -105,10 +105,7 @@ def from_user(name: str, result: Any) -> Recipe:
 
 
 def _check_trained(name: str, module: Any, optimizer: Any) -> None:
-    """Raise RequestError unless the optimizer updates parameters of the module.
-
-    `name` is the name of the user's function, for messages.
-    """
+    """Raise RequestError unless the optimizer updates the module's parameters."""
     if not isinstance(module, torch.nn.Module):
         raise RequestError(
             f"{name} gives an object of type {type(module).__name__} as its module.",
@@ -227,10 +224,7 @@ class TrainerSteps:
         return loss
 
     def _work_before_update(self, *given: Any) -> None:
-        """Do what the Trainer does before an optimizer step.
-
-        Without this work, measured steps would be too fast.
-        """
+        """Do the Trainer's work before an optimizer step, for realistic timing."""
         # The Trainer waits for the loss, counts the operations of each pass (which visits all
         # parameters), and clips the gradients.
         trainer, loss = self._trainer, self._loss
@@ -247,10 +241,7 @@ class TrainerSteps:
 
 
 def _enable_checkpointing(trainer: Any) -> None:
-    """Enable activation checkpointing if the Trainer's arguments want it.
-
-    It is enabled in the Trainer's model.
-    """
+    """Enable activation checkpointing if the Trainer's arguments want it."""
     # The Trainer does that in `train`, which a probe doesn't call. Newer versions of transformers
     # have new names for the arguments and for the model's method.
     arguments, model = trainer.args, trainer.model
@@ -324,10 +315,7 @@ def _from_lightning(name: str, module: Any, given: Any) -> Recipe:
 
 
 def _read_data(given: Any) -> Data:
-    """Return a data set or a DataLoader as `Data`.
-
-    A DataLoader gives its data set and its loader options.
-    """
+    """Return a data set, or a DataLoader with its options, as `Data`."""
     if isinstance(given, DataLoader):
         return _to_data(given.dataset, given.collate_fn, given.num_workers, given.pin_memory)
     return _to_data(given, default_collate)
@@ -346,12 +334,7 @@ def _first_optimizer(given: Any) -> Any:
 
 
 def _to_data(rows: Any, collate: Any, workers: int = 0, pinned: bool = False, **more: Any) -> Data:
-    """Return `rows` as `Data`, with the loader options of a trainer.
-
-    - `collate`: the trainer's collate function.
-    - `workers`: the number of worker processes.
-    - `pinned`: whether to use pinned memory, if there is a GPU.
-    """
+    """Return `rows` as `Data`, loaded as a trainer loads them."""
     # Without workers, nothing is prefetched, just as in the trainer: the rows of a step are loaded
     # when the step begins, while the GPU waits.
     options = {
@@ -363,18 +346,12 @@ def _to_data(rows: Any, collate: Any, workers: int = 0, pinned: bool = False, **
 
 
 def _collate(collate: Any, rows: list[Any]) -> tuple[dict[str, Any], torch.Tensor]:
-    """Collate rows to keyword arguments of the module.
-
-    Dummy targets that nobody reads are added.
-    """
+    """Collate rows to keyword arguments, with dummy targets."""
     return {"batch": collate(rows)}, torch.zeros(len(rows))
 
 
 def _is_a(value: Any, package: str, name: str) -> bool:
-    """True if `value` is an instance of a package's class.
-
-    The package isn't imported for this check.
-    """
+    """True if `value` is an instance of `name`, without importing `package`."""
     kinds = type(value).__mro__
     return any(
         kind.__name__ == name and f"{kind.__module__}.".startswith((package, f"pytorch_{package}"))

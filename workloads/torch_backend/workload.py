@@ -264,10 +264,7 @@ class TorchWorkload(Workload, StepListener):
         self._count(self._batches.works(batch), passes)
 
     def _step_in_passes(self, batch: Any, exchanges: Sequence[Exchange]) -> int:
-        """Compute a batch in its passes, and return the number of passes.
-
-        The passes are the same as in a training run. `exchanges` are the all-reduces of the group.
-        """
+        """Compute a batch in passes, and return how many there were."""
         # A pass of a group that runs out of memory is computed again in smaller passes, because the
         # other ranks wait in the all-reduce. `read_shortage` then returns the error.
         assert self._batches is not None
@@ -287,10 +284,7 @@ class TorchWorkload(Workload, StepListener):
         return self._short_of_memory
 
     def _count(self, works: Sequence[Work], passes: int) -> None:
-        """Add the tokens, padding and passes of a step to the totals.
-
-        `works` has an item for each of the step's batches, and `passes` is the number of passes.
-        """
+        """Add a step's tokens, padding and passes to the totals."""
         # A batch is padded as a whole before it is cut into passes, so its padding doesn't depend
         # on the number of passes.
         for work in works:
@@ -300,10 +294,7 @@ class TorchWorkload(Workload, StepListener):
             )
 
     def _note_held(self) -> None:
-        """Record the bytes allocated at the start of a step.
-
-        Only the first `NOTED_STEPS` steps are recorded.
-        """
+        """Record the bytes allocated before each of the first `NOTED_STEPS` steps."""
         # Later steps start with the same number, because the optimizer has created its state by
         # then.
         if self._noted < NOTED_STEPS:
@@ -500,10 +491,7 @@ class TorchWorkload(Workload, StepListener):
         return context
 
     def _regroup(self, shares: tuple[int, ...]) -> None:
-        """From now on, train only with the ranks that have rows.
-
-        A rank has no rows if its share is 0.
-        """
+        """From now on, train only with ranks that have rows."""
         # A new process group is created if the set of ranks has changed, unless the model is
         # sharded.
         members = tuple(rank for rank, share in enumerate(shares) if share)
