@@ -88,9 +88,9 @@ class Sketch(msgspec.Struct):
     loss: float = math.nan
 
     def add(self, name: str, kind: str, sums: Sequence[float]) -> None:
-        """Add random sums of the gradient of the tensor `name`, computed on some of the rows.
+        """Add random sums of a tensor's gradient on some of the rows.
 
-        `kind` is the tensor's type.
+        `name` is the tensor's name, and `kind` its type.
         """
         before = self.sums.get(name, (0.0,) * len(sums))
         self.sums[name] = tuple(one + other for one, other in zip(before, sums, strict=True))
@@ -177,11 +177,9 @@ def _compare_tensor(
     largest: float,
     noises: Mapping[str, float],
 ) -> GradientDifference | None:
-    """Return the difference between two gradients of a tensor; None if both are 0.
-
-    `largest` is the norm of the reference's largest gradient.
-    """
-    # `noises` is the result of `find_noises`
+    """Return how much two gradients of a tensor differ; None if both are 0."""
+    # `largest` is the norm of the reference's largest gradient. `noises` is the result of
+    # `find_noises`.
     sizes = reference.size(name), trained.size(name)
     scale = _scale(name, reference, trained, largest)
     if scale == 0.0:
@@ -203,7 +201,7 @@ def floor(kind: str) -> float:
 def find_noises(reference: Sketch, repeats: Sequence[Sketch]) -> dict[str, float]:
     """Return the relative difference between the reference and its repeats, by tensor name.
 
-    Such a difference comes from rounding alone. The result is empty without repeats.
+    It comes from rounding alone. Return {} without repeats.
     """
     # a tensor's difference, estimated from a few random sums, may be small by chance; so it is at
     # least the median over all tensors
@@ -281,7 +279,7 @@ class Audits:
     """Decides when a training run is audited, and what follows.
 
     With `evens` (`evener run`), a difference makes shares equal from then on. With `strict`, or in
-    the first EARLY steps, it is an error; otherwise it is a warning.
+    the first EARLY steps, it is an error. Otherwise it is a warning.
     """
 
     # in all three cases, there are no more audits
@@ -300,7 +298,8 @@ class Audits:
     def begin(self, signature: Hashable = None) -> bool:
         """Count a step; return True if the step is to be audited.
 
-        A step with a new `signature`, a hashable object that changes with the program, is audited.
+        A step is audited if its `signature` is new. It is any hashable object that changes with the
+        program.
         """
         self.step += 1
         if self.over:
@@ -312,7 +311,7 @@ class Audits:
         return changed or again or self._confirms or is_audited(self.step)
 
     def sees(self, signature: Hashable) -> bool:
-        """Record a signature; return True if it is new, so that the step must be audited.
+        """Record a signature; return True if it is new, to audit the step.
 
         Only the first 32 signatures are recorded.
         """
@@ -326,7 +325,7 @@ class Audits:
         return True
 
     def changes(self) -> bool:
-        """Record a change that isn't part of the signature, such as a changed setting of a module.
+        """Record a change outside the signature, such as a module's changed setting.
 
         Return True if the current step must be audited because of it.
         """
@@ -334,7 +333,7 @@ class Audits:
 
     @property
     def confirms(self) -> bool:
-        """True if the next step is audited to confirm a difference that this step's audit found."""
+        """True if the next step is audited to confirm this step's difference."""
         return self._confirms
 
     def decide(self, difference: GradientDifference | None) -> Action:
@@ -362,7 +361,10 @@ class Audits:
 
 
 def is_audited(step: int) -> bool:
-    """True if the step with this number, counted from 1, is audited even if nothing has changed."""
+    """True if a step is audited even if nothing has changed.
+
+    Steps are counted from 1.
+    """
     return step in FIRST_STEPS or step % EVERY == 0
 
 
@@ -374,7 +376,7 @@ IN_EQUAL_PARTS = "in equal parts"  # as a program's own launcher computes them
 
 
 class LikelyCause(msgspec.Struct, frozen=True):
-    """A likely cause of a difference: why it changes the gradient, and what the user can do."""
+    """Why something changes the gradient, and what the user can do."""
 
     why: str
     remedy: str
@@ -431,10 +433,10 @@ CAUSES = {
 
 
 def find_cause(answers: Mapping[str, Callable[[], bool]]) -> str:
-    """Return the key in CAUSES of a difference's likeliest cause, or "rows" if none is found.
+    """Return the likeliest cause of a difference, as a key of CAUSES.
 
-    `answers` has a function per cause, which returns True if the difference is gone without the
-    cause.
+    `answers` has a function per cause. It returns True if the difference is gone without the cause.
+    The result is "rows" if no cause is found.
     """
     # the functions recompute the gradient without the cause, and are called in the order of CAUSES
     for name in CAUSES:
@@ -478,7 +480,7 @@ def describe(
 
 
 def _write_apart(one: float, other: float) -> str:
-    """Return two numbers as text, with enough digits to tell which is larger."""
+    """Return two numbers as text, with enough digits to show the larger."""
     digits = 6
     while f"{one:.{digits}g}" == f"{other:.{digits}g}" and digits < 17:
         digits += 1

@@ -17,7 +17,10 @@ STUCK_SECONDS = 10.0  # after Ctrl-C; a launcher would wait for 30 s
 
 
 def end_process(code: int) -> NoReturn:
-    """Exit this process from any thread, with the exit code `code`; flush output and logs first."""
+    """Exit this process from any thread, after flushing output and logs.
+
+    `code` is the exit code.
+    """
     # exit handlers would wait for the main thread, which is stuck
     with suppress(Exception):  # the user's handler may fail
         logging.shutdown()

@@ -27,7 +27,7 @@ RANK_VARIABLES = (
 
 
 def describe_rank() -> str:
-    """Return this process's rank, the number of ranks and the id of an elastic run, as text."""
+    """Return this process's rank, number of ranks and elastic run id, as text."""
     names = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
     return " ".join(os.environ.get(name, "-") for name in names)
 
@@ -38,7 +38,7 @@ def is_eveners_rank() -> bool:
 
 
 def is_first_process() -> bool:
-    """True if this is the process of evener's first rank, and not a child of that process."""
+    """True if this is evener's first rank itself, and not its child."""
     path = os.environ.get(RELEASE)
     if not path:
         return False
@@ -54,7 +54,7 @@ def is_in_other_run() -> bool:
 
 
 def is_released() -> bool:
-    """True if the other ranks may start, or if none of them waits for this process."""
+    """True if the other ranks may start, or none waits for this process."""
     path = os.environ.get(RELEASE)
     return not path or os.path.exists(path)
 

@@ -82,7 +82,7 @@ def launched_run() -> str:
 
 
 def launched_records() -> Path | None:
-    """Return the folder in which this process keeps a copy of its newest record of steps.
+    """Return the folder for a copy of this process's newest step record.
 
     evener launch reads that copy. Return None if it hasn't set a folder.
     """
@@ -109,7 +109,10 @@ def find_host(hosts: Iterable[str]) -> str:
 
 
 def is_here(name: str) -> bool:
-    """True if a name or an address belongs to this machine: a socket can be bound to it."""
+    """True if a name or an address belongs to this machine.
+
+    It does if a socket can be bound to it.
+    """
     for family, kind, protocol, _, address in resolve(name):
         with suppress(OSError), socket.socket(family, kind, protocol) as door:
             door.bind(address)
@@ -136,7 +139,7 @@ _OF_THE_SCRIPT = re.compile(r"out of memory|device-side assert")
 
 
 def is_device_error(error: BaseException) -> bool:
-    """True if an error was probably caused by a failing device rather than by the script."""
+    """True if a failing device, and not the script, probably caused an error."""
     # running out of memory and device-side asserts are caused by the script
     text = str(error)
     return bool(_FAILED.search(text)) and not _OF_THE_SCRIPT.search(text)

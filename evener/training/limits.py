@@ -223,7 +223,10 @@ SLOWED = frozenset({LimitKind.POWER, LimitKind.HEAT, LimitKind.NEIGHBOUR})
 
 
 def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
-    """Return the parts, with overlapping ones shortened so that all add up to at most `step_s`."""
+    """Return the parts, shortened where they overlap.
+
+    Together they then take at most `step_s` seconds.
+    """
     # A lack of cores slows all other parts except those of `APART` kinds. The time spent waiting
     # for a core is subtracted from them, in proportion to their durations. Unequal work includes
     # the time that the slowest device loses to heat, power or another process on the device. If
@@ -242,7 +245,7 @@ def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
 
 
 def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
-    """Return the parts of a step without the time spent waiting for cores."""
+    """Return the parts of a step without the time waiting for cores."""
     # A lack of cores slows all other parts by the same fraction. That lack itself (`HOST_STARVED`)
     # and parts of `APART` kinds are returned unchanged.
     apart_s = sum(part.seconds for part in parts if part.kind in APART)
@@ -256,14 +259,12 @@ def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]
 
 
 def _without_slowed(part: StepPart, parts: Sequence[StepPart]) -> StepPart:
-    """Return unequal work without the losses that `parts` lists separately.
-
-    A part of any other kind is returned unchanged.
-    """
+    """Return unequal work without the losses that `parts` lists separately."""
     # The losses are the time that the same device loses to heat, power or another process on the
     # device. Only unequal work includes such losses, because the other devices wait for a slowed
     # device.
     if part.kind is not LimitKind.UNEQUAL:
+        # other kinds don't include such losses
         return part
     slowed_s = sum(each.seconds for each in parts if each.kind in SLOWED and each.by == part.by)
     return _shorten(part, max(0.0, part.seconds - slowed_s))
@@ -308,10 +309,7 @@ class _RemainingTime(NamedTuple):
 
 
 def _find_remaining_time(step_s: float, part: StepPart) -> _RemainingTime:
-    """Return how long a step is expected to take after a remedy for `part`.
-
-    `step_s` is how long the step takes now.
-    """
+    """Return how long a step is expected to take after a remedy."""
     # A measured duration without the part comes before an estimate.
     if part.without_s is not None:
         error_s = part.without_error_s
@@ -343,10 +341,8 @@ def _describe(step_s: float, part: StepPart) -> TrainingLimit:
 
 
 def _gain(step_s: float, left_s: float) -> float:
-    """Return the gain in samples/s if a step takes `left_s` instead of `step_s` seconds.
-
-    A gain of 0.5 means 50 % more.
-    """
-    # the gain is never negative, because a remedy that slows the training run needn't be applied
+    """Return the gain in samples/s when a step gets shorter."""
+    # 0.5 means 50 % more samples/s. The gain is never negative, because a remedy that slows the
+    # training run needn't be applied.
     left = min(max(left_s, LEAST_STEP_LEFT * step_s), step_s)
     return step_s / left - 1

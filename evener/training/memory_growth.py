@@ -20,7 +20,7 @@ LEFT_AT_RISK = 0.2  # the same if running out would end the training, or if the 
 
 
 class MemoryPeaks:
-    """The memory peaks of one rank's steps, by the number of rows in a step's largest pass."""
+    """One rank's memory peaks, by the rows of a step's largest pass."""
 
     def __init__(self) -> None:
         self._peaks: dict[int, float] = {}
@@ -44,7 +44,10 @@ class MemoryPeaks:
             self._peaks[rows] = max(peak_bytes, self._peaks.get(rows, 0.0))
 
     def predict(self, rows: int) -> float:
-        """Return the predicted peak in bytes of a pass of `rows` rows; 0 if no peak is recorded."""
+        """Return the predicted peak in bytes of a pass of `rows` rows.
+
+        Return 0 if no peak is recorded.
+        """
         if not self._peaks:
             return 0.0
         largest = max(self._peaks)

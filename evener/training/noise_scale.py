@@ -49,7 +49,10 @@ class NoiseScale(msgspec.Struct, frozen=True):
 
     @property
     def safe_rows(self) -> float:
-        """The noise scale, or its lower bound if the batch was too small to give an upper bound."""
+        """The noise scale, or its lower bound if there is no upper bound.
+
+        There is no upper bound if the batch was too small.
+        """
         return self.low if self.high >= ENDLESS else self.rows
 
 
@@ -73,7 +76,7 @@ def separate_noise(sizes: Sequence[int], weighted: float, whole: float) -> Sampl
 
 
 def efficiency(batch: int, noise_scale: float) -> float:
-    """Return how much a row of a batch contributes to learning, relative to a tiny batch's row.
+    """Return a row's contribution to learning, relative to a row of a tiny batch.
 
     The result is 0.5 if `batch` is equal to the noise scale.
     """
@@ -81,15 +84,16 @@ def efficiency(batch: int, noise_scale: float) -> float:
 
 
 def extra_rows(batch: int, other: int, noise_scale: float) -> float:
-    """Return the factor by which batches of `other` rows need more rows than those of `batch`.
+    """Return the factor by which larger batches need more rows for the same loss.
 
-    A factor of 1.2 means 20 % more rows for the same loss; it is below 1 if `other` is smaller.
+    Batches grow from `batch` to `other` rows. A factor of 1.2 means 20 % more rows; it is below 1
+    if `other` is smaller.
     """
     return (noise_scale + other) / (noise_scale + batch)
 
 
 def rate_gain(batch: int, other: int, noise_scale: float) -> float:
-    """Return the factor for SGD's learning rate if the batch grows from `batch` to `other` rows.
+    """Return the factor for SGD's learning rate if `batch` rows become `other`.
 
     It is the gain ratio of AdaScale (arXiv 2007.05105).
     """
@@ -114,7 +118,7 @@ class NoiseWindow:
         self._samples = 0
 
     def add(self, sample: Sample) -> None:
-        """Add a step's sample; ignore it if a value isn't finite, for example after an overflow."""
+        """Add a step's sample, unless a value isn't finite, as after an overflow."""
         if not all(map(math.isfinite, sample)):
             return
         self._samples += 1
@@ -144,10 +148,7 @@ def _mean(weights: Sequence[float], values: Sequence[float]) -> float:
 def _interval(
     weights: Sequence[float], noise: Sequence[float], signal: Sequence[float]
 ) -> tuple[float, float]:
-    """Return the 95 % interval of mean(noise) / mean(signal), by Fieller's theorem.
-
-    The upper end is ENDLESS unless the signal is significantly above 0.
-    """
+    """Return mean(noise) / mean(signal)'s 95 % interval, by Fieller's theorem."""
     # The interval contains every ratio r for which mean(noise) - r * mean(signal) may be 0.
     a = _mean(weights, noise)
     b = _mean(weights, signal)
@@ -170,12 +171,14 @@ def _interval(
         return max(0.0, (mixed - root) / signal_term), max(0.0, (mixed + root) / signal_term)
     if signal_term < 0 and inside > 0 and noise_term > 0:
         return max(0.0, (mixed - math.sqrt(inside)) / signal_term), ENDLESS
+    # the signal isn't significantly above 0
     return 0.0, ENDLESS
 
 
 def _student(freedom: float) -> float:
-    """Return the two-sided 95 % quantile of Student's t with `freedom` degrees of freedom."""
-    # The Cornish-Fisher expansion has a relative error below 2 % for 4 or more degrees of freedom.
+    """Return the two-sided 95 % quantile of Student's t."""
+    # `freedom` are the degrees of freedom. The Cornish-Fisher expansion has a relative error below
+    # 2 % for 4 or more degrees of freedom.
     z = 1.959964
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 

@@ -18,8 +18,8 @@ def find_fitting(
     """Return the kinds by which the parts' values combine to the whole's.
 
     `counts` maps each unit to its number in each part, such as `{"rows": (3, 5), "labels": (20,
-    61)}`. The result contains each unit whose weighted mean of `parts` equals `whole`, and SUM if
-    their sum does.
+    61)}`. The result contains each unit whose weighted mean of `parts` equals `whole`. It contains
+    SUM if their sum does.
     """
     # values count as equal if they differ by at most `rounding`, relative to the largest value
     values = [abs(value) for value in (whole, *parts) if math.isfinite(value)]

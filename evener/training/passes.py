@@ -31,9 +31,10 @@ MOST_FAILURES = 20  # maximum consecutive failures of a pass that can't be small
 
 
 def divide_rows(rows: int, most: int, passes: int = 0) -> tuple[int, ...]:
-    """Return the rows of each pass, in as few passes of up to `most` rows as possible.
+    """Return the rows of each pass, in as few passes as possible.
 
-    If `passes` isn't 0, there are exactly that many instead, perhaps some of them without rows.
+    A pass has up to `most` rows. If `passes` isn't 0, there are exactly that many passes, perhaps
+    some without rows.
     """
     # a rank without rows has one pass, in which it only takes part in collectives
     if passes:
@@ -42,9 +43,9 @@ def divide_rows(rows: int, most: int, passes: int = 0) -> tuple[int, ...]:
 
 
 def count_smaller_passes(rows: int, most: int, least: int = 1) -> int:
-    """Return the number of passes (at least 1) for `rows` rows if `most` fit in memory at once.
+    """Return how many passes `rows` rows need if `most` fit in memory at once.
 
-    Each pass has at least `least` rows, even if that is more than `most`.
+    The result is at least 1. Each pass has at least `least` rows, even if that is more than `most`.
     """
     return max(1, min(count_passes(rows, most), rows // least))
 
@@ -68,7 +69,7 @@ def weigh_passes(sizes: Sequence[int], total: int | None = None) -> tuple[float,
 
 
 class Pass(NamedTuple):
-    """A pass of the plan, or a smaller piece of a pass that ran out of memory."""
+    """A pass of the plan, or a piece of one that ran out of memory."""
 
     number: int  # index of the plan's pass in the batch, from 0
     start: int  # first row within that pass
@@ -84,7 +85,7 @@ class Pass(NamedTuple):
 
     @property
     def part(self) -> float:
-        """The fraction of the planned pass's rows that are in this pass; below 1 for a piece.
+        """The fraction of the planned pass's rows in this pass; 1 unless it is a piece.
 
         It is also the weight of this pass's mean loss in the mean loss of the planned pass.
         """
@@ -149,10 +150,10 @@ class PassLimit:
         self._failures = 0
 
     def count_failure(self, rows: int, least: int, held: str) -> None:
-        """Count a failed pass of `rows` rows if its halves would have fewer than `least` rows.
+        """Count a failed pass that can't be halved.
 
-        Raises DeviceError after 20 such passes in a row. Its message contains `held`, which says
-        what used the memory.
+        It can't if half of its `rows` are fewer than `least`. Raises DeviceError after 20 such
+        passes in a row. The message contains `held`, which says what used the memory.
         """
         if rows < 2 * least:
             self._failures += 1
@@ -167,10 +168,10 @@ class PassLimit:
             )
 
     def halve(self, rows: int, least: int, others_bytes: int = 0) -> int:
-        """Halve the limit after a pass of `rows` rows ran out of memory, and return it.
+        """Halve the limit after a pass of `rows` rows ran out of memory.
 
-        The limit is never below `least`. `others_bytes` is the device memory that other processes
-        hold now.
+        Return the new limit, which is never below `least`. `others_bytes` is the device memory that
+        other processes hold now.
         """
         # if others hold 1 GiB or more, `begin_batch` later checks whether they have freed memory
         self.most = max(least, rows // 2)
@@ -220,7 +221,8 @@ class PassQueue:
         return Pass(taken.number, taken.start, rows, planned, ends, not self._left)
 
     def _cut_first(self, most: int, least: Callable[[], int]) -> None:
-        """Cut the first range into pieces of up to `most` rows, but at least `least()` rows."""
+        """Cut the first range into pieces of at most `most` rows."""
+        # A piece has at least `least()` rows, even if that is more.
         first = self._left[0]
         rows = first.stop - first.start
         if rows <= most:

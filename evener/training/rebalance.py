@@ -187,14 +187,14 @@ class Rebalancer:
         ]
 
     def _predict(self, shares: Sequence[int]) -> list[float]:
-        """Return each rank's predicted seconds for its share, with the cost of further passes."""
+        """Return each rank's predicted seconds for its share."""
         given = zip(
             self._curves, shares, self._count_passes(shares), self._list_extras(), strict=True
         )
         return [step_in_passes(*each) for each in given]
 
     def _count_passes(self, shares: Sequence[int]) -> list[int]:
-        """Return the number of passes that each share needs under the current memory limits."""
+        """Return the number of passes that each share needs in memory."""
         return [
             -(-share // room.in_several) if room.in_several and share > room.at_once else 1
             for share, room in zip(shares, self._limited, strict=True)
@@ -267,11 +267,9 @@ class Rebalancer:
     def _set_memory_limits(
         self, limits: Sequence[int], fits: Sequence[int], passes_fit: Sequence[int]
     ) -> None:
-        """Set the maximum rows that fit in each rank's memory from now on.
-
-        The parameters are those of `observe`.
-        """
-        # if a rank then needs another number of passes, the past windows are dropped
+        """Set the maximum rows that fit in each rank's memory."""
+        # The parameters are those of `observe`. If a rank then needs another number of passes, the
+        # past windows are dropped.
         ranks = range(len(self.shares))
         self._rooms = list(map(self._find_room, ranks, fits, passes_fit))
         self._limited = list(map(self._limit_room, self._rooms, limits))
@@ -279,9 +277,9 @@ class Rebalancer:
             self._begin(self.shares)
 
     def _find_room(self, rank: int, fits: int, passes_fit: int) -> Room:
-        """Return how many rows fit in a rank's memory; `observe` describes the parameters."""
-        # The plan's number comes first, then a prediction from measured memory. Without either, the
-        # initial share may grow by a fixed factor.
+        """Return how many rows fit in a rank's memory."""
+        # `observe` describes the parameters. The plan's number comes first, then a prediction from
+        # measured memory. Without either, the initial share may grow by a fixed factor.
         share, most, now = self.shares[rank], self._most[rank], self._rooms[rank]
         if most:
             return Room(most, most * self._passes)
@@ -296,23 +294,24 @@ class Rebalancer:
         return Room(at_once, passes_fit if divides else 0)
 
     def _limit_room(self, room: Room, limit: int) -> Room:
-        """Return `room` with at most `limit` rows per pass, or unchanged if `limit` is 0."""
+        """Return `room` with at most `limit` rows per pass; 0 means no limit."""
         # larger passes than `limit` have run out of memory
         if not limit or limit >= room.at_once:
             return room
         return Room(limit, limit * self._passes)
 
     def _learn(self) -> bool:
-        """Learn the cost of passes and fixed compute times; False if the last change shows none."""
-        # predictions change if anything is learned
+        """Learn pass costs and fixed compute times from the last change of shares."""
+        # True if anything was learned, because predictions then change
         passes, fixed = self._learn_extras(), self._learn_fixed()
         self._before = []
         return passes or fixed
 
     def _learn_fixed(self) -> bool:
-        """Learn the fixed compute time of ranks without a measured curve; False if that fails."""
-        # The compute time of n rows is t = a + b * n. So the fixed part a follows from the times
-        # before and after a change of the rows. A noisy measurement gets less weight.
+        """Learn the fixed compute time of ranks without a measured curve."""
+        # True if anything was learned. The compute time of n rows is t = a + b * n. So the fixed
+        # part a follows from the times before and after a change of the rows. A noisy measurement
+        # gets less weight.
         learned = False
         for rank, (own, share, count) in enumerate(self._before):
             now, moved = self.shares[rank], math.log(self.shares[rank] / share)
@@ -333,10 +332,10 @@ class Rebalancer:
         return learned
 
     def _learn_extras(self) -> bool:
-        """Learn the cost of a further pass from changed numbers of passes; False if that fails."""
-        # The compute time of k passes is F * (t(rows in k passes) + (k - 1) * extra), where `extra`
-        # is the cost. The unknown factor F is the same before and after the change, so it cancels
-        # out.
+        """Learn what a further pass costs, from changed numbers of passes."""
+        # True if anything was learned. The compute time of k passes is F * (t(rows in k passes) +
+        # (k - 1) * extra), where `extra` is the cost. The unknown factor F is the same before and
+        # after the change, so it cancels out.
         learned, guess = (
             False,
             self._list_extras() if any(each is not None for each in self._extras) else None,
@@ -368,10 +367,7 @@ class Rebalancer:
         return tuple(own / planned for own, planned in zip(own_work_s, self._planned, strict=True))
 
     def _update_noise(self, factors: tuple[float, ...]) -> None:
-        """Update how much each rank's compute time varies from one window to the next.
-
-        `factors` are the newest window's compute times, divided by the predicted ones.
-        """
+        """Update how much each rank's compute time varies between windows."""
         # A rank's noise is the standard deviation of the factor's logarithm from one window to the
         # next.
         if not self._windows:
@@ -385,13 +381,11 @@ class Rebalancer:
     def _find_faster_shares(
         self, span: int
     ) -> tuple[tuple[int, ...], tuple[float, ...], float] | None:
-        """Return shares that would have been faster in the last `span` windows, or None.
-
-        The result also contains the ranks' factors and the relative gain.
-        """
-        # A factor is measured / predicted compute time. The gain over the last `span` windows must
-        # reach `_needed_gain`. There must also be a gain in each of the last two windows, and in at
-        # least three quarters of all.
+        """Return shares that would have been faster in recent windows, or None."""
+        # The result also has the ranks' factors and the relative gain. A factor is measured /
+        # predicted compute time. The gain over the last `span` windows must reach `_needed_gain`.
+        # There must also be a gain in each of the last two windows, and in at least three quarters
+        # of all.
         recent = list(self._windows)[-span:]
         factors = _medians([each.factors for each in recent])
         rest_s = median(each.rest_s for each in recent)
@@ -411,10 +405,7 @@ class Rebalancer:
         return shares, factors, gain
 
     def _solve_for_shares(self, factors: Sequence[float]) -> tuple[int, ...] | None:
-        """Return the shares with which all ranks finish together; None if they don't fit in memory.
-
-        `factors` are the ranks' measured compute times, divided by the predicted ones.
-        """
+        """Return shares with which all ranks finish together; None if none fit."""
         curves = [scale(curve, factor) for curve, factor in zip(self._curves, factors, strict=True)]
         extras = list(map(mul, factors, self._list_extras()))
         walls, rows = zip(*self._limited, strict=True)
@@ -423,13 +414,11 @@ class Rebalancer:
     def _needed_gain(
         self, span: int, factors: Sequence[float], seconds: Sequence[float], rest_s: float
     ) -> float:
-        """Return the minimum gain for a change of shares after `span` windows.
-
-        `factors` times `seconds` are the ranks' compute times. `rest_s` is the rest of a step's
-        time.
-        """
-        # The minimum gain rises with the variation from one window to the next (noise) and over
-        # many windows (drift). The longer a rank computes in a step, the more its variation counts.
+        """Return the smallest gain that justifies new shares after `span` windows."""
+        # `factors` times `seconds` are the ranks' compute times, and `rest_s` is the rest of a
+        # step. The minimum gain rises with the variation from one window to the next (noise) and
+        # over many windows (drift). The longer a rank computes in a step, the more its variation
+        # counts.
         own = [factor * each for factor, each in zip(factors, seconds, strict=True)]
         weights = [each / (max(own) + rest_s) for each in own]
         noise: float = max(map(mul, self._noise, weights))
@@ -442,20 +431,17 @@ class Rebalancer:
         return needed if self._last else max(needed, FIRST_SURE / math.sqrt(span))
 
     def _find_drifts(self, count: int) -> list[float]:
-        """Return how much each rank's speed varies relative to the others; empty if unknown."""
-        # This drift is measured in the first `count` windows with the current shares. If `count` is
-        # below 16, the result is the drifts that were measured with earlier shares.
+        """Return how much each rank's speed varies relative to the others."""
+        # The result is [] if unknown. This drift is measured in the first `count` windows with the
+        # current shares. If `count` is below 16, the result is the drifts that were measured with
+        # earlier shares.
         if count < FEWEST_DRIFT:
             return self._drifts
         factors = [_relative_to_others(window.factors) for window in list(self._windows)[:count]]
         return list(map(_deviation, zip(*factors, strict=True)))
 
     def _estimate_largest_gain(self, factors: Sequence[float], rest_s: float) -> float:
-        """Estimate the largest possible gain of new shares from the slopes of the curves.
-
-        `factors` are the ranks' measured compute times, divided by the predicted ones. `rest_s` is
-        the rest of a step's time.
-        """
+        """Estimate how much new shares could gain at most, from curve slopes."""
         # The slopes are those at the current shares. `_find_faster_shares` checks this estimate
         # first, because solving for the shares takes far longer.
         own: list[float] = list(map(mul, factors, self._planned))
@@ -472,18 +458,15 @@ class Rebalancer:
         return (max(own) + rest_s) / (max(levels) + rest_s) - 1
 
     def _is_stuck(self, rank: int, share: int, gives: bool) -> bool:
-        """True if a rank's `share` can't be reduced (if `gives`) or increased (otherwise)."""
+        """True if a rank's share can't shrink (if `gives`) or grow."""
         if gives:
             return share <= self._quantum
         room = self._limited[rank]
         return not room.in_several and share + self._quantum > room.at_once
 
     def _gain(self, windows: Sequence[Window], seconds: Sequence[float]) -> float:
-        """Return the relative gain that new shares would have had in these windows.
-
-        `seconds` are the new shares' predicted times by rank.
-        """
-        # the curves predict these times
+        """Return how much faster new shares would have been in these windows."""
+        # `seconds` are the new shares' times by rank. The curves predict these times.
         rest = math.fsum(window.rest_s for window in windows)
         before, after = (
             rest + math.fsum(max(map(mul, window.factors, some)) for window in windows)
@@ -508,7 +491,7 @@ class Rebalancer:
         return Change(shares, micros, reason, gain)
 
     def _explain_change(self, factors: tuple[float, ...], span: int) -> str:
-        """Return the reason for a change, such as "GPU:1 slower by 38 % since step 1 204"."""
+        """Return a reason like "GPU:1 slower by 38 % since step 1 204"."""
         # If no device's speed has changed, the reason is a device that has been slow from the
         # start, or one that takes several passes. `factors` are the measured compute times in the
         # last `span` windows, divided by the predicted ones.
@@ -594,12 +577,12 @@ def choose_quantum(shares: Sequence[int]) -> int:
 
 
 def _medians(windows: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Return the median of each rank's values over the windows; empty without windows."""
+    """Return each rank's median over the windows; () without windows."""
     return tuple(map(median, zip(*windows, strict=True)))
 
 
 def _relative_to_others(factors: Sequence[float]) -> list[float]:
-    """Return each rank's factor divided by the geometric mean of the other ranks' factors."""
+    """Return each rank's factor over the others' geometric mean."""
     # A slowdown of all ranks alike is no reason to move rows, and cancels out.
     logs = list(map(math.log, factors))
     others = max(1, len(logs) - 1)
@@ -613,17 +596,15 @@ def _deviation(ratios: Sequence[float]) -> float:
 
 
 def _common_compute_time(own: Sequence[float], rates: Sequence[float]) -> float:
-    """Return the compute time that every rank has once rows are moved until all finish together.
-
-    `own` are the ranks' current compute times, and `rates` are in rows per second.
-    """
-    # a rate is how many rows a rank computes per additional second
+    """Return the compute time of all ranks once they finish together."""
+    # `own` are the ranks' compute times now. A rate is how many rows a rank computes per additional
+    # second.
     return math.fsum(map(mul, own, rates)) / math.fsum(rates)
 
 
 def _slope(curve: Curve, share: int) -> float:
-    """Return the slope of a curve just below a share in seconds per row, which is above 0."""
-    # this also holds where the curve is level
+    """Return a curve's slope just below a share, in seconds per row."""
+    # The slope is above 0. This also holds where the curve is level.
     rise = (curve.seconds(share) - curve.seconds(NEAR * share)) / ((1 - NEAR) * share)
     return max(rise, curve.seconds(share) / share / 100)
 
@@ -637,7 +618,8 @@ def _reverses(before: Sequence[int], now: Sequence[int], then: Sequence[int]) ->
 
 
 def _is_past_half(factor: float, usual: float, shift: float) -> bool:
-    """True if `factor` is more than halfway from `usual` to `usual` times exp(`shift`)."""
+    """True if a factor has gone more than half of its shift."""
+    # the logarithm goes from log(usual) to log(usual) + shift
     return math.log(factor / usual) / shift > 0.5
 
 

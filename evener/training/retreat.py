@@ -16,14 +16,14 @@ _SIGNS = re.compile(  # in error messages of libraries that have no exception ty
 
 
 def says_out_of_memory(text: str) -> bool:
-    """True if an error message reports that memory ran out, on a device or on the CPU."""
+    """True if an error message says that a device or the CPU ran out of memory."""
     return bool(_SIGNS.search(text))
 
 
 class Retreat(msgspec.Struct, frozen=True):
     """A pass that ran out of memory, and the smaller passes that replaced it.
 
-    The class is used for the reports in the terminal, the monitor and the journal.
+    The terminal, the monitor and the journal report it.
     """
 
     step: int
@@ -33,7 +33,7 @@ class Retreat(msgspec.Struct, frozen=True):
     others_bytes: int  # device memory that other processes hold
 
     def describe(self, device: str) -> str:
-        """Return a line for the terminal about the retry; `device` is the name of the device."""
+        """Return a line for the terminal about a retry on the device `device`."""
         held = (
             f" (others hold {self.others_bytes / 2**30:.0f} GiB)"
             if self.others_bytes >= 2**30
@@ -47,5 +47,5 @@ class Retreat(msgspec.Struct, frozen=True):
 
 
 def print_line(line: str) -> None:
-    """Print a line to stderr at once, in a single write so that ranks' lines don't mix."""
+    """Print a line to stderr at once, so that ranks' lines don't mix."""
     print(f"{line}\n", end="", file=sys.stderr, flush=True)

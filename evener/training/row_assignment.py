@@ -64,10 +64,8 @@ class AssignmentSearch:
         return max(longest, 1 / sum(1 / each for each in alone))
 
     def _seconds_alone(self, stops: Sequence[int], rows: int) -> list[float]:
-        """Return each rank's seconds to compute the first `rows` rows by itself.
-
-        `stops` are the row indices at which passes end.
-        """
+        """Return how long each rank would compute the first `rows` rows alone."""
+        # passes end at the row indices `stops`
         cuts = [0, *(stop for stop in stops if stop <= rows)]
         return [
             sum(fixed + (stop - start) * seconds[start] for start, stop in pairwise(cuts))
@@ -92,7 +90,7 @@ class AssignmentSearch:
                     yield partial
 
     def _list_cuts(self) -> Iterator[list[int]]:
-        """Yield several cuts of the sorted batch: lists of the row indices at which passes end."""
+        """Yield ways to cut the sorted batch into passes, as row indices."""
         # Each pass is a run of consecutive rows. The ways differ in the assumed price of a pass.
         # Without passes to save padding, the whole batch is one run.
         if not self._saves_padding:
@@ -104,15 +102,13 @@ class AssignmentSearch:
                 yield self._cut_cheapest(price)
 
     def _cut_cheapest(self, price: float) -> list[int]:
-        """Return the row indices at which passes end if the sorted batch is cut at least cost.
-
-        A higher `price` of a pass gives fewer passes.
-        """
-        # Passes are runs of consecutive rows. The cost is the time that the fastest device would
-        # take for all runs, but with the fixed time of a pass multiplied by `price`. For a given
-        # start of the last run, the total cost is a linear function of the run's end: a line. A
-        # later start gives a flatter line. Therefore the lowest line is only searched forward, and
-        # lines that are never the lowest are dropped (the convex hull trick).
+        """Cut the sorted batch at least cost; return where its passes end."""
+        # A higher `price` of a pass gives fewer passes. Passes are runs of consecutive rows. The
+        # cost is the time that the fastest device would take for all runs, but with the fixed time
+        # of a pass multiplied by `price`. For a given start of the last run, the total cost is a
+        # linear function of the run's end: a line. A later start gives a flatter line. Therefore
+        # the lowest line is only searched forward, and lines that are never the lowest are dropped
+        # (the convex hull trick).
         fast = self._by_speed[0]
         fixed, seconds = self._fixed[fast] * price, self._seconds[fast]
         lines: list[_Line] = []
@@ -145,11 +141,9 @@ class AssignmentSearch:
         yield len(self._lengths)
 
     def _assign_blocks(self, rows: int, stops: Sequence[int]) -> PartialAssignment | None:
-        """Give each rank consecutive rows from the first `rows` rows.
-
-        None if a row fits on no rank. A new pass begins at each index in `stops`.
-        """
-        # All ranks must finish within the same time limit; bisection finds the shortest one.
+        """Give each rank a block of consecutive rows; None if rows don't fit."""
+        # The first `rows` rows are given. A new pass begins at each index in `stops`. All ranks
+        # must finish within the same time limit; bisection finds the shortest one.
         if not rows:
             return PartialAssignment(len(self._ranks))
         low = 1 / sum(1 / each for each in self._seconds_alone(stops, rows))
@@ -166,10 +160,10 @@ class AssignmentSearch:
     def _fill_blocks(
         self, rows: int, stops: Sequence[int], limit: float
     ) -> PartialAssignment | None:
-        """Assign the first `rows` rows in order, to the fastest rank first; None if any is left."""
-        # One rank after another is filled. A rank is full when the next row would exceed `limit`
-        # seconds. It begins a new pass at each row index in `stops`, and where its memory requires
-        # it.
+        """Assign rows in order, fastest rank first; None if any are left."""
+        # These are the first `rows` rows. One rank after another is filled. A rank is full when the
+        # next row would exceed `limit` seconds. It begins a new pass at each row index in `stops`,
+        # and where its memory requires it.
         partial, row, run = PartialAssignment(len(self._ranks)), 0, 0
         for rank in self._by_speed:
             fixed, seconds, finish = self._fixed[rank], self._seconds[rank], 0.0
@@ -190,9 +184,10 @@ class AssignmentSearch:
         return partial if row == rows else None
 
     def _assign_run(self, partial: PartialAssignment, start: int, stop: int) -> None:
-        """Assign each row from index `start` to `stop` to the rank that finishes it first."""
-        # These rows are called a run. A rank's first row of the run begins a new pass, and so does
-        # a row that exceeds the rank's limits for the current pass.
+        """Assign rows one by one to the rank that finishes them first."""
+        # The rows are from index `start` to `stop`. These rows are called a run. A rank's first row
+        # of the run begins a new pass, and so does a row that exceeds the rank's limits for the
+        # current pass.
         finish, passes, fixed, seconds = partial.finish, partial.passes, self._fixed, self._seconds
         opened: list[list[int]] = [[] for _ in finish]
         space: list[float] = [0] * len(finish)  # rows that the open pass may still take
@@ -216,11 +211,8 @@ class AssignmentSearch:
             )
 
     def _opened(self, rank: int, row: int, finish: float) -> float:
-        """Return when a rank would finish if `row` began a new pass; infinite if it doesn't fit.
-
-        `finish` is when the rank finishes without that row.
-        """
-        # `row` is the row's index
+        """Return when a rank finishes if `row` begins a new pass."""
+        # `finish` is when it finishes without the row. `row` is the row's index.
         fits = self._ranks[rank].most_rows(self._lengths[row]) >= 1
         return finish + self._fixed[rank] + self._seconds[rank][row] if fits else math.inf
 
@@ -233,7 +225,7 @@ def _at(line: _Line, stop: int) -> float:
 
 
 def _is_never_lowest(steeper: _Line, line: _Line, flatter: _Line) -> bool:
-    """True if, at each point, the steeper or the flatter line is below `line`."""
+    """True if `line` is nowhere below both other lines."""
     return (flatter[1] - steeper[1]) * (steeper[0] - line[0]) <= (line[1] - steeper[1]) * (
         steeper[0] - flatter[0]
     )
@@ -281,9 +273,9 @@ class RowAssigner(msgspec.Struct, frozen=True):
     saves_padding: bool = True  # adds passes to save padding; if False, only limits add passes
 
     def assign(self, lengths: Sequence[int]) -> RowAssignment:
-        """Assign rows of these lengths to the ranks so that all finish at about the same time.
+        """Assign rows to ranks so that all finish at about the same time.
 
-        Each rank gets at least one row if there are enough.
+        `lengths` are the rows' tokens. Each rank gets at least one row if there are enough.
         """
         # If all rows are equally long, they are assigned in their order, by the ratios of the
         # shares. Otherwise they are sorted first, to put rows of similar length into a pass: a pass
@@ -306,8 +298,8 @@ class RowAssigner(msgspec.Struct, frozen=True):
     def check(self, lengths: Sequence[int], rows: int) -> None:
         """Check that each row has a length and fits on some rank.
 
-        Raises RequestError if there aren't `rows` lengths, if one is negative, or if no rank can
-        hold the longest row.
+        Raises RequestError if there aren't `rows` lengths or one is negative. It is also raised if
+        no rank can hold the longest row.
         """
         if len(lengths) != rows:
             raise RequestError(
@@ -374,7 +366,7 @@ def make_row_assigner(
 
 
 def _give_each_a_row(passes: list[list[list[int]]]) -> None:
-    """Move a row to each rank without rows, from a rank with several."""
+    """Give each rank without rows one row of a rank with several."""
     # The shortest row among all ranks with several rows is moved.
     for own in passes:
         givers = [each for each in passes if sum(map(len, each)) > 1]

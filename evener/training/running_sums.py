@@ -45,7 +45,7 @@ class RunningSums:
         return StepSums(int(self._now[0]), *self._now[1:])
 
     def add(self, step: Sequence[float], seconds: float, own_s: float | None = None) -> None:
-        """Add the times of a step, or of the part of a step that has passed so far.
+        """Add the times of a step, or of a step's part so far.
 
         - `step`: a value for each field of StepSums, in the same order. The first, the number of
           steps, is 0 if the step hasn't ended.
@@ -67,7 +67,10 @@ class RunningSums:
                 self._ends.popleft()
 
     def take_quick(self) -> float:
-        """Return the 5th percentile of step times since the last call in seconds; 0 without any."""
+        """Return the 5th percentile of step times since the last call.
+
+        It is in seconds; 0 without any steps.
+        """
         # The fastest steps were disturbed neither by other programs nor by a checkpoint.
         steps = sorted(self._last_s)
         self._last_s.clear()

@@ -33,7 +33,7 @@ class RankInfo(msgspec.Struct, frozen=True):
 
 
 def check_agreement(ranks: Sequence[RankInfo]) -> None:
-    """Check that every rank can train, and that all have the same plan and the same options.
+    """Check that every rank can train, with the same plan and options.
 
     Raises PlanError or RequestError, with the same message on every rank.
     """
@@ -102,7 +102,7 @@ def check_places(active: Sequence[Share], places: Sequence[int | None]) -> tuple
 
 
 def _find_by_device(active: Sequence[Share], info: RankInfo) -> int | None:
-    """Return the index in `active` of the share of a process's device; None if there is none."""
+    """Return the index of the share for a process's device, or None."""
     # If the device's name is unknown, the plan's GPUs that the process can see are counted: local
     # rank 0 has the first, local rank 1 the second. A process that sees only one GPU has that one.
     here = {share.device: i for i, share in enumerate(active) if info.host in ("", share.host)}
@@ -115,10 +115,7 @@ def _find_by_device(active: Sequence[Share], info: RankInfo) -> int | None:
 
 
 def _find_by_local_rank(active: Sequence[Share], info: RankInfo) -> int | None:
-    """Return the index of the share of a process's local rank; None if missing.
-
-    Raises PlanError if the plan doesn't have the host.
-    """
+    """Return the index of the share for a process's local rank, or None."""
     # The result is an index in `active`. The local rank is an index into the shares of the
     # process's host. The share is missing if that host has too few.
     if not any(share.host == info.host for share in active):

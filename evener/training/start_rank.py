@@ -44,13 +44,10 @@ def main() -> None:
 
 
 def _count_restarts(folder: str) -> dict[str, str]:
-    """Return TORCHELASTIC_RESTART_COUNT as the number of restarts that any host caused.
-
-    The result is a dictionary of environment variables; {} if PyTorch's agent doesn't restart
-    ranks.
-    """
-    # The agent counts only restarts that processes of its own host caused. Therefore each start is
-    # also recorded in a file in `folder`.
+    """Return TORCHELASTIC_RESTART_COUNT with the restarts of all hosts."""
+    # The result has environment variables. It is {} if PyTorch's agent doesn't restart ranks. The
+    # agent counts only restarts that processes of its own host caused. Therefore each start is also
+    # recorded in a file in `folder`.
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         return {}
     own, most = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"]

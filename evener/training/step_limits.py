@@ -90,7 +90,7 @@ class MeasuredRank(NamedTuple):
 
 
 class TrainingAnalysis(NamedTuple):
-    """The mean step time of a training run, its five parts on each rank, and its limits."""
+    """A training run's mean step time, its parts on each rank, and its limits."""
 
     step_s: float  # mean
     steps: tuple[RankStep, ...]  # of each rank, in five parts
@@ -122,7 +122,7 @@ def judge_training(
 
 
 def _find_step_seconds(steps: Sequence[RankStep]) -> float:
-    """Return the mean duration of a step in seconds; 0 if it is unknown."""
+    """Return a step's mean duration in seconds; 0 if unknown."""
     # A step takes equally long on all ranks, because they wait for each other. Waits are timed in
     # only some of the steps, so a long wait in a single step may be missed. Therefore the ranks
     # that wait least know the duration best.
@@ -136,10 +136,7 @@ def _find_step_seconds(steps: Sequence[RankStep]) -> float:
 def _list_single_parts(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, competitors: str
 ) -> Iterator[StepPart]:
-    """Yield the parts of a step that may limit training, except unequal work.
-
-    `competitors` names the other programs that used the cores.
-    """
+    """Yield the parts of a step that may be limits, except unequal work."""
     # Unequal work is that of the ranks' unequal compute times. `steps` are the ranks' mean steps,
     # and `step_s` is the duration of a step. The training needed the cores that the other programs
     # used.
@@ -154,7 +151,7 @@ def _list_single_parts(
 
 
 class _Finder:
-    """Finds slow parts of a step on the ranks that reach the exchange last."""
+    """Finds slow parts of a step on the ranks that finish last."""
 
     def __init__(
         self, ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
@@ -165,14 +162,11 @@ class _Finder:
     def find(
         self, kind: LimitKind, name: str, spared: float = 1.0, alone: LimitKind | None = None
     ) -> Iterator[StepPart]:
-        """Yield the part that the StepSums field `name` measures, unless it is short.
-
-        The part's kind is `kind` or, if only one rank has the part, `alone`. `spared` is the
-        fraction of the time that a remedy saves.
-        """
-        # A part below 5 % of a step is short. Only one rank has the part if another rank needs less
-        # than half as long; its kind is then `alone`, unless that is None. A remedy then saves at
-        # most the time that the others wait for that rank.
+        """Yield a part of the step as a possible limit, unless it's short."""
+        # The StepSums field `name` measures the part, and a remedy saves the fraction `spared` of
+        # it. A part below 5 % of a step is short. Only one rank has the part if another rank needs
+        # less than half as long; its kind is then `alone`, unless that is None. A remedy then saves
+        # at most the time that the others wait for that rank.
         means = [rank.sums.mean(name) for rank in self._ranks]
         place = max(self._last, key=means.__getitem__)
         seconds = means[place]
@@ -208,30 +202,27 @@ class _Finder:
         )
 
     def _find_lead(self, place: int) -> float:
-        """Return how many seconds per step all other ranks wait for the rank with index `place`.
-
-        The result is negative if another rank is busy longer.
-        """
-        # Busy times show this better than measured waits, which may miss a long wait in a single
-        # step, because waits are timed in only some of the steps. Files and validation are timed in
-        # all steps.
+        """Return how long all other ranks wait for a rank, in seconds per step."""
+        # The result is negative if another rank is busy longer. Busy times show this better than
+        # measured waits, which may miss a long wait in a single step, because waits are timed in
+        # only some of the steps. Files and validation are timed in all steps.
         busy_s = [step.input_s + step.own_work_s + step.between_s for step in self._steps]
         others = [seconds for other, seconds in enumerate(busy_s) if other != place]
         return busy_s[place] - max(others)
 
 
 def _find_rest_error(seconds: float, step_s: float) -> float:
-    """Return the margin of error of what remains of a step after a remedy.
-
-    The remedy removes `seconds` from a step of `step_s` seconds.
-    """
-    # The margin is half of the 95 % interval. The rest of the step may take more or less time than
-    # before.
+    """Return the margin of error of a step's time after a remedy."""
+    # The remedy removes `seconds` from `step_s`. The margin is half of the 95 % interval. The rest
+    # of the step may take more or less time than before.
     return bound_error(seconds, step_s, REST_ERROR, REST_ERROR)
 
 
 def list_last(steps: Sequence[RankStep], step_s: float) -> list[int]:
-    """Return the indices of ranks that reach the exchange last in a step of `step_s` seconds."""
+    """Return which ranks reach the gradient exchange last in a step.
+
+    `step_s` is the step's duration in seconds, and the result has indices of `steps`.
+    """
     # these are the ranks that wait at most 5 % of a step longer than the rank that waits least
     least_s = min(step.waiting_s for step in steps)
     return [
@@ -264,10 +255,7 @@ def _find_exchange(
 def _find_host_waits(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, competitors: str
 ) -> Iterator[StepPart]:
-    """Yield parts of a step in which the last ranks wait for hosts.
-
-    `competitors` names the programs that used the cores.
-    """
+    """Yield parts of a step in which the last ranks wait for hosts."""
     # A part is one of three waits: for cores, for the start of kernels, or for the training's own
     # code on the CPU. The last ranks are those that finish last.
     last = list_last(steps, step_s)
@@ -305,14 +293,11 @@ def _find_host_waits(
 def _wait_for_starved(
     ranks: Sequence[MeasuredRank], step: RankStep, place: int, step_s: float
 ) -> float:
-    """Return how many seconds per step a rank waits for others because all ranks lack cores.
-
-    The result is 0 if any rank has enough cores.
-    """
-    # The rank waits for other ranks: if all lack cores, each rank is the last one in some steps,
-    # and the others wait for it. A rank may also be starved while it waits; that time is already
-    # counted as starved. So the result is at most the rest of a step after starved time, computing
-    # and the exchange.
+    """Return how long a rank waits for others that lack CPU cores."""
+    # The result is in seconds per step, and 0 if any rank has enough cores. The rank waits for
+    # other ranks: if all lack cores, each rank is the last one in some steps, and the others wait
+    # for it. A rank may also be starved while it waits; that time is already counted as starved. So
+    # the result is at most the rest of a step after starved time, computing and the exchange.
     if not all(rank.starved >= LEAST_SHARE for rank in ranks):
         return 0.0
     sums = ranks[place].sums
@@ -325,10 +310,7 @@ def _wait_for_starved(
 def _find_unequal_work(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> StepPart | None:
-    """Return the part of a step that is lost to unequal compute times.
-
-    Return None if this part is within noise, short or unknown.
-    """
+    """Return the time lost to unequal compute times, as a step's part."""
     # The lost time is the compute time of the slowest rank, minus the time in which all ranks would
     # finish together. The result is None if this difference, or the longest wait of another rank,
     # is within noise or below 5 % of a step, or if fewer than two compute times are known.
@@ -356,7 +338,7 @@ def _even_seconds(ranks: Sequence[MeasuredRank]) -> float:
 
 
 def _with_advice(part: StepPart, advice: Advice | None, step_s: float) -> StepPart:
-    """Return the part with the advised shares as its remedy; unchanged without advice."""
+    """Return the part with the advised shares as its remedy."""
     if advice is None:
         return part
     without_s = step_s / (1 + advice.gain)
@@ -390,7 +372,7 @@ def advise_shares(ranks: Sequence[MeasuredRank], step_s: float) -> Advice | None
 
 
 def _read_curves(ranks: Sequence[MeasuredRank]) -> Sequence[Curve]:
-    """Return the plan's curves, or proportional curves if a curve is missing or implausible."""
+    """Return the plan's curves, or proportional ones if any is unusable."""
     # Curves come from other processes' reports, so they aren't trusted.
     shares = [rank.share for rank in ranks]
     curves = join_curves([rank.curve if is_curve(rank.curve) else () for rank in ranks], shares)

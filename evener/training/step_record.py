@@ -35,7 +35,10 @@ Outcome = Literal["same shares", "faster", "slower", "unclear", "not comparable"
 
 
 class ShareTimes(msgspec.Struct, frozen=True):
-    """A rank's median step time and compute time under the same shares, in seconds (0: unknown)."""
+    """A rank's median step and compute times under the same shares.
+
+    They are in seconds; 0 if unknown.
+    """
 
     shares: tuple[int, ...]  # of every rank
     own_work_s: float
@@ -44,7 +47,7 @@ class ShareTimes(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """How much faster steps are under the last shares than under the first, with an interval."""
+    """How much faster steps are under the last shares than under the first."""
 
     outcome: Outcome
     gain: float = 0.0  # 0.12: 12 % more steps a second
@@ -155,10 +158,7 @@ def compare(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> Comparis
 
 
 def _gain_at_present_speed(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> float | None:
-    """Return how much faster the last shares are than the first at the devices' final speed.
-
-    Return None if a rank's compute time is unknown.
-    """
+    """Return how much faster the last shares are at the devices' final speed."""
     # The time of steps with the first shares is computed from the newest compute times. They are
     # assumed to be proportional to the rows, and the rest of a step's time to be the same.
     now, then = [], []
@@ -172,9 +172,10 @@ def _gain_at_present_speed(first: Sequence[ShareTimes], last: Sequence[ShareTime
 
 
 def _error(steps: Sequence[float]) -> float:
-    """Return the standard error of the median step time in seconds; 0 for too few steps."""
+    """Return the standard error of the median step time, in seconds."""
     # Consecutive steps are correlated, so each group of TOGETHER steps counts as a single step.
     if len(steps) < FEWEST_STEPS:
+        # too few steps
         return 0.0
     low, _, high = quantiles(steps)
     deviation = (high - low) / 1.349
