@@ -39,7 +39,7 @@ class PlainVariables:
 
 
 class TensorPlace(NamedTuple):
-    """A place that holds tensors: an attribute of a layer, or an item of a list or dict.
+    """A layer's attribute, or an item of a list or dict, that holds tensors.
 
     The value `container[key]` is a tensor or a tuple of tensors. `name` is a path to the place: the
     layer's number, the attribute's name, and the keys of items.
@@ -102,10 +102,8 @@ class CallTensors:
             slot.container[slot.key] = value
 
     def _find_slots(self, containers: list[Any]) -> list[TensorPlace]:
-        """Return all places in the model's and layers' attributes that hold tensors.
-
-        Appends each searched list or dict to `containers`.
-        """
+        """Return all places in the layers' attributes that hold tensors."""
+        # appends each searched list or dict to `containers`
         return [
             slot
             for number, layer in enumerate(self._layers)
@@ -129,10 +127,7 @@ def _users_attributes(layer: dict[str, Any]) -> dict[str, Any]:
 def _places_of_tensors(
     container: Any, key: Any, name: str, containers: list[Any], depth: int
 ) -> Iterator[TensorPlace]:
-    """Yield the places within `container[key]` that hold tensors.
-
-    Appends each searched list or dict to `containers`.
-    """
+    """Yield the places within `container[key]` that hold tensors."""
     value = container[key]
     if isinstance(value, tf.Tensor | tuple):
         flat = tf.nest.flatten(value)
@@ -142,6 +137,7 @@ def _places_of_tensors(
     inner = _open(value)
     if inner is None or depth == DEEPEST:
         return
+    # the caller has to know which lists and dicts were searched
     containers.append(inner)
     for inner_key in inner if isinstance(inner, dict) else range(len(inner)):
         yield from _places_of_tensors(
@@ -150,7 +146,7 @@ def _places_of_tensors(
 
 
 def _open(value: Any) -> Any:
-    """Return the list or dict in which a value may hold tensors; None if it can't hold any."""
+    """Return the list or dict that may hold tensors, or None."""
     # For a plain object, this is the dictionary of the object's attributes.
     if isinstance(value, list | dict):
         return value

@@ -178,7 +178,7 @@ class StepAudit:
         self._looks = True
 
     def _count_changes(self, begins_epoch: bool, is_loop: bool) -> None:
-        """Count a change if a watched variable has a new value since the last check."""
+        """Count a change if a watched variable has a new value."""
         # The variables are checked when an epoch begins (`begins_epoch`) and, in one process,
         # before each step of the user's own loop (`is_loop`).
         if not begins_epoch and not (is_loop and self._group is None):
@@ -260,10 +260,7 @@ class StepAudit:
         return run_audited
 
     def _look_at_test(self, batch: Tensors) -> None:
-        """Audit the evaluation of a few rows of a batch.
-
-        Raises RequestError if the engine's evaluation differs from Keras' own.
-        """
+        """Audit the evaluation of a few rows; raise RequestError on a difference."""
         self._moment = "In an evaluation"
         self._trains = False
         with _plain_float32():
@@ -294,13 +291,10 @@ class StepAudit:
             return self._gather_first_rows(triple, isinstance(batch, OwnRows), whole, rows)
 
     def _gather_first_rows(self, data: Tensors, is_own: bool, whole: int, rows: int) -> Tensors:
-        """Return the first rows of each process's share.
-
-        All processes get the same `rows` rows, or the whole batch if a share has too few rows. None
-        if the data aren't numbers.
-        """
+        """Return the same first rows of every process's share, in all processes."""
+        # Return the whole batch if a share has too few rows, and None if the data aren't numbers.
         # `data` has only this process's rows if `is_own`; otherwise, the whole batch of `whole`
-        # rows
+        # rows.
         cut, rank = self._engine.cut, self._group.rank
         shares = cut.sizes(whole)
         if any(few > own for few, own in zip(cut.sizes(rows), shares, strict=True)):
@@ -326,7 +320,7 @@ class StepAudit:
         return found
 
     def _trace_tests(self, rows: Tensors) -> StepPair | None:
-        """Trace Keras' own test step and the engine's; return None if they can't be audited."""
+        """Trace Keras' own test step and the engine's; None if impossible."""
         model, spec = self._model, tf.nest.map_structure(open_rows, rows)
         try:
             plain = self._plain.trace(spec, training=False)
@@ -342,7 +336,7 @@ class StepAudit:
         self._warn_once(f"the {name} can't be traced{find_users_line(error)}: {first_line(error)}")
 
     def _none_if_random(self, steps: StepPair | None) -> StepPair | None:
-        """Return the steps, or warn and return None if their random numbers can't be compared."""
+        """Return the steps; None, with a warning, if their randomness differs."""
         # a row's random numbers depend on the device or pass that computes it
         if steps is not None and any(step.draws for step in steps):
             self._warn_once("it draws random numbers that aren't Keras'; use keras.random")
@@ -350,7 +344,7 @@ class StepAudit:
         return steps
 
     def _trace_steps(self, rows: Tensors, signature: Any) -> StepPair | None:
-        """Trace Keras' own training step and the engine's; return None if they can't be audited."""
+        """Trace Keras' own training step and the engine's; None if impossible."""
         spec = tf.nest.map_structure(open_rows, rows)
         before = self._specs.get(signature)
         if before is not None:
@@ -393,10 +387,8 @@ class StepAudit:
     def _find_failure(
         self, plain: TracedStep, rows: Tensors, batch: Tensors, signature: Any
     ) -> tuple[Finding | None, Tensors]:
-        """Check whether the result for a row depends on other rows.
-
-        Return a finding, if any, and the rows on which the steps are to be compared.
-        """
+        """Check whether the result for a row depends on other rows."""
+        # Return a finding, if any, and the rows on which to compare the steps.
         self._fails = False
         count, whole = int(count_rows(rows)), self._count_batch(batch)
         error = self._try(plain, rows)
@@ -492,11 +484,7 @@ class StepAudit:
             return error
 
     def _run_own_step_on_part(self, plain: TracedStep, rows: Tensors) -> StepResult | Exception:
-        """Return the result of Keras' own step on few rows, or its exception.
-
-        If the step fails and the engine computes losses only for whole batches, return the result
-        of the model's call.
-        """
+        """Return the result of Keras' own step on few rows, or its exception."""
         result = self._try(plain, rows)
         if not isinstance(result, Exception) or self._engine.judges_parts(self._trains):
             return result
@@ -509,7 +497,8 @@ class StepAudit:
         return self._try(call, rows)
 
     def _compare_steps(self, steps: StepPair, rows: Tensors, signature: Any) -> Finding | None:
-        """Compare Keras' own step and the engine's on these rows; return the first finding."""
+        """Compare Keras' own step and the engine's on these rows."""
+        # Return the first finding, or None.
         found = self._compare_gradients(steps, rows, {}, "")
         unequal = self._compare_ranks(steps.plain)
         found = found or unequal or self._compare_attributes(steps, rows)
@@ -531,7 +520,7 @@ class StepAudit:
         values: Mapping[int, Any],
         moved: str,
     ) -> Finding | None:
-        """Return a finding if the gradients, losses or states of the two steps differ."""
+        """Return a finding if the two steps' gradients, losses or states differ."""
         # Both steps run with variables set to `values`. `moved` describes values or labels that
         # were changed for this comparison. If `moved` isn't empty, only gradients are compared.
         plain, shared = steps
@@ -557,7 +546,7 @@ class StepAudit:
         return self._compare_states(plain, rows, reference, trained)
 
     def _compare_tests(self, steps: StepPair, rows: Tensors) -> Finding | None:
-        """Return a finding if the losses or states of the two evaluations differ."""
+        """Return a finding if the two evaluations' losses or states differ."""
         plain, shared = steps
         seeds = self._list_seeds()
         reference = plain.run(rows, seeds)
@@ -579,10 +568,7 @@ class StepAudit:
     def _run_engine_step(
         self, shared: TracedStep, rows: Tensors, values: Mapping[int, Any]
     ) -> StepResult:
-        """Run the engine's step with these variable values; return its result.
-
-        Raises RequestError if the results of the parts can't be combined.
-        """
+        """Run the engine's step with these variable values."""
         try:
             return shared.run(rows, values)
         except tf.errors.InvalidArgumentError as error:
@@ -604,9 +590,10 @@ class StepAudit:
         moved: str,
         repeats: Sequence[StepResult] = (),
     ) -> GradientDifference | None:
-        """Return the largest difference of gradients, or else of losses; None if they agree."""
-        # Losses are compared only if the gradients agree and `moved` is empty. `repeats` are
-        # results of the reference with random rounding errors, which show what rounding may change.
+        """Return the largest difference of gradients, or else of losses."""
+        # Return None if they agree. Losses are compared only if the gradients agree and `moved` is
+        # empty. `repeats` are results of the reference with random rounding errors, which show what
+        # rounding may change.
         sketches = [repeat.gradients for repeat in repeats]
         found = compare(reference.gradients, trained.gradients, sketches)
         one, other = reference.gradients.loss, trained.gradients.loss
@@ -622,7 +609,7 @@ class StepAudit:
         return GradientDifference(LOSS, relative, allowed, abs(one), abs(other), (one, other))
 
     def _list_seeds(self) -> dict[int, Any]:
-        """Return new states for Keras' random generators, by the key of each state's variable."""
+        """Return new states for Keras' random generators, by each variable's key."""
         seeds = [variable for variable in self._model.non_trainable_variables if is_seed(variable)]
         return {
             # the same in all processes, however often they have drawn, and different in each step
@@ -798,11 +785,9 @@ class StepAudit:
     def _list_variants(
         self, plain: TracedStep, rows: Tensors
     ) -> Iterator[tuple[str, Mapping[int, Any], Tensors]]:
-        """Yield changes that may reveal a hidden difference of gradients.
-
-        A change is a description, the values of variables, and the rows.
-        """
-        # The audited rows themselves may hide the difference.
+        """Yield changes of values or labels that may reveal a hidden difference."""
+        # A change is a description, the values of variables, and the rows. The audited rows
+        # themselves may hide the difference.
         values, names = raise_zeros(self._model, plain)
         if values:
             yield f"with {' and '.join(names[:2])} above 0", values, rows
@@ -832,7 +817,8 @@ class StepAudit:
         return bool(failed == 0)
 
     def _share_finding(self, finding: Finding | None) -> Finding | None:
-        """Return the finding of the first process that has one, the same in all processes."""
+        """Return the first process's finding in all processes (a collective)."""
+        # it is the first process that has one
         if self._group is None:
             return finding
         rank, size = self._group.rank, self._group.size
@@ -865,14 +851,12 @@ class StepAudit:
         return " and ".join(str(size) for size in sizes if size)
 
     def _warn_once(self, why: str) -> None:
-        """Warn that this model can't be audited.
-
-        Raises RequestError instead if the loss isn't the mean or the sum of its parts' losses.
-        """
+        """Warn once that this model can't be audited, with the reason `why`."""
         # Each reason `why` is reported once. With another kind of loss, only an audit could show
         # that the gradient is right.
         engine, training = self._engine, self._trains
         if engine.judges_parts(training) and engine.kinds[training].loss == OTHER:
+            # the loss isn't the mean or the sum of its parts' losses
             raise RequestError(
                 f"The loss of a batch of {self._model.name} isn't the mean or the sum of its parts'"
                 f" losses, and gradients can't be audited: {why}.",
@@ -928,10 +912,7 @@ def _distance(one: Any, other: Any) -> float:
 
 
 def _states_differ(before: Any, one: Any, other: Any) -> bool:
-    """True if two values of a state differ by more than rounding.
-
-    Values that aren't numbers never differ.
-    """
+    """True if two values of a state differ by more than rounding."""
     # `one` and `other` are the values after two steps, and `before` is the value before both steps.
     # The more the steps change the value, the larger is the difference that is allowed.
     if one.shape != other.shape or not _is_number(one):
@@ -1010,13 +991,11 @@ def _mixed_labels(y: Any) -> Any:
 
 
 def _change_labels(y: Any, outputs: Tensors) -> Any:
-    """Return the labels with a different change in each row.
-
-    None unless each output has one tensor of labels.
-    """
+    """Return the labels, changed differently in each row."""
     labels = keras.tree.flatten(y)
     found = keras.tree.flatten(outputs)
     if len(labels) != len(found) or not all(isinstance(label, tf.Tensor) for label in labels):
+        # each output needs one tensor of labels
         return None
     pairs = zip(labels, found, strict=True)
     # classes are shifted, by one more in each row; other values are multiplied by a growing factor

@@ -177,17 +177,12 @@ class TracedStep:
         self._left.put(call.attributes)
 
     def _run_step(self, data: Tensors, seed: Any) -> tuple[Any, Any, Any, Any, Any]:
-        """Run the step and return five results; TensorFlow traces this function.
-
-        - random sums of the gradients: one row for each weight, in the order of `_kinds`
-        - the logs
-        - the margins of decisions (left minus right side), in the order of `_places`
-        - random sums of the model's outputs
-        - the fields of a `StepCall`, with the outputs' masks after the outputs; None if the step
-          isn't plain, or if its outputs aren't tensors
-
-        `seed` is the seed of the random sums.
-        """
+        """Run the step; TensorFlow traces this function."""
+        # It returns five results. First, random sums of the gradients: a row for each weight, in
+        # the order of `_kinds`. Then the logs, and the margins of decisions (left minus right
+        # side), in the order of `_places`. Then random sums of the model's outputs. Last, the
+        # fields of a `StepCall`, with the outputs' masks after the outputs. They are None if the
+        # step isn't plain, or if its outputs aren't tensors. `seed` is the seed of the random sums.
         found: list[tuple[Any, Any]] = []
         calls: list[tuple[Any, ...]] = []
         applies = replaced(self._model.optimizer, "apply_gradients", found.extend)
@@ -367,7 +362,7 @@ def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
 
 
 def _with_masks(call: Any) -> StepCall | None:
-    """Return a `StepCall` with masks attached to the outputs; None if `call` is None."""
+    """Return a `StepCall` whose outputs have their masks attached."""
     # `call` has outputs, their masks, losses and attributes.
     if call is None:
         return None
@@ -423,7 +418,7 @@ def _sum_vectors(vectors: Sequence[Any], seed: Any) -> Any:
 
 
 def _as_matrix(gradient: Any, shape: Any) -> Any:
-    """Return a gradient as a matrix, with the weight's last axis as columns."""
+    """Return a gradient as a matrix with the weight's last axis as columns."""
     dense = tf.convert_to_tensor(gradient)
     columns = shape[-1] if len(shape) else 1
     rows = math.prod(shape[:-1])
@@ -441,7 +436,7 @@ def _has_rows(output: Any) -> bool:
 
 
 def _sum_rows(output: Any, seed: Any) -> Any:
-    """Return PROJECTIONS weighted sums of each row of an output, with random signs."""
+    """Return random weighted sums of each row of an output."""
     if output.dtype.is_complex:
         output = tf.stack([tf.math.real(output), tf.math.imag(output)], -1)
     flat = tf.cast(output, tf.float64 if output.dtype == tf.float64 else tf.float32)
@@ -533,7 +528,7 @@ def _is_draw(operation: str) -> bool:
 
 @contextmanager
 def _without_graph_optimization() -> Iterator[None]:
-    """Return a context in which TensorFlow runs this thread's graphs without optimizing them."""
+    """Return a context in which TensorFlow doesn't optimize this thread's graphs."""
     now = context.context()
     before = now.function_call_options
     config = tf.compat.v1.ConfigProto.FromString(before.config_proto_serialized)

@@ -89,8 +89,8 @@ def read_lengths(lengths: Any, x: Tensors, rows: int, assigner: RowAssigner) -> 
 
 
 def _check_padding(tokens: Any, steps: int | None) -> None:
-    """Raise RequestError unless the second axis of the arrays holds the tokens of every row."""
-    # The padded arrays have `steps` steps.
+    """Raise RequestError unless the arrays have room for every row's tokens."""
+    # The room is the length of their second axis. The padded arrays have `steps` steps.
     if steps is None or tokens.max() > steps:
         held = "no second axis" if steps is None else f"a second axis of {steps}"
         raise RequestError(
@@ -214,7 +214,7 @@ def _check_output(whole: Any, short: Any, steps: int, weights: list[Any]) -> Non
 
 
 def _count_steps(x: Tensors) -> int | None:
-    """Return the length of the first input's second axis; None if it has no second axis."""
+    """Return the length of the first input's second axis, or None."""
     shape = keras.tree.flatten(x)[0].shape
     return shape[1] if len(shape) > 1 else None
 
@@ -310,11 +310,9 @@ class ArrayBatches:
         return dataset.with_options(_own_threads(threads)) if endless else dataset
 
     def _shuffled(self) -> Any:
-        """Return a dataset of an epoch's steps, each a pair of random number and step index.
-
-        The random number determines the order of the epoch's rows, and is the same in all its
-        steps.
-        """
+        """Return a dataset of an epoch's steps: random number and step index."""
+        # The random number determines the order of the epoch's rows, and is the same in all its
+        # steps.
         steps = tf.data.Dataset.range(self.steps)
         # each iteration over the dataset yields another epoch
         epoch = tf.data.Dataset.random(seed=self._seed, rerandomize_each_iteration=True).take(1)
@@ -450,7 +448,7 @@ def _are_samples(x: Sequence[Any], inputs: Sequence[Any]) -> bool:
 
 
 def _lead_batches(shapes: Sequence[Any]) -> bool | None:
-    """True for shapes of batches, False for shapes of single samples; None if it is unclear."""
+    """True for shapes of batches, False for single samples, None if unclear."""
     leading = {shape[0] for shape in shapes}
     # in batches, the first axis of every shape has an unknown length
     if leading == {None}:
@@ -462,7 +460,7 @@ def _lead_batches(shapes: Sequence[Any]) -> bool | None:
 
 
 def batch_rows(dataset: Any) -> int | None:
-    """Return the number of rows in a dataset's full batches; None if it can't be determined."""
+    """Return the rows in a dataset's full batches; None if unknown."""
     shape = getattr(tf.nest.flatten(dataset.element_spec)[0], "shape", None)
     if shape is not None and shape.rank and shape[0] is not None:
         return int(shape[0])
@@ -547,7 +545,7 @@ def _gather(tensors: Any, places: Any) -> Any:
 
 
 def _to_tensor(array: Any) -> Any:
-    """Return a tensor in host memory, with floats in Keras' float type, as in Keras' `fit`."""
+    """Return a tensor in host memory, with floats as in Keras' `fit`."""
     with tf.device("CPU:0"):
         tensor = array if isinstance(array, tf.RaggedTensor) else tf.convert_to_tensor(array)
         return tf.cast(tensor, keras.config.floatx()) if tensor.dtype.is_floating else tensor

@@ -73,16 +73,16 @@ def read_margin(operation: Any) -> Any:
 
 
 class Shifts:
-    """Amounts that are added to the left sides of a graph's comparisons, to force their results.
+    """Amounts that force the results of a graph's comparisons.
 
-    All amounts are 0 until `assign` sets others.
+    They are added to the comparisons' left sides. All amounts are 0 until `assign` sets others.
     """
 
     def __init__(self) -> None:
         self._amounts: dict[str, list[Any]] = {}
 
     def insert(self, place: str, operation: Any) -> None:
-        """Add an amount to the left side of a comparison in the graph that is being traced.
+        """Add an amount to a comparison's left side, in the graph being traced.
 
         `place` is the line of user code that created `operation`. The amount is 0 until `assign`
         sets it.

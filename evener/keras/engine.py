@@ -39,7 +39,7 @@ class Engine(Protocol):
     splits: bool  # True if the engine's steps replace Keras'
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return the scope, on the device that holds the weights, in which Keras' own steps run."""
+        """Return the scope for Keras' own steps, on the device of the weights."""
 
     def sharing_failures(self) -> AbstractContextManager[None]:
         """Return a context in which an error makes the whole group fail."""

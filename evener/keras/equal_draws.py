@@ -86,7 +86,7 @@ def _replace_random_functions() -> None:
 def _in_context(
     own: Callable[..., Any], alike: Callable[..., Any], asked: Callable[[], bool]
 ) -> Callable[..., Any]:
-    """Return a function that calls `alike` if `asked()` is True, and `own` otherwise."""
+    """Return a function that calls `alike` if `asked()`, otherwise `own`."""
 
     @functools.wraps(own)
     def draw(*given: Any, **words: Any) -> Any:

@@ -36,7 +36,7 @@ def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
 
 
 def _dataset_of(seen: list[Tensors], spec: Any) -> Any:
-    """Return the batches in `seen` as a dataset with the element spec `spec`."""
+    """Return the batches in `seen` as a dataset with this element spec."""
     # axes of unknown length must stay unknown, because the step is traced with this spec
 
     def repeat() -> Iterator[Any]:

@@ -142,10 +142,7 @@ class FitHooks:
             return getattr(type(self.model), name)(self.model, data)
 
     def _make_function(self, name: str, force: bool = False) -> Any:
-        """Make a train, test or predict function for the engine.
-
-        Raises RequestError if the engine can't run the model.
-        """
+        """Make a train, test or predict function for the engine."""
         # `name` is Keras' method, such as "make_train_function". With `force`, an existing function
         # is replaced.
         model = self.model
@@ -264,7 +261,7 @@ class FitHooks:
         )
 
     def _bind(self, name: str, arguments: Any, keywords: Any) -> inspect.BoundArguments:
-        """Return the arguments of a call of Keras' method `name`, including Keras' defaults."""
+        """Return the arguments of a Keras method's call, including defaults."""
         call = inspect.signature(getattr(type(self.model), name)).bind(
             self.model, *arguments, **keywords
         )
@@ -319,16 +316,13 @@ class FitHooks:
         self._prepare_validation(chosen, size)
 
     def _in_order(self, data: tuple[Any, ...], size: int) -> tuple[Any, int]:
-        """Return ordered batches of `size` rows, for evaluation, and the number of batches."""
+        """Return ordered batches for evaluation, and how many there are."""
         arrays = ArrayBatches(data, size)
         check_same_arrays(self.group, data, size, ())
         return self.engine.batches(arrays, endless=False), arrays.steps
 
     def _fit_dataset(self, chosen: dict[str, Any]) -> None:
-        """Batch the dataset of `fit` if it yields single samples.
-
-        Raises RequestError if a group of processes is given a generator.
-        """
+        """Batch the dataset of `fit` if it yields single samples."""
         # `chosen` has the arguments of `fit`, which are changed.
         data, name = chosen["x"], self.split.engine
         if isinstance(data, tf.data.Dataset):
@@ -380,5 +374,5 @@ def _is_clone_model(frame: Any) -> bool:
 
 
 def _inputs(model: Any) -> Any:
-    """Return the model's inputs; None if they aren't known before the first batch."""
+    """Return the model's inputs; None before the first batch creates them."""
     return getattr(model, "inputs", None) if model.built else None

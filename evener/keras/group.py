@@ -158,16 +158,13 @@ def group_from_environment() -> Group | None:
 
 @functools.cache
 def _join_group(peers: tuple[str, ...], rank: int) -> Group:
-    """Return the group of these processes, which all Splits of this process share."""
+    """Return the group of these processes; all Splits here share it."""
     # a second strategy would abort all-reduces that a faster process has already started
     return Group(peers, rank)
 
 
 def _read_cluster(config: Any) -> tuple[list[str], int]:
-    """Return all training processes' addresses and this process's rank.
-
-    Raises RequestError if this process isn't in the cluster.
-    """
+    """Return all processes' addresses and this process's rank."""
     # `config` is the content of TF_CONFIG.
     # the chief comes first, as in TensorFlow
     cluster, task = config.get("cluster", {}), config.get("task", {})
@@ -232,7 +229,10 @@ MOST = 251  # number of different digests; every float type represents them exac
 
 
 def digest(leaves: Sequence[Any], most: int = MOST) -> Any:
-    """Return a hash of these tensors, between 0 and `most` - 1, as an int64 scalar tensor."""
+    """Return a hash of tensors, from 0 to `most` - 1.
+
+    It is an int64 scalar tensor.
+    """
     parts = [tf.io.serialize_tensor(leaf) for leaf in leaves]
     return tf.strings.to_hash_bucket_fast(tf.strings.join(parts), most)
 
@@ -257,7 +257,7 @@ def digest_batch(data: Any) -> BatchDigests:
 
 
 def _digest_rows(data: Any) -> Any:
-    """Return a hash of these tensors, in which only row 0 of a tensor with long rows counts."""
+    """Return a hash of these tensors, or of row 0 if rows are long."""
     return digest(
         [
             leaf if (leaf.shape[1:].num_elements() or FEW + 1) <= FEW else leaf[:1]

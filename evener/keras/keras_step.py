@@ -148,7 +148,7 @@ def _map(function: Callable[[Any], Any], data: Tensors) -> Tensors:
 
 
 def _with_marks(result: Any, sources: Sequence[Any], combine: Callable[[list[Any]], Any]) -> Any:
-    """Attach the combined masks and logits of `sources` to `result`, and return `result`."""
+    """Attach the sources' combined masks and logits to `result`."""
     # Masks are attached only if all sources have one. The same is true for logits.
     masks = [getattr(source, "_keras_mask", None) for source in sources]
     if all(mask is not None for mask in masks):
@@ -240,7 +240,7 @@ def warn_of_own_loop(model: Any) -> Callable[..., Any]:
 
 
 class CopiesScope(keras.StatelessScope):  # type: ignore[misc]
-    """A scope in which a model uses copies of its weights, and the given values as its states.
+    """A scope in which a model uses copies of its weights and given states.
 
     Assignments stay within the scope. `others` holds the new values of variables that aren't the
     model's.
@@ -404,16 +404,14 @@ def _headroom(model: Any) -> float:
 
 
 def _undo_headroom(gradient: Any, headroom: float, is_half: bool) -> Any:
-    """Return a gradient times `headroom`, the number by which `scale_loss` divides the loss.
-
-    With `is_half`, elements of a dense gradient that overflow in float16 become NaN.
-    """
+    """Return a gradient times `headroom`, by which `scale_loss` divides the loss."""
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(gradient.values * headroom, gradient.indices, gradient.dense_shape)
     gradient *= headroom
     return (
+        # elements that overflow in float16 become NaN
         gradient + 0 * tf.cast(tf.cast(gradient, tf.float16), gradient.dtype)
         if is_half
         else gradient

@@ -140,7 +140,7 @@ def measure_batch(
 
 
 def _warn_of_joined(names: Sequence[str]) -> None:
-    """Warn that Adam would update these tables differently than on one device, if there are any."""
+    """Warn that Adam would update these tables differently than one device."""
     # The same is true for other optimizers that square gradients. `names` are tables that several
     # calls of `tf.nn.embedding_lookup_sparse` read. The warning names the first table.
     if names:
@@ -193,7 +193,7 @@ def measure(
 
 
 def _add_row(row: Any) -> Any:
-    """Return two rows: the given one, and a copy with its floating-point values halved."""
+    """Return two rows: the given one, and a copy with halved floats."""
     # parts can't be measured on a single row
     return None if row is None else tf.concat([row, row / 2 if row.dtype.is_floating else row], 0)
 
@@ -230,25 +230,21 @@ class Measured(NamedTuple):
         return [fitting[0] if fitting else OTHER for fitting in kinds]
 
     def _read_added(self, results: Sequence[StepResult]) -> list[tuple[float, ...]]:
-        """Return the values of each loss that layers add: on all rows, then on each part."""
+        """Return each added loss on all rows, then on each part."""
         calls = [result.call for result in results if result.call is not None]
         added = [split_losses(self.model, call.losses)[0] for call in calls]
         values = [[float(tf.reduce_sum(loss)) for loss in losses] for losses in added]
         return list(zip(*values, strict=True))
 
     def _raise_zeros(self) -> tuple[Values, list[Tensors]]:
-        """Return nonzero values for variables that are 0, and the unchanged rows of each run.
-
-        The keys of the values identify the variables.
-        """
-        # The step is run again with these values, because a variable that is 0 may hide a loss.
+        """Return nonzero values for variables that are 0, and the rows."""
+        # The values are by the variables' keys. The rows are the unchanged ones of each run. The
+        # step is run again with these values, because a variable that is 0 may hide a loss.
         return raise_zeros(self.model, self.step)[0], self.every
 
     def _change_weights(self) -> tuple[Values, list[Tensors]]:
-        """Return noisy weights, and the rows of each run with negated inputs.
-
-        The values of `_raise_zeros` are returned together with the weights.
-        """
+        """Return noisy weights, and the rows with negated inputs."""
+        # The values of `_raise_zeros` are returned together with the weights.
         values, _ = self._raise_zeros()
         for number, variable in enumerate(self.model.trainable_variables):
             value = tf.convert_to_tensor(variable)
@@ -331,10 +327,10 @@ class Measured(NamedTuple):
     def _find_possible_loss_kinds(
         self, batch: Sequence[Tensors], calls: Sequence[StepCall], training: bool
     ) -> list[str] | None:
-        """Return the loss's possible kinds; None if the loss can't be computed or isn't finite."""
-        # A kind is possible if it gives the loss of all rows when applied to the losses of their
-        # parts. `batch` is (x, y, outputs, weight). `calls` are the model's calls on all rows, then
-        # on each part.
+        """Return the kinds that a loss may have; None if it can't be computed."""
+        # None also if the loss isn't finite. A kind is possible if it gives the loss of all rows
+        # when applied to the losses of their parts. `batch` is (x, y, outputs, weight). `calls` are
+        # the model's calls on all rows, then on each part.
         values: list[float] = []
         counts: list[dict[str, float]] = []
         edges = (0, *np.cumsum(self.sizes).tolist())
@@ -358,7 +354,7 @@ class Measured(NamedTuple):
 
 
 def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> str:
-    """Return the kind, such as SUM, by which a state's changes on parts of a batch combine."""
+    """Return how a state's changes on parts combine, such as SUM."""
     # `start` is the state's value before the step. `whole` is the value after a step on all rows,
     # and `parts` are the values after a step on each part. `sizes` are the parts' numbers of rows.
     if whole.dtype.kind not in "iuf":
@@ -377,15 +373,13 @@ def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[i
 def _predict_whole_state(
     before: Any, parts: Sequence[Any], sizes: Sequence[int], near: float
 ) -> dict[str, Any]:
-    """Return a state's value after the whole batch as each possible kind predicts it, by kind.
-
-    SAME is left out if `parts` differ by more than `near`.
-    """
+    """Return what each kind predicts for a state after the whole batch."""
     # The value after the whole batch is predicted. `before` is the value before the batch, and
     # `parts` are the values after each part. `sizes` are the parts' numbers of rows.
     changes = [part - before for part in parts]
     weighted = [size * change for size, change in zip(sizes, changes, strict=True)]
     predictions = {ROWS: before + sum(weighted) / sum(sizes), SUM: before + sum(changes)}
+    # the state is SAME in all parts
     if all(np.allclose(part, parts[0], rtol=0, atol=near) for part in parts):
         predictions = {SAME: parts[0]} | predictions
     return predictions
@@ -428,9 +422,9 @@ def _negate(leaf: Any) -> Any:
 
 
 def _list_variants(model: Any, rows: Tensors, call: StepCall) -> Iterator[tuple[Any, ...]]:
-    """Yield (x, y, outputs, weight), first unchanged, then with other masks, weights or labels."""
-    # `call` is the model's call on `rows`.
-    # on the unchanged rows, losses of different kinds may have the same value
+    """Yield a batch unchanged, then with other masks, weights or labels."""
+    # Each is (x, y, outputs, weight). `call` is the model's call on `rows`. On the unchanged rows,
+    # losses of different kinds may have the same value.
     x, y, weight = rows
     outputs = call.outputs
     yield x, y, outputs, weight

@@ -261,10 +261,7 @@ class Workers:
         return functools.partial(self._run_one_by_one, run)
 
     def _run_one_by_one(self, run: Steps, batches: Any) -> Any:
-        """Run the steps of one Keras call one at a time, and return the last step's logs.
-
-        Raises StopIteration if there is no batch.
-        """
+        """Run a Keras call's steps one by one; return the last logs."""
         # Keras would run the steps as a loop in one graph, whose all-reduces TensorFlow would
         # confuse
         steps = self.model.steps_per_execution
@@ -274,6 +271,7 @@ class Workers:
         for batch in islice(batches, steps):
             logs = run([batch])
         if logs is None:
+            # there is no batch
             raise StopIteration
         return logs
 
@@ -350,10 +348,10 @@ class Workers:
         result: PassSums,
         starts: list[Any],
     ) -> dict[str, Any]:
-        """Sum the results over the processes, update the model, and return the logs."""
-        # `own` are this process's rows, and `result` has their gradients, loss and states. `digest`
-        # identifies the whole batch. `began` is the Unix time at which the step began. `starts` has
-        # the values, from before the step, of the states in `result.updates`.
+        """Sum the results over the processes, and update the model."""
+        # Return the logs. `own` are this process's rows, and `result` has their gradients, loss and
+        # states. `digest` identifies the whole batch. `began` is the Unix time at which the step
+        # began. `starts` has the values, from before the step, of the states in `result.updates`.
         part = _part(own)
         changes = [
             (start, change(update, start, part))
@@ -364,11 +362,9 @@ class Workers:
         return metrics.finish(summed, loss, *keras.utils.unpack_x_y_sample_weight(own.whole))
 
     def _compute_own_rows(self, own: OwnRows) -> tuple[PassSums, list[Any]]:
-        """Run the forward and backward pass on this process's rows.
-
-        Return the results, and the earlier values of the states that all processes change.
-        """
-        # The earlier values are those from before the step.
+        """Run the forward and backward pass on this process's rows."""
+        # Return the results, and the earlier values of the states that all processes change. The
+        # earlier values are those from before the step.
         model = self.model
         x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
         states = [(state, kind, tf.identity(state)) for state, kind in self._shared_states()]
@@ -386,7 +382,7 @@ class Workers:
         ]
 
     def _shared_states(self) -> list[tuple[Any, str]]:
-        """Return pairs (state, kind) of the states that the rows of all processes change."""
+        """Return (state, kind) for states that all processes' rows change."""
         found, states = self.kinds[True], self.model.non_trainable_variables
         kinds = kinds_of_states(self.model, found)
         every = [(states[place], kinds[id(states[place])]) for place in found.states]
@@ -414,12 +410,10 @@ class Workers:
         digest: Any,
         sent: list[Any],
     ) -> tuple[list[Any], Any]:
-        """Sum the processes' results, and update weights and states.
-
-        Return the sums of `sent`, and the loss of the whole batch.
-        """
-        # `changes` has a pair for each state in `result.updates`: the value before the step, and
-        # the change by this process's rows. `sent` are tensors that the metrics need.
+        """Sum the processes' results, and update weights and states."""
+        # Return the sums of `sent`, and the whole batch's loss. `changes` has a pair for each state
+        # in `result.updates`: the value before the step, and the change by this process's rows.
+        # `sent` are tensors that the metrics need.
         gradients = result.gradients
         if tf.executing_eagerly():
             gradients = fill_gradients(self.model, self.group, gradients)
@@ -523,11 +517,9 @@ FEW_ROWS = 8  # the number of rows from which the weights of a model are created
 
 
 def _first_rows(array: Any) -> Any:
-    """Return the first FEW_ROWS rows of an array as a tensor.
-
-    Sparse and ragged tensors are returned unchanged.
-    """
+    """Return an array's first rows as a tensor."""
     if isinstance(array, tf.SparseTensor | tf.RaggedTensor):
+        # sparse and ragged tensors can't be cut so
         return array
     return tf.convert_to_tensor(array[:FEW_ROWS])
 
@@ -623,10 +615,7 @@ def _read(metrics: Any) -> list[tuple[Any, Any]]:
 
 
 def _row_bytes(outputs: Tensors) -> float:
-    """Return the number of bytes of one row's outputs.
-
-    Return infinity if the outputs can't be summed over processes.
-    """
+    """Return the bytes of one row's outputs; infinity if they can't be summed."""
     # They can't be summed, for example, if their size is unknown.
     total = 0.0
     for leaf in keras.tree.flatten(outputs):

@@ -76,10 +76,7 @@ def count_units(model: Any, y: Any, outputs: Any, weight: Any) -> dict[str, Any]
 
 
 def _spread(weight: Any, mask: Any) -> Any:
-    """Return the weight of each time step.
-
-    It is 0 if the mask excludes the step. Without a mask, return `weight` unchanged.
-    """
+    """Return each time step's weight; 0 if the mask excludes the step."""
     if mask is None:
         return weight
     if weight.shape.rank == 1:

@@ -305,11 +305,10 @@ class DevicePasses:
         return PassSums(joined, total, gradients, self._updates(values))
 
     def _run_pass(self, start: Any, stop: Any, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Run the pass on the device's rows from `start` to `stop`.
-
-        Return the outputs, the contribution to the loss, the gradients and the states' new values.
-        """
-        # This function is traced once. `values` are the states' values after the previous passes.
+        """Run one pass on the device's rows from `start` to `stop`."""
+        # Return the outputs, the contribution to the loss, the gradients and the states' new
+        # values. This function is traced once. `values` are the states' values after the previous
+        # passes.
         model = self.model
         with tf.device(HOST):
             count = stop - start

@@ -98,7 +98,7 @@ class WorkTimes:
             self._kept = tf.Variable(tf.zeros([KEPT_STEPS, 2 + size], tf.float64), trainable=False)
 
     def now(self, tensors: Sequence[Any]) -> Any:
-        """Return, as a tensor of the graph, the Unix time at which these tensors are ready."""
+        """Return the Unix time at which these tensors are ready, as a tensor."""
         with tf.control_dependencies(tensors):
             # on the tensor's device, which computes in order
             last = tf.reshape(tensors[-1], [-1])[:1]
@@ -106,7 +106,10 @@ class WorkTimes:
             return tf.timestamp()
 
     def spread(self, own_work_s: Any, kind: Any) -> Any:
-        """Return a vector of type `kind` with this process's value at its rank and 0 elsewhere."""
+        """Return a vector with this process's value at its rank, and 0 elsewhere.
+
+        `kind` is its type.
+        """
         # summed over the processes, the vector has the values of all of them
         return tf.one_hot(self._rank, self._size, tf.cast(own_work_s, kind), dtype=kind)
 

@@ -113,11 +113,9 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return measured, hooks.engine.device_times() if self._devices() else ()
 
     def _whole(self) -> StepSums:
-        """Return the durations of the steps' parts, summed over all steps.
-
-        The sums are empty before the model has the hooks of a split.
-        """
-        # A part of a step is, for example, the wait for input.
+        """Return the durations of the steps' parts, summed over all steps."""
+        # The sums are empty before the model has the hooks of a split. A part of a step is, for
+        # example, the wait for input.
         hooks = getattr(self.model.fit, "hooks", None) if self.model is not None else None
         return StepSums() if hooks is None else hooks.times.sums.whole
 
@@ -131,7 +129,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return plan.throughput.samples_per_second if same else 0.0
 
     def _count_rows(self, steps: int) -> int:
-        """Return the number of rows in an epoch's first `steps` steps; 0 if unknown."""
+        """Return how many rows an epoch's first steps have; 0 if unknown."""
         hooks = getattr(self.model.fit, "hooks", None)
         own = self._split.global_batch if self._split is not None else self._rows
         batch = getattr(hooks, "batch", None) or own or 0
@@ -139,10 +137,8 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return steps * batch if samples is None else min(steps * batch, samples)
 
     def _devices(self) -> Any:
-        """Return the devices in the order of the split's shares.
-
-        Empty without a split, or if a group trains without a plan.
-        """
+        """Return the devices in the order of the split's shares."""
+        # () also if a group trains without a plan
         split = self._split
         if split is None:
             return ()

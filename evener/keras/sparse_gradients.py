@@ -70,7 +70,10 @@ def _find_source(indices: Any) -> Any:
 
 
 def merge_slices(gradients: Sequence[Any], places: Sequence[int]) -> list[Any]:
-    """Return the gradients; in sparse ones at `places`, the slices of each table row are summed."""
+    """Return the gradients, with one slice per table row at `places`.
+
+    There, the slices of each table row of a sparse gradient are summed.
+    """
     return [
         _merge(gradient) if place in places and isinstance(gradient, tf.IndexedSlices) else gradient
         for place, gradient in enumerate(gradients)
@@ -84,9 +87,9 @@ def _merge(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def without_filler(gradient: Any, rows: Any) -> Any:
-    """Return the gradient, without the slices of a sparse one that come from a filler row.
+    """Return the gradient without slices that come from a filler row.
 
-    If `rows` is 0, all its slices come from the filler row.
+    If `rows` is 0, all slices of a sparse gradient come from the filler row.
     """
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
@@ -95,7 +98,7 @@ def without_filler(gradient: Any, rows: Any) -> Any:
 
 
 def spec_of(tensor: Any) -> Any:
-    """Return the spec (type and shape) with which a graph is traced for a tensor or gradient.
+    """Return the spec (type and shape) to trace a tensor or gradient with.
 
     A sparse gradient may have any number of slices.
     """

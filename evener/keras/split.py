@@ -96,11 +96,7 @@ class Split:
             self._warn_of_engine(self.plan.layout.engine)
 
     def _check_processes(self) -> None:
-        """Check the devices and the number of processes.
-
-        Raises RequestError unless there are as many processes as devices, and DeviceError if
-        TensorFlow doesn't see a device.
-        """
+        """Raise an error unless the devices and the number of processes fit."""
         if self.engine == "multiworker" and len(self.devices) != self.required_group.size:
             raise RequestError(
                 f"TF_CONFIG names {self.required_group.size} processes, the split"
@@ -111,13 +107,10 @@ class Split:
             tf_devices.check_present(self.devices)
 
     def _make_changing_cut(self, rebalance: bool) -> ChangingCut | None:
-        """Return a cut that adapts to the processes' compute time (own work).
-
-        None without `rebalance`, or if a single device computes. Raises RequestError if the
-        processes disagree on `rebalance`, the engine has one process, or there is no global batch.
-        """
+        """Return a cut that adapts to compute times; None without `rebalance`."""
         if self.engine == "multiworker":
             check_options({"rebalance": rebalance}, self.required_group)
+        # a single device has nothing to divide
         if not rebalance or self.engine == "solo":
             return None
         if self.engine != "multiworker":
@@ -246,10 +239,7 @@ class Split:
         return x if batch_rows(x) == size else x.rebatch(size)
 
     def _assign_rows(self, arrays: ArrayBatches, x: Any, lengths: Any) -> Any:
-        """Return global batches with rows assigned to devices by length.
-
-        Raises RequestError with engine multiworker or with passes.
-        """
+        """Return global batches whose rows are assigned to devices by length."""
         # `arrays` are the batches of x and its labels. `lengths` are the rows' numbers of tokens.
         # with engine solo, there is nothing to assign
         if self.engine not in ("solo", "towers") or self.cut.in_passes:
@@ -305,10 +295,8 @@ class Split:
         ratios: Sequence[float] | None,
         global_batch: int | None,
     ) -> tuple[tuple[str, ...], Cut, int | None]:
-        """Return the computing devices, the batch's cut and the global batch.
-
-        The global batch is None if neither the plan nor the caller specifies it.
-        """
+        """Return the computing devices, the batch's cut and the global batch."""
+        # The global batch is None if neither the plan nor the caller specifies it.
         if self.plan is None:
             chosen = (
                 tf_devices.name_gpus(gpus)
@@ -321,10 +309,7 @@ class Split:
     def _divide_by_plan(
         self, plan: Plan, global_batch: int | None
     ) -> tuple[tuple[str, ...], Cut, int]:
-        """Return the devices, the cut and the global batch of a plan.
-
-        In a group, devices and shares are in rank order.
-        """
+        """Return the devices, the cut and the global batch of a plan."""
         active = plan.layout.active
         size = plan.layout.global_batch
         if global_batch is not None:
@@ -334,17 +319,14 @@ class Split:
         if self.group is None:
             return tf_devices.name_plan_devices(plan), _cut_in_passes(shares, micros), size
         check_fit(plan, devices=None, world=self.group.size, workload_digest=None, strict=False)
+        # in a group, devices and shares are in rank order
         order = order_by_device(active, self.group)
         self.rank_shares = tuple(active[place] for place in order)
         cut = _cut_in_passes([shares[n] for n in order], [micros[n] for n in order])
         return tuple(share.device for share in self.rank_shares), cut, size
 
     def _check_against_plan(self, model: Any) -> None:
-        """Warn about each difference between this training and the plan's.
-
-        Raises PlanError if the plan is for another framework. With `strict`, any difference raises
-        PlanError.
-        """
+        """Warn about each difference from the plan; with `strict`, raise PlanError."""
         plan = self.plan
         if plan is None:
             return
@@ -401,11 +383,8 @@ def _check_arguments(engine: str, noise: bool) -> None:
 
 
 def _read_plan(plan: Any, gpus: object, devices: object, ratios: object) -> Plan | None:
-    """Return the given plan, or the plan from `evener launch`.
-
-    None if devices are given instead. Raises RequestError unless exactly one of plan, gpus and
-    devices is available, or if both a plan and ratios are given.
-    """
+    """Return the given plan, or the plan from `evener launch`."""
+    # Return None if devices are given instead.
     if not isinstance(plan, Plan) and gpus is None and devices is None:
         plan = launched_plan(plan)
     if sum(given is not None for given in (plan, gpus, devices)) != 1:
@@ -445,10 +424,7 @@ def _cut_in_passes(shares: list[int], micros: list[int]) -> Cut:
 
 
 def _cut_by_ratios(devices: Sequence[str], ratios: Sequence[float] | None) -> Cut:
-    """Return a cut of batches in proportion to `ratios`.
-
-    Without ratios, the parts are equal. Raises RequestError unless each device has a ratio above 0.
-    """
+    """Return a cut of batches in proportion to `ratios`, by default equal."""
     # Each device's rows are rounded down, and the last device gets the rest.
     chosen = [1.0] * len(devices) if ratios is None else list(ratios)
     if len(chosen) != len(devices):

@@ -77,7 +77,7 @@ class SurvivingStep:
             ) from None
 
     def _run_with_retries(self, data: Tensors, before: list[Any]) -> Any:
-        """Run the passes, in smaller ones if memory runs out, and return their results."""
+        """Run the passes, in smaller ones if memory runs out."""
         # `before` has the states' values before the step, which are restored for a retry.
         cut, rank, limit = self._engine.cut, self._engine.group.rank, self._limit
         size = cut.sizes(int(data.rows if isinstance(data, OwnRows) else count_rows(data)))[rank]
@@ -126,7 +126,7 @@ class SurvivingStep:
         self._spec = spec
 
     def as_one(self, data: Tensors) -> dict[str, Any]:
-        """Run the whole step in the graph that is being traced, instead of in two graphs.
+        """Run the whole step in the graph being traced, instead of in two.
 
         In a single graph, the step fails if memory runs out.
         """
@@ -186,7 +186,7 @@ def list_states(model: Any) -> list[Any]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if an error means that memory ran out in TensorFlow or a library that it calls."""
+    """True if TensorFlow, or a library that it calls, ran out of memory."""
     if isinstance(error, tf.errors.ResourceExhaustedError):
         return TOO_LONG not in str(error)
     return isinstance(
@@ -195,7 +195,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def describe_memory(device: str) -> str:
-    """Return, as part of an error message, how much memory the training holds on the device."""
+    """Return a text with the memory that training holds on the device."""
     if not device.startswith("GPU"):
         return "the memory of this machine's CPU"
     held = tf.config.experimental.get_memory_info(device)

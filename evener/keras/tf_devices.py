@@ -140,16 +140,13 @@ def make_logical_cpus(count: int) -> None:
 
 
 def _visible_gpus() -> list[str] | None:
-    """Return the entries of CUDA_VISIBLE_DEVICES in CUDA's order; None if it isn't set."""
+    """Return CUDA_VISIBLE_DEVICES' entries in order; None if it isn't set."""
     text = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if text is None else [entry.strip() for entry in text.split(",") if entry.strip()]
 
 
 def _index_among_visible(share: Share, visible: list[str] | None) -> int:
-    """Return the index of a plan's GPU among the GPUs that TensorFlow can see.
-
-    Raises DeviceError if the GPU isn't visible.
-    """
+    """Return the index of a plan's GPU among TensorFlow's visible GPUs."""
     # The index is the GPU's position among the visible GPUs. `visible` has the entries of
     # CUDA_VISIBLE_DEVICES; None if all GPUs are visible.
     if visible is None:

@@ -92,7 +92,7 @@ class Towers(OneProcess):
         return self.train_on_pieces(self.pieces(x, assigned), count_rows(x), x, y, weight, assigned)
 
     def _train_in_passes(self, x: Any, y: Any, weight: Any) -> dict[str, Any]:
-        """Train on the batch (x, y, weight) in passes, and return the logs."""
+        """Train on a batch in passes, and return the logs."""
         # each pass has its own loss: the whole batch's outputs aren't known before its backward
         # pass
         model, rows = self.model, count_rows(x)
@@ -233,7 +233,8 @@ class Towers(OneProcess):
     def _join_attributes(
         self, towers: Sequence[Tower], x: Tensors, assigned: AssignedArrays | None, training: bool
     ) -> Leaves:
-        """Return the tensors that all towers stored in attributes, with rows in the order of x."""
+        """Return the tensors that all towers stored in attributes, joined by rows."""
+        # The rows are in the order of x.
         every = [tower.attributes for tower in towers]
         sizes, parts = [tower.size for tower in towers], [tower.part for tower in towers]
         kinds = self.kinds[training].attributes
@@ -282,10 +283,8 @@ class Towers(OneProcess):
 
 
 def _open(data: Tensors) -> tuple[AssignedArrays | None, tuple[Any, Any, Any]]:
-    """Return a batch as (assigned, (x, y, weight)).
-
-    `assigned` is None unless rows are assigned by length.
-    """
+    """Return a batch as (assigned, (x, y, weight))."""
+    # None unless rows are assigned by length
     assigned = data if isinstance(data, AssignedArrays) else None
     return assigned, keras.utils.unpack_x_y_sample_weight(
         data if assigned is None else assigned.data
@@ -293,10 +292,7 @@ def _open(data: Tensors) -> tuple[AssignedArrays | None, tuple[Any, Any, Any]]:
 
 
 def _join_outputs(towers: Sequence[Tower], x: Tensors, assigned: AssignedArrays | None) -> Tensors:
-    """Return the outputs of the whole batch, in the order of x.
-
-    Raises RequestError if rows are assigned by length and layers added losses.
-    """
+    """Return the outputs of the whole batch, in the order of x."""
     # the layers' losses would count padding
     if assigned is None:
         return join_rows([tower.outputs for tower in towers])
@@ -317,7 +313,7 @@ def _floats(outputs: Tensors) -> list[Any]:
 
 
 def _sum(gradients: Sequence[Any]) -> Any:
-    """Return the sum of the gradients that aren't None; None if all are None."""
+    """Return the sum of the gradients that aren't None, or None."""
     # sparse gradients are concatenated, as in TensorFlow
     present = [gradient for gradient in gradients if gradient is not None]
     if not present:

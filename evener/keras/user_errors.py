@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def find_users_line(error: BaseException) -> str:
-    """Return the last line of user code in an error's traceback, such as ` (train.py, line 3)`.
+    """Return the last line of user code in an error's traceback.
 
-    Return "" if the traceback has no user code.
+    It is like ` (train.py, line 3)`; "" if the traceback has no user code.
     """
     own = str(Path(__file__).parents[1])
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
