@@ -46,10 +46,9 @@ _HOOKS = ProcessHooks(_register)
 
 
 class Members:
-    """Lists the parameters and buffers of a model, which it references only weakly.
+    """Caches a model's parameters and buffers until one of its modules registers another tensor.
 
-    They are listed again only if one of the model's own modules registers a parameter, buffer or
-    module.
+    Only a weak reference to the model is held.
     """
 
     # modules outside the model often register some: transformers' models make a new ModuleList in
@@ -66,10 +65,10 @@ class Members:
         self._registered = 0  # buffers and modules that the model has registered
 
     def note(self, parent: Any, parameters: bool = False, buffers: bool = False) -> None:
-        """Note that the module `parent` registers a parameter, buffer or module.
+        """Called when a module, `parent`, registers a parameter, buffer or submodule.
 
-        `parent` may be part of the model or not. `parameters` and `buffers` say what it may have
-        registered; both are True for a module.
+        It may be any module of the process. `parameters` and `buffers` say what may be new; both
+        are True for a submodule.
         """
         if id(parent) not in self._modules:
             return
@@ -86,9 +85,9 @@ class Members:
         return named
 
     def trained(self) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-        """Return the ids of all parameters, and whether each of them requires a gradient.
+        """Return the id of each parameter, and whether it requires a gradient.
 
-        Both are empty if the model no longer exists.
+        Both are empty once the model no longer exists.
         """
         if self._parameters is None:
             self._list_modules()
@@ -98,7 +97,7 @@ class Members:
         return self._ids, tuple(map(_REQUIRES_GRAD, self._parameters))
 
     def buffers(self) -> list[tuple[str, Any]]:
-        """Return all buffers with their names; a buffer that two modules share occurs twice."""
+        """Return all buffers with their names; a buffer that two modules share is listed twice."""
         if self._owners is None:
             named = self._list_modules()
             self._owners = [(name, own_buffers(each)) for name, each in named if own_buffers(each)]
@@ -110,8 +109,8 @@ class Members:
         ]
 
     def buffers_at(self) -> int:
-        """Return a number that changes whenever the model registers a buffer or a module.
+        """Return a number that changes whenever the model registers a buffer or module.
 
-        An earlier result of `buffers` may then be outdated.
+        A list from `buffers` may then be outdated.
         """
         return self._registered

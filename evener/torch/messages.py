@@ -1,4 +1,4 @@
-"""Messages between ranks through a process group, as JSON whose types are checked.
+"""Exchange messages between ranks as JSON, and check their types.
 
 PyTorch's own collectives for objects (`all_gather_object`, `broadcast_object_list`) unpickle what
 they receive, so anyone who can send to a rank could run code in it.
@@ -17,10 +17,10 @@ Value = TypeVar("Value")
 
 
 def gather_messages(own: Value, kind: Any = Any) -> list[Value]:
-    """Return the values of all ranks, in rank order, each of type `kind`.
+    """Return every rank's value, in rank order.
 
-    `own` is this rank's value. Every rank has to call this. Raises msgspec.ValidationError if a
-    value has another type.
+    Every rank has to call this with its `own` value. Raises msgspec.ValidationError if a value
+    isn't of type `kind`.
     """
     sent = _encode(own)
     sizes = [_number(0) for _ in range(dist.get_world_size())]
@@ -35,8 +35,8 @@ def gather_messages(own: Value, kind: Any = Any) -> list[Value]:
 def broadcast_message(own: Value, kind: Any = Any) -> Value:
     """Return rank 0's value on every rank.
 
-    Every rank has to call this. `own` is ignored on ranks other than 0. `kind` is the value's type.
-    Raises msgspec.ValidationError if the value has another type.
+    Every rank has to call this; only rank 0's `own` is used. Raises msgspec.ValidationError if the
+    value isn't of type `kind`.
     """
     sent = _encode(own if dist.get_rank() == 0 else None)
     size = _number(len(sent))
@@ -53,7 +53,7 @@ def _number(value: int) -> torch.Tensor:
 
 
 def _encode(value: Any) -> torch.Tensor:
-    """Return a value's JSON text as a tensor of bytes, on the device for collectives."""
+    """Return a value as JSON, in a tensor of bytes."""
     # by Python's json module, which can represent infinity and NaN
     text = json.dumps(msgspec.to_builtins(value)).encode()
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(_choose_device())
@@ -64,7 +64,7 @@ def _decode(text: torch.Tensor, kind: Any) -> Any:
 
 
 def _choose_device() -> torch.device:
-    """Return the device of tensors that ranks exchange."""
+    """Return the device on which ranks exchange messages."""
     # the CPU if the default group has a backend for it
     exchanged = [each.partition(":")[0] for each in dist.get_backend_config().split(",")]
     if "cpu" in exchanged:

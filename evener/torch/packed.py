@@ -1,8 +1,8 @@
 """Handle weights that bitsandbytes packs into 4 bits.
 
-Such a weight is a frozen parameter of bytes, with statistics for unpacking them. It is recognized
-by two attributes: `bnb_quantized`, which is False until the weight is packed, and `quant_state`,
-the statistics, which `to(device)` moves.
+Such a weight is a frozen parameter of bytes, with statistics for unpacking them. Two attributes
+identify it: `bnb_quantized` is False until the weight is packed, and `quant_state` has the
+statistics, which `to(device)` moves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .private import own_parameters
 
 
 def is_packed(tensor: Any) -> bool:
-    """True if a parameter holds packed weights, or weights that a move to a device will pack."""
+    """True for a parameter with 4-bit weights, packed already or by its next move to a device."""
     return hasattr(tensor, "bnb_quantized") and hasattr(tensor, "quant_state")
 
 
@@ -32,10 +32,9 @@ def explain_unusable(tensor: Any) -> str:
 
 
 def pack_weights(model: Any, device: torch.device) -> None:
-    """Pack a model's unpacked 4-bit weights, and move them to the host.
+    """Pack a model's unpacked 4-bit weights on `device`, then move them to the host.
 
-    bitsandbytes packs a weight when it is moved to `device`. Weights on the meta device are left
-    unchanged.
+    bitsandbytes packs a weight when it is moved. Weights on the meta device stay unchanged.
     """
     # each is moved to `device` to be packed, one at a time to save memory
     for module in model.modules():
@@ -45,7 +44,7 @@ def pack_weights(model: Any, device: torch.device) -> None:
 
 
 def list_statistics(tensors: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the statistics of the packed parameters among `tensors`, as tensors."""
+    """Return the tensors with the statistics of the packed parameters among `tensors`."""
     found: list[torch.Tensor] = []
     states = [
         tensor.quant_state for tensor in tensors if is_packed(tensor) and tensor.bnb_quantized

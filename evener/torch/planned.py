@@ -1,4 +1,4 @@
-"""A training run with a plan on one rank: the base of Split and of the adapters to trainers."""
+"""A training run with a plan on one rank: the base class of Split and of the trainers' adapters."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ class PlannedTraining:
     Split and the adapters to Lightning and transformers use it. It sets up this process for its
     device, joins the process group, and provides:
 
-    - the samplers of rows and the audits of the loss;
-    - the weighted sum of gradients;
+    - samplers of this rank's rows, and audits of the loss;
+    - the weighted sum of gradients over the ranks;
     - passes that can run out of memory without ending the training run;
-    - the step times and their reports;
+    - the times of the steps, and reports of them;
     - shares that adapt to each rank's compute time (own work).
 
     An adapter calls `begin` for each global batch, and `report` once it is trained. Every rank has
     to call every method.
 
-    `found` has the shares of all ranks. `backend` is the process group's backend; None is NCCL for
-    GPUs and gloo for CPUs. `weigh` says where a rank's weight is applied:
+    `rank_shares` has the shares of all ranks. `backend` is the process group's backend; None means
+    NCCL for GPUs and gloo for CPUs. `weigh` says where a rank's weight is applied:
 
     - "gradients": when gradients are summed;
     - "loss": when the training loop calls `scale`;
@@ -128,7 +128,7 @@ class PlannedTraining:
 
     @property
     def ranks(self) -> RankShares:
-        """The current shares of all ranks, from the plan or from the last change of shares."""
+        """The current shares of all ranks, from the plan or the last rebalancing."""
         return self.weights.shares
 
     @ranks.setter
@@ -136,16 +136,16 @@ class PlannedTraining:
         self.weights.shares = self.reporter.shares = now
 
     def close(self) -> None:
-        """Stop reporting, and remove the process-wide hooks that this run has registered."""
+        """Stop reporting, and remove this run's hooks from PyTorch."""
         self.reporter.close()
         self.timer.release()
         self.audits.release()
         self._release()
 
     def leave(self) -> None:
-        """End this training run, so that another can begin with any models in this process.
+        """End this training run, so that the process can begin another one.
 
-        Every rank has to call this.
+        The other run may train the same models or others. Every rank has to call this.
         """
         if self.rebalancing is not None:
             self.rebalancing.stop()
@@ -159,10 +159,10 @@ class PlannedTraining:
     def sampler(
         self, rows: int, *, lengths: Any = None, shares: Sequence[int] = (), **options: Any
     ) -> UnevenBatchSampler:
-        """Return a sampler that yields this rank's row indices in each global batch.
+        """Return a sampler of this rank's row indices in each global batch.
 
         - `rows`: number of rows in the data set.
-        - `lengths`: number of tokens in each row; rows are then assigned so that ranks finish
+        - `lengths`: number of tokens in each row. Rows are then assigned so that ranks finish
           together.
         - `shares`: replaces the current shares, for validation.
         - `options`: passed to UnevenBatchSampler.
@@ -177,7 +177,7 @@ class PlannedTraining:
         return LengthSampler(rows, chosen, self.rank, lengths=lengths, assigner=assigner, **options)
 
     def follow(self, sampler: UnevenBatchSampler, ahead: int) -> None:
-        """Change this sampler's shares whenever the shares of the training run change.
+        """Keep a sampler's shares equal to the training run's, also when these change.
 
         `ahead` is the maximum number of batches that it draws before they are trained.
         """
@@ -188,10 +188,9 @@ class PlannedTraining:
     def compare_data(
         self, dataset: Any, collate: Callable[[list[Any]], Any], sampler: UnevenBatchSampler
     ) -> None:
-        """Register a training data set for a comparison between ranks.
+        """Register a training data set, which ranks compare after their first batch.
 
-        The ranks compare their data sets after the first batch. `collate` makes a batch from a list
-        of rows, and `sampler` determines the order of rows.
+        `collate` makes a batch from a list of rows. `sampler` has the order of rows.
         """
         if self._data is not None:
             others = [each for each in self._data if each[0] is not dataset]
@@ -200,28 +199,23 @@ class PlannedTraining:
     def summarize_data(self) -> list[RankData]:
         """Return summaries of this rank's training data sets, in order of creation.
 
-        The result of every later call is empty, because data sets are compared once.
+        Later calls return [], because data sets are compared only once.
         """
         data, self._data = self._data, None
         return [same_data.summarize(*each) for each in data or ()]
 
     @property
     def _compares_data(self) -> bool:
-        """True if `_compare_data` still has to compare the ranks' data sets.
-
-        False with a single rank, and under `evener run`, which compares data sets in its own way.
-        """
+        """True if the ranks still have to compare their data sets."""
+        # `evener run` (follows_launcher) compares data sets in its own way
         return self._data is not None and self.world > 1 and not self.audits.follows_launcher
 
     def _compare_data(self) -> None:
-        """Raise RequestError on every rank if ranks have different data sets.
-
-        Every rank calls this method after its first trained batch. Nothing is compared if ranks
-        have different numbers of loaders.
-        """
+        """Raise RequestError on every rank if the ranks' data sets differ."""
         own = self.summarize_data()
         with own_collectives():
             every = gather_messages(own, list[RankData])
+        # ranks with different numbers of loaders can't be compared
         if len(set(map(len, every))) > 1:
             return
         for loaded in zip(*every, strict=True):
@@ -230,9 +224,9 @@ class PlannedTraining:
                 raise RequestError(difference, same_data.REMEDY)
 
     def change_shares(self, shares: tuple[int, ...], micros: tuple[int, ...], ahead: int) -> None:
-        """Change to `shares` after the next `ahead` batches, which loaders may have drawn already.
+        """Change the shares, after the next `ahead` batches.
 
-        `micros` are the ranks' maximum rows per pass.
+        Loaders may have drawn these batches already. `micros` are the ranks' maximum rows per pass.
         """
         self.ranks = msgspec.structs.replace(self.ranks, batches=shares, micros=micros)
         for sampler in self._samplers:
@@ -241,7 +235,7 @@ class PlannedTraining:
     def stay_even(self) -> None:
         """Give each rank an equal number of rows from now on, and stop rebalancing.
 
-        The change takes effect after the batches that are already drawn.
+        Batches that are drawn already keep their rows.
         """
         self._later = None
         if self.rebalancing is not None:
@@ -253,13 +247,13 @@ class PlannedTraining:
 
     @property
     def begins_even(self) -> bool:
-        """True between `begin_even` and `leave_even` or `stay_even`."""
+        """True from `begin_even` until `leave_even` or `stay_even`."""
         return self._later is not None
 
     def begin_even(self) -> None:
         """Give each rank an equal number of rows until `leave_even`.
 
-        Call this before the first step. `leave_even` restores the shares from before this call.
+        Call this before the first step. `leave_even` restores the current shares.
         """
         self._later = self.ranks.batches, self.ranks.micros
         for sampler in self._samplers:
@@ -270,7 +264,7 @@ class PlannedTraining:
     def leave_even(self, ahead: int) -> None:
         """Restore the shares from before `begin_even`, after the next `ahead` batches.
 
-        Loaders may have drawn these already. Without `begin_even`, nothing happens.
+        Loaders may have drawn these batches already. Without `begin_even`, nothing happens.
         """
         if self._later is not None:
             shares, micros = self._later
@@ -282,12 +276,16 @@ class PlannedTraining:
     def wrap(self, model: Any, **options: Any) -> Any:
         """Move a model to this process's device, and sum its gradients over the ranks.
 
-        Each rank's gradients are weighted by its rows. Returns the model in a
-        DistributedDataParallel. It isn't wrapped if the program has already done so, if FSDP shards
-        it (with `weigh="loss"`), or if it trains on one device. Of DistributedDataParallel's
-        `options`, only `bucket_cap_mb`, `broadcast_buffers` and `process_group` have an effect.
+        Each rank's gradients are weighted by its rows. The result is a DistributedDataParallel
+        around the model. The model isn't wrapped
 
-        Raises RequestError if the model's gradients can't be weighted.
+        - if the program has wrapped it already;
+        - if FSDP shards it (with `weigh="loss"`);
+        - if it trains on one device.
+
+        Of DistributedDataParallel's `options`, only `bucket_cap_mb`, `broadcast_buffers` and
+        `process_group` have an effect. Raises RequestError if the model's gradients can't be
+        weighted.
         """
         self.check_whole()
         weigh = self.weights.weigh
@@ -326,11 +324,11 @@ class PlannedTraining:
         return model
 
     def follow_averaged(self, model: Any) -> None:
-        """Prepare to train a model whose gradients FSDP or DeepSpeed averages.
+        """Prepare to train a model whose gradients FSDP or DeepSpeed averages over ranks.
 
-        The losses are weighted instead of the gradients. A rank's compute time (own work) excludes
-        the waits for other ranks within passes. Raises RequestError if the model can't be trained
-        by shares.
+        Losses are then weighted instead of gradients. A rank's compute time (own work) excludes its
+        waits for other ranks within passes. Raises RequestError if the model can't be trained with
+        unequal shares.
         """
         self.check_whole()
         check_normalization(model, self.weights.weigh, self.world, self.ranks.pass_rows)
@@ -357,7 +355,7 @@ class PlannedTraining:
     def begin(self, sizes: Sequence[int]) -> None:
         """End the previous global batch, and begin the next one.
 
-        `sizes` are the ranks' rows. This is for adapters; the loader of a Split begins its batches
+        `sizes` are the ranks' numbers of rows. Only adapters call this; a Split's loader does it
         itself.
         """
         self.end()
@@ -367,8 +365,8 @@ class PlannedTraining:
     def end(self) -> None:
         """End a global batch.
 
-        If it was trained, `listeners` are called with each rank's number of rows. A listener may
-        change the shares.
+        If it was trained, call `listeners` with each rank's number of rows. A listener may change
+        the shares.
         """
         is_over = self.timer.finish()
         if self._compares_data and self.timer.has_trained:
@@ -380,26 +378,27 @@ class PlannedTraining:
     def report(self, rows: int | None = None, tokens: tuple[int, int] = (0, 0)) -> None:
         """Report a finished step of this rank to evener's monitor.
 
-        A Split's loader does this itself. `rows` are the step's rows, by default this rank's rows
-        of the current batch. `tokens` are their tokens without and with padding; zeros mean
-        unknown.
+        A Split's loader does this itself.
+
+        - `rows`: the step's rows, by default this rank's rows of the current batch.
+        - `tokens`: tokens in these rows, without and with padding; zeros mean unknown.
         """
         self.reporter.report(self.weights.sizes[self.rank] if rows is None else rows, tokens)
 
     def step(
         self, batch: Any, compute: OfPart, count: OfPart | None = None, check: bool = True
     ) -> Any:
-        """Compute a batch and its gradients in the passes of the plan.
+        """Compute a batch's loss and gradients, in the passes of the plan.
 
         For example: `split.step(batch, lambda part: criterion(model(part.batch[0]),
-        part.batch[1]))`. Returns this rank's mean loss, which can be passed to `Split.mean`.
+        part.batch[1]))`. Return this rank's mean loss, for `Split.mean`.
 
         - `compute(part)`: returns the mean loss of part.batch over rows or, with `count`, over
           items.
         - `count(part)`: the number of items, such as tokens.
         - `check`: False skips the audits.
 
-        Gradients are all-reduced once. A pass that runs out of memory is computed again in smaller
+        Gradients are all-reduced once. A pass that runs out of memory is repeated in smaller
         passes. Every rank has to call this for every batch.
         """
         total = train_batch(self, batch, compute, count)
@@ -412,7 +411,7 @@ class PlannedTraining:
     ) -> Iterator[Part]:
         """Yield the parts of this rank's batch, one for each pass of the plan.
 
-        Compute the loss of each part.batch, and call part.backward(loss). With the loop's body in
+        Compute the loss of each part.batch, and call part.backward(loss). If the loop's body is in
         `with part:`, a part that runs out of memory is yielded again in smaller parts. Every rank
         has to call this for every batch.
 
@@ -431,8 +430,5 @@ class PlannedTraining:
             self.audits.close()
 
     def add_up(self, value: Any) -> torch.Tensor:
-        """Return the sum of a number or tensor over the ranks.
-
-        Every rank has to call this.
-        """
+        """Return the sum of a number or tensor over the ranks; every rank has to call this."""
         return add_up(value, self.device, self.world, self.timer)

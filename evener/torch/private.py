@@ -1,8 +1,8 @@
-"""The private functions and attributes of PyTorch that evener uses, each with its purpose.
+"""Private functions and attributes of PyTorch that evener uses, each with its purpose.
 
 All other files use them through this module. tests/evener/test_torch_private.py tries each of them,
-so a new version of PyTorch fails there first. Private names of Lightning are in
-evener/lightning_private.py, and those of transformers and accelerate in
+so a new version of PyTorch fails there first. Lightning's private names are in
+evener/lightning_private.py. Those of transformers and accelerate are in
 evener/huggingface/private.py.
 """
 
@@ -45,12 +45,12 @@ BatchNorm = _BatchNorm  # the base class of all BatchNorms, also of SyncBatchNor
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Call a function at the end of this thread's backward pass."""
+    """Call a function when this thread's backward pass ends."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def unwrap_compiled(model: Any) -> Any:
-    """Return the module that torch.compile has wrapped, or the model itself if not compiled."""
+    """Return the module inside torch.compile's wrapper, or `model` itself if not compiled."""
     return getattr(model, "_orig_mod", model)
 
 
@@ -60,16 +60,16 @@ leave_uncompiled: Callable[[Callable[..., Any]], Callable[..., Any]] = torch._di
 
 
 def take_apart(outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the items in nested outputs, and a function that nests them again.
+    """Return the items of nested outputs, and a function that nests a list of items alike.
 
-    The function takes a list of such items. Objects that PyTorch can't flatten are single items.
+    An object that PyTorch can't flatten is a single item.
     """
     leaves, spec = pytree.tree_flatten(outputs)
     return leaves, lambda items: pytree.tree_unflatten(items, spec)
 
 
 def gradient_hooks(parameter: Any) -> list[int]:
-    """Return the handle ids of the hooks on a parameter's gradient, in order of registration."""
+    """Return the ids of the hooks on a parameter's gradient, in order of registration."""
     both = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     return [hook for hooks in both if hooks for hook in hooks]
 
@@ -111,14 +111,14 @@ def is_view(tensor: Any) -> bool:
 
 
 def is_loader_iterator(iterator: Any) -> bool:
-    """True if this is PyTorch's iterator over a DataLoader, or an iterator derived from it."""
+    """True for PyTorch's iterator over a DataLoader, or a subclass of it."""
     return isinstance(iterator, _BaseDataLoaderIter)
 
 
 def wrap_next_batch(wrapper: Callable[..., Any]) -> None:
-    """Call `wrapper` whenever an iterator that PyTorch makes for a DataLoader yields a batch.
+    """Call `wrapper` each time that a DataLoader's iterator yields a batch.
 
-    `wrapper` gets the original method, the iterator, and the arguments, as wrapt passes them.
+    As wrapt passes them, it gets the original method, the iterator and the arguments.
     """
     wrap_function_wrapper(_BaseDataLoaderIter, "__next__", wrapper)
 
@@ -139,9 +139,9 @@ def needs_own_sums(ddp: Any) -> bool:
 
 
 def joins_unevenly(ddp: Any) -> bool:
-    """True while the program is in the context `join` of a DistributedDataParallel.
+    """True inside a DistributedDataParallel's context `join`.
 
-    In this context, ranks may have different numbers of batches.
+    There, ranks may have different numbers of batches.
     """
     return bool(ddp._join_config.enable)
 
@@ -155,7 +155,7 @@ def ignored_names(module: Any) -> set[str]:
 
 
 def free_gathered(models: Iterable[Any]) -> None:
-    """Free the weights that FSDP has gathered for forward passes without a backward pass."""
+    """Free the whole weights that FSDP keeps after a forward pass without a backward pass."""
     # FSDP1 and FSDP2 keep them until a backward pass ends, and would otherwise use them even after
     # an optimizer's step has changed the weights
     if "torch.distributed.fsdp" not in sys.modules:
@@ -184,7 +184,7 @@ def default_store() -> Any:
 
 
 def backend_name(group: Any, device: torch.device) -> str:
-    """Return the name of a group's backend for tensors on a device."""
+    """Return the name of a process group's backend for tensors on a device."""
     return str(group._get_backend(device).name())
 
 
@@ -207,10 +207,10 @@ LEAVING = {
 
 
 def count_collectives() -> dict[str, int]:
-    """Return how many collectives this process has started, by group and device type.
+    """Return how many collectives this process has started, for each group and device type.
 
-    A key is the process group's name, a space and the device type. Groups of a single rank, and
-    groups whose backend keeps no count, are left out.
+    A key is the group's name, a space and the device type. Groups of a single rank are left out, as
+    are groups whose backend keeps no count.
     """
     groups = [group for group in list(dist.distributed_c10d._world.pg_map) if group.size() > 1]
     every = {
@@ -228,10 +228,10 @@ def count_collectives() -> dict[str, int]:
 def broadcast_each(
     tensors: Sequence[torch.Tensor], group: Any, most_bytes: int, source: int = 0
 ) -> None:
-    """Broadcast tensors from one rank to all ranks of a group.
+    """Broadcast tensors from one rank, `source`, to all ranks of a group.
 
-    `source` is the sender's rank. The tensors are on one device. Each collective sends up to
-    `most_bytes`. `group` None is the default process group.
+    All tensors are on one device. Each collective sends up to `most_bytes`. None is the default
+    group.
     """
     chosen = dist.group.WORLD if group is None else group
     dist._broadcast_coalesced(chosen, list(tensors), most_bytes, source)

@@ -1,8 +1,8 @@
-"""Rebalancing in PyTorch: shares adapt to the compute time (own work) of each rank.
+"""Rebalancing in PyTorch: adapt the shares to each rank's compute time (own work).
 
 This module gathers the measurements of all ranks and changes the shares. `Rebalancer` in
-evener/training/rebalance.py decides when and how, by the same rule for every framework. Its
-decisions are the same on every rank.
+evener/training/rebalance.py decides when and how, for every framework. Its decisions are the same
+on every rank.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ UNKNOWN = -1.0  # stands for NaN in an exchange
 
 
 def raise_no_shares() -> NoReturn:
-    """Raise RequestError: shares can't be rebalanced if rows are assigned to ranks by length."""
+    """Raise RequestError: rows assigned by length leave no shares to rebalance."""
     raise RequestError(
         "Rows assigned by length have no shares to rebalance.",
         "Leave rebalance out, or make a new plan.",
@@ -47,9 +47,9 @@ def raise_no_shares() -> NoReturn:
 class Rebalancing:
     """Changes the shares of a training run, after the same step on every rank.
 
-    Every rank has to create a Rebalancing. Each rank summarizes its step times of a window, a
-    number of full batches. After EXCHANGED_WINDOWS windows, the ranks gather their summaries and
-    decide on new shares.
+    Every rank has to create one. Each rank summarizes its step times over a window of some full
+    batches. After EXCHANGED_WINDOWS windows, the ranks gather their summaries and decide on new
+    shares.
     """
 
     def __init__(self, training: Any) -> None:  # a PlannedTraining
@@ -82,7 +82,7 @@ class Rebalancing:
     def describe_pending(self) -> PendingShares | None:
         """Return the progress towards the next change of shares, for the monitor.
 
-        Return None if shares won't change, because compute time (own work) isn't the bottleneck.
+        Return None if shares won't change, because compute time (own work) doesn't limit the steps.
         """
         if self._rule is None:
             return PendingShares(0, FEWEST_WINDOWS)
@@ -92,7 +92,7 @@ class Rebalancing:
         return PendingShares(self._rule.windows_seen, needed)
 
     def stop(self) -> None:
-        """Stop changing shares; first wait until a running all-reduce has completed."""
+        """Stop changing shares, once a running all-reduce has completed."""
         if self._exchange is not None:
             self._exchange[0].wait()
         self._training.listeners.remove(self.after_step)
@@ -121,24 +121,22 @@ class Rebalancing:
                 self._exchange = self._begin_exchange(metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the current shares, and the plan's shares, which identify the plan on loading."""
+        """Return the current shares, and the plan's shares to recognize the plan on loading."""
         shares = self._training.ranks
         return {"shares": shares.batches, "micros": shares.micros, "planned": self._planned.batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the shares of `state` if they belong to the same plan."""
+        """Continue with the shares in `state` if it belongs to the same plan."""
         if tuple(state["planned"]) == self._planned.batches:
             self._rule = self._exchange = None
             self._change(tuple(state["shares"]), tuple(state["micros"]), 0)
 
     def _medians_of_window(self) -> RankTimes:
-        """Return the medians of this rank's step times in the window.
-
-        Steps in which evener checked a loss, or memory ran out, are left out. The compute time (own
-        work) is 0 if unknown.
-        """
-        # Unknown in a window in which the rows per pass changed, and in SETTLING_WINDOWS windows
-        # after memory ran out: the allocator's cache is then empty, and steps take far longer.
+        """Return this rank's median step times in the window."""
+        # Steps in which evener checked a loss, or memory ran out, are left out. An unknown
+        # own_work_s is 0. It is unknown in a window in which the rows per pass changed, and in
+        # SETTLING_WINDOWS windows after memory ran out: the allocator's cache is then empty, and
+        # steps take far longer.
         retreats = self._training.reporter.retreats
         limit = self._training.passes.recovery.limit.most or 0
         if retreats != self._retreats:
@@ -167,10 +165,7 @@ class Rebalancing:
         )
 
     def _rows_that_fit(self) -> int:
-        """Return the largest share, in rows, predicted to fit this rank's memory.
-
-        Return 0 if that is unknown.
-        """
+        """Predict the largest share that fits this rank's memory; 0 if unknown."""
         # More memory is left free if rows differ in length, which makes running out of memory
         # likelier, and if the loop computes a batch at once, because that pass can't be repeated in
         # smaller ones.
@@ -183,11 +178,9 @@ class Rebalancing:
         return rows * passes
 
     def _rows_of_several_passes(self) -> int:
-        """Return the maximum rows per pass with several passes per share.
-
-        Return 0 if the maximum is unknown, or if the share can't be divided into more passes.
-        """
-        # memory must then also hold the gradients of earlier passes
+        """Predict the most rows per pass if a share has several passes."""
+        # The result is 0 if it is unknown, or if the share can't be divided into more passes.
+        # Memory must then also hold the gradients of earlier passes.
         if not self._divides or self._training.passes.recovery.uses_collectives:
             return 0
         weights = [
@@ -203,10 +196,7 @@ class Rebalancing:
         return not self.passes and not self._training.weights.computes_at_once
 
     def _begin_exchange(self, metrics: RankTimes) -> tuple[Any, torch.Tensor]:
-        """Start the all-reduce that gathers the measurements of all ranks.
-
-        Return its handle and its tensor. `metrics` are from the last window.
-        """
+        """Start the all-reduce of all ranks' measurements; return its handle and tensor."""
         # Each rank sends its compute time and pass limit of each window, these metrics, the rows
         # that fit in a single and in several passes, and the batches drawn ahead. Ranks have their
         # own positions in the tensor, and send zeros in the others.
@@ -254,7 +244,7 @@ class Rebalancing:
                 break
 
     def _adapt_timing(self, step_s: float, bottleneck: str) -> None:
-        """Choose the length of the next windows, and how many of their batches are timed."""
+        """Choose the length of the next windows, and which batches are timed."""
         steps = WINDOW_SECONDS / max(step_s, 1e-6)
         self._window_steps = int(min(max(FEWEST_STEPS, steps), MOST_STEPS))
         if not self._training.weights.are_averaged:
@@ -269,14 +259,12 @@ class Rebalancing:
     ) -> bool:
         """Decide on shares after a window; return True if they change.
 
-        - `end`: the window's last step.
-        - `own_work_s`: each rank's compute time in the window.
-        - `seen`: the window's other measurements, for `Rebalancer.observe`, which decides.
-        - `batches`: number of batches after which a change takes effect.
+        `end` is the window's last step. A change takes effect after `batches` batches.
         """
         before = self._training.ranks.batches
         if self._rule is None:
             self._rule = self._make_rule()
+        # `seen` has the keyword arguments
         change = self._rule.observe(end, own_work_s, before, **seen)
         if change is None:
             return False
@@ -322,5 +310,5 @@ class Rebalancing:
 
 
 def _read_metrics(exchanged: Sequence[float]) -> RankTimes:
-    """Return a rank's metrics, with NaN for values that were sent as UNKNOWN."""
+    """Return a rank's metrics, with NaN for values sent as UNKNOWN."""
     return RankTimes(*(math.nan if each == UNKNOWN else each for each in exchanged))

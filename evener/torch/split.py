@@ -44,10 +44,7 @@ Model = TypeVar("Model")
 
 
 def _check_by_length(training: bool, strategy: Any, rebalancing: Any) -> None:
-    """Raise RequestError if a loader can't assign rows by length.
-
-    It can't for validation (`training` is False), with rebalancing, or with a Lightning strategy.
-    """
+    """Raise RequestError if a loader can't assign rows by length."""
     if not training:
         raise RequestError(
             "Rows of a validation aren't assigned by length, as its batches have one pass on "
@@ -131,7 +128,7 @@ class Split(PlannedTraining):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Each rank's number of rows in a full step, from the plan or the last rebalancing."""
+        """Each rank's rows in a full step, from the plan or the last rebalancing."""
         return self.ranks.batches
 
     @property
@@ -141,14 +138,14 @@ class Split(PlannedTraining):
 
     @property
     def global_batch(self) -> int:
-        """The number of rows in a full optimizer step, summed over all ranks."""
+        """The number of rows in a full optimizer step, over all ranks."""
         return sum(self.shares)
 
     @property
     def rows(self) -> int:
-        """The number of this rank's rows in the current batch.
+        """This rank's number of rows in the current batch.
 
-        The number is 0 if the only row is a filler row, which doesn't count in the gradient. Raises
+        It is 0 if its only row is a filler row, which doesn't count in the gradient. Raises
         RequestError outside of a loop over a loader.
         """
         batch = self.weights.current
@@ -163,7 +160,7 @@ class Split(PlannedTraining):
     def noise_scale(self) -> NoiseScale | None:
         """The measured gradient noise scale, in rows, with its confidence interval.
 
-        It is None until enough steps have been measured, and if `noise` is False.
+        None until enough steps are measured, and if `noise` is False.
         """
         return None if self.noise is None else self.noise.scale()
 
@@ -177,12 +174,12 @@ class Split(PlannedTraining):
 
     @property
     def ending(self) -> bool:
-        """True once any rank has received SIGTERM.
+        """True once any rank has received SIGTERM, for example before its machine is taken away.
 
-        The signal may come before a machine is taken away. Read it on every rank after each step;
-        all ranks get the same value. When it is True, save a checkpoint and leave the loop. From
-        the first read on, SIGTERM no longer kills the process. The value changes at the end of the
-        step, or up to a quarter of a second later if steps are shorter.
+        Read it on every rank after each step; all ranks get the same value. When it is True, save a
+        checkpoint and leave the loop. From the first read on, SIGTERM no longer kills the process.
+        The value changes at the end of a step. If steps are short, that is up to a quarter of a
+        second later.
         """
         if self._stop_signal is None:
             self._stop_signal = StopSignal(self.world)
@@ -201,13 +198,13 @@ class Split(PlannedTraining):
         lengths: Any = None,
         **options: Any,
     ) -> Loader:
-        """Return a loader that yields this rank's rows of each global batch of `dataset`.
+        """Return a loader of this rank's rows in each global batch of `dataset`.
 
         Each row is computed once per epoch, on one rank.
 
         - `shuffle`: draw the rows of each epoch in a random order that depends on `seed`.
-        - `order`: a sampler of rows, a list of row indices, or a function of the epoch that returns
-          such a list; replaces `shuffle`.
+        - `order`: replaces `shuffle`. It is a sampler of rows, a list of row indices, or a function
+          of the epoch that returns such a list.
         - `drop_last`: leave out an epoch's last batch if it has fewer rows than the others.
         - `training`: False for validation. Steps then aren't reported to the monitor, and a last
           batch with fewer rows than ranks is joined to the previous one.
@@ -254,23 +251,23 @@ class Split(PlannedTraining):
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save in a checkpoint.
 
-        It has each training loader's position in its epoch, after the current batch, and the
-        current shares with `rebalance`. It is the same on every rank and JSON-serializable.
+        It has each training loader's position after the current batch and, with `rebalance`, the
+        current shares. It is the same on every rank and JSON-serializable.
         """
         state, rebalancing = self.loaders.state_dict(), self.rebalancing
         return state if rebalancing is None else {**state, **rebalancing.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume the training loaders from `state`, which `state_dict` returned.
+        """Resume the training loaders from a `state` of `state_dict`.
 
-        Create the loaders in the same order as when the state was saved. The plan may differ.
+        Create the loaders in the same order as in the saved run. The plan may be another.
         """
         if self.rebalancing is not None and "planned" in state:
             self.rebalancing.load_state_dict(state)
         self.loaders.load_state_dict(state)
 
     def strategy(self, count: OfPart | None = None, check: bool = True, **options: Any) -> Any:
-        """Return a strategy for `lightning.Trainer`: DistributedDataParallel with these shares.
+        """Return a DDP strategy for `lightning.Trainer` that uses these shares.
 
         Call this before creating the training loader with `split.loader`.
 
@@ -296,14 +293,15 @@ class Split(PlannedTraining):
     ) -> Model:
         """Shard a model's parameters, gradients and optimizer state over the ranks.
 
-        Use this instead of `wrap`, and create the optimizer afterwards. Returns the model itself.
+        Use this instead of `wrap`, and create the optimizer afterwards. The result is the model
+        itself.
 
-        - `shard="all"`: the parameters of a unit, a group of layers, are gathered before the unit
-          computes and freed afterwards.
-        - `shard="state"`: each rank holds its part of the optimizer state, and whole parameters and
-          gradients while a batch is computed. They are gathered and reduced once per batch, even
-          with several passes or gradient accumulation under `split.no_sync`.
-        - `units`: the modules, or their class, that are units; by default, the blocks of
+        - `shard="all"`: the parameters of each unit, a group of layers, are gathered before the
+          unit computes and freed afterwards.
+        - `shard="state"`: each rank holds its part of the optimizer state. While a batch is
+          computed, it also holds whole parameters and gradients. They are gathered and reduced once
+          per batch, even with several passes or gradient accumulation under `split.no_sync`.
+        - `units`: the modules that are units, or their class; by default, the blocks of
           ModuleLists.
         - `state`: each rank's part of the state, by default from the plan or the memory of its GPU.
         - `dtype`: dtype in which the model computes, such as torch.bfloat16; shards keep theirs.
@@ -314,10 +312,10 @@ class Split(PlannedTraining):
         return cast(Model, made.shard(self, model, shard, units, state, dtype))
 
     def model_state(self, model: Any) -> dict[str, torch.Tensor]:
-        """Return a sharded model's whole parameters and buffers in host memory on rank 0.
+        """Return a sharded model's whole parameters and buffers, on rank 0 in host memory.
 
-        Their names are those of the model's `state_dict`. Other ranks get {}, but every rank has to
-        call this. The call needs device memory for one unit at a time.
+        Names are those of the model's `state_dict`. Other ranks get {}, but every rank has to call
+        this. It needs device memory for one unit at a time.
         """
         return cast("dict[str, torch.Tensor]", _checkpoints().model_state(model))
 
@@ -331,12 +329,12 @@ class Split(PlannedTraining):
     def save(
         self, folder: str | os.PathLike[str], model: Any, optimizer: Any = None, extra: Any = None
     ) -> None:
-        """Write a sharded model, its optimizer and `extra` (JSON-serializable) to a folder.
+        """Write a sharded model, its optimizer and `extra` to a folder.
 
-        Every rank has to call this. Without an optimizer, only the model is written. The files are
-        safetensors, which transformers' from_pretrained can also read. An older checkpoint in the
-        folder stays intact until the new one is complete. Raises RequestError on every rank if
-        writing fails.
+        Every rank has to call this. `extra` must be JSON-serializable. Without an optimizer, only
+        the model is written. The files are safetensors, which transformers' from_pretrained can
+        also read. An older checkpoint in the folder stays intact until the new one is complete.
+        Raises RequestError on every rank if writing fails.
         """
         _checkpoints().save(folder, model, optimizer, extra)
 
@@ -349,9 +347,9 @@ class Split(PlannedTraining):
         return _checkpoints().load(folder, model, optimizer)
 
     def scale(self, loss: Any) -> Any:
-        """Return this rank's mean loss, scaled so that DDP's mean over ranks is the mean over rows.
+        """Scale this rank's mean loss, so that DDP's mean over ranks is a mean over rows.
 
-        Raises RequestError if `weigh` isn't "loss", because gradients are then already weighted.
+        Raises RequestError if `weigh` isn't "loss", because gradients are then weighted already.
         """
         self.weights.refuse_in_parts("scale")
         if self.weights.weigh != "loss":
@@ -364,9 +362,12 @@ class Split(PlannedTraining):
     def loss(self, total: Any, count: Any) -> Any:
         """Return this rank's loss for a mean over items, such as tokens.
 
-        Every rank has to call this. `total` is this rank's sum of losses. `count` is its part of
-        the divisor, such as the number of tokens that aren't ignored, or the sum of class weights.
-        Use the result like a mean over rows, with `loss.backward()`, `scale` and `mean`.
+        Every rank has to call this. Use the result like a mean over rows, with `loss.backward()`,
+        `scale` and `mean`.
+
+        - `total`: this rank's sum of losses.
+        - `count`: its part of the divisor, such as its number of tokens that aren't ignored, or its
+          sum of class weights.
         """
         # `scale` and `mean` multiply by this rank's fraction of the batch, so the result is divided
         # by it
@@ -391,9 +392,10 @@ class Split(PlannedTraining):
         return gather_rows(rows, self.weights.sizes, self.rank, self.weights.by_loss, self.timer)
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
-        """Return the model's `no_sync` context, for all but the last step of gradient accumulation.
+        """Return a context in which gradients aren't all-reduced, for gradient accumulation.
 
-        It does nothing for a model without `no_sync`, as with a single rank.
+        Use it for all but the last step of an accumulation. It does nothing for a model without
+        `no_sync`, as with a single rank.
         """
         return cast(
             AbstractContextManager[None],
@@ -416,14 +418,17 @@ class Split(PlannedTraining):
         """Return the sum of a value over the ranks.
 
         Every rank has to call this. The result is a tensor if `value` is a tensor with dimensions,
-        and a float otherwise.
+        and otherwise a float.
         """
         self.weights.refuse_in_parts("total")
         total = self.add_up(value)
         return total if total.ndim else float(total)
 
     def close(self) -> None:
-        """Stop reporting and leave the process group; without this call, both happen at exit."""
+        """Stop reporting and leave the process group.
+
+        Without this call, both happen at exit.
+        """
         super().close()
         if self._stop_signal is not None:
             self._stop_signal.close()

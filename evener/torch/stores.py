@@ -1,8 +1,8 @@
-"""The key-value stores through which PyTorch's processes rendezvous.
+"""The key-value stores through which PyTorch's processes meet.
 
-On one host, the store is a file in the launcher's memory, because PyTorch's TCPStore has no
-password and listens on every address of the machine. Several hosts need a port, which is opened on
-one address only.
+On one host, the store is a file in the launcher's memory. PyTorch's TCPStore has no password, and
+listens on every address of the machine. Several hosts need a port; it is opened on one address
+only.
 """
 
 from __future__ import annotations
@@ -56,14 +56,12 @@ def replace_rendezvous() -> None:
 
 
 def _rendezvous(original: Handler, url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    """Yield the store, the rank and the number of processes.
-
-    For an address that evener launch didn't choose, `original`, PyTorch's handler, yields them.
-    """
+    """Yield a store in the launcher's file, the rank, and the world size."""
     place = dict(parse_qsl(urlsplit(url).query))
     rank = place.get("rank", os.environ.get("RANK"))
     world = place.get("world_size", os.environ.get("WORLD_SIZE"))
     path = rendezvous_file(_read_address(url))
+    # for an address that evener launch didn't choose, PyTorch's own handler yields them
     if path is None or rank is None or world is None:
         yield from original(url, **options)
         return
@@ -76,11 +74,9 @@ def _rendezvous(original: Handler, url: str, **options: Any) -> Iterator[tuple[A
 
 
 def _release_other_ranks() -> None:
-    """Let evener's other ranks start, because this process opens their store now.
-
-    Do nothing in an elastic agent (torchrun) that the program itself has started.
-    """
-    # the agent may use the same address
+    """Let evener's other ranks start, because this process opens their store."""
+    # An elastic agent (torchrun) that the program started itself doesn't release them. The agent
+    # may use the same address.
     frame = inspect.currentframe()
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith("torch.distributed.elastic"):
@@ -91,14 +87,15 @@ def _release_other_ranks() -> None:
 
 
 def _read_address(url: str) -> str:
-    """Return the HOST:PORT of a rendezvous; for env:// it is read from environment variables."""
+    """Return the HOST:PORT of a rendezvous URL."""
+    # for env://, it is in environment variables
     if urlsplit(url).scheme == "env":
         return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     return urlsplit(url).netloc
 
 
 def _choose_prefix() -> str:
-    """Return the prefix of a new store's keys in the launcher's file, such as evener/group/0."""
+    """Return the prefix of a new store's keys, such as evener/group/0."""
     # Each process group needs a new prefix, because the file still has the addresses of the
     # previous group. Groups are numbered in order of creation, which is the same in all of their
     # processes. A child process adds its parent's number, as in evener/group/1/0. Stores without a
@@ -115,7 +112,7 @@ def _choose_prefix() -> str:
 
 
 def _limit_tcp_stores() -> None:
-    """Make each TCPStore that this process serves listen only on its own address."""
+    """Make the TCPStores that this process serves listen only on their own addresses."""
     original = dist.TCPStore.__init__
     if hasattr(original, "__wrapped__"):
         return
@@ -135,8 +132,8 @@ def _limit_tcp_stores() -> None:
 def listen_at(host: str, port: int) -> dict[str, int]:
     """Return arguments that make a TCPStore listen on the address of `host` only.
 
-    They are the port, and a socket that is already bound to it. The TCPStore opens the port itself
-    if they are empty, which is so if
+    They are the port, and a socket that is already bound to it. They are empty, so that the
+    TCPStore opens the port itself, in these cases:
 
     - `host` means every address;
     - the machine doesn't have the address, as behind a router that translates addresses;
@@ -155,10 +152,10 @@ def listen_at(host: str, port: int) -> dict[str, int]:
 
 
 def open_tcp_store(host: str, port: int, serves: bool, timeout: timedelta) -> Any:
-    """Return a TCPStore that is connected to the server at `host` and `port`.
+    """Return a TCPStore that is connected to `host` and `port`.
 
     With `serves`, this process runs the server, which listens on the address of `host` only.
-    `timeout` limits the connection and later operations. Raises RuntimeError if no process runs the
+    `timeout` limits connecting and later operations. Raises RuntimeError if no process runs the
     server.
     """
     place = {"port": port, **(listen_at(host, port) if serves else {})}

@@ -13,10 +13,9 @@ _IS_THERE: Any = partial(is_not, None)
 
 
 class WeakList(Generic[T]):
-    """A list of objects without duplicates, which doesn't keep the objects alive.
+    """A list of weak references without duplicates, in the order in which they were added.
 
-    The objects are in the order in which they were added. Use the list for a few objects only,
-    because `add` compares the new object with all others.
+    Use it for a few objects only, because `add` compares the new object with all others.
     """
 
     # Iterating over a WeakSet or WeakKeyDictionary takes several times as long.
