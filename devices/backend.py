@@ -286,6 +286,8 @@ class Backend(Protocol):
     late_variables: tuple[str, ...] = ()
     # substrings of the names of files that a process has open while it uses the driver
     driver_files: tuple[str, ...] = ()
+    # programs that run other processes' kernels, which the driver counts as theirs
+    server_programs: tuple[str, ...] = ()
     # lower case: names of libraries; an error that contains one may concern a single device
     device_words: tuple[str, ...] = ()
     # lower case: an error that contains one of these means that memory ran out

@@ -138,7 +138,14 @@ def _row(
         cpu_percent=unknown if look.cpu_percent is None else value(look.cpu_percent),
         command=look.command,
         samples_per_second=rate_reading([rate] if rate else []),
+        serves_others=_serves_others(device, look.command),
     )
+
+
+def _serves_others(device: Device, command: str) -> bool:
+    """True if a process of this command runs other processes' kernels on the device."""
+    program, *_ = command.split(maxsplit=1) or [""]
+    return program.rpartition("/")[2] in find_backend(device.kind).server_programs
 
 
 def _with_rate(sample: DeviceSample, rates: Rates) -> DeviceSample:

@@ -207,12 +207,9 @@ class ProcessSample(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: Reading = UNSUPPORTED
     padding_percent: Reading = UNSUPPORTED  # of the computed tokens
     host: str = ""  # in a Ray cluster; empty: this machine
-
-    @property
-    def is_mps_server(self) -> bool:
-        """True for the server of NVIDIA's MPS, to which the driver counts its clients' kernels."""
-        program, *_ = self.command.split(maxsplit=1) or [""]
-        return program.rpartition("/")[2] == "nvidia-cuda-mps-server"
+    # True for a process that runs kernels for others, such as the server of NVIDIA's MPS: the
+    # driver counts their kernels as its own
+    serves_others: bool = False
 
 
 class HostSample(msgspec.Struct, frozen=True, kw_only=True):

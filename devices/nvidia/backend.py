@@ -85,6 +85,7 @@ class NvidiaGpus(Backend):
     visible_variable = "CUDA_VISIBLE_DEVICES"
     late_variables = ("CUDA_",)
     driver_files = ("nvidia-uvm",)
+    server_programs = ("nvidia-cuda-mps-server",)
     device_words = ("cuda", "cudnn", "cublas", "nccl")
     memory_words = (
         "cublas_status_alloc_failed",

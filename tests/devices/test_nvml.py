@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -321,6 +322,20 @@ def type_of_process(rig: Rig) -> Any:
     import sys
 
     return sys.modules[type(rig.nvml).__module__].FakeProcess
+
+
+def test_the_server_of_mps_serves_others(rig: Rig) -> None:
+    """A real process has the server's name, and the driver lists it beside this one."""
+    server = subprocess.Popen(["nvidia-cuda-mps-server", "60"], executable="/bin/sleep")
+    try:
+        rig.nvml.gpus[0].processes = [
+            type_of_process(rig)(pid, sm_percent=90) for pid in (server.pid, os.getpid())
+        ]
+        rows = {row.pid: row.serves_others for row in rig.tick(times=2).processes}
+    finally:
+        server.kill()
+        server.wait()
+    assert rows == {server.pid: True, os.getpid(): False}
 
 
 def test_processes_have_an_owner_a_command_and_their_use(rig: Rig) -> None:

@@ -196,7 +196,7 @@ def test_input_throttling_and_a_neighbour_are_seen(script: Any) -> None:
     ]
     idle = msgspec.structs.replace(other, sm_percent=value(0))
     assert _kinds(_only(script, make_ranks(**even), processes=(idle,))) == []
-    server = msgspec.structs.replace(other, command="/usr/bin/nvidia-cuda-mps-server -d")
+    server = msgspec.structs.replace(other, serves_others=True)
     assert _kinds(_only(script, make_ranks(**even), processes=(server,))) == []
 
 

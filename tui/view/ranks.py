@@ -371,7 +371,7 @@ def _neighbours(rows: Sequence[RankRow], processes: Sequence[ProcessSample]) -> 
         busy = process.sm_percent.current or 0.0
         if process.pid in own or process.device_label not in devices:
             continue
-        if process.is_mps_server:
+        if process.serves_others:
             continue  # the kernels may be the ranks' own
         if busy >= LEAST_PERCENT or process.samples_per_second.current:
             whose = f" of {plain(process.user, 32)}" if process.user else ""
