@@ -21,12 +21,15 @@ import msgspec
 from ..families import family_of
 from ..statistics import relative_half_width
 from ..types import Layout, Probe, Result, Stage, Timed
-from .budget import Budget
+from .budget import BASE_SECONDS, Budget
 from .layouts import Candidate
 from .machine_model import MachineModel
 from .observations import FIRST_TURN, MOST_TURNS, Turns
 from .offers import Offers
 from .ranking import ENOUGH_TURNS, LEAST_RATE, ROUGH, RankedLayout, rank, throughput, undecided
+
+# fewer steps say little about their noise; if a probe has more, turns differ for other reasons
+FEW_STEPS = 24
 
 
 class Race:
@@ -84,18 +87,25 @@ class Race:
     def check(self, best: Result) -> tuple[Probe, ...]:
         """Return a probe that measures the chosen layout again.
 
-        Return an empty tuple if no check is needed, as when no other layout was measured, or if the
-        budget doesn't allow the probe. A check is repeated once if a device was throttled in it,
-        and while the samples/s are imprecise.
+        Return an empty tuple if no check is needed, or if the budget doesn't allow the probe. No
+        check is needed if no other layout was measured and the samples/s are precise. A check is
+        repeated once if a device was throttled in it, and while the samples/s are imprecise, unless
+        even the largest number of turns seems too few to make them precise. That number is used up
+        if steps are slow, as each turn then times only a few, or if there is no other layout to
+        race: the time would serve nothing else.
         """
         layout = best.layout
-        if all(seen.probe.layout == layout for seen in self._seen.timed()):
-            return ()
         checks = [seen for seen in self._seen.in_stage(Stage.CHECK) if seen.probe.layout == layout]
         held = len(checks) == 1 and isinstance(checks[0], Timed) and checks[0].held_back()
         width = relative_half_width(best.throughput)
-        rough = ROUGH < width <= ROUGH * math.sqrt(MOST_TURNS / best.turns)
-        if checks and not held and not rough:
+        turns_may_suffice = width <= ROUGH * math.sqrt(MOST_TURNS / best.turns)
+        is_alone = all(one.layout == layout for one in self.running)
+        # a check has time for few steps
+        slow = FEW_STEPS * layout.global_batch / best.throughput.value > BASE_SECONDS[Stage.CHECK]
+        worth_turns = (is_alone or slow) and best.turns < MOST_TURNS
+        rough = width > ROUGH and (turns_may_suffice or worth_turns)
+        compared = any(seen.probe.layout != layout for seen in self._seen.timed())
+        if not rough and not held and (checks or not compared):
             return ()
         turns = (*self._seen.turns(layout), *(seen.probe.turn for seen in checks))
         return self._budget.probes(layout, Stage.CHECK, max(turns, default=FIRST_TURN) + 1)
