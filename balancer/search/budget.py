@@ -73,7 +73,7 @@ class Budget:
         self.race_is_over = race_is_over
         self._machine = machine
         self._timed = seen.timed()
-        self.starts = StartTimes(seen)
+        self.starts = StartTimes(seen, problem.all_together)
         self.time = TimeLeft(problem, options, seen)
         self.seconds = self.time.seconds
         # without a budget, or after the race: used to ask whether a finished search would go on

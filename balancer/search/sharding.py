@@ -142,9 +142,9 @@ class Sharding:
         policy = self.policy
         budget = Budget(policy.problem, BALANCE, policy.seen)
         probes = () if self.parts is None else explore(policy, budget, with_splits=True)
-        urgent = self._urgent_whole_step(budget)
-        if urgent is not None:
-            probes = (urgent,)
+        first = self._urgent_whole_step(budget) or self._smaller_whole_step(budget)
+        if first is not None:
+            probes = (first,)
         whole = any(probe.layout.traits.together for probe in probes)
         if whole or not probes:
             held = self._probe_without_rows(budget)
@@ -167,6 +167,29 @@ class Sharding:
             return None
         left = budget.seconds - budget.spent
         return probe if left < URGENT * budget.starts.seconds(probe.layout) else None
+
+    def _smaller_whole_step(self, budget: Budget) -> Probe | None:
+        """Return a probe of a smaller whole step if all whole steps so far ran out of memory.
+
+        Its rows are those for which the state was divided anew. Return None if the step was already
+        tried, or if a whole step ran.
+        """
+        # single devices could only be measured again after a new start of their children, which
+        # ended for the whole step
+        division, problem = self._division, self.policy.problem
+        if not self.parts or not any(self._failures) or self.policy.machine.splits:
+            return None
+        smaller = division and propose(division, self._row_demands, self._problem)
+        tried = [one.probe.layout for one in self._seen]
+        if not smaller or smaller.layout in tried or not all(smaller.layout.shares):
+            return None
+        rows_alone = layout_of(smaller.layout.shares, smaller.layout.micro)
+        if problem.micro < bool(rows_alone.micro):
+            return None
+        if not budget.affords(rows_alone, Stage.RACE, smaller.seconds):
+            return None
+        seconds = budget.probe_seconds(rows_alone, Stage.SPLIT, step_seconds=smaller.seconds)
+        return Probe(rows_alone, Stage.SPLIT, seconds)
 
     def layouts(self) -> list[Layout]:
         """Return the sharded layouts that are worth racing.
@@ -364,8 +387,10 @@ class Sharding:
         device is what its part of the state leaves free.
         """
         division = self._division or StateDivision((), limits=self._problem.memory_bytes)
+        # parts are rounded, and may leave a little less than the rows for which they were chosen
         held = [
-            part * state_bytes_at_peak(self._state, division.in_passes) for part in division.parts
+            max(0.0, part - 10.0**-DIGITS) * state_bytes_at_peak(self._state, division.in_passes)
+            for part in division.parts
         ]
         left = _subtract_bytes(division.limits, held) if held else division.limits
         # passes need memory for gradients, but these parts of the state leave that memory to rows

@@ -27,9 +27,15 @@ class StartTimes:
     Child processes are identified by `Layout.children`: a layout without its sizes.
     """
 
-    def __init__(self, seen: Observations) -> None:
+    def __init__(self, seen: Observations, groups_end_others: bool = False) -> None:
+        """Read the starts from `seen`.
+
+        If `groups_end_others`, the start of a group ends the children of single devices. In sharded
+        training, the group needs all memory.
+        """
         self._seen = seen
         self._timed = seen.timed()
+        self._groups_end_others = groups_end_others
 
     def seconds(self, layout: Layout) -> float:
         """Return the seconds to start a layout's child processes.
@@ -43,10 +49,16 @@ class StartTimes:
         if not own:
             return 0.0 if layout.children in self._recovered else self._of_new(layout)
         paid = [seconds for seconds in own if seconds]
+        if paid and layout.traits.alone and self._groups_end_others and self._a_group_started:
+            return min(paid)
         ends = self._exit_counts[layout.children] if self.after_out_of_memory else 0
         start_each_time = len(paid) > 1 + ends
         are_down = 0 < len(paid) <= ends
         return min(paid) if start_each_time or are_down else 0.0
+
+    @cached_property
+    def _a_group_started(self) -> bool:
+        return any(one.probe.layout.traits.together for one in self._seen.in_stage(Stage.SPLIT))
 
     @cached_property
     def alone(self) -> float:
