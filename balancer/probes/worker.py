@@ -38,6 +38,7 @@ from evener.system.taken_cores import (
 )
 from evener.workloads import user_code
 from evener.workloads.protocol import Workload
+from evener.workloads.torch_backend.imports_without_cuda import keep_cuda_unstarted
 
 from . import protocol
 from .failures import error_is_memory
@@ -58,6 +59,7 @@ def main() -> None:
     adopt_orphans()
     faulthandler.register(protocol.STACK_SIGNAL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [protocol.STACK_SIGNAL])
+    keep_cuda_unstarted()
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         import_first(sys.argv[2:])
         ForkServer(channel, run_child).serve()
@@ -88,7 +90,7 @@ def run_child(parent: int, channel: int = NO_CHANNEL, shared: SharedRecipe | Non
             reply = worker.execute(command)
         except BaseException as error:
             reply = worker.describe_error(error)
-            if isinstance(command, (protocol.Prepare, protocol.RunSteps)):
+            if isinstance(command, (protocol.Build, protocol.Prepare, protocol.RunSteps)):
                 reply = worker.recover(error, reply)
         replies.write(protocol.encode_line(reply))
         replies.flush()

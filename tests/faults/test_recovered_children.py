@@ -23,7 +23,16 @@ from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.protocol import ChildError
 from evener.balancer.probes.worker import Worker
 from evener.balancer.request import Job, Request
-from evener.balancer.types import Observation, OutOfMemory, Probe, Stage, Timed, layout_of
+from evener.balancer.search.search import Search
+from evener.balancer.types import (
+    Observation,
+    OutOfMemory,
+    Probe,
+    Problem,
+    Stage,
+    Timed,
+    layout_of,
+)
 from evener.devices.cpu import slices
 from evener.workloads.protocol import WorkerSetup
 from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
@@ -127,6 +136,25 @@ def build():
 def sample_batch(rows):
     return torch.ones(rows, 8), torch.ones(rows, 8)
 """
+
+
+def test_no_fewer_rows_are_tried_where_the_model_itself_is_too_large(
+    tmp_path: Path, shared_servers: None
+) -> None:
+    """Another start, of 20 s for a large model, would fail again."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n\ndef build():\n    raise torch.OutOfMemoryError('CUDA out of memory.')\n"
+    )
+    prober = ChildProber(Job(Request(), slices(2), f"{script}:build", "torch"))
+    probe = Probe(layout_of((4, 0)), Stage.SOLO, 0.1)
+    (seen,) = prober.measure((probe,), lambda _: None, threading.Event())
+    prober.close()
+    assert isinstance(seen, OutOfMemory), seen
+    assert seen.fits_no_rows
+    search = Search(Problem(2, (1 << 30, 1 << 30), global_batch=8))
+    search.tell(seen)
+    assert {one.layout.active for one in search.ask()} == {(1,)}
 
 
 @pytest.fixture
