@@ -284,7 +284,7 @@ class Backend(Protocol):
     visible_variable: str = ""
     # prefixes of variables that the driver reads only after a framework is imported
     late_variables: tuple[str, ...] = ()
-    # substrings of the names of files that a process has open while it uses the driver
+    # beginnings of the names of the driver's files, which its management library opens too
     driver_files: tuple[str, ...] = ()
     # programs that run other processes' kernels, which the driver counts as theirs
     server_programs: tuple[str, ...] = ()
@@ -317,6 +317,10 @@ class Backend(Protocol):
         listing = self.list_devices()
         hidden = f"{self.visible_variable}={variables.get(self.visible_variable)!r}"
         return choose_devices(listing, terms, self.visible(listing.devices, variables), hidden)
+
+    def has_started_driver(self) -> bool:
+        """True if this process has started the driver to compute, so it can't be forked."""
+        return False
 
     def visible(
         self, devices: Sequence[Device], variables: Mapping[str, str]

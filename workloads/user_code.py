@@ -33,9 +33,12 @@ _PACKAGES = {
     "tensorflow": {"keras", "tensorflow"},
     "torch": {"accelerate", "lightning", "pytorch_lightning", "torch", "transformers", "trl"},
 }
-LIBRARIES = frozenset(  # libraries that start neither CUDA nor threads on import
+# libraries that start neither CUDA nor threads on import; bitsandbytes doesn't because the fork
+# server calls `keep_driver_unstarted`
+LIBRARIES = frozenset(
     (
         "accelerate",
+        "bitsandbytes",
         "datasets",
         "lightning",
         "peft",
@@ -46,8 +49,8 @@ LIBRARIES = frozenset(  # libraries that start neither CUDA nor threads on impor
         "trl",
     )
 )
-# expressions by which a script sets environment variables
-_SETS_VARIABLES = ("environ", "putenv")
+# methods of os.environ that only read variables
+_READS_VARIABLES = frozenset(("copy", "get", "items", "keys", "values"))
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
@@ -154,11 +157,34 @@ def find_library_imports(script: Path) -> tuple[str, ...]:
     The result is empty if the script sets environment variables, because the libraries may read
     them on import.
     """
-    source = script.read_text()
-    if any(word in source for word in _SETS_VARIABLES):
+    tree = ast.parse(script.read_text())
+    if _may_set_variables(tree):
         return ()
-    names = [name for node in ast.parse(source).body for name in list_imports(node)]
+    names = [name for node in tree.body for name in list_imports(node)]
     return tuple(name for name in names if package_of(name) in LIBRARIES)
+
+
+def _may_set_variables(tree: ast.AST) -> bool:
+    """True unless a script only reads environment variables, or uses none."""
+    nodes = list(ast.walk(tree))
+    imported = {name.rpartition(":")[2] for node in nodes for name in list_imports(node)}
+    if imported & {"environ", "putenv"}:
+        return True
+    only_read = {id(each) for node in nodes for each in _list_reads(node)}
+    used = [node for node in nodes if isinstance(node, ast.Attribute)]
+    return any(
+        node.attr == "putenv" or (node.attr == "environ" and id(node) not in only_read)
+        for node in used
+    )
+
+
+def _list_reads(node: ast.AST) -> list[ast.expr]:
+    """Return the mappings that an expression only reads: `m[key]`, `m.get(...)` or `key in m`."""
+    if isinstance(node, ast.Subscript):
+        return [node.value] if isinstance(node.ctx, ast.Load) else []
+    if isinstance(node, ast.Attribute):
+        return [node.value] if node.attr in _READS_VARIABLES else []
+    return node.comparators if isinstance(node, ast.Compare) else []
 
 
 class UserFunction(NamedTuple):

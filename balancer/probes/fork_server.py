@@ -31,7 +31,7 @@ import msgspec
 from evener.devices.backend import ChildEnvironment
 from evener.devices.registry import import_path
 
-from .forkable import has_started_driver
+from .forkable import has_started_driver, holds_driver_files, survives_fork
 from .protocol import STACK_SIGNAL
 
 LONGEST_REQUEST = 1 << 20  # bytes of the environment variables of a child
@@ -199,11 +199,12 @@ class ForkServer:
             self._channel.send(msgspec.json.encode(answer))
 
 
-def import_first(names: Sequence[str]) -> None:
+def import_first(names: Sequence[str], start_driver: Callable[[], object]) -> None:
     """Import each "module" or "module:attribute" into this process, before it forks children.
 
     If an import fails or starts a device's driver, the program is restarted without imports. Each
-    child then does its own imports.
+    child then does its own imports. If an import opens the driver's files without starting it, a
+    copy of this process has to be able to call `start_driver`.
     """
     try:
         for name in names:
@@ -211,6 +212,8 @@ def import_first(names: Sequence[str]) -> None:
             getattr(import_module(module), attribute or "__name__")
         # a process that runs a driver can't be forked
         forkable = not has_started_driver()
+        if forkable and holds_driver_files():
+            forkable = survives_fork(start_driver)
     except Exception:
         forkable = False  # a child imports it again, and reports the error
     if names and not forkable:

@@ -5,8 +5,10 @@ Four things rule out a fork:
 - Other threads than the one that forks, because they don't exist in the copy. Some libraries, such
   as OpenBLAS, end their threads before each fork and start them again when needed. Such threads
   don't matter. A trial fork shows which threads remain.
-- Open files, because both processes would share the position in them.
-- A device's driver, because it doesn't survive a fork.
+- Open files, because both processes would share the position in them. Those of a
+  driver may be open because of its management library, such as NVML. A trial then starts the driver
+  in a fork.
+- A device's driver that has started, because it doesn't survive a fork.
 - A build that reads anything about its rank, because each copy would have the same result.
 """
 
@@ -39,9 +41,21 @@ FRAMES = 4  # call frames between the user's line and a lookup: os.getenv, get, 
 
 
 def has_started_driver() -> bool:
-    """True if this process has opened a device's driver."""
-    names = [name for backend in all_backends() for name in backend.driver_files]
-    return any(name in path for path in _open_files().values() for name in names)
+    """True if this process has started a device's driver."""
+    return any(backend.has_started_driver() for backend in all_backends())
+
+
+def holds_driver_files() -> bool:
+    """True if this process has files of a device's driver open."""
+    return any(map(_is_of_driver, _open_files().values()))
+
+
+def survives_fork(trial: Callable[[], object]) -> bool:
+    """True if a copy of this process can call `trial`."""
+    try:
+        return _call_in_copy(trial) == 0
+    except OSError:
+        return False
 
 
 class BuildWatch:
@@ -100,11 +114,13 @@ class BuildWatch:
                 self._asked = self._asked or what
                 return
 
-    def find_obstacle(self, trial: Callable[[], object] = lambda: None) -> str:
+    def find_obstacle(self, trial: Callable[[bool], object] = lambda _: None) -> str:
         """Return the reason why this process can't be forked now; "" if none.
 
         The reason is a clause. A copy of the process calls `trial`, which should compute a little
-        on all threads. If the copy lacks threads of a library, `trial` hangs.
+        on all threads. If the copy lacks threads of a library, `trial` hangs. The argument of
+        `trial` is True if the build has opened files of a device's driver. `trial` should then
+        start the driver too.
         """
         if has_started_driver():
             return "it starts a device's driver"
@@ -114,27 +130,37 @@ class BuildWatch:
             return "it leaves a thread running"
         if _has_children():
             return "it leaves a process running"
-        files = sorted({*_open_files().values()} - {*self._files.values()})
+        opened = sorted({*_open_files().values()} - {*self._files.values()})
+        of_driver = [name for name in opened if _is_of_driver(name)]
+        files = [name for name in opened if name not in of_driver]
         if files:
             return f"it leaves {files[0]} open"
         if available_memory_bytes() < _resident_bytes():
             return "there is too little host memory for a copy"
-        return self._try_fork(trial)
+        return self._try_fork(lambda: trial(bool(of_driver)))
 
     def _try_fork(self, trial: Callable[[], object]) -> str:
         """Return why a forked copy can't run `trial`; "" if it can."""
         try:
-            pid = os.fork()
+            code = _call_in_copy(trial)
         except OSError as error:
             return f"fork: {error}"
-        if not pid:
-            _run_and_exit(trial)
-        code = _wait_for(pid, time.monotonic() + TRIAL_SECONDS)
         if _list_threads() - self._threads:
             return "it leaves a thread running"
         if code is None:
             return f"a copy of it hangs for {TRIAL_SECONDS:.0f} s when it computes"
         return f"a copy of it can't compute (exit code {code})" if code else ""
+
+
+def _call_in_copy(trial: Callable[[], object]) -> int | None:
+    """Fork a copy that calls `trial`, and return its exit code; None if it hangs.
+
+    Raises OSError if the process can't be forked.
+    """
+    pid = os.fork()
+    if not pid:
+        _run_and_exit(trial)
+    return _wait_for(pid, time.monotonic() + TRIAL_SECONDS)
 
 
 def _run_and_exit(trial: Callable[[], object]) -> NoReturn:
@@ -177,6 +203,10 @@ def _open_files() -> dict[int, str]:
         with suppress(OSError):  # the descriptor of the listing itself is closed by now
             found[int(entry.name)] = os.readlink(entry)
     return {number: path for number, path in found.items() if path != f"/proc/{os.getpid()}/fd"}
+
+
+def _is_of_driver(path: str) -> bool:
+    return path.startswith(tuple(name for one in all_backends() for name in one.driver_files))
 
 
 def _has_children() -> bool:

@@ -83,7 +83,7 @@ class BuildChannel:
                 recipe = builder.BuiltRecipe(command.workload, command.settings)
             shared = SharedRecipe(command, recipe)
             quick = time.monotonic() - started < WORTH_SECONDS
-            obstacle = QUICK if quick else watch.find_obstacle(recipe.compute_in_parallel)
+            obstacle = QUICK if quick else watch.find_obstacle(recipe.compute_in_copy)
             if not obstacle:
                 obstacle = self._leave_copy(shared)
             if obstacle:

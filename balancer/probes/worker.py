@@ -38,7 +38,10 @@ from evener.system.taken_cores import (
 )
 from evener.workloads import user_code
 from evener.workloads.protocol import Workload
-from evener.workloads.torch_backend.imports_without_cuda import keep_cuda_unstarted
+from evener.workloads.torch_backend.driver_free_imports import (
+    keep_driver_unstarted,
+    start_driver,
+)
 
 from . import protocol
 from .failures import error_is_memory
@@ -59,9 +62,9 @@ def main() -> None:
     adopt_orphans()
     faulthandler.register(protocol.STACK_SIGNAL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [protocol.STACK_SIGNAL])
-    keep_cuda_unstarted()
+    keep_driver_unstarted()
     with socket.socket(fileno=int(sys.argv[1])) as channel:
-        import_first(sys.argv[2:])
+        import_first(sys.argv[2:], start_driver)
         ForkServer(channel, run_child).serve()
 
 

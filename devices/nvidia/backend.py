@@ -15,6 +15,7 @@ from evener.errors import DeviceError
 
 from ..backend import QUIET, Backend, ChildEnvironment, Discovery, Listing, Vitals, VitalsReader
 from ..types import Device, Source, Term
+from . import cuda_library
 from .gpu_reader import GpuReader
 from .nvml_calls import DriverGoneError, GpuGoneError
 from .nvml_library import GONE_WORDS, driver_fault, error_code, find_gpu, list_gpus, load, opened
@@ -84,7 +85,7 @@ class NvidiaGpus(Backend):
     id_prefixes = ("gpu-", "mig-")
     visible_variable = "CUDA_VISIBLE_DEVICES"
     late_variables = ("CUDA_",)
-    driver_files = ("nvidia-uvm",)
+    driver_files = ("/dev/nvidia",)  # nvidiactl, nvidia0, nvidia-uvm, nvidia-caps
     server_programs = ("nvidia-cuda-mps-server",)
     device_words = ("cuda", "cudnn", "cublas", "nccl")
     memory_words = (
@@ -99,6 +100,10 @@ class NvidiaGpus(Backend):
     check_module = "evener.devices.nvidia.device_check"
     remedy = "Check nvidia-smi and dmesg."
     settle_seconds = 0.12  # the driver's profiler needs at least 0.1 s between samples
+
+    def has_started_driver(self) -> bool:
+        """True if this process has started CUDA. NVML may be in use."""
+        return cuda_library.has_started()
 
     def list_devices(self) -> Listing:
         """Return every GPU that NVML lists; a GPU in MIG mode is replaced by its instances.

@@ -17,14 +17,16 @@ from evener.balancer.probes.children import Child, Inbox
 from evener.balancer.probes.fork_server import ServerProcess
 from evener.balancer.probes.protocol import STACK_SIGNAL, Exited, Ready
 from evener.devices.backend import ChildEnvironment
+from tests.support.fake_cuda import make_cuda_library
 from tests.support.python_path import python_path
 
 SECONDS = 60.0
-OPENS_A_GPU = """
-import os
+LOADS_CUDA = """
+import ctypes
 open({folder!r} + "/imported", "a").write("x")
-held = os.open({folder!r} + "/nvidia-uvm", os.O_CREAT)  # as CUDA does when it starts
+ctypes.CDLL({library!r})
 """
+STARTED, NOT_STARTED = 0, 3  # by cuda.h
 
 
 @pytest.fixture
@@ -45,22 +47,53 @@ def is_ready(server: ServerProcess) -> bool:
         child.end()
 
 
+@pytest.mark.parametrize("status", [STARTED, NOT_STARTED])
 def test_what_starts_cuda_is_not_imported_before_the_fork(
-    servers: list[ServerProcess], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    servers: list[ServerProcess], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int
 ) -> None:
-    """It was imported once; then the program restarted without it."""
-    (tmp_path / "opens_a_gpu.py").write_text(OPENS_A_GPU.format(folder=str(tmp_path)))
+    """It was imported once; if it started CUDA, the program then restarted without it."""
+    library = make_cuda_library(tmp_path, status)
+    (tmp_path / "loads_cuda.py").write_text(
+        LOADS_CUDA.format(folder=str(tmp_path), library=str(library))
+    )
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
-    servers.append(server := ServerProcess({}, ("opens_a_gpu",)))
+    servers.append(server := ServerProcess({}, ("loads_cuda",)))
     assert is_ready(server)
     assert is_ready(server)
     assert (tmp_path / "imported").read_text() == "x"
-    held = [
-        path.readlink().name
-        for path in Path(f"/proc/{server.pid}/fd").iterdir()
-        if path.is_symlink()
-    ]
-    assert "nvidia-uvm" not in held
+    loaded = Path(f"/proc/{server.pid}/maps").read_text()
+    assert (str(library) in loaded) is (status == NOT_STARTED)
+
+
+OPENS_FILES = """
+import os, sys
+from types import SimpleNamespace
+from evener.balancer.probes import forkable
+open({folder!r} + "/imported", "a").write("x")
+for backend in forkable.all_backends():
+    backend.driver_files = ({folder!r} + "/nvidia",)
+held = os.open({folder!r} + "/nvidiactl", os.O_CREAT)
+sys.modules["torch"] = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: {answer}))
+"""
+
+
+@pytest.mark.parametrize(("answer", "kept"), [("False", True), ("1 / 0", False)])
+def test_files_of_the_driver_are_kept_if_a_copy_can_start_it(
+    servers: list[ServerProcess],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    answer: str,
+    kept: bool,
+) -> None:
+    """NVML opens them; the program restarts without its imports if a trial fails."""
+    text = OPENS_FILES.format(folder=str(tmp_path), answer=answer)
+    (tmp_path / "opens_files.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
+    servers.append(server := ServerProcess({}, ("opens_files",)))
+    assert is_ready(server)
+    assert (tmp_path / "imported").read_text() == "x"
+    held = [path.readlink().name for path in Path(f"/proc/{server.pid}/fd").iterdir()]
+    assert ("nvidiactl" in held) is kept
 
 
 @pytest.mark.parametrize("name", ["no_such_module", "synthetic_workload:no_such_name"])

@@ -27,6 +27,7 @@ from evener.balancer.types import Layout, Probe, Stage, Timed, solo
 from evener.devices.cpu import slices
 from evener.workloads.protocol import WorkerSetup
 from tests.support.cores import two_cores
+from tests.support.fake_cuda import make_cuda_library
 from tests.support.python_path import python_path
 
 pytest.importorskip("torch")
@@ -74,8 +75,11 @@ def build(model):
 # what a build may leave, and a word of why its process can't be forked
 LEFT = {
     THREAD: "thread",
-    "held = os.open(FOLDER + '/nvidia-uvm', os.O_CREAT)": "driver",  # as CUDA does when it starts
+    "ctypes.CDLL(FOLDER + '/libcuda.so.1')": "driver",  # a stand-in in which CUDA has started
     "held = open(FOLDER + '/rows', 'w')": "rows open",
+    # as NVML does: then the driver is started in a trial
+    "held = os.open(FOLDER + '/nvidiactl', os.O_CREAT)": "",
+    "held = os.open(FOLDER + '/nvidiactl', os.O_CREAT); starts = False": "exit code 1",
     "held = open(FOLDER + '/a', 'w'); fcntl.flock(held, fcntl.LOCK_EX)": "a open",
     # threads of a library, which OpenBLAS ends before a fork and PyTorch's OpenMP doesn't
     "numpy.ones((600, 600)) @ numpy.ones((600, 600))": "",
@@ -94,12 +98,15 @@ LEFT = {
 if find_spec("pyarrow") is not None:
     LEFT["import pyarrow"] = ""  # its jemalloc has a thread, and needs none in a fork
 LEAVES = """
-import fcntl, os, random, signal, subprocess, sys, threading, time
+import ctypes, fcntl, os, random, signal, subprocess, sys, threading, time
 import numpy, torch
 from evener.balancer.probes import forkable
 from evener.balancer.probes.forkable import BuildWatch
 
 FOLDER = sys.argv[1]
+for backend in forkable.all_backends():
+    if backend.driver_files:
+        backend.driver_files = (FOLDER + "/nvidia",)
 torch.set_num_threads(1)
 for line in sys.stdin.read().splitlines():
     pid = os.fork()
@@ -114,8 +121,8 @@ for line in sys.stdin.read().splitlines():
 
     forkable.TRIAL_SECONDS = 0.5 if "hangs" in names else 60.0
 
-    def compute():
-        if "fails" in names:
+    def compute(with_driver):
+        if "fails" in names or (with_driver and not names.get("starts", True)):
             raise ValueError
         if "hangs" in names:
             time.sleep(600)
@@ -126,6 +133,7 @@ for line in sys.stdin.read().splitlines():
 
 
 def test_what_a_fork_does_not_survive_is_found(tmp_path: Path) -> None:
+    make_cuda_library(tmp_path, 0)
     ran = subprocess.run(
         [sys.executable, "-c", LEAVES, str(tmp_path)],
         input="\n".join(LEFT),

@@ -33,7 +33,16 @@ def test_a_script_s_libraries_are_imported_and_nothing_of_its_own(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "line", ["import os; os.environ['HF_HUB_OFFLINE'] = '1'", "os.putenv('A', 'b')"]
+    "line",
+    [
+        "import os; os.environ['HF_HUB_OFFLINE'] = '1'",
+        "os.putenv('A', 'b')",
+        "os.environ.setdefault('A', 'b')",
+        "del os.environ['A']",
+        "os.environ |= {'A': 'b'}",
+        "set_all(os.environ)",
+        "from os import environ",
+    ],
 )
 def test_a_script_that_sets_variables_imports_its_libraries_itself(
     tmp_path: Path, line: str
@@ -41,6 +50,20 @@ def test_a_script_that_sets_variables_imports_its_libraries_itself(
     """Nothing after an assignment to the environment is preloaded, as imports may read it."""
     (tmp_path / "train.py").write_text(f"{line}\n{SCRIPT}")
     assert find_imports(f"{tmp_path}/train.py:build", "torch") == (TORCH,)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "WIDTH = int(os.environ['WIDTH']) if 'WIDTH' in os.environ else 8",
+        "WIDTH = os.environ.get('WIDTH', '8'); os.getenv('HOME')",
+    ],
+)
+def test_a_script_that_only_reads_variables_is_spared_its_imports(
+    tmp_path: Path, line: str
+) -> None:
+    (tmp_path / "train.py").write_text(f"{line}\nimport peft, torch\ndef build(): ...")
+    assert find_imports(f"{tmp_path}/train.py:build", "torch") == (TORCH, "peft")
 
 
 @pytest.mark.parametrize("text", ["def build(:", None])

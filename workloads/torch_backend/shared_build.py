@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from .. import user_code
 from ..protocol import WorkerSetup
+from .driver_free_imports import start_driver
 from .user_model import make_recipe
 from .workload import Recipe, TorchWorkload
 
@@ -52,11 +53,14 @@ class BuiltRecipe:
         torch.set_num_threads(self._threads)
         return TorchWorkload(setup, self._take)
 
-    def compute_in_parallel(self) -> None:
+    def compute_in_copy(self, on_gpu: bool) -> None:
         """Multiply small matrices on all threads, with PyTorch and, if it is imported, with NumPy.
 
-        This tests a forked copy of the process: if the copy lacks threads, the call hangs.
+        If `on_gpu`, start CUDA first. This tests a forked copy of the process: if the copy lacks
+        threads, the call hangs.
         """
+        if on_gpu:
+            start_driver()
         torch.set_num_threads(self._threads)
         for make in (torch.ones, getattr(sys.modules.get("numpy"), "ones", torch.ones)):
             square = make((WIDTH, WIDTH))

@@ -436,7 +436,7 @@ def test_after_a_whole_step_without_memory_the_next_probe_is_a_smaller_whole_ste
     """The children of single cards ended for it, and would have to start again."""
     parts = Sharding(LLAMA, MEASURED).parts
     assert parts is not None
-    seen = [*MEASURED, ran_out(parts, 1)]
+    seen: list[Observation] = [*MEASURED, ran_out(parts, 1)]
     (probe,) = Sharding(LLAMA, seen).next_probes()
     smaller = Sharding(LLAMA, seen).parts
     assert (probe.stage, probe.layout.kind, probe.layout.state) == (Stage.SHARD, "shard", smaller)
