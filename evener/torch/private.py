@@ -74,6 +74,17 @@ def gradient_hooks(parameter: Any) -> list[int]:
     return [hook for hooks in both if hooks for hook in hooks]
 
 
+def grow_segments() -> None:
+    """Make PyTorch's allocator of GPU memory enlarge its segments instead of adding new ones.
+
+    This leaves fewer fragments. Nothing is changed if the allocator already has settings, or if
+    this version of PyTorch can't change them.
+    """
+    settings = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "unknown")()
+    if not settings:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
 # -- a module's own dicts, in which tensors can be replaced without registering them again
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from evener.torch import private
+from tests.support.python_path import python_path
 
 COMPILES = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile
 
@@ -48,6 +52,36 @@ def test_many_tensors_are_copied_and_added_in_one_call() -> None:
     private.copy_each(into, given)
     private.add_each(into, given)
     assert [each.tolist() for each in into] == [[2, 2], [4, 4, 4]]
+
+
+SEGMENTS = """
+import torch
+from evener.torch.private import grow_segments
+grow_segments()
+print(torch._C._accelerator_getAllocatorSettings())
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, "max_split_size_mb:512"),
+    ],
+)
+def test_segments_grow_unless_the_allocator_has_settings(
+    variables: dict[str, str], expected: str
+) -> None:
+    if not hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+        pytest.skip("this version can't change the allocator's settings")
+    ran = subprocess.run(
+        [sys.executable, "-c", SEGMENTS],
+        env={**os.environ, "PYTHONPATH": python_path(), **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout.strip() == expected
 
 
 def test_a_loaders_iterator_is_known_and_counts_its_batches() -> None:

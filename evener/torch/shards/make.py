@@ -28,7 +28,7 @@ from ...shares.whole_rows import check_ratios
 from ..hooks import ProcessHooks, Replacement
 from ..packed import pack_weights
 from ..planned import PlannedTraining
-from ..private import TOTAL_NORM, UNSCALE, own_buffers, unwrap_compiled
+from ..private import TOTAL_NORM, UNSCALE, grow_segments, own_buffers, unwrap_compiled
 from ..ranks.ranks import return_memory
 from ..step.wrapped import (
     Exchanged,
@@ -143,6 +143,8 @@ def cut_model(
     """
     if place.device.type == "cpu":
         return_memory()
+    elif place.device.type == "cuda":
+        grow_segments()
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             own_buffers(module)[name] = buffer.to(place.device)
