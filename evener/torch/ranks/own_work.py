@@ -1,8 +1,8 @@
-"""Time the steps of one rank: compute time (own work), waiting for other ranks, and for data.
+"""Time the steps of one rank: its compute time (own work), and its waits for ranks and for data.
 
-The backward pass ends with an all-reduce, at the same time on every rank. Therefore a rank's
-compute time ends when its last gradient is ready. A step is divided into phases (`Phase`). The
-timer records a mark, a point in time, at the beginning of each phase.
+The backward pass ends with an all-reduce, at the same time on every rank. So a rank's compute time
+ends when its last gradient is ready. A step is divided into phases (`Phase`). The timer records a
+mark, a point in time, where each phase begins.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ PARTS_END = StepSums.__struct_fields__.index("between_s") + 1
 
 
 class HostClock:
-    """The clock of a CPU, which computes synchronously; its marks are times in seconds.
+    """The clock of a CPU, which computes synchronously; a mark is a time in seconds.
 
     GpuClock has the same methods.
     """
@@ -98,7 +98,7 @@ class HostClock:
     computed_by_all = staticmethod(time.process_time)  # the same, for all threads of the process
 
     def is_past(self, mark: float) -> bool:
-        """Return True, because a CPU has computed everything that precedes a mark."""
+        """Return True, because a CPU has computed everything before a mark."""
         return True
 
     def is_captured(self) -> bool:
@@ -110,14 +110,15 @@ class HostClock:
         return end - start
 
     def reuse(self, marks: Sequence[float]) -> None:
-        """Do nothing: a CPU's marks are plain numbers, which needn't be reused."""
+        """Do nothing, because a CPU's marks are plain numbers."""
 
 
 class GpuClock:
-    """The clock of a GPU, which computes asynchronously; its marks are CUDA events.
+    """The clock of a GPU, which computes asynchronously; a mark is a CUDA event.
 
-    `device` is the GPU; None is the one that is current when a mark is recorded. `make_event`
-    creates an event, and `find_stream` returns a device's current stream.
+    - `device`: the GPU; None means the current one when a mark is recorded.
+    - `make_event`: creates an event.
+    - `find_stream`: returns a device's current stream.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class GpuClock:
         self._free: list[Any] = []
 
     def mark(self) -> Any:
-        """Record an event on the GPU's current stream, after the enqueued work, and return it."""
+        """Record an event on the GPU's current stream, and return it."""
         event = self._free.pop() if self._free else self._make_event(enable_timing=True)
         event.record(self._find_stream(self._device))
         return event
@@ -144,11 +145,11 @@ class GpuClock:
     computed_by_all = computed
 
     def is_past(self, mark: Any) -> bool:
-        """True if the GPU has computed everything before a mark; this method doesn't wait."""
+        """True if the GPU has computed everything before a mark; doesn't wait."""
         return bool(mark.query())
 
     def is_captured(self) -> bool:
-        """True if the current stream is recording a CUDA graph, so nothing is computed yet."""
+        """True if the current stream records a CUDA graph, so that nothing is computed yet."""
         return bool(torch.cuda.is_current_stream_capturing())
 
     def seconds(self, start: Any, end: Any) -> float:
@@ -156,12 +157,12 @@ class GpuClock:
         return float(start.elapsed_time(end)) / 1e3
 
     def reuse(self, marks: Sequence[Any]) -> None:
-        """Save events to record them again later, which is faster than creating new ones."""
+        """Keep events to record them again, which is faster than creating new ones."""
         self._free.extend(marks)
 
 
 class TimedStep(NamedTuple):
-    """The times of one step, in seconds; an unknown time is NaN."""
+    """The times of one step, in seconds; NaN if unknown."""
 
     sizes: tuple[int, ...]  # rows of each rank
     own_work_s: float  # from the batch's arrival until the last gradient is ready
@@ -181,7 +182,7 @@ class TimedStep(NamedTuple):
 
 
 class _CpuTimes:
-    """The CPU times of one batch, in seconds; NaN until they are known."""
+    """A batch's CPU times in seconds; NaN until they are known."""
 
     def __init__(self, clock: Any, idle_s: float, stands_for: int) -> None:
         # CPU times are measured in only some timed batches. This batch represents all batches since
@@ -197,14 +198,14 @@ class _CpuTimes:
         self.all_own_s = math.nan  # CPU time of all threads in own work
 
     def note_gradients(self) -> None:
-        """Measure the CPU times since the batch arrived; called when the gradients are ready."""
+        """Measure the CPU times of own work, when the gradients are ready."""
         own_thread = get_ident() == self._thread
         self.own_s = self._clock.computed() - self._began_s if own_thread else math.nan
         self.all_own_s = self._clock.computed_by_all() - self._all_began_s
 
 
 class _MarkedStep(NamedTuple):
-    """A finished step with times that aren't computed yet."""
+    """A finished step whose times aren't computed yet."""
 
     # The device may still be computing the step. A mark is a point in time of the device's clock.
 
@@ -226,7 +227,7 @@ class _MarkedStep(NamedTuple):
 
 
 class _Untimed(msgspec.Struct):
-    """The untimed batches since the last timed one, and their times."""
+    """The untimed batches since the last timed one."""
 
     # Only the time for files and validation is measured for these batches, by the host.
 
@@ -237,7 +238,7 @@ class _Untimed(msgspec.Struct):
 
 
 class _StepDurations(NamedTuple):
-    """The times of a finished step, in seconds, computed from its marks."""
+    """The durations of a finished step, in seconds, computed from its marks."""
 
     spans: Mapping[Phase, float]  # from the batch's arrival until the next batch is requested
     last_s: float  # after the last mark
@@ -249,11 +250,12 @@ class _StepDurations(NamedTuple):
 class StepTimer:
     """Times the steps of a training run on one rank.
 
-    `clock` is a HostClock or a GpuClock. `single_rank` is True if no other rank trains. `sums` has
-    the total times of all steps after the first few.
+    - `clock`: a HostClock or a GpuClock.
+    - `single_rank`: True if no other rank trains.
 
-    A batch without gradients, such as the first of two accumulated ones, isn't counted as a step,
-    but `sums` includes its time. If steps are short, only some batches are timed.
+    `sums` has the total times of all steps after the first few. A batch without gradients, such as
+    the first of two accumulated ones, isn't counted as a step, but `sums` includes its time. If
+    steps are short, only some batches are timed.
     """
 
     # A timed batch has marks (`_marks`). For any other batch, only the current phase is stored
@@ -311,7 +313,7 @@ class StepTimer:
         self.release = _OPTIMIZER_HOOKS.hold(self)  # call it to stop watching optimizers' steps
 
     def begin(self, sizes: tuple[int, ...]) -> None:
-        """Begin a batch; `sizes` has each rank's number of rows in it."""
+        """Begin a batch; `sizes` are the ranks' numbers of rows."""
         self.sizes = sizes
         if self._next_timed:
             self._begin_timed()
@@ -348,9 +350,9 @@ class StepTimer:
         self._choice, self._choose_at = None, 0
 
     def time_few(self) -> None:
-        """Time few batches from now on, because a sharded model's steps are limited by the host.
+        """Time few batches from now on, because the host limits a sharded model's steps.
 
-        A pass of such a model has hundreds of waits, and recording each of them takes host time.
+        A pass of such a model waits hundreds of times, and recording each wait takes host time.
         """
         if self._choice is None:
             most = IF_HOST_LIMITS.most_stride
@@ -358,11 +360,11 @@ class StepTimer:
             self._choose_at = 0
 
     def disturb(self) -> None:
-        """Mark the current step as unusual: evener checks a loss in it, or memory ran out."""
+        """Mark the current step as unusual, because evener checks a loss or memory ran out."""
         self._disturbed = True
 
     def _enter(self, doing: Phase, *after: Phase) -> None:
-        """Begin the phase `doing` if the current phase is among `after`."""
+        """Begin the phase `doing` if the current phase is in `after`."""
         if self._marks and self._marks[-1][0] in after:
             self._note_files(self._marks)
             self._marks.append((doing, self._clock.mark()))
@@ -370,23 +372,21 @@ class StepTimer:
                 self._begin_between()
 
     def _note_files(self, marks: list[tuple[Phase, Any]]) -> None:
-        """Count the time between steps as file time if files were written.
-
-        `marks` has the beginnings of the latest phases; the last one may be changed.
-        """
-        # If the last phase is the one between two steps, it is changed in place. Bytes are counted
-        # only if the phase is long enough to matter, because counting takes microseconds. So the
-        # count may include bytes of earlier steps.
+        """Count the time between steps as file time if files were written."""
+        # `marks` has the phases so far, and the time at which each began. If the last phase is the
+        # one between two steps, it is changed in place. Bytes are counted only if the phase is long
+        # enough to matter, because counting takes microseconds. So the count may include bytes of
+        # earlier steps.
         if marks and marks[-1][0] == BETWEEN and self._has_written():
             marks[-1] = (FILES, marks[-1][1])
 
     def _begin_between(self) -> None:
-        """Record the start of the time between two steps."""
+        """Record when the time between two steps begins."""
         # In this time, files may be written.
         self._files_from = time.perf_counter() + LEAST_FILE_SECONDS
 
     def _has_written(self) -> bool:
-        """True if files were written since the phase between two steps began; see `_note_files`."""
+        """True if files were written since the last step ended."""
         is_long = time.perf_counter() >= self._files_from
         return is_long and self._count_written() >= LEAST_FILE_BYTES
 
@@ -398,15 +398,16 @@ class StepTimer:
             self._untimed.files_s += time.perf_counter() - began_s
 
     def _count_written(self) -> int:
-        """Return the bytes that this thread wrote since the last call; 0 before the first batch."""
+        """Return the bytes that this thread wrote since the last call."""
         if self._writes is None:
+            # no batch has begun yet
             return 0
         before = self._written
         self._written = self._writes.count_bytes()
         return self._written - before
 
     def note_gradients(self) -> None:
-        """End this rank's compute time (own work), because the last gradient of a pass is ready."""
+        """End this rank's compute time (own work): the last gradient of a pass is ready."""
         # called in each pass of a batch; the last call counts
         if not (self.has_own_work or self._single_rank):
             return
@@ -424,7 +425,7 @@ class StepTimer:
             self._cpu.note_gradients()
 
     def note_sent(self) -> None:
-        """Record whether the GPU is behind its host, which has just enqueued the last all-reduce.
+        """Record whether the GPU is behind the host, which has just enqueued the last all-reduce.
 
         It is behind if it hasn't computed the last gradient yet.
         """
@@ -435,9 +436,9 @@ class StepTimer:
             self._behind = float(not self._clock.is_past(self._marks[-1][1]))
 
     def note_enqueued(self) -> None:
-        """Record whether the GPU is behind its host, which has just enqueued a backward pass.
+        """Record whether the GPU is behind the host, which has just enqueued a backward pass.
 
-        This is for a sharded model, whose ranks exchange gradients within the pass.
+        This is for sharded models, whose ranks exchange gradients within the pass.
         """
         # A GPU that ends the pass within ENDS_SECONDS was waiting for the host. The host waits
         # here, so only batches whose CPU times are measured are examined.
@@ -449,7 +450,7 @@ class StepTimer:
             self.note_sent()
 
     def note_backward(self) -> None:
-        """End the phase of waiting for other ranks, because the backward pass has ended."""
+        """End the wait for other ranks, because the backward pass has ended."""
         if self._timed:
             self._enter(BETWEEN, SUM)
         elif self._doing == SUM:
@@ -457,13 +458,13 @@ class StepTimer:
             self._files_from = time.perf_counter() + LEAST_FILE_SECONDS
 
     def is_captured(self) -> bool:
-        """True if the program is recording a CUDA graph, so no time can be measured now."""
+        """True if the program records a CUDA graph, so that no time can be measured."""
         return bool(self._clock.is_captured())
 
     def note_pass_alone(self) -> None:
         """Record the end of a backward pass in a training run of one process.
 
-        Compute time (own work) ends here. Clipping, for example, comes later and isn't part of it.
+        Compute time (own work) ends here. It excludes what follows, such as clipping.
         """
         # The timer also records whether the GPU is behind its host.
         computed = self._computed
@@ -474,10 +475,9 @@ class StepTimer:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Return a context in which the program writes a file during own work (compute time).
+        """Count the time in this context as file time, because the program writes a file.
 
-        The duration counts as file time. In other phases, the timer itself notices files, from the
-        number of bytes written.
+        This matters during own work. In other phases, the timer notices files by the bytes written.
         """
         if self._doing == OWN:
             began_s = time.perf_counter()
@@ -491,7 +491,7 @@ class StepTimer:
             self._enter(OWN, FILES)
 
     def note_update(self) -> None:
-        """Begin the phase of an optimizer's step, and count the step."""
+        """Begin the optimizer's step, and count it."""
         self._applied = True
         self._updates += 1
         if not self._timed:
@@ -519,7 +519,7 @@ class StepTimer:
         self._enter(UPDATE, SUM, BETWEEN, FILES, PREPARATION)
 
     def note_updated(self) -> None:
-        """End the phase in which the optimizer updates the weights."""
+        """End the phase of the optimizer's step."""
         if self._timed:
             self._enter(BETWEEN, UPDATE)
         elif self._doing == UPDATE:
@@ -549,7 +549,7 @@ class StepTimer:
             self._begin_between()
 
     def _note_untimed_validation(self) -> None:
-        """Record that a validation batch begins, after a training batch that isn't timed."""
+        """Record a validation batch that begins after an untimed training batch."""
         # of several batches, the time until the last one begins is measured
         if self._doing not in (BETWEEN, VALIDATION):
             return
@@ -567,10 +567,7 @@ class StepTimer:
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Return a context in which this rank waits for other ranks.
-
-        Its time doesn't count as compute time (own work).
-        """
+        """Exclude the time in this context from own work: this rank waits for others."""
         if self._validates:  # the validation continues
             with own_collectives():
                 yield
@@ -595,8 +592,8 @@ class StepTimer:
     def begin_wait(self) -> bool:
         """Begin to wait for other ranks within a pass, as a sharded model does.
 
-        Return True if this interrupts own work; then call `end_wait`. In other phases, do nothing
-        and return False.
+        Return True if this interrupts own work; then call `end_wait`. In other phases, nothing
+        happens and the result is False.
         """
         if self._doing == OWN:
             self._doing = SUM
@@ -613,7 +610,7 @@ class StepTimer:
         self._enter(OWN, SUM)
 
     def now(self) -> tuple[int, Doing]:
-        """Return the number of batches that have begun, and the phase that the host is in."""
+        """Return the number of batches begun so far, and the host's current phase."""
         doing = self._marks[-1][0] if self._marks else self._doing
         if doing is None:
             return self._batches, BETWEEN if self._asked is None else INPUT
@@ -622,7 +619,7 @@ class StepTimer:
     def finish(self) -> bool:
         """End a step, because the loop requests its next batch.
 
-        Returns True if the step's gradients were computed and all-reduced. A second call before the
+        Return True if the step's gradients were computed and all-reduced. A second call before the
         next batch begins returns False.
         """
         counts = self._computed or self._applied
@@ -649,26 +646,24 @@ class StepTimer:
 
     @property
     def has_trained(self) -> bool:
-        """True if the newest batch's gradients were all-reduced, or an optimizer has stepped in it.
+        """True if the newest batch was trained.
 
-        With FSDP, only the optimizer's step is seen.
+        Its gradients were all-reduced, or an optimizer has stepped in it. With FSDP, only the
+        optimizer's step is seen.
         """
         return self._computed or self._applied
 
     def start_loop(self) -> None:
-        """Record that a loop begins; the time until its first batch counts as input time.
+        """Record that a loop begins, so that the time until its first batch is input time.
 
-        In that time, the loader may start its workers. If another loop's batch hasn't ended, do
-        nothing.
+        The loader may start its workers in that time. Nothing happens if another loop's batch
+        hasn't ended.
         """
         if self._asked is None and not self._marks and self._doing is None:
             self.finish()
 
     def _finish_untimed(self, counts: bool) -> None:
-        """Count a batch that wasn't timed.
-
-        `counts` is True if the batch is a step.
-        """
+        """Count an untimed batch, and a step if `counts` is True."""
         # A batch is a step if its gradients were computed or an optimizer stepped.
         if self._doing == BETWEEN and time.perf_counter() >= self._files_from:
             self._note_untimed_files()
@@ -679,17 +674,14 @@ class StepTimer:
         self._doing, self._timed = None, True  # until the next batch begins
 
     def _choose_next(self) -> None:
-        """Decide whether the next batch is timed, and when to decide again."""
+        """Decide whether to time the next batch, and when to decide again."""
         number = self._batches + 1
         is_chosen = self._choice is None or self._choice.is_timed(number)
         self._next_timed = is_chosen or bool(self._apart)
         self._choose_at = 0 if self._choice is None else self._choice.find_next(number)
 
     def _finish_timed(self, done: Any, counts: bool) -> None:
-        """Save the times recorded in a batch that ended at `done`.
-
-        `counts` is True if the batch is a step.
-        """
+        """Save the marks of a timed batch, which ended at the mark `done`."""
         # A batch is a step if its gradients were computed or an optimizer stepped.
         step = _MarkedStep(
             self.sizes,
@@ -715,7 +707,7 @@ class StepTimer:
             self._count_written()
 
     def _note_validated(self) -> None:
-        """Add a validation's duration to the times of the untimed batches."""
+        """Add the duration of a validation after an untimed batch."""
         # The validation has just ended.
         begun, ended = self._validated
         whole_s = time.perf_counter() - begun
@@ -726,7 +718,7 @@ class StepTimer:
     def pause(self) -> None:
         """End the current loop over batches.
 
-        The time until the next batch counts in `sums`, but not as a part of a step.
+        The time until the next batch counts in `sums`, but in no step.
         """
         left = self._asked
         if left is not None and not self._next_timed:
@@ -740,9 +732,9 @@ class StepTimer:
             self._begin_between()
 
     def last(self, count: int = KEPT_STEPS) -> list[TimedStep]:
-        """Return the times of the last `count` steps, the oldest first.
+        """Return the times of the last `count` steps, oldest first.
 
-        Steps that the device hasn't finished yet are left out.
+        Steps that the device hasn't finished are left out.
         """
         self._time_past()
         missing = sum(each.counts for each in self._marked)
@@ -765,7 +757,7 @@ class StepTimer:
                 self._clock.reuse(_list_marks(marked))
 
     def _add_to_sums(self, marked: _MarkedStep, spent: _StepDurations) -> None:
-        """Add the times of a timed batch to `sums`."""
+        """Add a timed batch's times to `sums`, also for untimed batches before it."""
         # `marked` is the batch, and `spent` has its times. They are weighted by the number of
         # batches that the timed one represents. But files and validation are measured in every
         # batch, and each measurement of idle time covers all batches since the previous one. So
@@ -783,21 +775,21 @@ class StepTimer:
         self.sums.add(weighted, sum(weighted[1:PARTS_END]), seconds)
 
     def last_steps(self) -> tuple[LastStep, ...]:
-        """Return the numbers and times of the last steps, oldest first, for the monitor."""
+        """Return the last steps' numbers and times, oldest first, for the monitor."""
         return tuple(
             LastStep(step.number, *_join_parts(step.sums)) for step in self.last(MOST_STEPS)
         )
 
     def behind_part(self) -> float:
-        """Return the fraction of steps in which the GPU was behind its host; -1 if unknown."""
+        """Return the fraction of steps in which the GPU was behind the host; -1 if unknown."""
         known = [step.behind for step in self.last() if not math.isnan(step.behind)]
         return sum(known) / len(known) if known else -1.0
 
     def medians(self) -> tuple[DeviceTimes, Details]:
-        """Return the median times of the last steps; an unknown time is 0.
+        """Return the median times of the last steps; 0 for an unknown time.
 
-        The first result has this device's compute time and waiting time, the second the times of
-        the whole step.
+        The first result has this device's compute time and waiting time. The second has the whole
+        step's times.
         """
         steps = self.last()
         own, waiting, inputs, times, between = (
@@ -813,7 +805,7 @@ class StepTimer:
         )
 
     def _time(self, marked: _MarkedStep) -> _StepDurations:
-        """Return the times of a step that the device has finished."""
+        """Compute the durations of a step that the device has finished."""
         # They are computed from the step's marks.
         asked, marks = marked.asked, marked.marks
         spans, last_s = _total_phases(self._clock.seconds, marks, marked.done)
@@ -828,7 +820,7 @@ class StepTimer:
         )
 
     def _make_timed_step(self, marked: _MarkedStep, spent: _StepDurations) -> TimedStep:
-        """Return the times of a step as a TimedStep, with NaN for unknown times."""
+        """Return the times of a step, with NaN for unknown ones."""
         spans, last = dict(spent.spans), marked.marks[-1][0]
         if last in (OWN, SUM, UPDATE):  # the end of these phases is unknown
             spans[last] -= spent.last_s
@@ -856,13 +848,11 @@ class StepTimer:
     def _list_step_sums(
         self, marked: _MarkedStep, spans: Mapping[Phase, float], input_s: float
     ) -> tuple[float, ...]:
-        """Return a step's times in seconds, in the order of StepSums' fields.
-
-        `spans` has the durations of its phases.
-        """
-        # `input_s` is the time until the step's batch arrived. If a loop began with the step, the
-        # time since the previous loop is included. Fetching the loop's first batch is a part of
-        # that time, unless `start_loop` was called before.
+        """Return a step's times in seconds, in the order of StepSums' fields."""
+        # `spans` has the durations of the step's phases. `input_s` is the time until the step's
+        # batch arrived. If a loop began with the step, the time since the previous loop is
+        # included. Fetching the loop's first batch is a part of that time, unless `start_loop` was
+        # called before.
         own_s, meeting_s, undivided_s = spans.get(OWN, 0.0), spans.get(SUM, 0.0), 0.0
         files_s, validation_s = spans.get(FILES, 0.0), spans.get(VALIDATION, 0.0)
         between_s, idle_own_s, idle_input_s = spans.get(BETWEEN, 0.0), 0.0, 0.0
@@ -895,7 +885,7 @@ class StepTimer:
 
 
 def _list_marks(marked: _MarkedStep) -> list[Any]:
-    """Return a step's recorded points in time, except one that the next step shares, for reuse."""
+    """Return a step's marks that can be reused now."""
     # A mark is such a point. Two phases may begin at the same mark, which is returned once. The
     # next step may use the last mark.
     marks = [] if marked.asked is None else [marked.asked]
@@ -906,7 +896,7 @@ def _list_marks(marked: _MarkedStep) -> list[Any]:
 
 
 def _least(one: float, other: float) -> float:
-    """Return the smaller of two durations in seconds; NaN if one of them is NaN."""
+    """Return the smaller duration; NaN if either is NaN."""
     return math.nan if math.isnan(one) or math.isnan(other) else min(one, other)
 
 
@@ -918,11 +908,9 @@ def _positive(seconds: float) -> float:
 def _total_phases(
     seconds: Callable[[Any, Any], float], marks: Sequence[tuple[Phase, Any]], end: Any
 ) -> tuple[dict[Phase, float], float]:
-    """Return the total duration of each phase until `end`, in seconds.
-
-    The second result is the time since the last phase began.
-    """
-    # The first phase begins at the first mark. `seconds` measures the time between two marks.
+    """Return each phase's seconds, and the seconds since the last mark."""
+    # A phase may occur several times. The first begins at the first mark, and the last goes on
+    # until `end`. `seconds` measures the time between two marks.
     took_s = 0.0
     spans: dict[Phase, float] = {}
     phase, start = marks[0]
@@ -934,13 +922,10 @@ def _total_phases(
 
 
 def _add_last_batch(spans: dict[Phase, float], rest_s: float, batches: int) -> None:
-    """Move the time of a validation's last batch to the phase VALIDATION.
-
-    `spans` has the durations of phases, and is changed.
-    """
-    # `rest_s` is the time since the last batch began, which so far counts as time between steps.
-    # `batches` is the validation's number of batches. The last batch is assumed to take as long as
-    # each of the others.
+    """Count the last validation batch as validation, not between steps."""
+    # `spans` has the durations of phases, and is changed. `rest_s` is the time since the last batch
+    # began, which so far counts as time between steps. `batches` is the validation's number of
+    # batches. The last batch is assumed to take as long as each of the others.
     moved_s = min(_last_batch_seconds(spans.get(VALIDATION, 0.0), batches), rest_s)
     if moved_s > 0 and BETWEEN in spans:
         spans[VALIDATION] += moved_s
@@ -948,21 +933,18 @@ def _add_last_batch(spans: dict[Phase, float], rest_s: float, batches: int) -> N
 
 
 def _last_batch_seconds(others_s: float, batches: int) -> float:
-    """Estimate the seconds of a validation's last batch from the others; 0 if there are none.
-
-    `others_s` is the total time of the other batches.
-    """
+    """Estimate the last validation batch's seconds from the other batches' total."""
     return others_s / (batches - 1) if batches > 1 else 0.0
 
 
 def _is_after_sum(marks: Sequence[tuple[Phase, Any]]) -> bool:
-    """True if the summation of gradients over ranks has just ended."""
+    """True if the sum of gradients over ranks has just ended."""
     # The last mark ends the phase of this summation.
     return len(marks) > 1 and marks[-1][0] == BETWEEN and marks[-2][0] == SUM
 
 
 def _join_parts(sums: Sequence[float]) -> tuple[float, float, float, float]:
-    """Return a step's seconds for input, own work, waiting and between steps, for the monitor."""
+    """Return a step's seconds of input, own work, waiting, and between steps."""
     # These are the wait for the batch, the compute time (own work), the wait for other ranks, and
     # the time between steps. `sums` has the step's times in the order of StepSums' fields. If ranks
     # wait for each other within a pass, that counts as compute time.
@@ -971,18 +953,12 @@ def _join_parts(sums: Sequence[float]) -> tuple[float, float, float, float]:
 
 
 def _idle_seconds() -> float:
-    """Return the thread's idle time in seconds, from an arbitrary start.
-
-    The difference between two results is the idle time between the calls.
-    """
+    """Return this thread's idle seconds, counted from an arbitrary start."""
     return time.perf_counter() - time.thread_time()
 
 
 def make_timer(device: torch.device, single_rank: bool) -> StepTimer:
-    """Return a timer for the steps of a rank on `device`.
-
-    `single_rank` is True if no other rank trains.
-    """
+    """Return a timer for the steps of a rank on `device`."""
     return StepTimer(make_clock(device), single_rank)
 
 
@@ -1037,8 +1013,7 @@ class StepReporter:
     def report(self, rows: int, tokens: tuple[int, int] = (0, 0)) -> None:
         """Report a finished step with `rows` rows of this rank to the monitor.
 
-        `tokens` are the numbers of tokens in these rows, without and with padding; zeros mean
-        unknown.
+        `tokens` are the tokens in these rows, without and with padding; zeros mean unknown.
         """
         if self.shares is self._described and self.reporter.count(rows, tokens):
             return
@@ -1059,7 +1034,7 @@ class StepReporter:
             self._journal.note_change(change)
 
     def note_retreat(self, retreat: Retreat) -> None:
-        """Print and record that a pass ran out of memory and is retried in smaller passes."""
+        """Print and record that a pass ran out of memory and is repeated in smaller passes."""
         line = retreat.describe(self.shares.share.label)
         self.retreats, self.retreat = self.retreats + 1, line
         self._timer.disturb()
@@ -1071,7 +1046,7 @@ class StepReporter:
                 default_store().append(RETREATS, f"{line}\n")
 
     def _collect_retreats(self) -> None:
-        """Add other ranks' messages about passes that ran out of memory to the journal."""
+        """Copy other ranks' out-of-memory messages from the store to the journal."""
         if self._journal is None or self.shares.world == 1:
             return
         with suppress(RuntimeError, ValueError):  # the group's store no longer exists
@@ -1126,11 +1101,8 @@ class StepReporter:
 
 
 def _read_memory(device: torch.device) -> tuple[int, int]:
-    """Return this process's peak memory and the device's memory, in bytes.
-
-    On a CPU, the second number is 0.
-    """
-    # The peak is that of this process on `device`.
+    """Return this process's peak memory and the device's memory, in bytes."""
+    # For a CPU, the second number is 0. The peak is that of this process on `device`.
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         return torch.cuda.max_memory_reserved(device), total
@@ -1156,13 +1128,11 @@ def _note_updated(*_: Any) -> None:
 
 
 def _notify_timers_of_update(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Notify all timers that an optimizer begins to update the weights.
-
-    Return new arguments for a step with a closure, otherwise None.
-    """
-    # PyTorch calls this hook before each step; the first of `arguments` is the optimizer. A step's
-    # closure computes the gradients. The new arguments have a closure that calls the original one
-    # and then notifies the timers.
+    """Notify all timers that an optimizer's step begins."""
+    # Returns new arguments for a step with a closure, otherwise None. PyTorch calls this hook
+    # before each step; the first of `arguments` is the optimizer. A step's closure computes the
+    # gradients. The new arguments have a closure that calls the original one and then notifies the
+    # timers.
     closure = keywords.get("closure")
     kind: Any = type(arguments[0])
     is_first = len(arguments) > 1 and _takes_closure_first(kind)
@@ -1187,7 +1157,7 @@ def _notify_timers_of_update(_: Any, arguments: tuple[Any, ...], keywords: dict[
 
 @cache
 def _takes_closure_first(kind: Any) -> bool:
-    """True if an optimizer class has a closure as the first argument of `step`."""
+    """True if the first argument of an optimizer's `step` is a closure."""
     # A program's own optimizer may have other arguments there, such as the loss.
     with suppress(TypeError, ValueError):  # the method has no signature
         return list(inspect.signature(kind.step).parameters)[1:2] == ["closure"]

@@ -1,7 +1,7 @@
-"""Detect that another rank has exited: each rank writes a note to the group's store when it exits.
+"""Detect that another rank has exited: each rank writes a note to the group's store as it exits.
 
-NCCL waits for minutes for a rank that has exited, and reports nothing. On GPUs, a thread of each
-rank reads the store once a second, which doesn't slow the steps.
+NCCL waits for an exited rank for minutes, and reports nothing. On GPUs, a thread of each rank reads
+the store once a second, which doesn't slow the steps.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _kept_groups: list[Any] = []  # references to process groups, held until the int
 class ExitNote(msgspec.Struct, frozen=True):
     """The note that a rank writes to the store as it exits.
 
-    The default values stand for a rank that exited without a note.
+    The defaults stand for a rank that exited without a note.
     """
 
     error: str | None = None  # its error; "" if it had no error, None if it wrote no note
@@ -54,10 +54,7 @@ class ExitNote(msgspec.Struct, frozen=True):
     exchanges: dict[str, int] = {}  # number of collectives that it has started, by process group
 
     def describe(self, rank: int) -> str:
-        """Return a message for ranks that wait for `rank`: that it has exited, and why.
-
-        `rank` is the rank to which this note belongs.
-        """
+        """Return a message that `rank`, whose note this is, has exited, and why."""
         end = "ended", self.error
         if self.error is None:
             end = "doesn't answer", "it was killed, ended early, or its machine is gone"
@@ -71,7 +68,7 @@ class ExitNote(msgspec.Struct, frozen=True):
 
 
 class PeerWatcher:
-    """Detects that other ranks of the default process group have exited, from their exit notes.
+    """Detects that other ranks of the default process group have exited, by their exit notes.
 
     `read_progress` returns the number of batches that this rank has begun, and its current phase.
     """
@@ -106,7 +103,7 @@ class PeerWatcher:
     def note(self, error: str) -> None:
         """Write this rank's exit note; only the first call has an effect.
 
-        `error` describes the error that ends this rank; "" if there is none.
+        `error` is the error that ends this rank, or "".
         """
         if self._noted_error is None:
             self._noted_error = error
@@ -115,9 +112,9 @@ class PeerWatcher:
                 self._store.set(self._key("ended", self._rank), msgspec.json.encode(note))
 
     def leave(self) -> None:
-        """Write this rank's exit note once its GPU is done, then wait for the other ranks' notes.
+        """Write this rank's exit note once its GPU is done, then wait for the others' notes.
 
-        It waits for these notes for up to WAIT_SECONDS.
+        It waits for the notes for up to WAIT_SECONDS.
         """
         if self._over.is_set():
             return
@@ -148,12 +145,13 @@ class PeerWatcher:
             self.notes.setdefault(0, ExitNote("it was killed, or its output says why"))
 
     def _has_exited(self, rank: int) -> bool:
-        """True if a rank's process has exited; always False for a process on another machine."""
+        """True if a rank's process on this machine has exited."""
         key = self._key("process", rank)
         process, _, place = (
             self._store.get(key).decode() if self._store.check([key]) else ""
         ).partition(" ")
         if place != self._machine:
+            # a process on another machine can't be checked
             return False
         try:
             return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] in "ZX"
@@ -163,7 +161,7 @@ class PeerWatcher:
     def explain(self) -> str:
         """Return a message that says why the connections to other ranks were lost.
 
-        This waits up to WAIT_SECONDS for the exit notes of other ranks.
+        It waits for other ranks' exit notes for up to WAIT_SECONDS.
         """
         self._noted_error, silent, end = "lost", self._ranks, time.monotonic() + WAIT_SECONDS
         with suppress(RuntimeError):
@@ -187,12 +185,9 @@ class PeerWatcher:
         return self.notes[rank].describe(rank)
 
     def _wait_for_gpu(self) -> Thread:
-        """Return a running thread that waits until the GPU has finished.
-
-        Without a GPU, the thread ends immediately.
-        """
-        # Any call to the GPU may block until the GPU has finished its work, so the caller only
-        # checks the thread.
+        """Return a running thread that ends when the GPU is done."""
+        # Without a GPU, it ends at once. Any call to the GPU may block until the GPU has finished
+        # its work, so the caller only checks the thread.
         stream = torch.cuda.default_stream(self._device) if self.on_gpu else None
         thread = Thread(target=stream.synchronize if stream is not None else int, daemon=True)
         self._gpu_waits.append(thread)
@@ -200,8 +195,9 @@ class PeerWatcher:
         return thread
 
     def join_threads(self) -> None:
-        """Join this object's threads, which may be blocked until the process leaves its group."""
-        # a thread that is still inside PyTorch when Python exits would abort the process
+        """Join this object's threads."""
+        # They may be blocked until the process leaves its group. A thread that is still inside
+        # PyTorch when Python exits would abort the process.
         for thread in (self._thread, *self._gpu_waits):
             if thread.is_alive():
                 thread.join(WAIT_SECONDS)
@@ -216,12 +212,9 @@ class PeerWatcher:
                 self._exit()
 
     def _is_stuck(self, leaves: bool) -> bool:
-        """True if this rank still waits for an exited rank.
-
-        `leaves` is True while this rank leaves its process group.
-        """
-        # That is checked after WAIT_SECONDS. While a rank leaves its process group, NCCL waits for
-        # all ranks.
+        """True if this rank still waits for an exited rank."""
+        # This is checked after WAIT_SECONDS. `leaves` is True while this rank leaves its process
+        # group; NCCL then waits for all ranks.
         notes = list(self.notes.values())
         computed = self._wait_for_gpu() if any(note.error != "" for note in notes) else None
         if self._over.wait(WAIT_SECONDS):
@@ -246,10 +239,9 @@ class PeerWatcher:
 
 
 def watch_peers(device: torch.device, read_progress: Callable[[], tuple[int, Any]]) -> None:
-    """Detect the exit of other ranks from now on, and notify them of the exit of this rank.
+    """Detect the exit of other ranks from now on, and tell them when this rank exits.
 
-    This process then leaves the process group at exit. `read_progress` is the argument of
-    PeerWatcher.
+    This process then leaves the process group at exit. `read_progress` is PeerWatcher's argument.
     """
     newest = PeerWatcher.newest
     if newest is None:
@@ -291,9 +283,9 @@ class _ExitActions:
 
 
 def explain_at_exit(advise: WeakMethod[Callable[[BaseException], str]]) -> None:
-    """Explain an error that ends the program, below its traceback at exit.
+    """Print advice below the traceback of an error that ends the program.
 
-    `advise` is a method of the newest training run, and returns advice about an error. See
+    `advise` is a method of the newest training run that returns advice about an error. See
     `explain_failure`.
     """
     # The process also leaves its process group if `watch_peers` was called.
@@ -335,7 +327,7 @@ def explain_failure(error: BaseException) -> None:
 
 
 def describe_error(error: BaseException | None) -> str:
-    """Return an error as one line of text, or "" for None and for sys.exit()."""
+    """Return an error as one line of text; "" for None and for sys.exit()."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     line = str(error).strip().partition("\n")[0]
@@ -351,7 +343,7 @@ def find_error() -> BaseException | None:
 
 
 def is_leaving() -> bool:
-    """True if the main thread is in a call that leaves the default process group."""
+    """True if the main thread is leaving the default process group."""
     frame = sys._current_frames().get(main_thread().ident or 0)
     while frame is not None and frame.f_code not in LEAVING:
         frame = frame.f_back
@@ -365,7 +357,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_lost(error: BaseException) -> bool:
-    """True if an error was raised because other ranks have exited."""
+    """True for an error that the exit of other ranks causes."""
     text = str(error)
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(s in text for s in _LOST_SIGNS)

@@ -1,4 +1,4 @@
-"""Set up a PyTorch training process: its rank, its device, its process group and all shares."""
+"""Set up a PyTorch training process: its rank, device, process group and shares."""
 
 from __future__ import annotations
 
@@ -53,8 +53,7 @@ class ProcessRank(msgspec.Struct, frozen=True):
 def find_process_rank() -> ProcessRank:
     """Return this process's rank, from its process group or torchrun's environment variables.
 
-    Without either, the process trains alone as rank 0. Raises PlanError if the variables are
-    invalid.
+    Without either, it is rank 0 of one process. Raises PlanError if the variables are invalid.
     """
     if dist.is_available() and dist.is_initialized():
         return ProcessRank(
@@ -73,11 +72,8 @@ def find_process_rank() -> ProcessRank:
 
 
 def _check_set(world: int, *names: str) -> None:
-    """Raise PlanError if several processes train and an environment variable isn't set.
-
-    `names` are the variables, and `world` is the number of processes.
-    """
-    # The variables are needed for the rendezvous of `world` processes.
+    """Raise PlanError if torchrun's environment variables in `names` aren't set."""
+    # A single process needs none. The variables are needed for the rendezvous of `world` processes.
     missing = [name for name in names if name not in os.environ]
     if world > 1 and missing:
         raise PlanError(
@@ -98,7 +94,7 @@ def _number(name: str, default: int) -> int:
 
 
 def visible_gpus() -> dict[str, int]:
-    """Return the indices of the GPUs that PyTorch sees in this process, by UUID."""
+    """Return the index of each GPU that PyTorch sees, by UUID."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {f"GPU-{torch.cuda.get_device_properties(i).uuid}": i for i in range(count)}
 
@@ -106,11 +102,11 @@ def visible_gpus() -> dict[str, int]:
 def choose_device(share: Share | None, process: ProcessRank, gpus: dict[str, int]) -> Any:
     """Return the `torch.device` of this process.
 
-    `share` is this process's share; None without a plan. The device is the CPU for a share on a
-    CPU. Otherwise the device is the first of these:
+    `share` is this process's share; None without a plan. For a share on a CPU, the device is the
+    CPU. Otherwise it is the first of these:
 
     - the plan's GPU, if its UUID is in `gpus` (see `visible_gpus`);
-    - the GPU with the local rank as its index, if there is one;
+    - the GPU whose index is the local rank, if there is one;
     - the CPU.
 
     Raises DeviceError if the share is on a GPU and neither GPU is visible.
@@ -133,7 +129,7 @@ def choose_device(share: Share | None, process: ProcessRank, gpus: dict[str, int
 
 
 def is_cpu(share: Share) -> bool:
-    """True if the device of a share is a CPU slice."""
+    """True if a share's device is a CPU slice."""
     return share.device.startswith("cpu-")
 
 
@@ -166,7 +162,7 @@ def claim_device(device: Any, share: Share | None, trainings: int = 1) -> None:
 def fetching_threads(processes: int) -> int:
     """Return the number of threads that fetch rows for a GPU, at most 8.
 
-    `processes` is the number of processes on this machine that fetch rows and share its cores.
+    `processes` is the number of processes on this machine that share its cores to fetch rows.
     """
     return max(1, min(MOST_FETCHING_THREADS, len(_ALLOWED) // max(2, processes)))
 
@@ -185,9 +181,9 @@ def _tell_glibc(options: Mapping[int, int]) -> None:
 
 
 def gather_infos(own: RankInfo, process: ProcessRank) -> list[RankInfo]:
-    """Return the RankInfo of every rank, in rank order.
+    """Return every rank's RankInfo, in rank order.
 
-    `own` is this rank's RankInfo. Every rank has to call this function.
+    Every rank has to call this with its `own` RankInfo.
     """
     # It works even before the ranks have chosen their devices and created a process group.
     if process.world == 1:
@@ -211,9 +207,8 @@ def gather_infos(own: RankInfo, process: ProcessRank) -> list[RankInfo]:
 def exchange_values(
     store: Any, prefix: str, rank: int, world: int, own: bytes, seconds: float = 0
 ) -> list[bytes]:
-    """Return the values of all ranks, in rank order.
+    """Return every rank's value, in rank order, exchanged through a store.
 
-    - `store`: the ranks exchange their values through this store.
     - `prefix`: no key of the store may start with it yet.
     - `own`: this rank's value.
     - `world`: number of ranks.
@@ -239,7 +234,7 @@ def exchange_values(
 
 @cache
 def _open_store() -> Any:
-    """Return the store that launched ranks use before they have a process group."""
+    """Return the store that ranks use before they have a process group."""
     _check_set(_number("WORLD_SIZE", 1), "MASTER_ADDR", "MASTER_PORT")
     store, _, _ = next(dist.rendezvous("env://"))
     return store
@@ -248,7 +243,7 @@ def _open_store() -> Any:
 def join(device: Any, backend: str | None) -> None:
     """Create the process group from torchrun's environment variables, unless there is one.
 
-    `backend` None is NCCL for GPUs and gloo for CPUs.
+    A `backend` of None means NCCL for GPUs and gloo for CPUs.
     """
     if dist.is_initialized():
         return
@@ -263,13 +258,11 @@ def join(device: Any, backend: str | None) -> None:
 
 
 def _place_group(number: int) -> dict[str, Any]:
-    """Return the arguments of `init_process_group` for another process group.
-
-    `number` is the number of groups that this process has created before.
-    """
-    # For the first group, the result is empty: PyTorch reads torchrun's environment variables.
-    # Under torchrun, a second training run in a process uses the store in which the first group has
-    # left its ranks' addresses. So each later group gets keys of its own.
+    """Return the arguments of `init_process_group` for this process's next group."""
+    # `number` is the number of groups that this process created before. For the first group, the
+    # result is empty: PyTorch reads torchrun's environment variables. Under torchrun, a second
+    # training run in a process uses the store in which the first group has left its ranks'
+    # addresses. So each later group gets keys of its own.
     if number == 0:
         return {}
     process = find_process_rank()
@@ -293,7 +286,7 @@ class RankShares(msgspec.Struct, frozen=True):
 
     @property
     def share(self) -> Share:
-        """This rank's share, with its numbers of rows in this training run."""
+        """This rank's share, with its rows in this training run."""
         batch, micro = self.batches[self.rank], self.micros[self.rank]
         return msgspec.structs.replace(self.shares[self.rank], batch=batch, micro=micro)
 
@@ -320,14 +313,14 @@ class RankShares(msgspec.Struct, frozen=True):
 
     @property
     def pass_rows(self) -> Iterator[int]:
-        """Yield the number of rows of each pass of each rank in a full batch."""
+        """Yield the rows of each pass of each rank in a full batch."""
         return (
             rows for each in zip(self.batches, self.passes, strict=True) for rows in even(*each)
         )
 
 
 def open_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
-    """Return `plan`, loaded from its file if it is a path.
+    """Return a plan, loaded from its file if `plan` is a path.
 
     For None, return the plan of `evener launch`, or None if there is none.
     """
@@ -348,7 +341,7 @@ def find_shares(
 ) -> RankShares:
     """Return the shares of all ranks, from a plan or from `ratios`.
 
-    Every rank has to call this function. Without `plan` and `ratios`, evener launch's plan is used,
+    Every rank has to call this. Without `plan` and `ratios`, it uses the plan of `evener launch`,
     if there is one.
 
     - `global_batch`: number of rows per step, by default the plan's.
@@ -386,7 +379,7 @@ def find_shares(
 
 
 def describe_own_rows(device: Any, rows: int, world: int) -> RankShares:
-    """Return the shares of an unchanged program whose `world` processes each train `rows` rows."""
+    """Return equal shares for an unchanged program: `rows` rows on each of `world` processes."""
     # As their device, all shares name this process's `device`, or the CPU slice on which evener
     # started this process.
     name = _name_gpu(device, visible_gpus()) if device.type == "cuda" else launched_device()
@@ -406,7 +399,7 @@ def describe_own_rows(device: Any, rows: int, world: int) -> RankShares:
 
 
 def _name_gpu(device: Any, gpus: Mapping[str, int]) -> str:
-    """Return the UUID of this process's GPU, or "" if `device` isn't a GPU."""
+    """Return the UUID of a GPU; "" for another device."""
     # The UUIDs are the keys of `gpus`.
     if device is None or device.type != "cuda":
         return ""
@@ -416,7 +409,7 @@ def _name_gpu(device: Any, gpus: Mapping[str, int]) -> str:
 def _gather_agreed_infos(
     own: RankInfo, process: ProcessRank, options: Mapping[str, bool | str]
 ) -> list[RankInfo]:
-    """Return the RankInfo of all ranks, in rank order.
+    """Return every rank's RankInfo, in rank order.
 
     Raises RequestError or PlanError on every rank if plans or options differ.
     """
@@ -462,11 +455,9 @@ def _share_by_plan(
     ranks: Sequence[RankInfo],
     device: Any,
 ) -> RankShares:
-    """Return the shares of all ranks under a plan.
-
-    Warn of `differences` between the plan and this training run.
-    """
-    # Shares are matched to ranks by their host and device.
+    """Return the shares of all ranks by a plan, and print its warnings."""
+    # `differences` are the warnings on how the plan differs from this training run. Shares are
+    # matched to ranks by their host and device.
     active = plan.layout.active
     order = order_shares(active, ranks)
     for difference in differences:
@@ -504,7 +495,7 @@ def _warn_of_limits(active: Sequence[Share]) -> None:
 
 
 def _seen(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[str, ...] | None:
-    """Return the UUIDs of the GPUs that any rank sees, or None if the plan has only CPU slices."""
+    """Return the UUIDs of all ranks' GPUs; None for CPU slices."""
     # They are compared with the plan's devices. Without any such GPU, the result has "the CPU".
     if all(map(is_cpu, active)):
         return None

@@ -23,10 +23,10 @@ MOST_STEPS = 1000  # maximum number of steps between two all-reduces
 
 
 class StopSignal:
-    """Reports whether any rank has received SIGTERM, with the same result on all ranks.
+    """Tells all ranks, after the same step, whether any of them has received SIGTERM.
 
-    Every rank has to create a StopSignal, and to call `is_agreed` after each step. `world` is the
-    number of ranks.
+    Every rank has to create one, and to call `is_agreed` after each step. `world` is the number of
+    ranks.
     """
 
     def __init__(self, world: int) -> None:
@@ -67,10 +67,7 @@ class StopSignal:
         return self._agreed
 
     def _check_all(self) -> None:
-        """Check with an all-reduce whether any rank has received SIGTERM.
-
-        The ranks also agree on the number of steps until their next check.
-        """
+        """All-reduce whether any rank has received SIGTERM."""
         now = time.monotonic()
         step_seconds = max(now - self._checked_at, 1e-9) / self._steps_between
         steps = max(1, min(MOST_STEPS, 2 * self._steps_between, int(CHECK_SECONDS / step_seconds)))

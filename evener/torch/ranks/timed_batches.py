@@ -1,8 +1,8 @@
-"""Choose the batches whose phases are timed, so that timing takes little of the host's time.
+"""Choose the batches whose phases are timed, so that timing takes little host time.
 
 Recording a GPU event takes the host 5 to 30 us, and a batch has five or six events: 1 to 2 % of a
-step of 10 ms. On a CPU, adding up the phases of a batch takes 3 to 15 us, depending on how much of
-the CPU cache the step has replaced.
+step of 10 ms. On a CPU, adding up a batch's phases takes 3 to 15 us. It takes longer if the step
+has replaced more of the CPU's cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GOLDEN, RANGE = 2654435761, 1 << 32  # multiples of the golden ratio are spread 
 
 
 class Rate(NamedTuple):
-    """How often a batch is timed: every `seconds` s, but at least one of `most_stride` batches."""
+    """How often batches are timed: every `seconds`, but at least one of `most_stride`."""
 
     seconds: float
     most_stride: int  # a power of 2
@@ -29,10 +29,10 @@ IF_HOST_LIMITS = Rate(2.0, 8)
 
 
 class TimedBatches:
-    """Chooses which batches are timed: one in each group of `stride` consecutive batches.
+    """Chooses the batches to time: one of each `stride` consecutive batches.
 
-    `stride` is `first_stride` at first, and is then adapted so that batches are timed as often as
-    `rate` says. `clock` returns seconds.
+    `stride` begins as `first_stride`, and is adapted so that batches are timed as often as `rate`
+    says. `clock` returns seconds.
     """
 
     # The timed position differs from group to group. So if batches form a cycle, such as those of
@@ -53,8 +53,7 @@ class TimedBatches:
     def is_timed(self, number: int) -> bool:
         """True if the batch with this number is to be timed.
 
-        Call this with increasing numbers. They may have gaps, but must include each number that
-        `find_next` returns.
+        Call it with increasing numbers, and at least with each number that `find_next` returns.
         """
         if number % BLOCK_BATCHES == 0:
             self._choose_stride()
@@ -73,7 +72,7 @@ class TimedBatches:
         return number % self.stride == part * self.stride // RANGE
 
     def _choose_stride(self) -> None:
-        """Choose the stride from the mean duration of the last BLOCK_BATCHES batches."""
+        """Adapt the stride to the mean duration of the last batches."""
         now = self._clock()
         batch_s = (now - self._block_at) / BLOCK_BATCHES
         is_first = not self._block_at

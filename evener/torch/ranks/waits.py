@@ -1,7 +1,7 @@
-"""Measure how long a rank waits for other ranks within its passes, for example in FSDP's layers.
+"""Measure how long a rank waits for other ranks within its passes, as in FSDP's layers.
 
-Ranks that synchronize in each layer reach the end of a step together. So a rank's compute time (own
-work) is the time of a pass without the waits for collectives.
+Ranks that synchronize in each layer end a step together. So a rank's compute time (own work) is the
+time of its passes without the waits for collectives.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _timers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def time_waits(timer: Any) -> None:
-    """From now on, exclude waits for collectives in passes from a StepTimer's compute time."""
+    """From now on, exclude waits for collectives within passes from a timer's own work."""
     # On a GPU, the host doesn't wait for collectives. The excluded time is that in which the
     # computing stream waits for another stream, which runs the collectives.
     _timers.add(timer)
@@ -35,12 +35,10 @@ def _is_current(stream: Any) -> bool:
 
 
 def _time_waits_in(kind: Any, name: str, counts: Callable[[Any], bool] | None = None) -> None:
-    """Measure the time spent in a method of the class `kind`.
-
-    `counts` returns False for an object that isn't timed. If it is None, all objects are timed.
-    """
-    # The method is replaced by one that notifies timers when it begins and ends. `counts` is called
-    # with the method's object.
+    """Replace a method by one that notifies the timers of each wait."""
+    # `kind` is the method's class. `counts` returns False for an object whose waits aren't timed;
+    # None times all. The method is replaced by one that notifies timers when it begins and ends.
+    # `counts` is called with the method's object.
     original: Callable[..., Any] = getattr(kind, name)
     if hasattr(original, "__wrapped__"):
         return

@@ -4,9 +4,9 @@ Some data sets return a whole batch for a tensor of row indices. From others, ro
 by one, as DataLoader does. That takes Python about 10 µs per row, so a fast GPU that trains a small
 network waits for its batches.
 
-At most `depth` batches wait on the device besides the current one, and the training loop runs at
-most `depth` steps ahead of the GPU. Therefore the memory for batches is bounded, and is the same in
-a probe as in a training run.
+Besides the current batch, at most `depth` batches wait on the device. The training loop runs at
+most `depth` steps ahead of the GPU. So the memory for batches is bounded, and is the same in a
+probe as in a training run.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def whole_fetch(dataset: Any) -> Whole | None:
 
 
 def select(source: torch.Tensor, rows: torch.Tensor, pinned: bool = False) -> torch.Tensor:
-    """Return `source[rows]`; with `pinned`, in pinned memory if `source` is on the host."""
+    """Return `source[rows]`; with `pinned`, a copy in pinned memory if `source` is on the host."""
     if source.device.type != "cpu":
         return source.index_select(0, rows.to(source.device))
     if not pinned or source.requires_grad:
@@ -66,7 +66,7 @@ def select(source: torch.Tensor, rows: torch.Tensor, pinned: bool = False) -> to
 
 
 class Fetch:
-    """Iterates over a sampler's batches in their order, each time from the beginning.
+    """Iterates over a sampler's batches in order, each time from the beginning.
 
     With `pinned`, whole batches are fetched into pinned memory.
     """
@@ -100,7 +100,7 @@ class Fetch:
 
 
 class _ListDataset(Dataset):  # type: ignore[misc]  # torch is not followed
-    """A data set from which DataLoader's worker processes fetch whole batches by row indices."""
+    """Lets DataLoader's workers fetch whole batches by lists of row indices."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -135,7 +135,7 @@ DEPTH = 2  # number of batches that wait on the device
 class Prefetcher:
     """Prefetches the batches of `source` in a thread, and sends them to `device`.
 
-    Up to `depth` batches wait to be taken. An exception of `source` is raised instead of the next
+    Up to `depth` batches wait to be taken. An exception of `source` is raised in place of the next
     batch.
     """
 
@@ -200,7 +200,7 @@ class Prefetcher:
                 self._change.notify_all()
 
     def _send_all(self) -> None:
-        """Fetch and send batches until the source is exhausted or the iterator is closed."""
+        """Fetch and send batches until `source` is exhausted or `close` is called."""
         for number in count():
             with self._change:
                 self._change.wait_for(lambda: len(self._ready) < self._depth or self._ended)
@@ -222,7 +222,7 @@ class Prefetcher:
 
 
 class _CopyStream:
-    """Sends batches to a GPU through pinned memory, on a stream of its own."""
+    """Sends batches to a GPU through pinned memory, on a separate stream."""
 
     # events synchronize it with the stream of the training loop
 
@@ -238,35 +238,30 @@ class _CopyStream:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def context(self) -> AbstractContextManager[None]:
-        """Return a context in which work is enqueued on the transfer stream."""
+        """Make the copy stream the current stream within this context."""
         context: AbstractContextManager[None] = torch.cuda.stream(self._stream)
         return context
 
     def send(self, batch: Any) -> tuple[Any, Any]:
-        """Return a batch on the device, and an event for its arrival.
-
-        If the device has too little memory, return the batch on the host, and None.
-        """
+        """Send a batch to the device; return it with an event for its arrival."""
         pinned = each_tensor(_pin, batch)
         try:
             sent = self._send(pinned)
         except torch.OutOfMemoryError:
+            # the device has too little memory, so the batch stays on the host for now
             return pinned, None
         arrived = torch.cuda.Event()
         arrived.record(self._stream)
         return sent, arrived
 
     def mark(self) -> Any:
-        """Return an event recorded after all work that the training loop has enqueued."""
+        """Record an event after all work that the training loop has enqueued."""
         event = torch.cuda.Event(blocking=True)  # a spinning wait would take a core from the loop
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def use_on_current_stream(self, batch: Any, arrived: Any) -> Any:
-        """Return a batch that the training loop can use.
-
-        `arrived` is the event for its arrival, or None.
-        """
+        """Return a batch from `send` for use on the current stream."""
         # The loop's stream waits until the batch has arrived. `arrived` is None if the device had
         # too little memory when the batch was prefetched. The batch is then sent now: between
         # steps, the loop's activations have been freed.

@@ -1,4 +1,4 @@
-"""Loaders for one rank of an uneven split, which can resume in mid-epoch.
+"""Loaders for one rank of an uneven split, which can resume in the middle of an epoch.
 
 `Loader` reports each rank's rows per step to a listener, which weights gradients accordingly.
 `StepLoader` is for the loops of trainers, which report their steps themselves.
@@ -40,7 +40,7 @@ class Epoch:
     """One iteration over a loader.
 
     - `training`: False for validation.
-    - `tail`: batches in which the ranks' weights differ from those in a full batch (see
+    - `tail`: which batches have other weights of ranks than a full batch (see
       `UnevenBatchSampler.rows_of_odd_tail`).
     - `by_length`: True if rows are assigned by length.
     - `loader()`: returns the loader, or None if it no longer exists.
@@ -60,11 +60,11 @@ class Epoch:
         self.batches: list[Any] = []  # batches that may still be in use; the newest is last
 
     def may_be_computed(self) -> bool:
-        """True if a training loop may still use the epoch's newest batch."""
+        """True if a training loop may still use this epoch's newest batch."""
         return self.open or self.unfinished or self.batches[-1].is_alive()
 
     def leaves_one(self) -> bool:
-        """True if the epoch has ended, but the training loop may still compute its last batch."""
+        """True if the epoch has ended, but a loop may still compute its last batch."""
         # a loop may fetch the next epoch's first batch before it computes the last batch of this
         # one
         last = self.batches[-1]
@@ -72,31 +72,32 @@ class Epoch:
 
 
 class StepListener:
-    """The callbacks for a loader's steps; the methods of this base class do nothing."""
+    """A loader calls these methods at its steps; this base class does nothing."""
 
     def compare(self, digest: int) -> None:
-        """Called when an epoch begins, if the user has given the order or the lengths of rows.
+        """Called when an epoch begins, if the user gave the rows' order or lengths.
 
-        `digest` identifies them on this rank. The digests of all ranks must be equal.
+        `digest` identifies these on this rank. It must be equal on all ranks.
         """
 
     def start(self) -> None:
-        """Called when a loop begins, before worker processes are started for it."""
+        """Called when a loop begins, before its worker processes start."""
 
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
-        """Called when the loop gets a batch; `sizes` are the ranks' numbers of rows in it.
+        """Called when the loop gets a batch.
 
-        `origin` is the iteration to which the batch belongs.
+        `sizes` are the ranks' numbers of rows in it, and `origin` is its iteration.
         """
 
     def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
-        """Called when the loop is done with a batch; `sizes` are the ranks' numbers of rows.
+        """Called when the loop is done with a batch.
 
-        `tokens` are the numbers of tokens in this rank's rows, without and with padding.
+        `sizes` are the ranks' numbers of rows. `tokens` are the tokens in this rank's rows, without
+        and with padding.
         """
 
     def end(self, origin: Epoch) -> None:
-        """Called when the iteration `origin` has ended or its loop was left early."""
+        """Called when an iteration has ended, or its loop was left early."""
 
 
 class Loader:
@@ -106,9 +107,9 @@ class Loader:
     chosen an epoch or position.
 
     - `listener`: called for each step.
-    - `options`: the options of DataLoader.
-    - `prefetch`: number of batches to prefetch and send to `device`; None for the default of
-      `check_prefetch`.
+    - `options`: options of DataLoader.
+    - `prefetch`: number of batches to prefetch and send to `device`; None for `check_prefetch`'s
+      default.
     - `training`: False for validation.
     - `on_host`: keep prefetched batches in host memory.
     """
@@ -169,7 +170,7 @@ class Loader:
 
     @property
     def sampler(self) -> RowSampler:
-        """A sampler that yields the indices of the loader's rows one by one."""
+        """A sampler of the loader's row indices, one by one."""
         return RowSampler(self)
 
     @property
@@ -224,31 +225,31 @@ class Loader:
             listener.end(origin)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy in another process, such as a DataLoader's worker.
+        """Return the state for a copy in another process, which doesn't report its steps.
 
-        The copy doesn't report its steps.
+        Such a process is a DataLoader's worker, for example.
         """
         return {**vars(self), "_listener": StepListener(), "_ahead": None}
 
     def wait_until_full(self) -> None:
-        """Wait until `prefetch` batches are prefetched, or the loop has no more batches to fetch.
+        """Wait until `prefetch` batches are prefetched, or none are left.
 
-        Return at once if nothing is prefetched, because `prefetch` is 0 or no loop is running.
+        Return at once if nothing is prefetched: `prefetch` is 0, or no loop is running.
         """
         if self._ahead is not None:
             self._ahead.wait_until_full()
 
     def prefetched_rows(self) -> list[int]:
-        """Return the row indices of all ranks in the loop's newest batch.
+        """Return all ranks' row indices in the loop's newest batch.
 
-        Before the first batch, return the row indices of the first batch.
+        Before the first batch, return those of the first batch.
         """
         return self.batch_sampler.rows_of_all(max(0, self._steps - 1))
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next loop iterate over this epoch, from its first row.
 
-        If a state in the middle of this epoch was just loaded, the loop starts there instead.
+        If a state from the middle of this epoch was just loaded, the loop starts there instead.
         """
         if not (self._loaded and epoch == self.batch_sampler.epoch):
             self.batch_sampler.set_epoch(epoch)
@@ -256,7 +257,7 @@ class Loader:
         self._fresh = self._chosen = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data after the current batch, to be saved in a checkpoint.
+        """Return the position after the current batch, to save in a checkpoint.
 
         It is the same on every rank and JSON-serializable.
         """
@@ -265,7 +266,7 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next loop continue at the position in `state`.
 
-        The state may have been saved under another plan.
+        The state may come from a run with another plan.
         """
         self.batch_sampler.load_state_dict(state)
         self._steps = 0
@@ -274,7 +275,7 @@ class Loader:
 
 
 class RowSampler(SequentialSampler):  # type: ignore[misc]  # torch isn't followed
-    """Yields the indices of a loader's rows one by one, like the `sampler` of a DataLoader."""
+    """Yields a loader's row indices one by one, like the `sampler` of a DataLoader."""
 
     # a SequentialSampler, so that Lightning doesn't replace it
 
@@ -282,7 +283,7 @@ class RowSampler(SequentialSampler):  # type: ignore[misc]  # torch isn't follow
         self._loader = loader
 
     def __len__(self) -> int:
-        """Return the number of this rank's rows in an epoch, including filler rows.
+        """Return the number of this rank's rows in an epoch, with filler rows.
 
         A batch in which the rank has no row of its own has one filler row.
         """
@@ -301,7 +302,7 @@ class RowSampler(SequentialSampler):  # type: ignore[misc]  # torch isn't follow
 def count_rows(dataset: Any) -> int:
     """Return the number of rows of a data set.
 
-    Raises RequestError if its rows can't be indexed, or if it is a loader.
+    Raises RequestError if the rows have no indices, or if it is a loader.
     """
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader | Loader):
@@ -328,9 +329,10 @@ def count_rows(dataset: Any) -> int:
 
 
 def check_prefetch(prefetch: int | None, device: torch.device) -> int:
-    """Return the number of batches to prefetch: `prefetch`, or a default for None.
+    """Return the number of batches to prefetch.
 
-    The default is 2 for a GPU and 0 for a CPU. Raises RequestError for an invalid number.
+    None stands for the default: 2 for a GPU, 0 for a CPU. Raises RequestError if `prefetch` isn't
+    an integer of 0 or more.
     """
     # A valid number is an integer of 0 or more. On a CPU, prefetching would take cores away from
     # the computation.
@@ -344,7 +346,7 @@ def check_prefetch(prefetch: int | None, device: torch.device) -> int:
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Raise RequestError if `options` has a DataLoader option that the split sets itself."""
+    """Raise RequestError for a DataLoader option that the split sets itself."""
     for name, remedy in _DECIDED.items():
         if options.get(name) is not None:
             shown = (
@@ -361,16 +363,17 @@ _LOADERS = "loaders"
 
 
 class LoaderStates:
-    """The training loaders that are in use, in order of creation, and their checkpoint states."""
+    """The training loaders in use, in order of creation, and their checkpoint states."""
 
     def __init__(self) -> None:
         self._made: list[weakref.ref[Loader]] = []
         self._waiting: list[dict[str, Any]] = []  # states of loaders that aren't created yet
 
     def add(self, loader: Loader) -> Loader:
-        """Register a loader and return it.
+        """Register a new loader, and return it.
 
-        The loader resumes from the first loaded checkpoint state that no other loader has used.
+        If a checkpoint was loaded before, the loader resumes from the first state that no loader
+        has used yet.
         """
         self._made.append(weakref.ref(loader))
         if self._waiting:
@@ -382,9 +385,9 @@ class LoaderStates:
         return {_LOADERS: [loader.state_dict() for loader in self._list()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume each loader from its state, including loaders that are created later.
+        """Resume each loader from its state, also loaders that are created later.
 
-        Raises RequestError if `state` doesn't fit the loaders.
+        Raises RequestError if `state` doesn't come from `state_dict`.
         """
         if not isinstance(state.get(_LOADERS), list):
             raise RequestError(
@@ -402,7 +405,7 @@ class LoaderStates:
 
 
 class StepSampler:
-    """A batch sampler that yields this rank's row indices in each global batch.
+    """A batch sampler of this rank's row indices in each global batch.
 
     An iteration starts at the batch `first_step` of the epoch.
     """
@@ -428,9 +431,9 @@ class StepSampler:
         self.sampler.set_epoch(epoch)
 
     def count_tokens(self, steps: Iterable[int]) -> tuple[int, int]:
-        """Return the tokens of this rank's rows in these global batches, without and with padding.
+        """Return the tokens in this rank's rows of these global batches, without and with padding.
 
-        Both are 0 if the lengths of rows aren't known.
+        Both are 0 if the rows' lengths aren't known.
         """
         rows = self.sampler
         counted = [rows.count_tokens(step * rows.global_batch, rows.epoch) for step in steps]
@@ -441,12 +444,12 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
     """A DataLoader over this rank's part of each global batch, for a trainer.
 
     The trainer sets `done` to the number of this epoch's batches that it has computed.
-    `load_state_dict` resumes in mid-epoch, also with other shares.
+    `load_state_dict` resumes in the middle of an epoch, also with other shares.
 
     - `steps`: the batch sampler.
     - `ahead`: fetch each batch one step early, as accelerate's loader does.
     - `begins`: called when a loop begins.
-    - `asks`: called when the loop requests a batch, because the previous one is computed.
+    - `asks`: called when the loop requests a batch, because it has computed the previous one.
     - `options`: passed to DataLoader.
     """
 
@@ -483,12 +486,12 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
 
     @property
     def drawn_ahead(self) -> int:
-        """The maximum number of global batches that are drawn before the trainer requests them."""
+        """The maximum number of batches that are drawn before the trainer requests them."""
         drawn: int = self.num_workers * (self.prefetch_factor or 2)
         return drawn + self._ahead
 
     def take(self, step: int) -> tuple[int, ...]:
-        """Return each rank's number of rows in the global batch `step`, which the trainer begins.
+        """Return each rank's rows in a global batch that the trainer begins, `step`.
 
         Later changes of shares take effect after this batch.
         """
@@ -500,7 +503,7 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
         self.batch_sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data after `done` global batches, to be saved in a checkpoint.
+        """Return the position after `done` global batches, to save in a checkpoint.
 
         It is the same on all ranks with the same `done`.
         """
@@ -510,7 +513,7 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iteration continue at the position in `state`.
 
-        Raises RequestError if the global batch differs.
+        Raises RequestError if the state has another global batch.
         """
         rows = self.batch_sampler.sampler
         if state.get("global_batch") != rows.global_batch:
@@ -526,7 +529,7 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
 
 
 def _loop(batches: Iterator[Any], rows: UnevenBatchSampler) -> Iterator[Any]:
-    """Yield the batches within the sampler's `loop_context`."""
+    """Yield the batches inside the sampler's `loop_context`."""
     with rows.loop_context():
         yield from batches
 
@@ -541,7 +544,7 @@ def _fetch_ahead(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 class _CountedRequests:
-    """A DataLoader's iterator, with all its attributes, that calls `asks` before each batch."""
+    """A DataLoader's iterator that calls `asks` before each batch."""
 
     def __init__(self, batches: Any, asks: Callable[[], None]) -> None:
         self._batches, self._asks = batches, asks

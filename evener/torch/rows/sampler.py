@@ -1,9 +1,9 @@
 """Choose the rows of a data set that each rank computes.
 
-Every rank draws the same global order, which has each row once per epoch, and takes its own slice
-of each global batch. Slices have different sizes, and no communication is needed. A rank without a
-row in a short last batch gets a filler row with weight 0, so that it runs the same collectives as
-the other ranks.
+Every rank draws the same global order, which has each row once per epoch, and takes its slice of
+each global batch. Slices differ in size; no communication is needed. A rank without a row in a
+short last batch gets a filler row with weight 0, so that it runs the same collectives as the
+others.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RowOrder:
         return self._drawn
 
     def digest(self, epoch: int) -> int:
-        """Return a digest of the order of rows in an epoch, by which ranks compare their orders."""
+        """Return a digest of an epoch's row order, for ranks to compare."""
         drawn = self.draw(epoch)
         if self._digest is None:
             self._digest = crc32(drawn.numpy().tobytes())
@@ -91,7 +91,7 @@ class RowOrder:
 
 
 def _whole_numbers(given: Any) -> torch.Tensor | None:
-    """Return a 1-d int64 copy of a sequence of integers, or None for other values."""
+    """Return a 1-d int64 copy of integers; None for other values."""
     try:
         found = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError):
@@ -128,7 +128,7 @@ class ShareSchedule:
         )
 
     def change(self, rows: int, shares: tuple[int, ...]) -> None:
-        """Use `shares` for batches that begin at least `rows` rows after the newest batch's end."""
+        """Use other shares for batches that begin `rows` rows or more after the newest batch."""
         self._changes.append((self.begun + rows, shares))
 
 
@@ -137,10 +137,10 @@ class UnevenBatchSampler:
 
     No batch is empty: a rank without rows gets a filler row.
 
-    - `length`: number of rows of the data set.
-    - `shares`: number of rows of each rank in a full global batch.
+    - `length`: number of rows in the data set.
+    - `shares`: each rank's rows in a full global batch.
     - `shuffle`, `seed`: whether to shuffle the rows in each epoch, and the random seed.
-    - `order`: the order of rows, which replaces shuffling.
+    - `order`: an order of rows that replaces shuffling.
     - `drop_last`: leave out a last batch with fewer rows than the others.
     - `join_tail`: join a last batch with fewer rows than ranks to the batch before it.
     - `without_rows`: allow shares of 0.
@@ -185,20 +185,20 @@ class UnevenBatchSampler:
 
     @property
     def global_batch(self) -> int:
-        """The number of rows in a full step, summed over all ranks."""
+        """The number of rows in a full step, over all ranks."""
         return sum(self.shares)
 
     def change_shares(self, shares: tuple[int, ...], ahead: int) -> None:
-        """Use `shares` from now on; running loops change after their next `ahead` batches."""
+        """Use `shares` from now on; running loops change after `ahead` more batches."""
         # the rows of these batches may already have been drawn
         self.shares = shares
         for schedule in self._schedules:
             schedule.change(ahead * self.global_batch, shares)
 
     def warn_of_short_batches(self, planned: int) -> None:
-        """Warn if an epoch's last step has no row for a rank, or if the data set is too small.
+        """Warn if an epoch's last step has no row for a rank, or the data set is too small.
 
-        It is too small if it has fewer rows than `planned`, the plan's global batch. 0 skips this
+        It is too small if it has fewer rows than the plan's global batch, `planned`. 0 skips this
         check.
         """
         if self.length < planned:
@@ -257,14 +257,14 @@ class UnevenBatchSampler:
         return self.join_tail and not self.drop_last and 0 < rest < len(self.shares)
 
     def sizes(self, step: int) -> tuple[int, ...]:
-        """Return each rank's number of rows in a step, counted from `position` in the epoch.
+        """Return each rank's rows in a step, counted from `position` in the epoch.
 
-        The number is 0 for a rank that computes only a filler row.
+        It is 0 for a rank that computes only a filler row.
         """
         return self.sizes_at(self.position + step * self.global_batch)
 
     def take(self, step: int) -> tuple[int, ...]:
-        """Return each rank's number of rows in a step that a trainer begins now.
+        """Return each rank's rows in a step that a trainer begins now.
 
         `step` is counted from `position` in the epoch. Later changes of shares take effect after
         this step.
@@ -275,9 +275,9 @@ class UnevenBatchSampler:
     def sizes_at(
         self, first: int, epoch: int | None = None, schedule: ShareSchedule | None = None
     ) -> tuple[int, ...]:
-        """Return each rank's number of rows in the step that begins at row `first` of the order.
+        """Return each rank's rows in the step that begins at row `first` of the order.
 
-        By default, `epoch` is the current one, and `schedule` is the newest loop's schedule.
+        By default, `epoch` is the current one, and `schedule` is the newest loop's.
         """
         rows, full = self.length - first, self.global_batch
         shares = (schedule or self.schedule).at(first)
@@ -294,7 +294,7 @@ class UnevenBatchSampler:
         return [int(row) for row in self._slice(self._draw(self.epoch), first, self.schedule)]
 
     def rows_of_all(self, step: int) -> list[int]:
-        """Return the row indices of all ranks in a step of the newest loop.
+        """Return all ranks' row indices in a step of the newest loop.
 
         `step` is counted from `position` in the epoch.
         """
@@ -305,8 +305,8 @@ class UnevenBatchSampler:
         """Return in which steps the ranks' weights differ from a full step's.
 
         - None: in no step.
-        - A number: in the last step only, which has that many rows.
-        - An object that equals no other: possibly in every step.
+        - A number: only in the last step, which has this many rows.
+        - A new object, equal to no other: possibly in every step.
         """
         if self.changes or self.is_by_length:
             # equals no other object, because each step may weight ranks differently
@@ -348,21 +348,21 @@ class UnevenBatchSampler:
         return torch.randperm(self.length, generator=generator)
 
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
-        """Return an iterator over the batch of each step, made from the fetched batches.
+        """Yield each step's batch, made from the fetched batches.
 
-        Here, the batches are returned unchanged. LengthSampler joins the passes of a batch.
+        Here, they are returned unchanged. LengthSampler joins the passes of a batch.
         """
         return fetched
 
     def loop_context(self) -> AbstractContextManager[None]:
-        """Return the context in which a loader runs a loop over these batches.
+        """Return the context in which a loader iterates over these batches.
 
         Here, it does nothing. LengthSampler turns off cuDNN's attention in it.
         """
         return nullcontext()
 
     def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:
-        """Return (0, 0), because this class doesn't know the lengths of rows; see LengthSampler."""
+        """Return (0, 0), because the lengths of rows are unknown here; see LengthSampler."""
         return (0, 0)
 
     def digest(self, epoch: int) -> int | None:
@@ -370,7 +370,7 @@ class UnevenBatchSampler:
         return None if self.order is None else self.order.digest(epoch)
 
     def state_dict(self, steps: int = 0) -> dict[str, Any]:
-        """Return the position in the data after `steps` more steps, to be saved in a checkpoint.
+        """Return the position after `steps` more steps, to save in a checkpoint.
 
         It is the same on all ranks.
         """
@@ -382,7 +382,7 @@ class UnevenBatchSampler:
         return self.shuffle if self.order is None else f"order {self.order.digest(epoch):08x}"
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next iteration continue at the position in `state`, which `state_dict` returned.
+        """Make the next iteration continue at the position in a `state` of `state_dict`.
 
         Shares and the number of ranks may differ from the saved ones. Raises RequestError if the
         order of rows differs.
@@ -411,7 +411,7 @@ class UnevenBatchSampler:
 
 
 class _CudnnAttention:
-    """Turns off cuDNN's attention during the loops that can't use it."""
+    """Turns off cuDNN's attention while a loop runs that can't use it."""
 
     # PyTorch can turn it off only for the whole process, so the running loops are counted
 
@@ -421,10 +421,7 @@ class _CudnnAttention:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Return a context in which cuDNN's attention is off.
-
-        Contexts may overlap.
-        """
+        """Turn off cuDNN's attention within this context; contexts may overlap."""
         # The last one to end restores the setting from before the first.
         if not self._loops:
             self._before = torch.backends.cuda.cudnn_sdp_enabled()
@@ -448,9 +445,10 @@ _KEPT = 128
 class LengthSampler(UnevenBatchSampler):
     """Yields the row indices of each pass of one rank, with rows assigned by length.
 
-    `lengths` are the numbers of tokens in the data set's rows. `assigner` assigns a global batch's
-    rows to passes. Raises RequestError if the lengths don't fit the data set, or if no rank can
-    hold a row.
+    - `lengths`: number of tokens in each row of the data set.
+    - `assigner`: assigns a global batch's rows to passes.
+
+    Raises RequestError if the lengths don't fit the data set, or if no rank can hold a row.
     """
 
     # Global batches and their order are the same as without lengths, so a state can be loaded under
@@ -489,7 +487,10 @@ class LengthSampler(UnevenBatchSampler):
         self._assignments: dict[tuple[int, int], RowAssignment] = {}
 
     def assignment_at(self, first: int, epoch: int) -> RowAssignment:
-        """Return the row assignment of the global batch that begins at row `first` of an epoch."""
+        """Return how the rows of a global batch are assigned to passes.
+
+        The batch begins at row `first` of the epoch's order.
+        """
         found = self._assignments.get((epoch, first))
         if found is None:
             rows = self._draw(epoch)[first : first + sum(super().sizes_at(first))]
@@ -503,20 +504,20 @@ class LengthSampler(UnevenBatchSampler):
     def sizes_at(
         self, first: int, epoch: int | None = None, schedule: Any = None
     ) -> tuple[int, ...]:
-        """Return each rank's number of rows in the batch that begins at `first`.
+        """Return each rank's rows in the batch that begins at row `first` of the order.
 
-        The number is 0 for a rank that has only a filler row. By default, `epoch` is the current
-        one. `schedule` is ignored.
+        It is 0 for a rank that has only a filler row. By default, `epoch` is the current one.
+        `schedule` is ignored.
         """
         # `first` is a row's position in the epoch's order. Lengths determine the numbers of rows,
         # not `schedule`.
         return self.assignment_at(first, self.epoch if epoch is None else epoch).sizes
 
     def pass_sizes(self, first: int, epoch: int) -> tuple[int, ...]:
-        """Return the number of rows in each of this rank's passes of a batch.
+        """Return the rows in each of this rank's passes of a batch.
 
-        The batch begins at row `first` of the epoch's order. If the rank has only a filler row in
-        it, the result is (0,).
+        The batch begins at row `first` of the epoch's order. The result is (0,) if the rank has
+        only a filler row in it.
         """
         return tuple(map(len, self.assignment_at(first, epoch).passes[self.rank])) or (0,)
 
@@ -529,18 +530,18 @@ class LengthSampler(UnevenBatchSampler):
         return assign.tokens[self.rank], assign.padded[self.rank]
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """Iterate over the row indices of each pass, from the current epoch and position."""
+        """Iterate over the row indices of each pass, from the current position."""
         return chain.from_iterable(self.steps())
 
     def steps(self) -> Iterator[list[torch.Tensor]]:
-        """Iterate over the batches, each a list with the row indices of each pass.
+        """Iterate over the batches, each as a list of the row indices of its passes.
 
         The iteration starts at the current epoch and position.
         """
         return map(self._passes, self._firsts(), repeat(self.epoch))
 
     def _firsts(self) -> range:
-        """Return the positions at which the remaining batches of this epoch begin."""
+        """Return the first row's position of each remaining batch of this epoch."""
         return range(self.position, self.length, self.global_batch)[: self.steps_left]
 
     def _passes(self, first: int, epoch: int) -> list[torch.Tensor]:
@@ -551,11 +552,11 @@ class LengthSampler(UnevenBatchSampler):
         return [rows[torch.tensor(places)] for places in passes]
 
     def loop_context(self) -> AbstractContextManager[None]:
-        """Return a context in which cuDNN's attention is off, for a loop over these batches."""
+        """Return a context for a loop over these batches, with cuDNN's attention off."""
         return _cudnn_attention.disabled()
 
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
-        """Return an iterator over the batch of each step, made from the fetched passes.
+        """Yield each step's batch, joined from the fetched passes.
 
         A batch of several passes is an AssignedBatch.
         """
@@ -568,7 +569,7 @@ class LengthSampler(UnevenBatchSampler):
         )
 
     def digest(self, epoch: int) -> int:
-        """Return a digest of the lengths and, if there is one, of the user's order in an epoch."""
+        """Return a digest of the lengths, and of the user's order if there is one."""
         return crc32(self._lengths.numpy().tobytes(), super().digest(epoch) or 0)
 
     def _draw(self, epoch: int) -> torch.Tensor:

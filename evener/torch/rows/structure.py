@@ -1,4 +1,4 @@
-"""Find the tensors in a batch, cut out rows, and represent batches with rows assigned by length."""
+"""Find the tensors in a batch and cut out rows; hold batches with rows assigned by length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...errors import RequestError
 class AssignedBatch:
     """A rank's batch in passes, with rows assigned by length.
 
-    Using the batch like a normal one raises RequestError.
+    Using it like a normal batch raises RequestError.
     """
 
     # Each pass is collated separately.
@@ -45,9 +45,9 @@ class AssignedBatch:
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Return a number that identifies a tensor's storage: its address.
+    """Return the address of a tensor's storage, which identifies the storage.
 
-    For a sparse tensor, which has no storage, return its id.
+    A sparse tensor has none; its id is returned.
     """
     try:
         return int(tensor.untyped_storage().data_ptr())
@@ -56,9 +56,9 @@ def address(tensor: torch.Tensor) -> int:
 
 
 def each_tensor(function: Callable[[Any], Any], data: Any) -> Any:
-    """Return nested tuples, lists and mappings with `function` applied to every tensor in them.
+    """Apply `function` to every tensor in nested tuples, lists and mappings.
 
-    Containers keep their types, and other values are unchanged.
+    Return the same structure, with other values unchanged.
     """
     if isinstance(data, torch.Tensor):
         return function(data)
@@ -66,7 +66,7 @@ def each_tensor(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 def tensors_in(data: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested tuples, lists, mappings and AssignedBatches, in their order."""
+    """Return the tensors in nested tuples, lists, mappings and AssignedBatches, in order."""
     found: list[torch.Tensor] = []
     _add_tensors(data, found)
     return found
@@ -90,9 +90,9 @@ def _add_tensors(data: Any, tensors: list[torch.Tensor]) -> None:
 
 
 def each_item(function: Callable[[Any], Any], data: Any) -> Any:
-    """Return a tuple, list, mapping or AssignedBatch with `function` applied to its items.
+    """Apply `function` to each item of a tuple, list, mapping or AssignedBatch.
 
-    Anything else is returned unchanged.
+    Return the same structure. Anything else is returned unchanged.
     """
     if isinstance(data, AssignedBatch):
         return data.map(function)
@@ -132,10 +132,7 @@ def cut_rows(data: Any, start: int, stop: int, rows: int) -> Any:
 
 
 def _cut_tensor(data: Any, shape: Any, start: int, stop: int, rows: int) -> Any:
-    """Return rows `start` to `stop` - 1 of a tensor or array.
-
-    A scalar is returned unchanged. Raises RequestError if the first dimension isn't `rows`.
-    """
+    """Return rows `start` to `stop` - 1 of a tensor or array."""
     if not shape:
         return data
     if len(data) != rows:
@@ -148,10 +145,7 @@ def _cut_tensor(data: Any, shape: Any, start: int, stop: int, rows: int) -> Any:
 
 
 def _has_an_item_for_each_row(data: Any, rows: int) -> bool:
-    """True for a list or tuple with one plain item per row.
-
-    An item is plain if it isn't a tensor, list, tuple or mapping.
-    """
+    """True for a list or tuple with one item, such as a text, per row."""
     # Texts are plain items, for example.
     if not isinstance(data, (list, tuple)) or not data or len(data) != rows:
         return False
