@@ -48,11 +48,11 @@ class Discovery(msgspec.Struct, frozen=True):
 def choose_devices(
     listing: Listing, terms: Sequence[Term], visible: Sequence[Device], hidden: str
 ) -> Discovery:
-    """Return the listed devices that the terms name, in the terms' order.
+    """Return the devices that the terms name, in the terms' order.
 
-    A term without an index or id selects all `visible` devices. The result has a note on each
-    device if other programs use more than 5 % of its memory. Raises DeviceError if no device is
-    visible; `hidden` is the setting that hides them, for the message.
+    A term without an index or id selects all `visible` devices. Notes name devices that have more
+    than 5 % of their memory in use by other programs. Raises DeviceError if no device is visible.
+    `hidden` is the setting that hides them, for the message.
     """
     chosen: list[Device] = []
     for term in terms:
@@ -76,7 +76,7 @@ def choose_devices(
 
 
 def pick_device(devices: Sequence[Device], pick: str) -> Device:
-    """Return the device that `pick` names by its index, its id or a unique prefix of its id.
+    """Return the device with this index, id or unique prefix of an id.
 
     Raises RequestError, which lists the available devices, unless exactly one device matches.
     """
@@ -94,11 +94,11 @@ def pick_device(devices: Sequence[Device], pick: str) -> Device:
 
 
 def visible_devices(devices: Sequence[Device], variable: str | None) -> tuple[Device, ...]:
-    """Return the devices that a variable such as CUDA_VISIBLE_DEVICES makes visible, in its order.
+    """Return the devices that CUDA_VISIBLE_DEVICES or a similar variable allows, in its order.
 
-    `variable` is the variable's value; None if it isn't set, which makes all devices visible. Its
-    entries are indices or prefixes of ids. If an entry matches no device, that entry and all
-    entries after it are ignored. If a device is named twice, no device is visible.
+    `variable` is the variable's value; None, if it isn't set, allows all devices. Its entries are
+    indices or prefixes of ids. An entry that matches no device ends the list. If a device is named
+    twice, no device is visible.
     """
     # these are CUDA's rules; source: CUDA C++ programming guide, environment variables
     if variable is None:
@@ -168,7 +168,7 @@ class VitalsReader(Protocol):
 
 
 class VitalsWatch:
-    """Reads one device's vitals in the background, so that a driver that hangs blocks no caller.
+    """Reads one device's vitals in the background, so that a hanging driver blocks no caller.
 
     Each reading has its own thread. Until the driver has answered once, the vitals are empty, and
     failures aren't reported. After that, the field `trouble` reports them.
@@ -211,7 +211,7 @@ class VitalsWatch:
 
     @property
     def silent_seconds(self) -> float:
-        """The seconds since the driver was asked for the pending reading; 0 if none is pending.
+        """The seconds since the driver was asked; 0 if no reading is pending.
 
         Time that the reading's thread spent waiting for a free CPU doesn't count.
         """
@@ -375,9 +375,9 @@ class Backend(Protocol):
         return self.show([device.id for device in devices])
 
     def name_in(self, framework: str, number: int) -> str:
-        """Return the framework's name for a device of a child process, such as "cuda:0" or "GPU:0".
+        """Return the framework's name for a device, such as "cuda:0" or "GPU:0".
 
-        `number` is the device's index among the devices that the child sees.
+        `number` is the device's index among the devices that the child process sees.
         """
         words = {"torch": self.torch_name, "tensorflow": self.tensorflow_name}
         return f"{words.get(framework) or self.kind.upper()}:{number}"

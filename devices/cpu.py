@@ -152,9 +152,9 @@ class CpuSource:
 
 
 def read_heat() -> tuple[Reading, Reading]:
-    """Return the processor's temperature, and the temperature at which it throttles, in °C.
+    """Return the temperature of the processor's hottest sensor, and its throttling limit, in °C.
 
-    Both come from its hottest sensor. Without a sensor, they are unsupported readings.
+    Without a sensor, both are unsupported readings.
     """
     sensors: dict[str, list[Any]] = {}
     with suppress(OSError, AttributeError, RuntimeError):
@@ -167,7 +167,7 @@ def read_heat() -> tuple[Reading, Reading]:
 
 
 def read_clock(cores: Sequence[int]) -> tuple[Reading, Reading]:
-    """Return the current and the highest clock, in MHz, of the first of these cores.
+    """Return the first core's current and highest clock in MHz.
 
     A clock that the kernel doesn't report is an unsupported reading.
     """
@@ -203,7 +203,7 @@ class CpuSlices(Backend):
     tensorflow_name = "CPU"
 
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-        """Return the slices that the terms name, with a note on cores that no slice uses.
+        """Return the slices that the terms name, with a note about unused cores.
 
         No environment variable hides slices. Raises RequestError if the terms cut the CPU into
         different numbers of slices.
@@ -243,8 +243,8 @@ class CpuSlices(Backend):
     def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
         """Return the environment of a child process that uses only these slices.
 
-        The child gets the slices' logical CPUs, one thread per physical core, and the sum of the
-        slices' memory as its memory limit. How that limit is enforced depends on `framework`.
+        The child gets the slices' logical CPUs, one thread per physical core, and a memory limit.
+        The limit is the sum of the slices' memory. How it is enforced depends on `framework`.
         """
         cores = tuple(sorted(core for device in devices for core in device.cores))
         threads = max(1, len(core_groups(cores)))

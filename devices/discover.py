@@ -28,11 +28,11 @@ def discover(
     environ: Mapping[str, str] | None = None,
     ray_address: str = "",
 ) -> Discovery:
-    """Return the devices that `spec`, the value of `--devices`, names, in its order.
+    """Return the devices that `--devices SPEC` names, in the order of `spec`.
 
     If `only_visible`, the terms `auto` and `gpu` select only devices that CUDA_VISIBLE_DEVICES or
-    another maker's variable makes visible. On a cluster, they select only devices that Ray reserves
-    for this process. A GPU that is named explicitly is used regardless. `environ` replaces this
+    another maker's variable allows. On a cluster, they select only devices that Ray reserves for
+    this process. A GPU that is named explicitly is used regardless. `environ` replaces this
     process's environment.
 
     Raises RequestError if the spec is malformed, names a device twice or names one that doesn't
@@ -108,12 +108,11 @@ SETTLE_READS = 3
 
 
 def find_others(devices: Sequence[Device]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return messages about full devices, and messages about devices that other programs use now.
+    """Return messages about full devices, and about devices that other programs use now.
 
     A device is full if its free memory is below a threshold. The threshold is 5 % of the device's
-    memory, but at least 600 MiB and at most 2 GiB, and never more than a training process may use
-    there. Call this before a session starts child processes, because they would count as other
-    programs.
+    memory, but at least 600 MiB and at most 2 GiB. It is never more than a training process may
+    use. Call this before starting child processes, because they would count as other programs.
     """
     opened = [(device, find_backend(device.kind).open_vitals(device)) for device in devices]
     readers = [(device, reader) for device, reader in opened if reader]

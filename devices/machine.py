@@ -42,7 +42,7 @@ Curve = Annotated[Points, Meta(min_length=2)]
 
 
 class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The time per step for synchronizing, as far as computation doesn't hide it, in ms.
+    """The time per step for synchronizing that computation doesn't hide, in ms.
 
     Within a host, it is `base_ms`, plus `per_device_ms` for each device after the first. With
     several hosts, `network_ms` is added once, and `per_host_ms` for each host after the first.
@@ -56,7 +56,7 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def seconds(self, devices: int, hosts: int = 1) -> float:
         """Return the seconds per step for synchronizing; 0 for one device.
 
-        `devices` is the number of devices with samples, and `hosts` the number of their hosts.
+        `devices` counts only devices with samples, and `hosts` their hosts.
         """
         within = self.base_ms + self.per_device_ms * (devices - 1) if devices >= 2 else 0.0
         across = self.network_ms + self.per_host_ms * (hosts - 1) if hosts >= 2 else 0.0
@@ -103,7 +103,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def fixed_ms(self) -> float:
-        """The time of a step without rows, in milliseconds, estimated from the curve.
+        """The time of a step without rows, in ms, estimated from the curve.
 
         The line through each pair of neighboring points gives an estimate at 0 rows. The lowest of
         these estimates is used.
@@ -114,7 +114,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return max(0.0, min(*begins, self.curve[-1][1]))
 
     def seconds(self, batch: int, passes: int = 1) -> float:
-        """Return the seconds of one step without limit or contention; 0 for an empty batch.
+        """Return the seconds of one step without limit or contention; 0 without rows.
 
         The step is computed in `passes` passes of about equal size.
         """
@@ -152,10 +152,10 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return fastest
 
     def gain(self, processes: int) -> float:
-        """Return the throughput of several runs at once on this device, relative to one run's.
+        """Return the throughput of several runs together, as a multiple of one run's.
 
-        `processes` is the number of these training runs. Without a `pack_gain` curve, they share
-        the device's time, so the gain is 1.
+        `processes` is the number of training runs. Without a `pack_gain` curve, they share the
+        device's time, so the gain is 1.
         """
         points = self.pack_gain
         if not points or processes <= 1:
@@ -273,7 +273,7 @@ class Machine(msgspec.Struct, frozen=True):
     def device_seconds(
         self, position: int, share: int, busy_together: bool, passes: int = 1
     ) -> float:
-        """Return how long one device computes in a step of `share` rows, in seconds.
+        """Return how many seconds one device computes in a step of `share` rows.
 
         The rows are divided into `passes` passes. If `busy_together`, other devices compute at the
         same time, which may slow this one down (contention).
@@ -286,10 +286,10 @@ class Machine(msgspec.Struct, frozen=True):
     def pack_seconds(
         self, position: int, share: int, processes: int, busy_together: bool = False
     ) -> float:
-        """Return the step time in seconds of several equal training runs that share one device.
+        """Return the step time in seconds of equal training runs on one device.
 
-        `processes` is the number of these runs, each with `share` rows. If `busy_together`, other
-        devices compute at the same time.
+        `processes` is the number of runs, each with `share` rows. If `busy_together`, other devices
+        compute at the same time.
         """
         return (
             processes
@@ -308,7 +308,7 @@ class Machine(msgspec.Struct, frozen=True):
         )
 
     def step_noise(self, shares: Sequence[int]) -> float:
-        """Return the relative standard deviation of a step's time: that of the noisiest device.
+        """Return the relative standard deviation of a step's time, by its noisiest device.
 
         `shares` are the rows of each device. Devices without rows don't count.
         """
@@ -322,11 +322,11 @@ class Machine(msgspec.Struct, frozen=True):
         return self.devices[position].memory_bytes(rows)
 
     def part_bytes(self, position: int, rows: int, part: float, in_passes: bool = False) -> int:
-        """Return a device's peak memory in bytes in sharded training, for passes of `rows` rows.
+        """Return a device's peak memory in bytes in sharded training, with `rows` per pass.
 
         The device holds the fraction `part` of the model's state. If `in_passes`, the step has
-        several passes, and the device also holds the gradients that are accumulated over them.
-        Raises ValueError if the machine file describes no shards.
+        several passes, and the device also holds the accumulated gradients. Raises ValueError if
+        the machine file describes no shards.
         """
         shards = self.shards
         if shards is None:

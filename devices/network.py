@@ -36,10 +36,10 @@ def loopback_interface() -> dict[str, str]:
 
 
 def choose_interface(host: str, hosts: Iterable[str]) -> dict[str, str]:
-    """Return the variables that make gloo and NCCL use the interface to the other hosts.
+    """Return variables that make gloo and NCCL use the interface to other hosts.
 
-    `host` is the name of this host among `hosts`. Environment variables that are already set are
-    left out. Return an empty dictionary if there are no other hosts or no route to them.
+    `host` is this host's name among `hosts`. Variables that are already set are left out. Return an
+    empty dictionary if there are no other hosts or no route to them.
     """
     others = [other for other in hosts if other != host]
     interface = find_interface(others[0]) if others else ""
@@ -86,10 +86,10 @@ def find_own_address(host: str, hosts: Iterable[str]) -> str:
 
 
 class Listener:
-    """Listens on a free port of `address`, and on the rendezvous port if that is free.
+    """Listens on a free port of `address`, and on the rendezvous port if possible.
 
-    Other hosts connect to these ports to check that this host can be reached. The kernel accepts
-    the connections. Nothing is read from them.
+    Other hosts connect to check that they can reach this host. Nothing is read from the
+    connections.
     """
 
     def __init__(self, address: str) -> None:

@@ -157,7 +157,7 @@ START_TIME_TOLERANCE_SECONDS = 0.05  # psutil computes it from clock ticks
 
 
 def send_signal(row: ProcessSample, name: str) -> None:
-    """Send the signal `name`, such as "TERM" for SIGTERM, to the process of this row.
+    """Send the signal `name`, such as "TERM", to the process of this row.
 
     The start time and owner of the process are checked first. Raises RequestError if the process
     has ended, if its pid now belongs to another process, or if this user may not signal it.

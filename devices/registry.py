@@ -59,7 +59,7 @@ def name_maker(devices: Iterable[Device]) -> str:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of the device with this label or id, such as "gpu" for GPU:0.
+    """Return the kind of a device by its label or id, such as "gpu".
 
     The kind is the prefix in lower case, so "sim-0-t4" gives "sim". A GPU's id may instead have a
     prefix of its maker, such as "mig".
@@ -137,7 +137,7 @@ def child_environment(devices: Sequence[Device], framework: str) -> ChildEnviron
 
 
 def import_path(inherited: str) -> str:
-    """Return the PYTHONPATH for a child process that must import the same evener as this process.
+    """Return a PYTHONPATH with which a child process imports the same evener.
 
     `inherited` is the current PYTHONPATH. If `evener` was found through a directory on `sys.path`,
     that directory comes first.

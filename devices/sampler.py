@@ -63,7 +63,7 @@ class Sampler:
         )
 
     def set_loads(self, loads: Mapping[str, tuple[float | None, int]]) -> None:
-        """Set the load of each simulated device: its samples/s and its share of a probe's batch.
+        """Set the samples/s and rows per pass of each simulated device.
 
         `loads` is keyed by the devices' ids. The samples/s are None while unknown. A device that
         isn't in `loads` becomes idle. Does nothing for real devices, whose probes report samples/s.
@@ -114,7 +114,7 @@ class Sampler:
     def history(
         self, key: str, metric: str, newest: int = HISTORY_TICKS
     ) -> tuple[float | None, ...]:
-        """Return a metric's values at the newest ticks, at most `newest` of them, the oldest first.
+        """Return a metric's values at the newest ticks, oldest first, at most `newest`.
 
         `key` identifies a device or a training run. A tick without a current value is None.
         """
@@ -173,7 +173,7 @@ class Sampler:
 
 
 class History:
-    """The values of the last ticks, stored as one column for each metric of a device.
+    """The values of the last ticks, in one column per device and metric.
 
     The last `ticks` ticks are always kept; older ones are dropped from time to time. The class
     isn't thread-safe.
@@ -247,7 +247,7 @@ class History:
 def stale(
     snapshot: Snapshot, age_seconds: float, why: str = "the driver does not answer"
 ) -> Snapshot:
-    """Return the snapshot with every value marked as stale, and with a note that says why.
+    """Mark every value of a snapshot as stale, and add a note.
 
     The note contains the snapshot's age in seconds and the reason `why`.
     """
@@ -272,7 +272,7 @@ def _stale_readings(sample: Sample, age_seconds: float) -> Sample:
 
 
 def open_sampler(devices: str, ray_address: str = "") -> tuple[Sampler, tuple[Device, ...]]:
-    """Return a sampler of the requested devices, and the requested devices that a search may use.
+    """Return a sampler of the requested devices, and the devices that a search may use.
 
     `devices` is a value of `--devices`. `ray_address` and the exceptions are as in `discover`.
     """

@@ -63,8 +63,7 @@ class _Entry(msgspec.Struct, frozen=True):
 def load_machine(path: str | PathLike[str]) -> Machine:
     """Return the machine that the TOML file at `path` describes.
 
-    Raises RequestError, which says what is wrong and where, if the file can't be read or is
-    invalid.
+    Raises RequestError with the fault and its place if the file can't be read or is invalid.
     """
     text = read_whole(path, "machine file", "Name an existing TOML file with [[device]] tables.")
     return parse_machine(text, str(path))

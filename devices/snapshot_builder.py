@@ -89,10 +89,9 @@ class SnapshotBuilder:
     def complete(
         self, samples: Sequence[DeviceSample], seen: Mapping[str, Sequence[DeviceUse]]
     ) -> tuple[tuple[DeviceSample, ...], tuple[ProcessSample, ...]]:
-        """Return the samples with samples/s filled in, and a row for each process on each device.
+        """Fill in samples/s, and return a row for each process on each device.
 
-        The processes are those that the driver reports (`seen`, by device id) or that write
-        reports.
+        The driver reports some processes (`seen`, by device id); others write reports themselves.
         """
         devices = [sample.device for sample in samples]
         pids = {identity: [each.pid for each in there] for identity, there in seen.items()}

@@ -18,7 +18,7 @@ DeviceKind = Annotated[str, Meta(pattern="^[a-z0-9]{1,12}$")]  # a key of device
 
 
 class Limit(msgspec.Struct, frozen=True):
-    """A limit given after `@`: a percentage of a device's compute, a part of its memory, or both.
+    """A limit given after `@`: a percentage of a device's compute, or memory, or both.
 
     On a real device, the limit is enforced.
     """

@@ -13,10 +13,10 @@ LIMIT_SECONDS = 60.0
 
 
 def start_command(command: str, alert: Alert) -> str:
-    """Start the user's command for an alert; return an error message, or "" if it was started.
+    """Start the user's command for an alert; return "", or an error message.
 
-    The alert is in the command's environment: EVENER_ALERT is its kind, EVENER_ABOUT the label of
-    the device or training, and EVENER_TEXT the message. The command has no terminal, and is
+    The command's environment describes the alert. EVENER_ALERT is its kind, EVENER_ABOUT the label
+    of the device or training, and EVENER_TEXT the message. The command has no terminal, and is
     killed after `LIMIT_SECONDS`.
     """
     described = {

@@ -217,8 +217,8 @@ class EvenerApp(BaseApp):
     def closing_lines(self, width: int | None) -> list[str]:
         """Return the lines to print on the terminal after the app is closed.
 
-        They are about the last search, and about a training that was started in the app. Lines
-        about the search are wrapped to `width` characters, or not at all if it is None.
+        They are about the last search and a training that was started in the app. Text about the
+        search is wrapped to `width` characters, or not wrapped if it is None.
         """
         from .text.closing import closing_lines
 

@@ -53,8 +53,8 @@ _SERIALS = itertools.count(1)
 class SessionReported(Message):
     """Posted when a live or replayed session reports an event.
 
-    `source` is the number of the session's SessionThread, by which late events of an earlier
-    session are recognized.
+    `source` is the number of the session's SessionThread, to recognize late events of an earlier
+    session.
     """
 
     source: int
@@ -322,9 +322,9 @@ class BaseApp(App[int]):
     ) -> None:
         """Start a search on these devices, or resume a run.
 
-        To resume a run, `kept` has its measurements, and `resumed` the keyword arguments of
-        `open_run`, such as `resume`, the id of the run. Nothing happens if a search is running
-        already. A read-only app shows a warning instead.
+        A resumed run gives its measurements as `kept`, and keyword arguments of `open_run` such as
+        its id as `resumed`. Nothing happens if a search is running already. A read-only app shows a
+        warning instead.
         """
         if self.readonly:
             self.show_message("This app is read-only: it starts no search.", severity="warning")

@@ -67,8 +67,8 @@ def run_app(
     """Run the app on this terminal and return the exit code.
 
     - `theme`: the theme's name; None for the theme of the user's settings.
-    - `serving`: returns the context in which the app runs, such as a metrics server. Its argument
-      is a callable that returns the latest snapshot.
+    - `serving`: returns a context around the app, such as a metrics server. Its argument is a
+      callable that returns the latest snapshot.
     - `options`: passed to the app.
 
     Raises RequestError or DeviceError, with the terminal unchanged, if the app isn't installed or
@@ -190,7 +190,7 @@ CODE = 129  # the exit code after SIGHUP
 
 @contextmanager
 def watching_terminal(leave: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
-    """Return a context in which a hang-up of the terminal ends the app.
+    """End the app if its terminal hangs up while in this context.
 
     `leave` is called immediately, to exit the app. If the app still runs after `GRACE_SECONDS`,
     `end` is called to stop its threads, and the process exits.

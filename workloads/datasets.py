@@ -94,9 +94,9 @@ def sine_waves(
 
 
 def grey_noise(rows: int) -> tuple[Any, Any]:
-    """Return random grey values from 0 to 255 as float32 (rows, 28, 28, 1), and labels (rows,).
+    """Return random grey images and labels, like MNIST but without anything to learn.
 
-    They have MNIST's shapes, but nothing can be learned from them.
+    The images are float32 (rows, 28, 28, 1) from 0 to 255, the labels (rows,).
     """
     random = np.random.default_rng(rows)
     greys = random.integers(0, 256, (rows, SIZE, SIZE, 1), dtype=np.uint8)

@@ -63,10 +63,7 @@ class WorkerSetup(msgspec.Struct, frozen=True):
 
 
 class PhaseSeconds(msgspec.Struct, frozen=True):
-    """The total seconds of two phases of the steps since the last reading; None if unknown.
-
-    Input is the wait for the rows of a batch, and update is the optimizer's step.
-    """
+    """The total seconds of two phases since the last reading; None if unknown."""
 
     input_seconds: float | None = None  # waiting for the rows of a batch
     update_seconds: float | None = None  # the optimizer's own step
@@ -177,7 +174,7 @@ class Workload(ABC):
         return None
 
     def time_on_device(self) -> float | None:
-        """Return the seconds that a device takes for one step if the host never delays it.
+        """Return a step's seconds on the device if the host never delays it.
 
         All of the step's kernels are enqueued before the device begins. Return None if the device
         doesn't support that. All ranks of a group must call this method at the same time.
@@ -275,10 +272,10 @@ class MemoryMeter:
             Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the resident memory
 
     def read(self) -> tuple[int | None, ...]:
-        """Return the bytes by which the peak since `reset` exceeds the memory before the model.
+        """Return how far the peak since `reset` exceeds the memory before the model, in bytes.
 
-        The result has None for each of several devices, because they share the process's memory. It
-        also has None if the kernel doesn't report the peak.
+        Several devices share the process's memory, so each has None. The result is also None if the
+        kernel doesn't report the peak.
         """
         peak = _status_bytes("VmHWM")
         if self._devices != 1 or peak is None:

@@ -222,9 +222,9 @@ def resolve_settings(entry: Entry, given: Mapping[str, Any]) -> dict[str, Any]:
 def find_imports(name: str, framework: str) -> tuple[str, ...]:
     """Return the modules to import before a workload's child processes are forked.
 
-    Each item is "module" or "module:attribute": first the backend's module, then the libraries that
-    a script imports. The result is empty if these modules are unknown. Each child imports the
-    user's own modules itself, because they may start CUDA.
+    Each item is "module" or "module:attribute". The backend's module comes first, then the
+    libraries that a script imports. The result is empty if these modules are unknown. Each child
+    imports the user's own modules itself, because they may start CUDA.
     """
     from . import user_code
 

@@ -123,7 +123,7 @@ def guess_framework(name: str) -> str:
 
 
 def script_framework(script: Path) -> str:
-    """Return the framework that a Python file imports, directly or through a library based on it.
+    """Return the framework that a Python file imports, also through other libraries.
 
     The result is empty if the file imports no framework or several, or can't be parsed.
     """
@@ -218,10 +218,9 @@ def load(name: str, settings: Mapping[str, Any]) -> UserModule:
 def find_function(name: str, settings: Mapping[str, Any]) -> UserFunction:
     """Import the user's module and return its function, without calling the function.
 
-    `name` is the module and the function, separated by a colon. If the function requires an
-    argument `model` that isn't in `settings`, the module's `load_model` is called to make it.
-    Raises RequestError if the function is missing or doesn't accept the settings. Exceptions from
-    the user's code propagate.
+    `name` is the module and the function, separated by a colon. If the function requires a `model`
+    that isn't in `settings`, the module's `load_model` makes it. Raises RequestError if the
+    function is missing or doesn't accept the settings. Exceptions from the user's code propagate.
     """
     home, _, attribute = name.rpartition(":")
     module = _import(home, Path(home).resolve() if names_a_file(home) else None)
@@ -264,7 +263,7 @@ def _check_arguments(name: str, function: Callable[..., Any], arguments: Mapping
 
 
 def find_line(error: BaseException, name: str = "") -> str:
-    """Return the last line of user code in an error's traceback, such as "file.py:12"; else "".
+    """Return an error's last line of user code, such as "file.py:12", or "".
 
     User code is all code outside evener, Python itself and installed packages. The module of the
     workload `name` always counts as user code.
@@ -367,7 +366,7 @@ _BUILDS = ("build", "make", "create", "get_model", "model", "trainer")
 
 
 def find_models(folder: Path) -> tuple[str, ...]:
-    """Return the functions in a folder's Python files that could build a model.
+    """Return functions in a folder's Python files that could build a model.
 
     Each has a name like "train.py:build". Typical names, such as `build`, come first, then the
     newest files. Files that can't be parsed, or that import no framework, are left out. No code is

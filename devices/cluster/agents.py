@@ -181,11 +181,11 @@ class Agent:
             self.finish(self.begin("drop", name), CLOSE_SECONDS)
 
     def restart(self, generation: int) -> bool:
-        """Replace the host's dead actor by a new one, and recreate the objects that it kept.
+        """Replace the host's dead actor, and recreate the objects that it kept.
 
-        `generation` is the generation of the dead actor. If another thread has already replaced it,
-        nothing is done. Return False if the host has gone, if no new actor can be started, or if
-        the actor has been restarted too often.
+        `generation` is the dead actor's. If another thread has already replaced that actor, nothing
+        is done. Return False if the host has gone, if no new actor can be started, or after
+        `MOST_RESTARTS` restarts.
         """
         with self._restarting:
             if self.generation != generation:  # another thread has restarted it
@@ -288,7 +288,7 @@ class RemoteObject:
 
 
 def start_agents(nodes: Iterable[Node], reserve: bool = True) -> tuple[Agent, ...]:
-    """Return an agent for each node; an existing agent is reused if it still answers.
+    """Return an agent for each node, reusing agents that still answer.
 
     If `reserve`, each agent reserves all GPUs of its node that no other job holds. Raises
     DeviceError, which names the host, if no actor can be started on it.
@@ -320,11 +320,11 @@ def start_agents(nodes: Iterable[Node], reserve: bool = True) -> tuple[Agent, ..
 def ask_each(
     agents: Sequence[Agent], function: Callable[..., Any], given: Mapping[str, Any], held: bool
 ) -> dict[Agent, Any]:
-    """Run a function on every host at the same time, and return the results by agent.
+    """Run a function on every host at the same time; return the results by agent.
 
-    The function gets two arguments: the host's value in `given`, and the ids of the GPUs that the
-    agent reserves (None if `held` is False). A RequestError from the function is raised here with
-    the name of the host.
+    The function gets the host's value in `given`, and the ids of the GPUs that the agent reserves.
+    The ids are None if `held` is False. A RequestError from the function is raised here with the
+    name of the host.
     """
     ids = [agent.finish(agent.begin("gpu_ids")) if held else None for agent in agents]
     calls = [

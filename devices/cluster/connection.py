@@ -38,10 +38,10 @@ class Node(msgspec.Struct, frozen=True):
 
 
 def connect(address: str = "") -> None:
-    """Connect this process to the cluster at `address`; do nothing if it is connected already.
+    """Connect this process to the cluster at `address`, unless it is already connected.
 
     The default for `address` is RAY_ADDRESS or, without it, this machine's cluster. Raises
-    RequestError if Ray isn't installed, and DeviceError if the cluster doesn't exist or this
+    RequestError if Ray isn't installed. Raises DeviceError if the cluster doesn't exist or this
     process can't use it.
     """
     if find_spec("ray") is None:

@@ -52,10 +52,10 @@ class HostDevices(msgspec.Struct, frozen=True):
 
 
 def discover_cluster(terms: Sequence[Term], address: str = "", reserve: bool = True) -> Discovery:
-    """Return the devices that the terms name on the hosts of the cluster at `address`.
+    """Return the devices that the terms name on the cluster's hosts.
 
     If `reserve`, GPUs that other jobs hold are left out, and the returned GPUs are reserved for
-    this process. Raises RequestError if a host or device doesn't exist, and DeviceError if the
+    this process. Raises RequestError if a host or device doesn't exist. Raises DeviceError if the
     cluster or one of its hosts can't be used.
     """
     connect(address)
@@ -85,7 +85,7 @@ def _hold_cpus(agents: Sequence[Agent], devices: Sequence[Device]) -> tuple[str,
 
 
 def assign_terms(terms: Sequence[Term], nodes: Sequence[Node]) -> dict[str, list[Term]]:
-    """Return the terms that concern each host, by the host's address, in the request's order.
+    """Return each host's terms by the host's address, in the request's order.
 
     Raises RequestError if the host of a term isn't in the cluster.
     """
@@ -272,10 +272,10 @@ def explain_versions(by_host: dict[str, dict[str, str]]) -> tuple[str, ...]:
 
 
 def find_plan_nodes(plan: Plan, address: str) -> dict[str, Node]:
-    """Return the node of each host that has a share in the plan, by the plan's name for the host.
+    """Return the node of each host with a share in the plan, by the host's name.
 
-    Raises PlanError if the plan names no hosts, and RequestError or DeviceError if a host isn't in
-    the cluster at `address`.
+    Raises PlanError if the plan names no hosts. Raises RequestError or DeviceError if a host isn't
+    in the cluster at `address`.
     """
     hosts = list(dict.fromkeys(share.host for share in plan.layout.active))
     if not hosts[0]:
@@ -289,10 +289,10 @@ def find_plan_nodes(plan: Plan, address: str) -> dict[str, Node]:
 
 
 def hold_other_gpus(node: Node, wanted: Collection[str]) -> list[Agent]:
-    """Reserve the node's free GPUs except the wanted GPUs, and return the agents that hold them.
+    """Reserve a node's free GPUs except the `wanted` ones, so that Ray assigns only these.
 
-    `wanted` are UUIDs. On this node, Ray can then assign only the wanted GPUs. The reservations end
-    when the agents are garbage-collected. Raises DeviceError if a wanted GPU isn't free.
+    `wanted` are UUIDs. Return the agents that hold the other GPUs; the reservations end when the
+    agents are garbage-collected. Raises DeviceError if a wanted GPU isn't free.
     """
     if node.gpus == node.free_gpus == len(wanted):
         return []

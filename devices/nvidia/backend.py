@@ -116,7 +116,7 @@ class NvidiaGpus(Backend):
         return listing
 
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-        """Return the GPUs that the terms name, with a note if CUDA may number them differently.
+        """Return the GPUs that the terms name; a note says if CUDA numbers them differently.
 
         CUDA numbers the fastest GPU first unless CUDA_DEVICE_ORDER is set. nvidia-smi and evener
         number GPUs by PCI bus.
@@ -152,9 +152,9 @@ class NvidiaGpus(Backend):
         return {self.visible_variable: numbers, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
     def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
-        """Return variables that select the GPUs by UUID, and set a limit in percent through MPS.
+        """Return variables that select GPUs by UUID, and limit their percentage through MPS.
 
-        Raises DeviceError if there is a limit in percent and no MPS daemon is running, and
+        Raises DeviceError if there is a limit in percent and no MPS daemon is running. Raises
         ValueError if the GPUs have different percentages.
         """
         grown = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
@@ -180,9 +180,9 @@ class NvidiaGpus(Backend):
         return NvmlVitals(device)
 
     def bus_address(self, device: Device) -> str:
-        """Return the GPU's PCI address in sysfs notation; "" if the driver doesn't report it.
+        """Return the GPU's PCI address in sysfs notation; "" if unknown.
 
-        Return "" for a MIG instance too, because different users may use instances of one GPU.
+        A MIG instance has none, because different users may use instances of one GPU.
         """
         if device.id.startswith("MIG-"):
             return ""

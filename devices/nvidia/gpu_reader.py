@@ -99,7 +99,7 @@ class GpuReader:
 
     The monitor calls `sample`, and a probe calls `vitals`. These methods and `processes.read` raise
     only GpuGoneError and DriverGoneError. After such an error, a new reader is needed. For a MIG
-    instance, `parent` is the handle of its GPU.
+    instance, `parent` is its GPU's handle.
     """
 
     def __init__(
@@ -141,9 +141,9 @@ class GpuReader:
         self._metrics = {name: Metric(nvml, call, period) for name, call, period in self._calls()}
 
     def sample(self, now: float) -> DeviceSample:
-        """Return every metric of the GPU at the time `now`, in monotonic seconds.
+        """Return every metric of the GPU at the monotonic time `now`, in seconds.
 
-        A metric that rarely changes is read again only when its period is over; until then, its
+        A metric that rarely changes is read again only when its period is over. Until then, its
         last value is returned.
         """
         read = {
@@ -184,7 +184,7 @@ class GpuReader:
         )
 
     def vitals(self, full: bool) -> Vitals:
-        """Return one reading for a probe; memory, processes and load are read only if `full`.
+        """Return one reading for a probe, with memory, processes and load if `full`.
 
         Raises GpuGoneError or DriverGoneError if the GPU or the driver has gone.
         """
@@ -433,11 +433,11 @@ FIRST_WINDOW_MICROSECONDS = 3_000_000  # how much of the driver's buffer is read
 
 
 class GpuProcesses:
-    """Reads the processes on one GPU, with their memory and their use of the multiprocessors.
+    """Reads the processes on one GPU, with their memory and multiprocessor use.
 
     The driver's last answer is kept between calls and during temporary failures. The driver samples
-    the processes' use at intervals. `since` is the time of the newest sample that it has returned,
-    in microseconds of its clock.
+    the processes' use at intervals. `since` is the time of the newest sample, in microseconds of
+    the driver's clock.
     """
 
     def __init__(self, nvml: Library, handle: Handle, is_mig: bool, since: int = 0) -> None:

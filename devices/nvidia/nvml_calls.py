@@ -93,7 +93,7 @@ class Schedule:
         return self._last if now <= self._at else self._last.aged(now - self._at)
 
     def record(self, now: float, code: int, number: float) -> Reading:
-        """Return the reading for the outcome of a call: NVML's return code and the value.
+        """Turn a call's return code and value into a reading.
 
         After a temporary failure, return the last value, marked as stale. Raises GpuGoneError or
         DriverGoneError if the GPU or the driver has gone.
@@ -115,7 +115,7 @@ class Schedule:
 
 
 class Batch:
-    """Reads several metrics of one device by one call, in which each metric may fail by itself.
+    """Reads several metrics of one device by one call; each may fail by itself.
 
     Metrics that the device doesn't support are left out of later calls, and retried once a minute.
     """
@@ -263,7 +263,7 @@ LARGEST = 1e12  # larger values are invalid
 
 
 class Activity(Batch):
-    """Reads the GPM metrics of one device, each of which is computed from two samples.
+    """Reads the GPM metrics of one device, which are computed from two samples.
 
     For a MIG device, `instance` is the id of its GPU instance, and `handle` the handle of its GPU.
     """

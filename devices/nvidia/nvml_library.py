@@ -123,10 +123,9 @@ def opened(library: Library | None = None) -> Iterator[Library]:
 
 
 def list_gpus() -> Listing:
-    """Return every GPU in NVML's order; a GPU in MIG mode is replaced by its instances.
+    """Return every GPU in NVML's order, or its instances in MIG mode.
 
-    A GPU that doesn't answer is left out, with a note. Raises DeviceError if the driver doesn't
-    answer.
+    A note names each GPU that doesn't answer. Raises DeviceError if the driver doesn't answer.
     """
     devices: list[Device] = []
     used: dict[str, int | None] = {}
@@ -150,10 +149,10 @@ def list_gpus() -> Listing:
 
 
 def enumerate_gpus(nvml: Library) -> tuple[list[GpuHandle], dict[int, Exception]]:
-    """Return the handles of all GPUs in NVML's order, and the errors of silent GPUs by index.
+    """Return all GPUs' handles in NVML's order, and errors by GPU index.
 
-    A GPU in MIG mode is replaced by its instances, which come last. A silent GPU is one that
-    doesn't answer. Raises NVMLError if the driver doesn't answer at all.
+    A GPU in MIG mode is replaced by its instances, which come last. The errors are of GPUs that
+    don't answer. Raises NVMLError if the driver doesn't answer at all.
     """
     whole: list[GpuHandle] = []
     instances: list[tuple[Handle, Handle]] = []
@@ -190,7 +189,7 @@ def mig_instances(nvml: Library, handle: Handle) -> tuple[Handle, ...] | None:
 
 
 def find_gpu(nvml: Library, uuid: str) -> GpuHandle | None:
-    """Return the GPU or MIG instance with this UUID; None if the driver doesn't list it.
+    """Return the GPU or MIG instance with this UUID, or None.
 
     Raises NVMLError if the UUID isn't found but some GPU doesn't answer, because that GPU may have
     it.

@@ -201,7 +201,7 @@ def run(arguments: list[str]) -> int:
 
 
 def spread_lists(arguments: list[str]) -> list[str]:
-    """Repeat an option before each of its values, because the parser takes one value per option.
+    """Repeat an option before each value, because the parser takes one value per option.
 
     `--gpus 0 1 --batches 820,568` becomes `--gpus 0 --gpus 1 --batches 820 --batches 568`.
     """

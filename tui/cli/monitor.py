@@ -306,10 +306,10 @@ def _drawn(line: Line) -> str:
 
 
 def show_in_browser(devices: str, readonly: bool, port: int, look: Mapping[str, object]) -> int:
-    """Serve the app to a browser until a signal arrives, and return the exit code.
+    """Serve the app to a browser until a signal arrives; return the exit code.
 
     `look` maps flags of the app, such as `--theme`, to their values (True for a flag without one).
-    `port` 0 takes a free port. Raises RequestError or DeviceError if the app can't start with these
+    Port 0 means any free port. Raises RequestError or DeviceError if the app can't start with these
     devices.
     """
     from evener.devices.sampler import open_sampler

@@ -34,7 +34,7 @@ class ReaderGoneError(Exception):
 
 
 class OutputError(RequestError):
-    """Raised if standard output is a file that can't be written, for example on a full disk.
+    """Raised if standard output is a file that can't be written, such as on a full disk.
 
     The error is always reported on standard error, even with `--json`.
     """
@@ -77,7 +77,7 @@ def terminal_columns() -> int | None:
 
 
 def draws_screens() -> bool:
-    """True if the full-screen app can run: in a browser, or on a terminal that can draw it.
+    """True if the full-screen app can run, in a browser or on this terminal.
 
     A terminal can't if TERM is unset or "dumb". In a browser, TEXTUAL_DRIVER is set.
     """

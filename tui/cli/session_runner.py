@@ -59,10 +59,11 @@ def run_session(
     as_json: bool,
     more: Callable[[Session, Finished, Sequence[str]], Mapping[str, object]] = lambda *_: {},
 ) -> int:
-    """Run a session to its end, save its plan to `export`, print the result, return the exit code.
+    """Run a session to its end, save its plan, and return the exit code.
 
     - `show`: prints the result, from the session, the result, the devices' labels and the next
       steps.
+    - `export`: the plan's file, or None.
     - `as_json`: print a JSON document instead.
     - `more`: returns data to add to that document.
 
@@ -152,10 +153,10 @@ def stopped_by_signals(
     at_once: str = "ended at once",
     show: Callable[[str], None] = _write_error,
 ) -> Iterator[list[int]]:
-    """Return a context in which the first Ctrl-C, SIGTERM or SIGHUP calls `stop` and shows `words`.
+    """In this context, the first Ctrl-C, SIGTERM or SIGHUP calls `stop` and shows `words`.
 
     The context's value is a list, to which the signal's exit code is added. A second signal within
-    `PRESSED_TWICE_SECONDS` is ignored; a later one shows `at_once` and raises KeyboardInterrupt.
+    `PRESSED_TWICE_SECONDS` is ignored. A later one shows `at_once` and raises KeyboardInterrupt.
     `show` displays a message.
     """
     caught: list[int] = []
@@ -223,7 +224,7 @@ def _live_lines(progress: _Progress) -> Iterator[Live]:
 def search_screen(state: SessionState, width: int) -> tuple[Line, ...]:
     """Return the live lines of a running search on a terminal.
 
-    They show the devices, the best layout so far, what is being measured, and the remaining time.
+    They show the devices, the best layout so far, the current measurement, and the remaining time.
     """
     lanes = whole_table(SEARCH_DEVICES, search_device_rows(state)[:MOST_DEVICES], width)
     return (*lanes, *rival_lines(state, width, 0), *search_lines(state, width, 1))

@@ -22,7 +22,7 @@ _NO_COMMAND = re.compile(r"^No such command '(?P<given>.*?)'\.", re.DOTALL)
 
 
 def usage_fault(error: Exception, command: str) -> EvenerError | None:
-    """Return the error to print for an exception of the parser; None for any other exception.
+    """Return the error to print for an exception of the parser, or None for others.
 
     The remedy names the help of the command that failed, or of `command` if that is unknown.
     """

@@ -113,10 +113,10 @@ def field_label(name: str) -> str:
 
 
 def to_form_terms(text: str) -> tuple[str, str]:
-    """Return an error message in the form's terms, and the field of the first option in it.
+    """Rewrite an error message for the form, and return the field to correct.
 
-    Command-line options such as --global-batch become the form's labels. The field is "" if the
-    message names no option.
+    Command-line options such as --global-batch become the form's labels. The field is the first
+    option's; it is "" if the message names no option.
     """
     options = re.findall(r"--([a-z][a-z-]*)", text)
     fields = {option: _BY_OPTION.get(option, option.replace("-", "_")) for option in options}
@@ -127,7 +127,7 @@ def to_form_terms(text: str) -> tuple[str, str]:
 
 
 class Model(NamedTuple):
-    """An entry in the list of models: its label, a note, and whether it is the user's own.
+    """An entry in the list of models; `own` is True for the user's.
 
     `name` is the value for `--workload`; it is "" for the entry "another file".
     """
@@ -141,9 +141,9 @@ class Model(NamedTuple):
 def list_models(found: Sequence[str], last: RunSummary | None, now: float) -> list[Model]:
     """Return the entries for the list of models.
 
-    The first entry is the model of the last search (`last`), if there is one. Then come the
-    functions that were found in this directory's files (`found`), "another file", and evener's
-    built-in models. `now` is the Unix time.
+    The first entry is the model of the last search, if there is one. Then come the functions
+    `found` in this directory's files, "another file", and evener's built-in models. `now` is the
+    Unix time.
     """
     models: list[Model] = []
     if last is not None:
@@ -190,9 +190,9 @@ def _utc_seconds(moment: time.struct_time) -> float:
 
 
 def find_last_own(summaries: Sequence[RunSummary]) -> RunSummary | None:
-    """Return the newest search of a model that one of the user's own functions builds.
+    """Return the newest search of one of the user's own models, or None.
 
-    Searches whose file no longer exists are skipped. Return None if there is no search left.
+    Searches whose file no longer exists are skipped.
     """
     for summary in sorted(summaries, key=lambda each: each.created, reverse=True):
         home = summary.workload.rpartition(":")[0]
@@ -346,9 +346,9 @@ class BalanceForm(UsesApp, Vertical):
         return find_objective(self.query_one("#objective", OneOf).value).trades_speed
 
     def redraw(self) -> None:
-        """Set the heights of the lists of models and devices so that the other fields fit too.
+        """Make the lists of models and devices as high as the other fields allow.
 
-        If there is room, an explanation of what a search does is shown below the form.
+        If there is room, an explanation of searches is shown below the form.
         """
         height = self.size.height - HINT_ROWS - 1
         bare = self.screen.has_class("-bare")
@@ -441,7 +441,7 @@ class BalanceForm(UsesApp, Vertical):
         return read
 
     def complain(self, text: str) -> None:
-        """Show an error message and mark the field that it is about, until the form is sent again.
+        """Show an error message and mark its field, until the form is sent again.
 
         An empty `text` removes the message and the mark.
         """

@@ -238,7 +238,7 @@ class TopBar(Lines):
 
 
 class KeysBar(Lines):
-    """The line with the keys that have an effect now; a click on a key presses it.
+    """The line with the keys that work now; clicking a key presses it.
 
     It replaces Textual's footer, which creates a widget for each key whenever the focus moves, and
     keeps a thousand of them in memory.

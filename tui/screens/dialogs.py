@@ -95,10 +95,10 @@ class DetailsDialog(Dialog[None]):
 
 
 class ChoiceDialog(Dialog[str]):
-    """A question with a few answers, which are chosen by key or by button.
+    """A question with a few answers, each with a key and a button.
 
     `draw(width)` returns the lines of the question. The dialog's result is the key of the chosen
-    answer. The first button has the focus at first, so the first answer must be harmless.
+    answer. The first answer must be harmless, because its button has the focus at first.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -143,10 +143,9 @@ class ChoiceDialog(Dialog[str]):
 def confirm(
     app: App[int], action: str, question: str, then: Callable[[], Any], title: str = ""
 ) -> None:
-    """Ask a question before an action that can't be undone, and call `then` if the user confirms.
+    """Ask before an action that can't be undone, and call `then` if confirmed.
 
-    `action` is the label of the confirming button, and also the dialog's title unless
-    `title` is given.
+    `action` is the label of the confirming button, and the dialog's title unless `title` is given.
     """
 
     def draw(width: int) -> Iterable[Line]:
@@ -159,7 +158,7 @@ def confirm(
 
 
 class FieldDialog(Dialog[bool]):
-    """A dialog with one text field; an error in the text is shown below the field.
+    """A dialog with one text field, and errors in the text below it.
 
     The dialog's result is True once the text has been accepted.
     """

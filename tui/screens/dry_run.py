@@ -25,7 +25,7 @@ from .dialogs import Dialog, Text
 
 
 class DryRunDialog(Dialog[bool]):
-    """A dialog that runs a dry run and shows its progress, then what fits in memory.
+    """Does a dry run and shows its progress, then what fits in memory.
 
     The dialog's result is True if the user starts the search from here.
     """

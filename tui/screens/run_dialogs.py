@@ -66,7 +66,7 @@ class ContinueDialog(FieldDialog):
 
 
 def errors_file(run: str) -> Path | None:
-    """Return the file with the errors that a run's child processes wrote; None if there is none.
+    """Return the file with the errors of a run's child processes, or None.
 
     If `run` is "", return the file of the last measurement that belonged to no run.
     """
@@ -77,7 +77,7 @@ def errors_file(run: str) -> Path | None:
 
 
 def own_frames(text: str) -> str:
-    """Return the frames of a traceback that are in the user's own code, below a heading.
+    """Return a traceback's frames in the user's own code, below a heading.
 
     Frames of evener, the standard library and installed packages are left out, as are duplicates.
     Return "" if no frame is left.
@@ -218,7 +218,7 @@ def plan_dialog(app: BaseApp, plan: Plan, run: str, end: Finished | None) -> Sav
 
 
 class TrainDialog(FieldDialog):
-    """Asks for the command that trains by a plan, writes the plan, and starts the command.
+    """Asks for a training command, writes the plan for it, and starts it.
 
     `path` is the plan's file; it isn't written again if `written` is True.
     """
@@ -248,7 +248,7 @@ class TrainDialog(FieldDialog):
 
 
 def ask_to_train(app: BaseApp, plan: Plan, run: str) -> None:
-    """Ask for the command that trains by a run's plan, start it, and open the Trainings screen.
+    """Ask for a command to train by the plan, start it, and show the trainings.
 
     The proposed command names the plan's file, which is written first if it doesn't exist.
     """

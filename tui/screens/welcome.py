@@ -141,7 +141,7 @@ class WelcomeDialog(Dialog[str]):
 
 
 def write_activity(snapshot: Snapshot | None) -> str:
-    """Return what runs on the devices, for the option that shows the trainings.
+    """Say how many trainings or processes use the devices, for the welcome dialog.
 
     If no training reports its steps, the text says how to start one that does.
     """

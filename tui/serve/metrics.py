@@ -149,9 +149,9 @@ def parse_metrics_address(text: str, public: bool) -> Address:
 
 @contextmanager
 def serving_metrics(address: Address, latest: Callable[[], Snapshot | None]) -> Iterator[None]:
-    """Return a context in which the newest snapshot is served as metrics at `address`.
+    """Serve the newest snapshot as metrics at `address` while in this context.
 
-    `latest` returns that snapshot, or None before the first one. Raises RequestError if the port
+    `latest` returns the snapshot, or None before the first one. Raises RequestError if the port
     can't be used.
     """
     registry = CollectorRegistry()

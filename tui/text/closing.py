@@ -12,13 +12,13 @@ from .summaries import verdict_lines
 
 
 def closing_lines(run: str, path: str, width: int | None) -> list[str]:
-    """Return the lines to print for run `run` after the app was closed.
+    """Return the lines to print for a run after the app was closed.
 
-    They are the run's verdict, or its number of measurements if it hasn't ended, and the commands
-    that write its plan and resume it. If the run can't be read, return only the error.
+    They are the run's verdict, or its number of measurements if it hasn't ended. Then come the
+    commands that write its plan and resume it. If the run can't be read, return only the error.
 
     `path` is the file to which the plan was written, or "". Lines are wrapped to `width`
-    characters, or not at all if it is None.
+    characters, or not wrapped if it is None.
     """
     try:
         found = runs.load_run(run)

@@ -10,8 +10,9 @@ from evener.printable import align, plain
 def dry_run_lines(result: DryRunResult) -> list[str]:
     """Return the result of a dry run as lines.
 
-    The lines are notes, the workload and settings that were tried, a table with a row for each
-    device, the longest time that a search would take, and the largest model that fits.
+    First come notes, and the workload and settings that were tried. A table has a row for each
+    device. The last line has the longest time that a search would take, and the largest model that
+    fits.
     """
     return [
         *(f"note: {plain(note)}" for note in result.notes),

@@ -44,10 +44,10 @@ def folded(text: str, width: int | None, indent: str = "") -> list[str]:
 def energy_cells(
     samples_per_second: float, active_watts: float, idle_watts: float
 ) -> tuple[str, str, str]:
-    """Return the table cells of a layout's energy: samples per joule, active and idle watts.
+    """Return cells for a layout's samples per joule, active watts and idle watts.
 
-    Active watts are those of the devices in use, idle watts those of the others. The samples per
-    joule count both. Each cell is "-" if no power is known.
+    Devices in use are active, the other ones idle. The samples per joule count both. Each cell is
+    "-" if no power is known.
     """
     watts = active_watts + idle_watts
     if not watts:
@@ -68,11 +68,10 @@ class Table(NamedTuple):
     note: str = ""
 
     def lines(self, width: int | None = None) -> list[str]:
-        """Return the title, the rows and the note as lines, followed by an empty line.
+        """Return the title, rows and note as lines, followed by an empty line.
 
-        A table that has only headings becomes the line "title: note"; it has no lines if the title
-        or the note is empty. The note of any other table is wrapped to `width` characters, or not
-        at all if `width` is None.
+        A table without rows becomes "title: note", or no lines if one of them is empty. Otherwise,
+        the note is wrapped to `width` characters, or not wrapped if that is None.
         """
         if len(self.rows) < 2:
             return [f"{self.title}: {self.note}", ""] if self.title and self.note else []
@@ -106,10 +105,10 @@ def harmless_json(document: bytes) -> str:
 
 
 def toml_text(document: bytes) -> str:
-    """Return the TOML document with its control characters escaped, so that printing it is safe.
+    """Escape the control characters of a TOML document, to print it safely.
 
-    All strings of the document must be basic strings (in double quotes), because only
-    those allow escapes.
+    All strings of the document must be basic strings (in double quotes), because only they allow
+    escapes.
     """
     return _harmless(document.decode(), lambda sign: f"\\U{ord(sign):08x}")
 

@@ -43,10 +43,10 @@ def round_ticks(high: float, most: int = MOST_TICKS) -> list[float]:
 
 
 def round_log_ticks(low: float, high: float, most: int = MOST_TICKS) -> list[float]:
-    """Return the ticks between `low` and `high` of a logarithmic axis: 1, 2 and 5 times 10^n.
+    """Return the ticks 1, 2 and 5 times 10^n between `low` and `high`.
 
-    If there are more than `most`, the ticks at 2 times 10^n are left out. If there are still too
-    many, those at 5 times 10^n are left out too, and then some of the powers of ten.
+    If there are more than `most`, 2 times 10^n is left out, then 5 times 10^n, and then some of the
+    powers of ten.
     """
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for round_ in ((1, 2, 5), (1, 5), (1,)):
@@ -84,8 +84,8 @@ def draw_curves(curves: Sequence[MeasuredCurve], frontier: Sequence[Point] = ())
 
     Dotted lines mark batch sizes that ran out of memory. `frontier` lists (batch size, samples/s,
     worth) for each batch size that is faster than all smaller ones. The worth is how many samples/s
-    very small batches would need to learn as fast as this batch size. The samples/s are drawn as a
-    dashed line, the worth as a dash-dotted line.
+    very small batches would need to learn as fast. Samples/s are a dashed line, worth a dash-dotted
+    one.
     """
     axes = _find_axes(curves, frontier)
     parts = [*_draw_ticks(axes)]

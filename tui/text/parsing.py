@@ -86,8 +86,8 @@ def make_request(
 ) -> Request:
     """Return the search request for these options of the command line or the form.
 
-    The named options are text as the user typed it, None if not given. `fields` are other fields of
-    `Request`, which are already parsed. Raises RequestError with the name of the invalid option.
+    The named options are text as the user typed it, or None. `fields` are already parsed fields of
+    `Request`. Raises RequestError with the name of the invalid option.
     """
     if framework not in (None, *_FRAMEWORKS):
         raise RequestError(
@@ -203,9 +203,9 @@ def parse_budget(text: str) -> float | None:
 
 
 def parse_duration(text: str, name: str) -> float:
-    """Parse a duration such as "120s", "2m", "1h30m", "3 min 20 s" or "90" into seconds.
+    """Convert a duration such as "120s", "2m", "1h30m" or "90" to seconds.
 
-    Raises RequestError for any other text. The message begins with `name`, the name of the option.
+    Raises RequestError for any other text. The message begins with `name`, the option's name.
     """
     given = text.strip()
     if re.fullmatch(r"\d+(\.\d+)?", given):
@@ -217,11 +217,10 @@ def parse_duration(text: str, name: str) -> float:
 
 
 def select_devices(spec: str, devices: Sequence[Device], chosen: Sequence[int]) -> str:
-    """Return a value of `--devices` that selects the devices with the indices `chosen`.
+    """Return a value of `--devices` for the devices with indices `chosen`.
 
-    The indices are those in `devices`, which are all devices that the value `spec` selects. Raises
-    RequestError if no device is chosen, or if `spec` is a machine file and not all of its devices
-    are chosen.
+    `devices` are all devices that the value `spec` selects. Raises RequestError if no device is
+    chosen, or if `spec` is a machine file and not all of its devices are chosen.
     """
     if not chosen:
         raise RequestError("No device is chosen.", "Tick at least one with Space.")
@@ -256,7 +255,7 @@ def _select_simulated(spec: str, devices: Sequence[Device], chosen: Sequence[int
 
 
 def parse_samples(text: str, name: str) -> int:
-    """Parse a number of samples, in which spaces are allowed.
+    """Parse a number of samples, which may contain spaces.
 
     Raises RequestError for any other text. The message begins with `name`, the name of the option
     or field.

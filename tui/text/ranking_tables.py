@@ -108,7 +108,7 @@ def where(ranked: RankedLayout, labels: Sequence[str]) -> str:
 
 
 def against(ranked: RankedLayout, winner: RankedLayout) -> str:
-    """Return the difference of a layout's throughput from the winner's, with its 95 % interval.
+    """Return how a layout's throughput differs from the winner's, with 95 % interval.
 
     An example is "-9.0 % (-9.4 to -8.6)". For the winner itself, return "chosen". These notes may
     precede the difference:
@@ -135,10 +135,10 @@ def against(ranked: RankedLayout, winner: RankedLayout) -> str:
 
 
 def packing_tables(report: SearchReport) -> list[Table]:
-    """Return a table for each way to run several trainings on one device, such as MPS.
+    """Return a table for each way to share a device, such as MPS.
 
-    Each row is for a number of trainings, with their combined throughput, the seconds for
-    `SCALING_STEPS` steps, and the memory used.
+    Each row is for a number of trainings on one device. It has their combined throughput, the
+    seconds for `SCALING_STEPS` steps, and the memory used.
     """
     heads = ("trainings", "batch", "samples/s together", f"s per {SCALING_STEPS} steps", "memory")
     packs = report.packings

@@ -57,7 +57,7 @@ class ReportData(msgspec.Struct, frozen=True):
 
 
 def read_report(name: str) -> ReportData:
-    """Return the report of run `name`, which is the run's id, a prefix of the id, or `last`.
+    """Return the report of a run, named by id, prefix or `last`.
 
     The plan of an unfinished run is the best one so far, as in an export. Raises RequestError if
     there is no such run, or if it has no plan.

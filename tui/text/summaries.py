@@ -179,9 +179,10 @@ def outcome_name(seen: Observation) -> str:
 
 
 def share_text(layout: Layout, device: int) -> str:
-    """Return a device's share and its passes, such as "820 = 2 × 410"; `device` is its index.
+    """Return a device's rows and passes as text, such as "820 = 2 × 410".
 
-    If the probe measures rows of only one length, the text ends with that length in tokens.
+    `device` is its index. If the probe measures rows of only one length, the text ends with that
+    length in tokens.
     """
     # A device without rows only holds a part of the model's state.
     if not layout.shares[device]:
@@ -215,8 +216,8 @@ def summary_lines(
 ) -> list[str]:
     """Return the whole result of a search as lines.
 
-    They have the workload, the tables of shares and rivals, the verdict with the next `steps`,
-    remarks and warnings. A known noise scale adds a table of batch sizes.
+    They are the workload, tables of shares and rivals, the verdict with the next `steps`, remarks
+    and warnings. A known noise scale adds a table of batch sizes.
 
     - `labels`: the devices' short names, in the plan's order.
     - `verdict`: the stored text of the verdict, if there is no structured one (`found`).
@@ -341,7 +342,7 @@ def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> 
 
 
 def write_part(share: Share) -> str:
-    """Return a device's share as text: its rows, and the passes into which they are cut.
+    """Return a device's rows and passes as text.
 
     Without rows, the text says whether the device holds a part of the model's state or is left out.
     """
@@ -383,10 +384,11 @@ def _explain_faster_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequen
 
 
 def frontier_table(found: Verdict | None) -> Table:
-    """Return a table of the batch sizes that are faster than all smaller batch sizes.
+    """Return a table of batch sizes that are faster than all smaller ones.
 
-    Each row has a batch size, its samples/s, and their worth in learning: how many samples/s very
-    small batches would need to learn as fast. There are no rows if the noise scale is unknown.
+    Each row has a batch size, its samples/s, and their worth in learning. The worth is how many
+    samples/s very small batches would need to learn as fast. There are no rows if the noise scale
+    is unknown.
     """
     learning = found.learning if found is not None else None
     frontier = learning.frontier if learning is not None else ()
@@ -418,7 +420,7 @@ def _write_alone(solo: Evidence | None) -> str:
 
 
 def versus(best: RatedLayout, rated: RatedLayout) -> str:
-    """Return the best layout's gain over layout `rated` in a few characters, such as "+20.4 %".
+    """Return the best layout's gain over `rated` briefly, such as "+20.4 %".
 
     Return "tie" if both are equally fast, "unclear" if `rated` is too uncertain, and "" if the gain
     is unknown for another reason. If `rated` is the sum of all solo throughputs, return the best
@@ -527,9 +529,9 @@ WORTH_SAYING = 0.05  # least relative change of steps/s that is printed
 def training_report(training: RecordedTraining) -> Iterator[str]:
     """Yield the lines that describe a recorded training in the terminal.
 
-    A summary comes first, then a line for each start, each change of shares, each pass that ran out
-    of memory, and the end. A measured speed has a line if it differs from the speed that was
-    printed last by more than `WORTH_SAYING`, or if the next entry isn't a speed.
+    A summary comes first. Then comes a line for each start, change of shares, pass that ran out of
+    memory, and the end. A speed has a line if it differs from the last one printed by more than
+    `WORTH_SAYING`, or if the next entry isn't a speed.
     """
     start = training.start
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(training.began_at))

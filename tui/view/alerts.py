@@ -26,13 +26,13 @@ SILENT_REPORT_SECONDS = 30.0  # a training is silent if its report is late by mo
 
 
 class Alert(NamedTuple):
-    """A problem of a device or a training that has lasted long enough to be reported.
+    """A problem of a device or training that has lasted long enough to report.
 
-    - `kind`: a key of `SECONDS`, which has the time that such a problem must last.
+    - `kind`: a key of `SECONDS`, which says how long such a problem must last.
     - `about`: the device's key, the training's id or, without an id, "pid " and its process ID.
     - `label`: the name of the device or training on the screen.
     - `text`: the description of the problem.
-    - `at_seconds`: the Unix time at which it was reported.
+    - `at_seconds`: when it was reported, in Unix time.
     """
 
     kind: str
@@ -56,8 +56,7 @@ class AlertRules(NamedTuple):
 class AlertWatch:
     """Checks every snapshot for problems, and reports each problem once.
 
-    A problem is reported when it has lasted for `SECONDS[kind]` seconds; `kind` is that of the
-    problem.
+    A problem is reported once it has lasted `SECONDS[kind]` seconds.
     """
 
     def __init__(self, rules: AlertRules) -> None:

@@ -49,7 +49,7 @@ MOST_ROWS = 6  # most lines of the layout, enough to show it whole for many devi
 
 
 def share_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
-    """Return the best layout's shares as one bar, each device in its colour, with a legend below.
+    """Return the best layout's shares as one coloured bar with a legend.
 
     While another split is being measured, its shares are a second bar if `height` allows it. Before
     any split has been measured, the lines describe the progress of the solo measurements instead.
@@ -154,7 +154,7 @@ def _tried_layout(state: SessionState, chosen: Layout) -> Layout | None:
 
 
 def rival_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
-    """Return a line for each layout: its samples/s with a bar, and the best layout's gain over it.
+    """Return each layout's samples/s, a bar, and the best layout's gain over it.
 
     The best layout comes first. On a narrow terminal, bars are on lines of their own, or left out
     if `height` is too small.
@@ -189,7 +189,7 @@ def _count_name_cells(found: Sequence[RatedLayout], width: int) -> int:
 
 
 def write_fastest(state: SessionState) -> str:
-    """Return a note about the fastest measurement if it is faster than the best layout; else "".
+    """Describe the fastest measurement if it is faster than the best layout; else "".
 
     The note says why the best layout is slower, such as a larger batch in that measurement. Return
     "" before a split was measured, and after the search.
@@ -248,12 +248,11 @@ def _rival_line(
 
 
 def write_gain_of(best: RatedLayout, rated: RatedLayout) -> str:
-    """Return the best layout's gain over layout `rated`, such as "plan +20.4 %" or "best +20.4 %".
+    """Return the best layout's gain over `rated`, such as "plan +20.4 %".
 
-    The first word says whose gain it is: "plan" if `best` is the plan of a finished search, "best"
-    while the search runs. It is "turns" if the plan's gain was measured in turns, and may differ
-    from that of the two samples/s. If there is no gain, return what `versus` says instead, such as
-    "tie".
+    The first word is "plan" if `best` is the plan of a finished search, "best" while the search
+    runs. It is "turns" if both were measured in turns; the gain may then differ from the two
+    samples/s. If there is no gain, return the text of `versus`, such as "tie".
     """
     gain = versus(best, rated)
     if not gain.startswith(("+", "-")):
@@ -268,10 +267,10 @@ def versus_tone(text: str) -> Tone:
 
 
 def search_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
-    """Return lines on what the search does and why, its progress, and the latest measurements.
+    """Describe what a search does and why, its progress, and the latest measurements.
 
-    Warnings take at most a third of `height`. While the search runs, at least two lines are kept
-    free of warnings for the measurements.
+    Warnings take at most a third of `height`. While the search runs, at least two lines remain for
+    the measurements.
     """
     warnings = state.notes if state.finished is None else other_warnings(state.finished)
     head = [*_doing_lines(state, width), *_progress_lines(state, width)]

@@ -148,7 +148,7 @@ BLANK = Line()
 
 
 def line(*spans: Span | str, cursor: bool = False) -> Line:
-    """Return a line of these spans; a plain string becomes a span in the tone "text".
+    """Return a line of spans; plain strings have the tone "text".
 
     `cursor` is True for the line that keys act on.
     """
@@ -219,7 +219,7 @@ def span_cells(spans: Iterable[Span]) -> int:
 
 
 def join_spans(spans: Iterable[Span]) -> list[tuple[str, Tone, str]]:
-    """Merge adjacent spans of the same tone, so that a line has fewer parts to render.
+    """Merge adjacent spans of the same tone, to render a line faster.
 
     Return the merged spans as (text, tone, action). Spans with an action aren't merged.
     """
@@ -307,7 +307,7 @@ def text_lines(
 
 
 def fit_rows(lines: Sequence[Line], height: int, hint: str) -> tuple[Line, ...]:
-    """Return the lines if they fit in `height`; else as many as fit, followed by `hint`.
+    """Return the lines that fit in `height`; `hint` replaces the others.
 
     `hint` says how to read the lines that are left out.
     """

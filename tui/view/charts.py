@@ -129,8 +129,8 @@ def draw_reading(
 def temperature_tone(sample: DeviceSample) -> Callable[[float], Tone]:
     """Return a function that maps a temperature of this device in °C to a tone.
 
-    The tone is "bad" from 3 °C below the temperature at which the device throttles, else "warn"
-    from 10 °C below it, else "text". If that temperature is unknown, 90 °C is assumed.
+    The tone depends on the temperature at which the device throttles, or 90 °C if unknown. It is
+    "bad" from 3 °C below it, else "warn" from 10 °C below it, else "text".
     """
     limit = sample.temperature_limit_celsius.current or 90.0
 
@@ -143,7 +143,7 @@ def temperature_tone(sample: DeviceSample) -> Callable[[float], Tone]:
 
 
 def throttle_tone(number: float) -> Tone:
-    """Return the tone for the percentage of time in which a device is throttled.
+    """Return the tone for a percentage of throttled time.
 
     It is "bad" from 20 % on, "warn" from 0.5 % on, else "dim".
     """
@@ -153,10 +153,10 @@ def throttle_tone(number: float) -> Tone:
 
 
 def traffic(sample: DeviceSample) -> Reading:
-    """Return the device's total traffic in bytes/s: PCIe and NVLink, in both directions.
+    """Return the device's total PCIe and NVLink traffic, both ways, in bytes/s.
 
-    If some values are stale, the total is stale too. If no value is known, return one of the
-    readings without a value, whose state says why.
+    If some values are stale, the total is stale too. If no value is known, return a reading without
+    a value that says why.
     """
     parts = (
         sample.link_receive_bytes_per_second,

@@ -20,8 +20,7 @@ ALIKE = 0.03  # curves whose relative difference stays below this are drawn once
 def curve_chart(state: SessionState) -> Chart:
     """Return the chart of the devices' curves in this state of a search.
 
-    Devices whose measurements differ by at most `ALIKE` share a curve, whose label names
-    all of them.
+    Devices whose measurements differ by at most `ALIKE` share a curve. Its label names all of them.
     """
     found = curves(state)
     groups = _group_alike(found)

@@ -41,7 +41,7 @@ NEWEST_TICKS = 48  # most ticks in the history of a row
 class DeviceRow(msgspec.Struct, frozen=True):
     """A device's row in the table: its newest sample and its recent history.
 
-    `speeds` is the history of its samples/s if it trains, `busy` that of its utilisation otherwise.
+    If it trains, `speeds` has its past samples/s; otherwise, `busy` has its past utilisation.
     """
 
     sample: DeviceSample
@@ -67,7 +67,7 @@ PanelRow = DeviceRow | HostRow
 def device_rows(
     snapshot: Snapshot, history: History = lambda *_: (), alarmed: Collection[str] = ()
 ) -> tuple[DeviceRow, ...]:
-    """Return a row for each device, with its recent history and the step times of its training.
+    """Return a row for each device, with recent history and step times.
 
     `history` returns the recent values of a device's metric. `alarmed` has the keys of the devices
     with a current alert.
@@ -102,7 +102,7 @@ def group_rows(rows: Sequence[DeviceRow], folded: Collection[str]) -> tuple[Pane
 
 
 def draw_host(row: HostRow, width: int, here: bool) -> Line:
-    """Draw a host's line: whether it is folded, its name, and the totals of its devices.
+    """Draw a host's line: folded or not, its name, and its devices' totals.
 
     The line of a lost host says why it was lost. `here` is True if the cursor is on the line.
     """

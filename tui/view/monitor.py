@@ -47,7 +47,7 @@ LEAST_TERMINAL = 40  # least terminal columns for graphs
 def arrange(
     width: int, height: int, frame: int, devices: int, processes: int = 1
 ) -> dict[str, int]:
-    """Return the height in lines of each panel, by its CSS selector; frames are included.
+    """Return each panel's height in lines, frames included, by CSS selector.
 
     - `width`, `height`: the size of the terminal.
     - `frame`: the lines that a panel's frame takes.
@@ -73,9 +73,8 @@ def arrange(
 def top_line(screens: Mapping[str, str], shown: str, right: Sequence[str], width: int) -> Line:
     """Return the product's name, the screens with their keys, and a text on the right.
 
-    `screens` maps the screens' names to their titles, and `shown` is the name of the open screen.
-    The text on the right is the first item of `right` that fits. A click on a screen's title opens
-    that screen.
+    `screens` maps the screens' names to their titles, and `shown` is the open screen's name. The
+    text on the right is the first item of `right` that fits. Clicking a screen's title opens it.
     """
     left = [Span(" evener ", "strong")]
     for number, (name, title) in enumerate(screens.items(), start=1):
@@ -232,9 +231,9 @@ def _energy(joules: float) -> str:
 def device_details(
     sample: DeviceSample, width: int, links: Sequence[Link] = ()
 ) -> tuple[Line, ...]:
-    """Return every metric of a device with its unit, or why the metric is missing.
+    """Return every metric of a device with its unit, or why it is missing.
 
-    `links` are measured links between devices; those of this device are listed too.
+    `links` are measured links between any devices; only this device's links are listed.
     """
     device = sample.device
     facts = [
@@ -327,7 +326,7 @@ Identity = tuple[int, float, str]  # pid, start, device: a pid may be reused, wi
 
 
 class ProcessRow(NamedTuple):
-    """A row of the process table: the process, its run time, and whether it has ended.
+    """A process in the process table; `ended` is True if it has ended.
 
     The run time is in seconds; None if the start time is unknown.
     """
@@ -434,9 +433,9 @@ def identity(sample: ProcessSample) -> Identity:
 
 
 def process_rows(snapshot: Snapshot, ended: Sequence[ProcessSample] = ()) -> tuple[ProcessRow, ...]:
-    """Return a row for each process in the snapshot, and for each process that has `ended`.
+    """Return a row for each process in the snapshot, and each `ended` one.
 
-    The rows are sorted by process ID. Those of ended processes have stale values.
+    The rows are sorted by process ID. Ended processes have stale values.
     """
     return tuple(
         ProcessRow(
@@ -462,7 +461,7 @@ def _as_old(sample: ProcessSample) -> ProcessSample:
 
 
 def nothing_there(devices: Sequence[DeviceSample]) -> Lesson:
-    """Return the message of an empty list of processes: why it is empty, and how to begin.
+    """Say why a list of processes is empty, and how to begin.
 
     If all devices are CPUs, the message is about trainings, because no other processes would be
     listed.

@@ -69,7 +69,7 @@ class Axis(NamedTuple):
     log2: bool = False
 
     def place(self, number: float) -> float:
-        """Return a value's position on the axis: 0 at the lower end, 1 at the upper end.
+        """Return a value's position on the axis, from 0 to 1.
 
         Values outside the axis are clamped to its ends.
         """
@@ -152,7 +152,7 @@ class Chart(NamedTuple):
 
 
 class Canvas:
-    """The cells of a chart: braille dots, and text in front of the dots or behind them.
+    """The cells of a chart: braille dots, and text behind or before them.
 
     Text behind the dots is visible only in cells without dots.
     """
@@ -173,7 +173,7 @@ class Canvas:
             self._tones[row][column] = tone
 
     def stroke(self, start: tuple[int, int], end: tuple[int, int], tone: Tone, every: int) -> None:
-        """Draw a straight line from the dot `start` to the dot `end`, given by their coordinates.
+        """Draw a straight line between two dots, given by their coordinates.
 
         If `every` is above 1, draw only each `every`-th dot, for a dashed line.
         """
@@ -364,7 +364,7 @@ def _x_axis(chart: Chart, frame: Frame, width: int) -> tuple[Line, Line]:
 
 
 def nearest(stops: Sequence[float], frame: Frame, column: int) -> float | None:
-    """Return the item of `stops` (values of x) that is drawn nearest to the cell `column`.
+    """Return the x value in `stops` that is drawn nearest to a cell.
 
     `column` counts from the left of the plot. Return None if there are no stops.
     """

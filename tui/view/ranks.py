@@ -97,7 +97,7 @@ class Cause(msgspec.Struct, frozen=True):
 
 
 class RankOnDevice(NamedTuple):
-    """A rank on a device: its row, the rank's own report, and the device's newest sample.
+    """A rank on a device: row, report, and the device's newest sample.
 
     The sample is None if the monitor doesn't see the device.
     """
@@ -169,10 +169,10 @@ def silent_seconds(report: Training, at_seconds: float) -> float:
 
 
 def work_by_device(snapshot: Snapshot) -> Work:
-    """Return the compute time (own work) and waiting time of a step, by host and device id.
+    """Return the seconds of compute and waiting per step, by host and device id.
 
-    A device is left out if its compute time is unknown or its training is silent. The host is "" if
-    all devices are local.
+    Compute is the rank's own work. A device is left out if its compute time is unknown or its
+    training is silent. The host is "" if all devices are local.
     """
     local = not any(sample.device.host for sample in snapshot.devices)
     return {

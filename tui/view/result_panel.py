@@ -51,7 +51,7 @@ class KeyHint(NamedTuple):
 def result_lines(
     state: SessionState, width: int, height: int, keys: Sequence[KeyHint]
 ) -> tuple[Line, ...]:
-    """Return a finished search's verdict in at most `height` lines, with the keys in the last line.
+    """Return a finished search's verdict in `height` lines, with keys in the last one.
 
     If not everything fits, the line above the keys says that Enter opens the whole text. Before the
     end of the search, return no lines.
@@ -152,10 +152,10 @@ def _keys_line(keys: Sequence[KeyHint], width: int) -> Line:
 
 
 def everything_lines(state: SessionState, width: int, path: str = "") -> tuple[Line, ...]:
-    """Return all results of a search as a page: the verdict, the tables, and every measurement.
+    """Return a search's results as a page: verdict, tables, and every measurement.
 
-    `path` is the file to which the plan was written, or "". Before the end of the search,
-    return no lines.
+    `path` is the file to which the plan was written, or "". Before the end of the search, return no
+    lines.
     """
     finished = state.finished
     if finished is None:

@@ -94,10 +94,10 @@ def _name_devices(active: Sequence[int], labels: Sequence[str]) -> str:
 
 
 def story_lines(state: SessionState, width: int) -> tuple[Line, ...]:
-    """Return lines on a running search: its phases, the remaining time, what is measured and why.
+    """Return a running search's phases, remaining time, and current measurement with its reason.
 
-    While the search is stopping or paused, the lines say so instead of what is measured. If the
-    search failed, return only its error.
+    If the search is stopping or paused, the lines say so instead of the measurement. If it failed,
+    return only its error.
     """
     if state.fault:
         return text_lines(f"{state.fault} {state.remedy}", width, 6, "bad")
@@ -185,9 +185,9 @@ def _time_spans(state: SessionState, room: int) -> tuple[Span, ...]:
 
 
 def best_text(state: SessionState) -> str:
-    """Return the throughput of the fastest measurement as a short text; "" before the first one.
+    """Return the fastest measurement's samples/s as text, or "" before the first.
 
-    Until a split has been measured, the text is "fastest alone" followed by the throughput.
+    Until a split has been measured, the text begins with "fastest alone".
     """
     points = best_over_time(state)
     if not points:

@@ -61,7 +61,7 @@ def legend_line(width: int, has_ended: bool = False) -> Line:
 
 
 def part_bar(step: RankStep, longest_s: float, width: int) -> tuple[Span, ...]:
-    """Return a mean step as a bar of its parts; the full `width` stands for `longest_s` seconds.
+    """Draw the parts of a mean step as a bar; `longest_s` fills `width`.
 
     Compute time (own work) has at least one cell unless it is 0.
     """
@@ -104,7 +104,7 @@ def _widen_to_one_cell(counts: list[int], place: int, width: int) -> None:
 
 
 def lane_lines(rows: Sequence[RankRow], width: int, height: int) -> tuple[Line, ...]:
-    """Return the last steps of each rank as a lane, with all lanes on one time scale.
+    """Draw the last steps of each rank as a lane, on one time scale.
 
     The lanes begin with the same step if the ranks' reports allow it. Return an empty tuple if no
     rank reports its steps.

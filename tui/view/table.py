@@ -49,8 +49,8 @@ TAG: Column[Any] = Column(
 class Grid(NamedTuple, Generic[RowT]):
     """The columns of a table, and how its rows are drawn.
 
-    If `draw` is given, it draws a row in place of `table_row`. Its arguments are the row, the
-    widths of the columns by key, the width of the table, and whether the cursor is on the row.
+    If given, `draw` draws the rows instead of `table_row`. Its arguments are the row, the columns'
+    widths by key, the table's width, and whether the cursor is on the row.
     """
 
     columns: tuple[Column[RowT], ...]
@@ -223,7 +223,7 @@ def table_lines(
     order: Order = UNSORTED,
     note: str = "",
 ) -> tuple[tuple[Line, ...], int]:
-    """Return the heading and the rows that fit below it, and the index of the first visible row.
+    """Return the heading with the visible rows, and the first visible row's index.
 
     The rows, sorted by `order`, are scrolled to the cursor. The heading ends with `note` and the
     numbers of hidden rows above and below. A table without rows shows the grid's message.

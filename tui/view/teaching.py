@@ -11,7 +11,7 @@ BETWEEN_CELLS = 3  # cells between the longest command and the descriptions
 
 
 class Step(NamedTuple):
-    """Something that the user can do: a key or a command (`does`), and a description (`words`).
+    """A key or command (`does`) for the user, and its description.
 
     `action` is the Textual action that a click runs, or "".
     """
@@ -60,7 +60,7 @@ SEARCH_WORDS = (
 
 
 def search_lesson(width: int, height: int) -> tuple[Line, ...]:
-    """Return an explanation of what a search does, for the lines that the form leaves free.
+    """Explain searches in the lines that the form leaves free.
 
     Return an empty tuple if `height` is too small for it.
     """

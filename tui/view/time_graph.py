@@ -77,10 +77,10 @@ class TickWindow(NamedTuple):
         return 2 * self.per_dot / self.stretch
 
     def dots(self, values: Sequence[float | None]) -> list[float | None]:
-        """Return the value of each column of dots: the mean of its ticks; None if none is known.
+        """Return the mean of each dot column's ticks; None if unknown.
 
-        `values` has a value for each tick, the oldest first. If there are fewer values than ticks,
-        the oldest ticks have no value.
+        `values` has a value for each tick, oldest first. If there are fewer values than ticks, the
+        oldest ticks have no value.
         """
         padded = (None,) * (self.newest - len(values)) + tuple(values)
         if self.per_dot > 1:
@@ -113,14 +113,11 @@ def ticks_per_dot(span_seconds: float, interval_seconds: float, width: int) -> i
 
 
 def scale_young(per_dot: int, ticks: int, width: int) -> tuple[int, int]:
-    """Return the horizontal scale of a graph with a short history.
+    """Return ticks per column of dots, and columns of dots per tick.
 
-    The first result is the ticks per column of dots, the second the columns of dots per tick. One
-    of them is 1.
-
-    `ticks` is the length of the history. If it is short, it is stretched over about half of the
-    graph's `width` cells. `per_dot` is the number of ticks per column of dots for a history that
-    fills the graph.
+    One of them is 1. `ticks` is the length of the history; a short one is stretched over about half
+    of the graph's `width` cells. `per_dot` is the number of ticks per column of dots for a history
+    that fills the graph.
     """
     # The scale changes only by factors of 2, so that it changes rarely while the history grows.
     while per_dot > 1 and ticks < width * per_dot // 2:
@@ -136,10 +133,10 @@ def scale_young(per_dot: int, ticks: int, width: int) -> tuple[int, int]:
 def draw_columns(
     dots: Sequence[float | None], low: float, top: float, rows: int
 ) -> tuple[str, ...]:
-    """Return the rows of a graph from the top down, filled from below up to each value.
+    """Draw values as columns of dots, and return the rows, top first.
 
-    `dots` has the value of each column of dots, between `low` and `top`. A known value has at
-    least one dot.
+    `dots` has a value between `low` and `top` for each column of dots, or None. A known value has
+    at least one dot.
     """
     steps = 4 * rows
     scale = steps / (top - low) if top > low else 0.0
@@ -178,7 +175,7 @@ def shade_tone(tone: Tone, height: float) -> Tone:
 
 
 def time_at(window: TickWindow, times: Sequence[float], column: int) -> float | None:
-    """Return the time of the first tick in a cell; None if the cell has no tick.
+    """Return the time of the first tick in a cell, or None.
 
     `times` has the times of the shown ticks, and `column` is the cell's position from the left.
     """

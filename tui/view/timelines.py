@@ -26,7 +26,7 @@ COLDEST = 20.0  # °C, the lower end of temperatures
 
 
 class GraphMetric(NamedTuple):
-    """A column of graphs: the field of a sample that it shows, and the range of its axis.
+    """A metric with a column of graphs; `field` is the sample's field.
 
     `top` returns the upper end of the axis for a device, and `low` is the lower end.
     """
@@ -74,13 +74,13 @@ class TimeView(NamedTuple):
 
 
 class GraphPlan(NamedTuple):
-    """The arrangement of the graphs on the screen: a row for each device, a column for each metric.
+    """The arrangement of graphs: a row for each device, a column for each metric.
 
     - `metrics`: the columns from left to right.
     - `devices`: the rows from top to bottom.
     - `rows`: the height of each device's graphs in lines.
 
-    The devices' labels at the left take the width that the graphs leave free.
+    The devices' labels at the left take the remaining width.
     """
 
     metrics: tuple[GraphMetric, ...]
@@ -103,10 +103,10 @@ class GraphPlan(NamedTuple):
 def place_graphs(
     samples: Sequence[DeviceSample], past: PastTicks, width: int, height: int, chosen: str = ""
 ) -> GraphPlan | None:
-    """Return the arrangement of graphs of these devices for `width` × `height` cells.
+    """Arrange graphs of these devices in `width` × `height` cells.
 
-    If not all devices fit, only the device with the key `chosen` and those around it have graphs.
-    Return None if there is no room, or if no metric has been reported yet.
+    If not all devices fit, only the `chosen` device and its neighbours have graphs. Return None if
+    there is no room, or if no metric has been reported yet.
     """
     # Only metrics in the stored readings (`past`), or reported now, have graphs.
     metrics = [each for each in METRICS if any(_has_past(sample, each, past) for sample in samples)]

@@ -34,7 +34,7 @@ Values = tuple[float | None, ...]
 
 
 class Graph(NamedTuple):
-    """A graph: its caption, its newest value as text, its values, and the upper end of its axis.
+    """A graph's caption, values and axis end; `newest` is the last value as text.
 
     `values` begin with the oldest. A dashed line marks `level`, such as the plan's samples/s,
     unless it is 0.
@@ -69,11 +69,11 @@ def training_graph_lines(
     seconds: float,
     interval_seconds: float,
 ) -> tuple[Line, ...]:
-    """Return as many graphs of a training as fit in `size` (width in cells, height in lines).
+    """Draw as many graphs of a training as fit in `size`.
 
-    The graphs show at least the last `seconds` of `past`, whose readings are `interval_seconds`
-    apart. Return a message if none of the monitor's `samples` belongs to the training, and an empty
-    tuple without room.
+    `size` is (width in cells, height in lines). The graphs show at least the last `seconds` of
+    `past`, whose readings are `interval_seconds` apart. If the monitor's `samples` include no
+    device of the training, return a message. Without room, return an empty tuple.
     """
     width, height = size
     devices = {rank.device for rank in row.ranks}

@@ -267,7 +267,7 @@ def rank_grid(ranks: Sequence[RankRow]) -> Grid[RankRow]:
 
 
 def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Line, ...]:
-    """Return lines about a training: its metrics compared with the plan, and what slows it down.
+    """Describe a training's speed beside the plan's, and what slows it down.
 
     The lines also say what would make the training faster, and how its shares changed. `at_seconds`
     is now.

@@ -136,7 +136,7 @@ class ResultPanel(Lines):
 
 
 class BalanceView(UsesApp, Widget):
-    """Draws the state of a session: the search or its result, devices, charts and the log.
+    """Draws a session: the search or its result, devices, charts and log.
 
     `keys` returns the keys for the next steps after a result.
     """
@@ -149,8 +149,8 @@ class BalanceView(UsesApp, Widget):
     def compose(self) -> ComposeResult:
         """Yield the panels, from top to bottom.
 
-        They are the search and its result (one of them is shown), devices, charts (curves, and the
-        best throughput over time), comparisons (shares and rivals), and the log.
+        Only one of the search and its result is shown. The charts are curves and the best
+        throughput over time. Shares and rivals are side by side, and the log comes last.
         """
         yield Lines("Search", id="story", classes="panel")
         yield ResultPanel()

@@ -99,7 +99,7 @@ class ListPanel(Lines, Generic[RowT]):
         self.show(lines)
 
     def identity(self, row: RowT) -> Hashable:
-        """Return a key by which the cursor follows the row as rows are added or removed.
+        """Return a key to keep the cursor on the row when rows change.
 
         If the key is None, the cursor stays at its index instead.
         """

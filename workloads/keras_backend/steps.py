@@ -165,7 +165,7 @@ class KerasSteps:
 
 
 def train_on_pieces(towers: Towers, batch: Sequence[Any]) -> Any:
-    """Run one step by towers (one process, several devices) on a batch that is on the devices.
+    """Run one step on several devices whose batches are already there.
 
     `batch` has the rows of x for each device, then the labels of all rows.
     """

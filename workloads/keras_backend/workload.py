@@ -117,8 +117,9 @@ def pool(sample_batch: SampleBatch) -> KerasData:
 def as_training_data(given: Any) -> KerasData:
     """Convert the user's data to `KerasData`.
 
-    The data may be arrays (x, y) or (x, y, weight), a tf.data.Dataset of single samples, or a
-    function that returns a dataset for a batch size. Raises RequestError for anything else.
+    The data may be arrays (x, y) or (x, y, weight), or a tf.data.Dataset of single samples. It may
+    also be a function that returns a dataset for a batch size. Raises RequestError for anything
+    else.
     """
     if isinstance(given, tf.data.Dataset):
         rows = max(0, int(given.cardinality()))  # negative: unknown, or endless
@@ -244,7 +245,7 @@ class KerasWorkload(Workload):
             self._loss = float(self._logs["loss"])
 
     def recover(self) -> bool:
-        """Release the memory of a step that ran out of memory; return True if training can go on.
+        """Release the memory of a step that failed; True if training can go on.
 
         Return False if other ranks wait for this one, or if clearly more memory stays allocated
         than before the first step.
@@ -278,9 +279,9 @@ class KerasWorkload(Workload):
     def facts(self) -> Mapping[str, str]:
         """Return facts about the workload as text.
 
-        They are the versions of TensorFlow and Keras, the engine, the parameter count, the model's
-        digest, the rows per epoch (0: unknown), and the class of the first layer that computes
-        batch statistics ("" if there is none).
+        They include versions, the engine, the parameter count and the model's digest. `rows` is the
+        number of rows per epoch (0: unknown). `batch_statistics` is the class of the first layer
+        that computes them ("" if there is none).
         """
         layers = all_layers(self.model)
         return {
@@ -350,10 +351,10 @@ def configure(setup: WorkerSetup) -> None:
 
 
 def fail_at_once() -> None:
-    """Make GPU memory errors immediate, in a process whose TensorFlow hasn't started.
+    """Make GPU memory errors immediate, before TensorFlow starts.
 
     By default, TensorFlow waits 10 s for other threads to free memory before it raises the error. A
-    training keeps that, so it fits wherever a probe fits.
+    training keeps that default, so it fits wherever a probe fits.
     """
     # Only sessions of TensorFlow 1 have a public option. `config` merges its own options into this.
     eager = context.context()
@@ -372,7 +373,7 @@ class TooManyElementsError(MemoryError):
 
 
 def largest_rows(model: Any) -> int | None:
-    """Return the maximum rows of a batch; with more, a tensor would exceed 2^31 - 1 elements.
+    """Return the most rows for which no tensor exceeds 2^31 - 1 elements.
 
     Return None if no shape of the model's tensors is known.
     """

@@ -112,7 +112,7 @@ class RepeatingSampler(UnevenBatchSampler):
 
 
 def count_work(sampler: UnevenBatchSampler, lengths: Lengths) -> UnevenBatchSampler:
-    """Make a sampler record the tokens and padding of each batch that it draws, and return it.
+    """Make a sampler record each batch's tokens and padding, and return it.
 
     The records are appended to a new attribute of the sampler, `works`.
     """
@@ -180,7 +180,7 @@ class Data:
             options["persistent_workers"] = True
 
     def sampler(self, sizes: Sequence[int], rank: int) -> UnevenBatchSampler:
-        """Return a sampler of full batches for rank `rank`; `sizes` are the rows of each rank.
+        """Return a sampler of full batches for one rank; `sizes` has each rank's rows.
 
         Each iteration over the sampler is an epoch of the data set. A pool, or a data set with
         fewer rows than a batch, is repeated endlessly in one shuffled order instead.

@@ -108,12 +108,12 @@ NORMS = ("group", "batch")
 
 
 class DepthNet(nn.Module):  # type: ignore[misc]
-    """Blocks of Conv3x3, normalisation, ReLU and MaxPool2, then a linear head, in two halves.
+    """Two halves of convolution blocks, then a linear head.
 
-    The first half has 16 and 32 channels, the second half 128, 256 and 512. The input is (samples,
-    3, side, side) with a side of at least 32, the output (samples, classes). `norm` is "group",
-    which normalises each sample, or "batch", which normalises over the batch and so excludes
-    micro-batches.
+    A block is Conv3x3, normalisation, ReLU and MaxPool2. The first half has 16 and 32 channels, the
+    second half 128, 256 and 512. The input is (samples, 3, side, side) with a side of at least 32,
+    the output (samples, classes). `norm` is "group" (over each sample) or "batch" (over the batch,
+    which excludes micro-batches).
     """
 
     def __init__(self, classes: int = 10, norm: str = "group") -> None:

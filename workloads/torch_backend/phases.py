@@ -48,8 +48,8 @@ class PhaseClock:
     def read(self) -> dict[Phase, float]:
         """Return the total seconds of each phase since the last reading.
 
-        The device must have finished the phases. If there were more than `MOST_MARKED` phases, the
-        total is extrapolated from those that were timed.
+        The device must have finished the phases. Only the first `MOST_MARKED` phases are timed; the
+        total is extrapolated from them.
         """
         found = dict(self._added)
         for phase, count in self._counts.items():

@@ -81,14 +81,14 @@ class RecipeShards:
             self.sharded.compute_nothing()
 
     def describe(self) -> str:
-        """Return seven numbers about the memory of the whole model, separated by spaces.
+        """Return seven numbers about the whole model's memory, separated by spaces.
 
         - the bytes of the model's state
-        - the bytes of the units (layers whose parameters are gathered together) while gathered
+        - the bytes of gathered units (layers whose parameters are gathered together)
         - the temporary bytes of an optimizer step
         - the number of parameters
-        - the number of parameters that are trained
-        - the bytes of the gradients that are part of the state, but are freed before a forward pass
+        - the number of trained parameters
+        - the bytes of gradients in the state that are freed before a forward pass
         - the bytes outside of PyTorch's allocator
         """
         sizes = (self._state, self._gathered, self._step, self._parameters, self._trained)

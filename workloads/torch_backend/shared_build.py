@@ -28,8 +28,8 @@ ASKS_RANK = ("get_rank", "get_world_size", "is_initialized")
 class BuiltRecipe:
     """A recipe that is built before the process has a device or a group.
 
-    A recipe is the user's model, optimizer, loss and data. Once the device and the group are known,
-    `finish` makes a workload from it. If the user's function takes a model from `load_model`, only
+    A recipe is the user's model, optimizer, loss and data. `finish` makes a workload from it once
+    the device and the group are known. If the user's function takes a model from `load_model`, only
     that model is loaded in advance, and `finish` calls the function.
     """
 
@@ -73,7 +73,7 @@ class BuiltRecipe:
 
 @contextmanager
 def noting_ranks(noting: Callable[[Callable[..., Any], str], Any]) -> Iterator[None]:
-    """Return a context in which `noting` replaces the functions that tell a process its rank.
+    """In this context, `noting` replaces the functions that return a process's rank.
 
     `noting` gets each function and its name, and returns the replacement. The replacement can
     record that the user's build asks for its rank; such a build can't be shared by all ranks.

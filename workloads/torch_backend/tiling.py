@@ -26,9 +26,8 @@ CHANNELS = (16, 32)
 class Tiles:
     """A batch of images, cut into SIDE x SIDE tiles on `devices`.
 
-    `rows` and `columns` are the positions at which the whole images are cut, including 0 and the
-    image's size. The whole images have the shape (samples, channels, height, width). No tile is
-    empty.
+    The images are cut at the positions `rows` and `columns`, which include 0 and the image's size.
+    The whole images have the shape (samples, channels, height, width). No tile is empty.
     """
 
     parts: Sequence[Sequence[Tensor]]
@@ -87,8 +86,7 @@ class Tiles:
 
 def _within(positions: tuple[int, int], first: int) -> slice:
     """Return a tile's slice for a range of positions of the image."""
-    # Positions outside the tile are left out.
-    # `first` is the tile's own first position
+    # The tile begins at position `first`. Positions outside the tile are left out.
     begin, end = positions
     return slice(max(0, begin - first), max(0, end - first))
 
@@ -201,10 +199,11 @@ def conv_blocks(channels: Sequence[int], norm: str) -> list[nn.Module]:
 
 
 class TilesNet(nn.Module):  # type: ignore[misc]
-    """Blocks of Conv3x3, BatchNorm, ReLU and MaxPool2, then the mean over pixels and a linear head.
+    """Convolution blocks, then the mean over pixels and a linear head.
 
-    Blocks have 16 and 32 channels. The input is (samples, 3, height, width), with height and width
-    of at least 8; the output is (samples, classes) on the first device.
+    A block is Conv3x3, BatchNorm, ReLU and MaxPool2; there are two, with 16 and 32 channels. The
+    input is (samples, 3, height, width), with height and width of at least 8. The output is
+    (samples, classes) on the first device.
     """
 
     def __init__(self, classes: int = 10) -> None:

@@ -54,19 +54,19 @@ def build(name: str, setup: WorkerSetup, settings: Mapping[str, Any]) -> Workloa
 
 
 def load_recipe(name: str, settings: Mapping[str, Any]) -> Recipe:
-    """Return the recipe from the user's function `name` and its data functions.
+    """Build the user's model, optimizer, loss and data into a recipe.
 
-    `settings` are the function's arguments. Raises RequestError if one of these functions doesn't
-    return what a recipe needs, or if there are no data.
+    `settings` are the arguments of the function `name`. Raises RequestError if it or a data
+    function returns something else, or if there are no data.
     """
     return make_recipe(name, user_code.load(name, settings))
 
 
 def make_recipe(name: str, own: user_code.UserModule) -> Recipe:
-    """Return the recipe from what the user's function `name` returned.
+    """Make a recipe from the result of the user's function `name`.
 
-    `own` also has the data functions of the function's module. Raises RequestError if one of these
-    functions doesn't return what a recipe needs, or if there are no data.
+    `own` also has the data functions of the function's module. Raises RequestError if one of them
+    returns something unsuitable, or if there are no data.
     """
     recipe = find_recipe(name, own.result)
     if recipe is not None:
@@ -129,10 +129,10 @@ def _check_trained(name: str, module: Any, optimizer: Any) -> None:
 
 
 def to_data(name: str, given: Any) -> Data:
-    """Convert what the user's function returns as training data to `Data`.
+    """Convert the user's training data to `Data`.
 
-    It is a data set, or a pair of a data set and loader options. Raises RequestError for anything
-    else. `name` is the function's name, for messages.
+    `given` is a data set, or a pair of a data set and loader options. Raises RequestError for
+    anything else. `name` is the user's function, for messages.
     """
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
         return Data(*given)
@@ -163,8 +163,8 @@ def _by_name(name: str, result: Any) -> Mapping[str, Any]:
 def find_recipe(name: str, result: Any) -> Recipe | None:
     """Return the recipe of a Trainer, or of a LightningModule with its data.
 
-    `result` is what the user's function `name` returned. Return None if it is neither of these.
-    Raises RequestError for a LightningModule without data.
+    `result` is the result of the user's function `name`. Return None for anything else. Raises
+    RequestError for a LightningModule without data.
     """
     if _is_a(result, "transformers.", "Trainer"):
         return _from_trainer(result)

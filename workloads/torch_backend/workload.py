@@ -168,9 +168,8 @@ class TorchWorkload(Workload, StepListener):
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
         """Prepare batches for this rank's share.
 
-        A rank whose share is 0 leaves the group until a later call gives it rows again. If the
-        model is sharded, such a rank stays and computes a single filler row, whose gradients have
-        weight 0.
+        A rank without rows leaves the group until a later call gives it rows again. If the model is
+        sharded, the rank stays and computes a single filler row, whose gradients have weight 0.
         """
         self._micro = own_share(self.setup, micro or shares)
         if micro:
@@ -193,7 +192,7 @@ class TorchWorkload(Workload, StepListener):
     def prepare_assigned(
         self, shares: Sequence[int], costs: Sequence[Cost], tokens: Sequence[int]
     ) -> None:
-        """Prepare shares of global batches whose rows are assigned to the ranks by cost.
+        """Prepare global batches whose rows are assigned to ranks by cost.
 
         `tokens` are the maximum tokens per pass on each rank, padding included.
         """
@@ -307,7 +306,7 @@ class TorchWorkload(Workload, StepListener):
         return self._is_updating
 
     def recover(self) -> bool:
-        """Release the memory of a step that ran out of memory; return True if training can go on.
+        """Release the memory of a step that failed; True if training can go on.
 
         Return False in three cases:
 
@@ -408,8 +407,9 @@ class TorchWorkload(Workload, StepListener):
     def facts(self) -> Mapping[str, str]:
         """Return facts about the workload as text.
 
-        They include versions, the engine, the parameter count, the model's digest, the rows per
-        epoch (0: unknown) and, if rows differ in length, a sample of their lengths.
+        They include versions, the engine, the parameter count and the model's digest. `rows` is the
+        number of rows per epoch (0: unknown). If rows differ in length, `lengths` is a sample of
+        their lengths.
         """
         cuda = (
             {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
