@@ -456,10 +456,19 @@ def _draw_signs(count: int, seed: Any) -> dict[Any, Any]:
 
 
 def _read_scalars(logs: Any) -> dict[str, float]:
-    """Return the scalars in a step's logs by name."""
-    found = logs.items() if isinstance(logs, dict) else ()
-    pairs = [(name, tf.convert_to_tensor(each)) for name, each in found]
-    return {name: float(each) for name, each in pairs if each.shape.rank == 0}
+    """Return the scalars in a step's logs by name.
+
+    A metric whose result is a dictionary adds the names in it, as in Keras' own logs.
+    """
+    scalars: dict[str, float] = {}
+    for name, given in logs.items() if isinstance(logs, dict) else ():
+        if isinstance(given, dict):
+            scalars |= _read_scalars(given)
+            continue
+        tensor = tf.convert_to_tensor(given)
+        if tensor.shape.rank == 0:
+            scalars[name] = float(tensor)
+    return scalars
 
 
 def _name_weights(model: Any) -> dict[int, str]:

@@ -40,6 +40,7 @@ EXACT = {
         "Dropout, GaussianNoise, a state",
         "loss of attributes: containers",
         "own decision of a loss",
+        "own metric of two results",
         "own weights of pictures",
     ],
     "passes": ["activity and weight regularizers", "state: rows", "loss of a second call"],

@@ -111,6 +111,38 @@ class OwnMetric(keras.Model):
         return {**found, "hidden": ops.mean(self.hidden)}
 
 
+class Extremes(keras.metrics.Metric):
+    """Has two results, of which one isn't a mean."""
+
+    def __init__(self) -> None:
+        super().__init__(name="extremes")
+        self.least = self.add_variable((), "zeros", name="least")
+        self.most = self.add_variable((), "zeros", name="most")
+
+    def update_state(self, y: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        """Remember the smallest and the largest output."""
+        self.least.assign(ops.minimum(self.least, ops.min(y_pred)))
+        self.most.assign(ops.maximum(self.most, ops.max(y_pred)))
+
+    def result(self) -> Any:
+        """Return both by name."""
+        return {
+            "least": ops.convert_to_tensor(self.least),
+            "most": ops.convert_to_tensor(self.most),
+        }
+
+
+def extremes() -> Made:
+    """Return a model with a metric whose result is a dictionary."""
+
+    def make() -> Any:
+        model = keras.Sequential([layers.Dense(4, activation="tanh"), layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(0.05), "mse", metrics=[Extremes()])
+        return model
+
+    return make, (X, VALUES, {})
+
+
 class OwnTracker(keras.Model):
     """compute_loss calls the model, and counts a value in a metric, by its rows or not."""
 
@@ -286,6 +318,7 @@ def own_programs() -> dict[str, Made]:
         "own metric of an attribute": subclass(OwnMetric),
         "own metric in compute_loss": subclass(lambda: OwnTracker(weighed=False)),
         "own metric in compute_loss, weighed": subclass(lambda: OwnTracker(weighed=True)),
+        "own metric of two results": extremes(),
         "own train_step": subclass(OwnStep),
         "own train_step: signs": subclass(OwnGradients),
         "own state of a loss": subclass(OwnMetric, loss=OwnPrior),
