@@ -335,7 +335,7 @@ def pack_on(
     """Return a pack of `processes` trainings on the device of the solo layout `single`.
 
     `mode` is how the trainings share the device. Each training has the global batch `batch`, by
-    default that of `single`.
+    default the batch of `single`.
     """
     size = single.global_batch if batch is None else batch
     return Layout("pack", tuple(size if share else 0 for share in single.shares), processes, mode)

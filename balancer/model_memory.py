@@ -35,14 +35,14 @@ class TrainingMethod(msgspec.Struct, frozen=True):
         return round(parameters * (self.divided_bytes + self.whole_bytes))
 
     def largest_whole(self, limits: Sequence[int]) -> int:
-        """Return the number of parameters of the largest model that each device can hold whole.
+        """Return how many parameters a model may have to fit whole on each device.
 
         `limits` are the devices' memory in bytes.
         """
         return int(min(limits) / (self.divided_bytes + self.whole_bytes))
 
     def largest_sharded(self, limits: Sequence[int]) -> int:
-        """Return the number of parameters of the largest model that can be sharded.
+        """Return how many parameters a sharded model may have.
 
         `limits` are the devices' memory in bytes. The device with the least memory may set the
         limit, because each device also holds the bytes that aren't sharded.

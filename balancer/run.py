@@ -170,7 +170,7 @@ def reopen(name: str, request: Request, extend_seconds: float | None = None) -> 
 def _choose_budget(
     record: JournalContents, request: Request, extend_seconds: float | None
 ) -> float | None:
-    """Return the budget of a resumed run in seconds; None if there is no limit."""
+    """Return a resumed run's budget in seconds; None without a limit."""
     # `extend_seconds` are added to the time already spent
     if extend_seconds is not None:
         return record.clock_seconds + extend_seconds
@@ -180,9 +180,10 @@ def _choose_budget(
 
 
 def _read_budget(record: JournalContents) -> float | None:
-    """Return the run's budget in seconds, raised or original; None if there is no limit."""
+    """Return the run's budget in seconds; None without a limit."""
     ends = [entry for entry in record.entries if isinstance(entry, Finished)]
     raised = ends[-1].budget_seconds if ends else None
+    # the last raised budget, or else the original one
     return record.header.request.budget_seconds if raised is None else raised
 
 

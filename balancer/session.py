@@ -120,10 +120,7 @@ class Session(EventThread):
             self._run.close()
 
     def _loop_until_unwritten(self) -> UnwrittenError | None:
-        """Measure until the search or the session ends.
-
-        Return the error if the journal can't be written; otherwise, None.
-        """
+        """Measure until the end; return the error if the journal fails."""
         try:
             self._loop()
         except UnwrittenError as fault:
@@ -181,10 +178,7 @@ class Session(EventThread):
                 alarm.cancel()
 
     def _report(self, progress: ProbeProgress) -> None:
-        """Report the progress of a probe on the session's clock.
-
-        This can be called from any thread.
-        """
+        """Report a probe's progress on the session's clock, from any thread."""
         at_seconds = progress.at_seconds - self._paused_seconds
         progress = msgspec.structs.replace(progress, at_seconds=at_seconds)
         self._running[progress.probe] = progress
@@ -213,10 +207,8 @@ class Session(EventThread):
         self._emit(Observed(seen, belief, best, len(self._seen), self._out_of_memory, at))
 
     def _keep_link(self, seen: Observation) -> None:
-        """Save the measured speed of the link for later searches.
-
-        Only a probe of a split can measure the link.
-        """
+        """Save the measured speed of the link for later searches."""
+        # only a probe of a split can measure the link
         if not isinstance(seen, Timed) or not seen.link_bytes_per_second:
             return
         devices = tuple(self._job.devices[i] for i in seen.probe.layout.active)
@@ -225,7 +217,7 @@ class Session(EventThread):
             note_link(devices, self._job.driver, seen.link_path, seen.link_bytes_per_second)
 
     def _check_energy(self, seen: Observation, at: float) -> None:
-        """Raise RequestError if the objective needs energy and a device reports none."""
+        """Raise RequestError if a device doesn't report the energy needed."""
         if not find_objective(self._job.request.objective).needs_energy or not isinstance(
             seen, Timed
         ):
@@ -244,10 +236,7 @@ class Session(EventThread):
             )
 
     def _store_facts(self, facts: Facts, at: float) -> None:
-        """Write the facts from child processes to the journal and search.
-
-        Raises RequestError if the objective counts tokens but rows have no lengths.
-        """
+        """Write the children's facts to the journal and the search."""
         self._run.write(FactsEntry(facts))
         self._facts = facts
         self._search.learn_data(facts)
@@ -265,10 +254,7 @@ class Session(EventThread):
         return RequestError(message, remedy)
 
     def _set_alarms(self) -> list[threading.Timer]:
-        """Start and return two timers that stop late probes when the budget is used up.
-
-        The list is empty without a budget, and for simulated devices.
-        """
+        """Start and return the timers that stop probes after the budget."""
         budget = self._job.request.budget_seconds
         if budget is None or self._job.machine is not None:
             # a simulated prober stops its own probes
@@ -288,10 +274,7 @@ class Session(EventThread):
         return alarms
 
     def _stop_late_probes(self, spared: tuple[str, ...] = ()) -> None:
-        """Stop all probes because the budget is used up.
-
-        If a probe is in one of the `spared` phases, none is stopped.
-        """
+        """Stop all probes, unless one is in a phase of `spared`."""
         # wait until the workload is built, so that errors in the user's code are reported
         while not self._seen and any(map(_is_being_built, tuple(self._running.values()))):
             if self._halt.wait(POLL_SECONDS):
@@ -310,11 +293,7 @@ class Session(EventThread):
         self._paused_seconds += self._prober.now() - paused_at
 
     def _finish(self) -> Finished:
-        """Write and return the event that ends the session, with the best plan.
-
-        Raises NoLayoutError without a plan, or UnwrittenError if writing failed before there was
-        one.
-        """
+        """Write and return the event that ends the session."""
         running = tuple(
             one
             for one in tuple(self._running.values())  # probes still report from their own threads
@@ -382,7 +361,7 @@ def _is_being_built(progress: ProbeProgress) -> bool:
 
 
 def _find_link(job: Job) -> KnownLink | None:
-    """Return the saved speed of the link between the job's devices; None if there is none."""
+    """Return the saved speed of the devices' link, if there is one."""
     # only PyTorch exchanges gradients by the all-reduces with which links are measured
     if job.simulated or job.framework != "torch":
         return None

@@ -103,7 +103,7 @@ def advance(state: SessionState, event: Event) -> SessionState:
 
 
 def _replace_report(state: SessionState, newest: ProbeProgress) -> tuple[ProbeProgress, ...]:
-    """Return the latest report of each running probe, with `newest` in place of its earlier one."""
+    """Return the latest report of each running probe, with `newest`."""
     return tuple(({each.probe: each for each in state.running} | {newest.probe: newest}).values())
 
 
@@ -275,10 +275,7 @@ def _is_even_on_all(seen: Timed) -> bool:
 
 
 def _is_same_layout(one: Layout, other: Layout) -> bool:
-    """True if two layouts have equal shares, or the same single device.
-
-    The batch of a single device doesn't matter.
-    """
+    """True for equal shares, or for the same single device."""
     return one.shares == other.shares or (one.traits.alone and one.active == other.active)
 
 
@@ -367,11 +364,7 @@ def _name_even(plan: Plan, even: Evidence) -> str:
 
 
 def _find_earlier(plan: Plan, single: Evidence) -> float:
-    """Return the highest samples/s that another device reached alone with `single`'s batch.
-
-    If the plan uses a single device, measurements of that device don't count. Return 0 if no other
-    device was faster than `single`.
-    """
+    """Return the highest samples/s of another device at `single`'s batch."""
     if single.kind not in ("best_device", "one_device"):
         return 0.0
     same = [
@@ -383,6 +376,7 @@ def _find_earlier(plan: Plan, single: Evidence) -> float:
         and _positions(evidence.layout) != _positions(plan.layout)
     ]
     most = max(same, default=0.0)
+    # 0 unless the other device was faster
     return most if most > _speed(single) else 0.0
 
 
@@ -438,7 +432,7 @@ def throughput_interval(throughput: Throughput) -> Interval:
 
 
 def _sum(solos: list[Interval]) -> tuple[RatedLayout, ...]:
-    """Return the sum of all devices' samples/s, each alone; empty for fewer than two devices."""
+    """Return the sum of all devices' samples/s, each measured alone."""
     if len(solos) < 2:
         return ()
     total = Interval(*map(sum, zip(*map(msgspec.structs.astuple, solos), strict=True)))

@@ -85,14 +85,11 @@ def lone_error_of(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def _pool_lone(differences: Sequence[float], fitted: int) -> float:
-    """Return the relative error of a step that was timed once.
-
-    The error is half of the interval's width. `differences` are relative differences of two steps.
-    `fitted` is the number of parameters that were fitted to them.
-    """
+    """Return half of a lone step's 95 % interval, as a fraction."""
     variance = LONE_WEIGHT * LONE_ERROR**2 + math.fsum(
         difference**2 / 2 for difference in differences
     )
+    # `fitted`: the number of parameters that were fitted to the differences
     freedom = LONE_WEIGHT + max(0, len(differences) - fitted)
     return student(freedom) * math.sqrt(variance / freedom)
 

@@ -158,10 +158,7 @@ def repeat_probe(
 
 @contextmanager
 def _locked_prober(job: Job, positions: Sequence[int] | None = None) -> Iterator[Prober]:
-    """Lock all or some of a job's devices, and yield a prober.
-
-    `positions` are the devices to lock; None for all.
-    """
+    """Lock some or all of a job's devices, and yield a prober."""
     with lock_job(job, positions), closing(make_prober(job, error_file=new_error_file())) as prober:
         yield prober
 
@@ -209,15 +206,12 @@ def _runs(
 
 
 def _measure(prober: Prober, probe: Probe, stop: threading.Event) -> Observation | None:
-    """Run one probe and return its observation; None if `stop` was set before it ended."""
+    """Run one probe; return its observation, or None if stopped."""
     return next(iter(prober.measure((probe,), lambda _: None, stop)), None)
 
 
 def _require_timed(seen: Observation | None, devices: Sequence[Device]) -> Timed | None:
-    """Return the measurement, or None if the probe was stopped.
-
-    Raises NoLayoutError if the batch didn't fit or the training failed.
-    """
+    """Return the measurement; raise NoLayoutError if it failed."""
     if isinstance(seen, OutOfMemory):
         labels = ", ".join(devices[i].label for i in seen.devices)
         where = f" on {labels}" if labels else ""
@@ -234,7 +228,7 @@ def _require_timed(seen: Observation | None, devices: Sequence[Device]) -> Timed
 def _measure_alone(
     prober: Prober, layout: Layout, seconds: float, stop: threading.Event
 ) -> tuple[float | None, ...]:
-    """Time each device alone at its share, for `seconds` each, and return the samples/s."""
+    """Return each device's samples/s, timed alone at its share."""
     # None for an unused device, and if a measurement failed or was stopped
     speeds: list[float | None] = []
     for position, share in enumerate(layout.shares):
@@ -364,11 +358,7 @@ def _measure_first_batches(
     stop: threading.Event,
     largest: LargestModel | None,
 ) -> list[Timed]:
-    """Return the measurements of a search's first batches on one device.
-
-    There are fewer if the user stops. Raises NoLayoutError if no step ended within the budget, or
-    if no batch fits.
-    """
+    """Return the measurements of a search's first batches on one device."""
     budget = alone.request.budget_seconds
     running: dict[Probe, ProbeProgress] = {}
 
@@ -394,11 +384,8 @@ def _measure_first_batches(
 
 @contextmanager
 def _stopped_after(seconds: float | None, stop: threading.Event) -> Iterator[threading.Event]:
-    """Set `stop` when `seconds` have passed in the `with` block.
-
-    If `seconds` is None, nothing is set. Yield an event that is set only when the time is up, not
-    when the user stops the run.
-    """
+    """Set `stop` after `seconds`; yield an event that is set too."""
+    # set only when the time is up, not when the user stops
     over = threading.Event()
 
     def end() -> None:
@@ -417,10 +404,7 @@ def _stopped_after(seconds: float | None, stop: threading.Event) -> Iterator[thr
 def _measure_batches(
     alone: Job, prober: Prober, watch: Report, stop: threading.Event
 ) -> list[Timed]:
-    """Run the search's first probes briefly, and return the measurements.
-
-    There are at most `BATCHES` measurements. Raises NoLayoutError if the workload fails.
-    """
+    """Run the search's first probes briefly, and return the measurements."""
     search = make_search(alone)
     timed: list[Timed] = []
     while len(timed) < BATCHES and not stop.is_set():

@@ -164,10 +164,10 @@ class SplitLoss(msgspec.Struct, frozen=True):
 
 
 class SumLoss(msgspec.Struct, frozen=True):
-    """Why the plan is much slower than the sum of all devices' speeds, each measured alone.
+    """Why the plan is much slower than all devices' summed speeds.
 
-    Times are in seconds per step. `lost_seconds` is how much longer a step takes than at the summed
-    speed.
+    The speeds were measured on each device alone. Times are in seconds per step. `lost_seconds` is
+    how much longer a step takes than at the summed speed.
     """
 
     # both: the two causes together explain it, and neither does alone

@@ -175,7 +175,7 @@ class ChildProber:
     def _run_probe(
         self, probe: Probe, progress: ProgressReporter, stop: threading.Event
     ) -> Observation | None:
-        """Run a probe on idle or new children; None if it was stopped."""
+        """Run a probe on idle or new children; None if stopped."""
         started = time.monotonic()
         # try again if another program took a port that the children need
         for tries_left in reversed(range(PORT_TRIES)):

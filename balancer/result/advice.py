@@ -47,7 +47,7 @@ def advise(verdict: Verdict) -> Recommendation:
 
 
 def _find_reason(verdict: Verdict) -> str:
-    """Return the code of the reason to measure again before deciding; "" if there is none."""
+    """Return the code for why to measure again; "" if unneeded."""
     for code, most in REASONS:
         if any(doubt.code == code and doubt.value >= most for doubt in verdict.doubts):
             return code
@@ -61,10 +61,7 @@ def _find_reason(verdict: Verdict) -> str:
 
 
 def _lacks_comparison(verdict: Verdict) -> bool:
-    """True if unequal shares weren't compared with simpler layouts because time ran out.
-
-    Simpler layouts are equal shares and one device.
-    """
+    """True if no simpler layout was compared, because time ran out."""
     if verdict.chosen.kind != "other_shares":
         return False
     compared = [rival for rival in verdict.rivals if rival.gain is not None]
@@ -72,11 +69,11 @@ def _lacks_comparison(verdict: Verdict) -> bool:
 
 
 def find_single(verdict: Verdict) -> Rival | None:
-    """Return one device that is as fast as all devices of the plan together.
+    """Return one device that is as fast as the whole plan.
 
-    The device must have been measured with the plan's batch, or with a smaller one if the user set
-    no batch. Its speed must be equal to the plan's in the sense of `is_equal`. Return None if there
-    is no such device.
+    It must have been measured with the plan's batch, or with a smaller one if the user set no
+    batch. Its speed must equal the plan's in the sense of `is_equal`. Return None if there is no
+    such device.
     """
     batch = verdict.chosen.global_batch
     for rival in verdict.rivals:

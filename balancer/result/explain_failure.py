@@ -67,7 +67,7 @@ def explain_no_plan(
 def _explain_failures(
     record: JournalContents, failures: Sequence[str], end: SearchEnd
 ) -> NoLayoutError | DeviceError:
-    """Return the error, with a remedy, for a run in which all layouts failed."""
+    """Return the error for a run in which all layouts failed."""
     header, seen = record.header, record.observations
     if _lost_all(seen):
         remedy = find_backend(header.devices[0].kind).remedy
@@ -108,7 +108,7 @@ def _fails_everywhere(seen: Sequence[Observation]) -> bool:
 
 
 def _locate_workload(workload: str, why: str) -> str:
-    """Return text that names a workload's function and line, to append to the message `why`."""
+    """Return the workload's function and line, as an ending for `why`."""
     # "" if the message already names a line of the user's file, or if the file can't be read
     file, _, name = workload.rpartition(":")
     if not file.endswith(".py") or f"{Path(file).name}:" in why:
@@ -125,7 +125,7 @@ def _locate_workload(workload: str, why: str) -> str:
 
 
 def _explain_shards(record: JournalContents) -> Iterator[str]:
-    """Yield why sharding the model doesn't help either; nothing if shards weren't tried."""
+    """Yield why sharding doesn't help either; nothing if it wasn't tried."""
     tried = [
         observation for observation in record.observations if observation.probe.stage in SHARDED
     ]
@@ -147,7 +147,7 @@ def _explain_shards(record: JournalContents) -> Iterator[str]:
 
 
 def _may_fit_in_shards(record: JournalContents) -> bool:
-    """True if shards weren't tried on all devices, but should fit in memory."""
+    """True if shards should fit but weren't tried on all devices."""
     tried = [
         observation for observation in record.observations if observation.probe.stage in SHARDED
     ]
@@ -161,11 +161,7 @@ def _may_fit_in_shards(record: JournalContents) -> bool:
 def _write_smallest_steps(
     record: JournalContents, state: ModelState, tried: Sequence[Observation]
 ) -> str:
-    """Return the memory that each device needs for its smallest step, as text.
-
-    The step is the smallest that was measured on this device alone. The part of the model's `state`
-    that the device held is subtracted.
-    """
+    """Return the memory of each device's smallest measured step, as text."""
     held = round(MEASURED_PART * (state.state_bytes - state.gradient_bytes))
     fewest: dict[int, tuple[int, int]] = {}
     for observation in tried:
@@ -175,6 +171,7 @@ def _write_smallest_steps(
         for position in layout.active:
             used = observation.memory_bytes[position]
             if used is not None:
+                # without the part of the state that the device held
                 found = (layout.shares[position], max(0, used - held))
                 fewest[position] = min(found, fewest.get(position, found))
     written = [
@@ -196,7 +193,7 @@ def _active(seen: Sequence[Observation], outcome: type[Observation]) -> set[int]
 
 
 def _explain_end(header: Header, ran: bool, end: SearchEnd) -> NoLayoutError:
-    """Return the error for a run without failures that was stopped or ran out of budget."""
+    """Return the error for a run that was stopped or too short."""
     budget = header.request.budget_seconds
     what = "a layout of the global batch" if ran else "anything"
     unfinished = [write_unfinished(one) for one in end.unfinished]
@@ -225,9 +222,9 @@ def find_unfinished(
 ) -> tuple[Unfinished, ...]:
     """Return the phases, such as "building", of probes that haven't timed a step yet.
 
-    `running` are the latest reports of the running probes. Each entry has a phase,
-    the labels of the devices in it, and the longest time that a probe has spent there. It also has
-    the line of the user's code if known.
+    `running` are the latest reports of the running probes. Each entry has a phase, its devices'
+    labels, and the longest time that a probe has spent there. It also has the line of the user's
+    code, if known.
     """
     found = []
     for phase in ("importing", "loading", "building", "preparing", "warming up"):
@@ -249,7 +246,7 @@ def find_unfinished(
 
 
 def _name_phase(phase: str, workload: str) -> tuple[str, str]:
-    """Return a phase in the user's terms, and the name of what it imports or builds."""
+    """Return the phase's name for users, and what it builds or imports."""
     home, _, attribute = workload.rpartition(":")
     name = Path(home).name or workload
     if phase != "building":
@@ -277,10 +274,7 @@ def find_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> lis
 
 
 def _find_smallest(seen: Sequence[Observation]) -> dict[int, Failed | OutOfMemory]:
-    """Return each device's failure with the fewest rows in a pass.
-
-    The keys are the devices' positions.
-    """
+    """Return each device's failure with the fewest rows, by position."""
     smallest: dict[int, Failed | OutOfMemory] = {}
     for observation in seen:
         if isinstance(observation, Timed):
@@ -301,7 +295,7 @@ def _describe(position: int, seen: Failed | OutOfMemory, device: Device) -> str:
 
 
 def _join_phase(why: str) -> str:
-    """Return a reason as text after the word "failed", such as ` while warming up: ValueError`."""
+    """Return text after "failed", such as ` while warming up: ValueError`."""
     phase, colon, rest = why.partition(": ")
     return f" while {phase}: {rest}" if colon and phase in PHASES else f", {why}"
 
@@ -313,7 +307,7 @@ def _describe_reason(seen: Failed, device: Device) -> str:
 def _explain_too_large(
     header: Header, largest: Sequence[int], seen: Sequence[Observation]
 ) -> NoLayoutError:
-    """Return the error for a global batch, fixed by the user, that doesn't fit on the devices."""
+    """Return the error for a given global batch that doesn't fit."""
     taken, most = find_taken_bytes(seen), sum(largest)
     holds = []
     for i, (device, rows) in enumerate(zip(header.devices, largest, strict=True)):

@@ -184,10 +184,7 @@ def find_kind(family: Family, layout: Layout) -> LayoutKind:
 
 
 def _describe_rate(report: SearchReport, layout: Layout, interval: Interval) -> MeasuredRate:
-    """Return the verdict's entry for a layout's samples/s, given as `interval`.
-
-    If rows have lengths, the entry also has tokens/s and the fraction of padding.
-    """
+    """Return the verdict's entry for a layout's samples/s."""
     plain = MeasuredRate(interval.value, interval.low, interval.high, is_known(interval))
     if not report.mean_length:
         return plain
@@ -197,10 +194,7 @@ def _describe_rate(report: SearchReport, layout: Layout, interval: Interval) -> 
 
 
 def _has_equal_shares(layout: Layout) -> bool:
-    """True if all devices have equal shares, in one pass, without knobs.
-
-    Such a layout is plain data parallelism.
-    """
+    """True if the layout is plain data parallelism on all devices."""
     if not layout.traits.together or layout.traits.sharded:
         return False
     everywhere = len(layout.active) == len(layout.shares)
@@ -208,9 +202,10 @@ def _has_equal_shares(layout: Layout) -> bool:
 
 
 def find_ratios(layout: Layout, row_tokens: float) -> tuple[float, ...]:
-    """Return each device's fraction of a batch's rows, or of its cost if rows go by cost.
+    """Return each device's fraction of a batch.
 
-    The cost is computed for rows of `row_tokens` tokens.
+    It is a fraction of the rows or, if rows are assigned by cost, of the cost of rows of
+    `row_tokens` tokens.
     """
     if layout.costs:
         return cost_ratios(layout.costs, row_tokens)
@@ -218,19 +213,20 @@ def find_ratios(layout: Layout, row_tokens: float) -> tuple[float, ...]:
 
 
 def cost_ratios(costs: Sequence[Cost | None], row_tokens: float) -> tuple[float, ...]:
-    """Return the fractions of a batch's cost with which all devices finish at the same time.
+    """Return each device's fraction of a batch, so that all finish together.
 
-    `costs` are the cost models of the devices; None for an unused one. The fractions are computed
-    for passes of `USUAL_ROWS` rows of `row_tokens` tokens.
+    The fractions are of the batch's cost, for passes of `USUAL_ROWS` rows of `row_tokens` tokens.
+    `costs` are the cost models of the devices; None for an unused one.
     """
     speeds = [1 / cost.seconds(USUAL_ROWS, round(row_tokens)) if cost else 0.0 for cost in costs]
     return tuple(speed / sum(speeds) for speed in speeds)
 
 
 def waiting_share(seen: Sequence[Timed]) -> float | None:
-    """Return the fraction of a step for which the busiest device waits for others or for data.
+    """Return the fraction of a step in which the busiest device waits.
 
-    It is the mean over the measurements `seen`; None if a device's compute time is unknown.
+    It waits for others or for data. The fraction is the mean over the measurements `seen`. Return
+    None if a device's compute time is unknown.
     """
     own = _own_seconds(seen)
     if own is None or any(timed.step_seconds <= 0 for timed in seen):
@@ -258,10 +254,7 @@ def work_gap(seen: Sequence[Timed]) -> float | None:
 
 
 def _own_seconds(seen: Sequence[Timed]) -> list[list[float]] | None:
-    """Return each measurement's compute times of all devices with rows.
-
-    None if a time is unknown, or if nothing was measured.
-    """
+    """Return the compute seconds per measurement and device; None if unknown."""
     own = [[timed.device_seconds[i] or 0.0 for i in timed.probe.layout.computing] for timed in seen]
     missing = any(
         timed.device_seconds[i] is None for timed in seen for i in timed.probe.layout.computing
@@ -296,10 +289,10 @@ def list_alone(report: SearchReport) -> list[ComparedLayout]:
 
 
 def compare_alone(chosen: Result, result: Result) -> ComparedLayout:
-    """Return the comparison of a device alone with the chosen layout.
+    """Compare a device alone with the chosen layout.
 
-    `result` is that of the device alone. If the chosen layout is this device with this batch, the
-    samples/s of `chosen` are used.
+    `result` is the device's. If the chosen layout is this device with this batch, the samples/s of
+    `chosen` are used instead.
     """
     interval = chosen.throughput if result.layout == chosen.layout else result.throughput
     return compare(chosen, Candidate(SOLO, result.layout), interval)
@@ -308,7 +301,7 @@ def compare_alone(chosen: Result, result: Result) -> ComparedLayout:
 def _name_rivals(
     report: SearchReport, rivals: Sequence[ComparedLayout], labels: Sequence[str]
 ) -> tuple[Rival, ...]:
-    """Return a verdict entry with a distinct name for each layout compared with the plan."""
+    """Return a verdict entry with a distinct name for each rival."""
     # the single device with which the plan is compared comes first
     chosen = report.chosen
     known = {rival.layout for rival in rivals} | {chosen.layout}
@@ -360,10 +353,7 @@ def _list_singles(rivals: Sequence[ComparedLayout]) -> list[ComparedLayout]:
 
 
 def _find_fastest(report: SearchReport, known: set[Layout]) -> list[ComparedLayout]:
-    """Return the fastest measured layout at the requested batch, in a list.
-
-    Return an empty list if this layout is in `known`, or if it isn't faster than the plan.
-    """
+    """Return the fastest layout, if it beats the plan and isn't `known`."""
     batch, chosen = report.problem.global_batch, report.chosen
     able = [result for result in report.results if batch in (None, result.layout.global_batch)]
     fastest = max(able, key=lambda one: one.throughput.value, default=chosen)
@@ -414,7 +404,7 @@ def _describe_rival(
 
 
 def _why_not_chosen(report: SearchReport, compared: ComparedLayout) -> WhyNotChosen | None:
-    """Return why a layout that is faster than the plan wasn't chosen; None if it isn't faster."""
+    """Return why a layout faster than the plan wasn't chosen."""
     chosen, problem = report.chosen, report.problem
     if compared.throughput.value <= chosen.throughput.value or not is_known(compared.throughput):
         return None
@@ -436,10 +426,7 @@ def _why_not_chosen(report: SearchReport, compared: ComparedLayout) -> WhyNotCho
 
 
 def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> SplitLoss | None:
-    """Return why the best split is slower than the chosen device.
-
-    None if the split isn't slower, or if no device was chosen alone.
-    """
+    """Return why the best split is slower than the chosen device."""
     # also None if no times are known
     chosen, split = report.chosen, _best_split(rivals)
     if not chosen.layout.traits.alone or split is None or not _is_surely_slower(split):
@@ -461,7 +448,7 @@ def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> 
 
 
 def _is_surely_slower(split: ComparedLayout) -> bool:
-    """True if a split is certainly slower than the chosen layout, and doesn't tie with it."""
+    """True if a split is certainly slower than the chosen layout."""
     return not split.tie and split.gain >= 0
 
 
@@ -469,11 +456,7 @@ NEARLY = 0.9  # fraction of the sum of all devices alone: anything less is expla
 
 
 def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> SumLoss | None:
-    """Return why the plan is slower than the sum of all devices' speeds, each measured alone.
-
-    None if the plan isn't much slower, if a speed is missing, or if `limits` explain the
-    difference.
-    """
+    """Return why the plan is slower than all devices' summed speeds."""
     chosen = report.chosen
     alone = [compared.throughput.value for compared in list_alone(report)]
     if not chosen.layout.traits.together or not chosen.layout.by_rows:
@@ -496,12 +479,8 @@ def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> Sum
 def _find_cause_of_lost_time(
     lost: float, by_share: float, by_exchange: float
 ) -> Literal["longest_part", "exchange", "both", "unexplained"]:
-    """Return the main cause of the seconds that a step has lost.
-
-    - `lost`: the seconds lost.
-    - `by_share`: the seconds lost because the largest share is a small, inefficient batch.
-    - `by_exchange`: the seconds that synchronization takes.
-    """
+    """Return the main cause of the seconds that a step has lost."""
+    # `by_share`: seconds lost because the largest share is a small, inefficient batch
     if by_share >= COVERS * lost:
         return "longest_part"
     if by_exchange >= COVERS * lost:
@@ -541,7 +520,7 @@ def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[
 
 
 def _list_splits_with(report: SearchReport, position: int) -> list[Result]:
-    """Return the splits with the device at `position` and at least half of the plan's batch."""
+    """Return splits with this device and at least half the plan's batch."""
     least = report.chosen.layout.global_batch / NEAR
     splits = [result for result in report.results if result.layout.traits.together]
     near = [split for split in splits if split.layout.global_batch >= least]
@@ -549,7 +528,7 @@ def _list_splits_with(report: SearchReport, position: int) -> list[Result]:
 
 
 def _best_split(rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
-    """Return the best split that could be compared with the plan; None if there is none."""
+    """Return the best split that could be compared with the plan."""
     splits = [
         rival
         for rival in rivals
@@ -560,10 +539,7 @@ def _best_split(rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
 
 
 def _lacks_split(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) -> bool:
-    """True if one device was chosen without measuring a comparable split.
-
-    A comparable split has a batch near the plan's. False if there is only one device.
-    """
+    """True if one device was chosen without measuring a comparable split."""
     if not chosen.layout.traits.alone or devices < 2:
         return False
     splits = [rival for rival in rivals if rival.family and rival.layout.traits.together]
@@ -571,10 +547,7 @@ def _lacks_split(chosen: Result, rivals: Sequence[ComparedLayout], devices: int)
 
 
 def _find_slow_bfloat16(record: JournalContents, layout: Layout) -> tuple[str, ...]:
-    """Return the plan's devices without hardware for bfloat16, by label.
-
-    The result is empty unless the training uses bfloat16.
-    """
+    """Return the plan's devices that lack hardware for bfloat16."""
     request = record.header.request
     asked = request.precision == MIXED or "mixed" in layout.knobs
     if not (asked or record.facts.bfloat16):
@@ -694,7 +667,7 @@ def find_short_budget(
 
 
 def _find_left_out_hosts(report: SearchReport, devices: Sequence[Device]) -> Iterator[LeftOut]:
-    """Yield the hosts that the chosen split leaves out, and how much slower it is with them."""
+    """Yield the hosts left out because they would slow the plan."""
 
     def list_hosts(layout: Layout) -> list[str]:
         return list(dict.fromkeys(devices[i].host for i in layout.active))

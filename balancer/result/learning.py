@@ -48,7 +48,7 @@ def find_learning(request: Request, report: SearchReport) -> Learning | None:
 
 
 def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Learning:
-    """Return how much less a sample teaches in the plan's batch than in a very small one."""
+    """Return how much less a sample teaches in the plan's batch."""
     chosen = report.chosen
     batch = chosen.layout.global_batch
     value, low, high = (
@@ -68,7 +68,7 @@ def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Lea
 
 
 def _find_frontier(scale: NoiseScale, report: SearchReport) -> tuple[Point, ...]:
-    """Return the measured batches that are faster than all smaller ones, in rising order."""
+    """Return the batches that are faster than all smaller ones."""
     # each has two rates: its samples/s, and samples/s in very small batches that improve the model
     # equally fast
     chosen = report.chosen

@@ -61,7 +61,7 @@ def find_doubts(
 
 
 def _count_lone_steps(seen: Iterable[Observation], chosen: Layout) -> int:
-    """Return how many probes of the layout timed a single step; 0 if any timed more."""
+    """Return how many probes timed one step; 0 if any timed more."""
     own = [
         observation
         for observation in seen
@@ -71,16 +71,13 @@ def _count_lone_steps(seen: Iterable[Observation], chosen: Layout) -> int:
 
 
 def _weight(doubt: MeasurementDoubt) -> float:
-    """Return the seriousness of a doubt.
-
-    Only values of one kind of doubt can be compared.
-    """
+    """Return the seriousness of a doubt, comparable within one code."""
     # a loss that was NaN or infinite is more serious, the earlier it happened
     return -doubt.value if doubt.code == "not_finite" else abs(doubt.value)
 
 
 def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[MeasurementDoubt]:
-    """Yield the doubts about the chosen layout, and any layout's loss that was NaN or infinite."""
+    """Yield doubts about the layout, and any layout's NaN or infinite loss."""
     for observation in seen:
         if isinstance(observation, Timed):
             yield from (warning for warning in observation.warnings if warning.code == "not_finite")
@@ -101,7 +98,7 @@ def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Measu
 
 
 def _compare_repeats(seen: Iterable[Observation]) -> Iterator[MeasurementDoubt]:
-    """Yield a doubt for each two measurements of one layout that differ too much."""
+    """Yield a doubt if measurements of one layout differ too much."""
     repeats: defaultdict[Layout, list[Timed]] = defaultdict(list)
     for observation in seen:
         if isinstance(observation, Timed):
@@ -267,7 +264,7 @@ def find_left_out(
 def _why_left_out(
     failure: Failed | OutOfMemory, position: int, ran: bool, chosen: Layout
 ) -> Reason | None:
-    """Return why a failure excludes the device at `position`; None if it can still be used."""
+    """Return why a failure excludes the device; None if it doesn't."""
     # `ran`: a probe ran on it before
     if not ran:
         return "nothing_ran" if isinstance(failure, Failed) else "nothing_fits"

@@ -94,7 +94,7 @@ def _as_read(verdict: Verdict) -> Verdict:
 def _list_evidence(
     report: SearchReport, devices: Sequence[Device], facts: Facts
 ) -> tuple[Evidence, ...]:
-    """Return the plan's evidence: all rivals with their names, and each device alone."""
+    """Return the plan's evidence: all rivals, and each device alone."""
     rivals = compare_all(report.chosen, report.ranking, report.results, report.single)
     found = [*_list_rivals(report, rivals, len(devices)), *_list_alone(report, rivals, devices)]
     return tuple(
@@ -108,10 +108,7 @@ _Named = tuple[str, EvidenceKind, ComparedLayout]
 def _list_rivals(
     report: SearchReport, rivals: Sequence[ComparedLayout], devices: int
 ) -> list[_Named]:
-    """Return all rivals and the best single device, each with its name and kind of evidence.
-
-    The device with which the verdict compares the plan is the first "best_device".
-    """
+    """Return all rivals and the best device, with names and kinds."""
     chosen = report.chosen
     names = name_rivals(chosen, rivals, devices)
     found: list[_Named] = [
@@ -124,6 +121,7 @@ def _list_rivals(
             found.append((name, "best_device", alone))
     single = choose_single(report, rivals)
     if single is not None:
+        # the verdict's device becomes the first "best_device"
         found = _put_first(single, found, devices)
     # the fastest layout with a larger batch, if it is faster than the plan, has a second entry
     larger = find_larger(chosen, rivals)
@@ -145,10 +143,7 @@ def _put_first(single: ComparedLayout, found: Sequence[_Named], devices: int) ->
 def _list_alone(
     report: SearchReport, rivals: Sequence[ComparedLayout], devices: Sequence[Device]
 ) -> Iterator[_Named]:
-    """Yield each device alone at its fastest batch.
-
-    The device at the plan's batch follows if that batch is another one.
-    """
+    """Yield each device alone, at its fastest and at the plan's batch."""
     fastest = [one for one in report.solos if one is not None]
     for result in fastest:
         # a device that took part in the race has the result of the race
@@ -219,7 +214,7 @@ def _summarize(record: JournalContents, end: SearchEnd) -> SearchSummary:
 
 
 def _write_chosen(record: JournalContents, layout: Layout, report: SearchReport) -> PlanLayout:
-    """Return the plan's entry for the chosen layout, with its devices' curves and memory."""
+    """Return the plan's entry for the chosen layout, with curves and memory."""
     devices, state = record.header.devices, record.facts.state
     written = _write_layout(layout, devices, record.facts, report)
     ran = [observation for observation in record.observations if isinstance(observation, Timed)]
@@ -264,7 +259,7 @@ def _write_layout(
 def _predict_memory(
     layout: Layout, position: int, ran: Sequence[Timed], state: ModelState | None
 ) -> tuple[int, int]:
-    """Return a sharded training's bytes of state and peak bytes on a device; 0 if unknown."""
+    """Return a device's state and peak bytes in sharded training, or zeros."""
     # the peak is the highest one measured in `ran`, plus BLOCK_SLACK
     if not (layout.traits.sharded and state and position in layout.active):
         return 0, 0
@@ -277,7 +272,7 @@ def _predict_memory(
 
 
 def _write_throughput(interval: Interval, layout: Layout, report: SearchReport) -> Throughput:
-    """Return the plan's entry for a layout's samples/s, with tokens/s and energy if known."""
+    """Return the plan's entry for a layout's samples/s, tokens/s and energy."""
     low, high = max(0.0, min(interval.low, interval.value)), max(interval.high, interval.value)
     turns = report.turns_of(layout)
     tokens = (interval.value * report.mean_length, padding_share(turns))

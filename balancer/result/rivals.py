@@ -167,7 +167,7 @@ def compare(
     `interval` is the rival's samples/s. `in_turn` is the rival's result in the race; None if it
     wasn't raced.
 
-    The gain is usually that of the samples/s. It is measured in the turns of the race in two cases:
+    The gain usually comes from the samples/s. It comes from the turns of the race in two cases:
     only these turns show which layout is faster, or the samples/s contradict them.
     """
     own, layout = chosen.throughput, rival.layout
@@ -186,20 +186,14 @@ def compare(
 
 
 def _compare_rates(own: Interval, other: Interval) -> RateGap:
-    """Return the gap between the samples/s of two layouts.
-
-    The interval of the gap contains 0 if the layouts tie.
-    """
+    """Return the gap in samples/s; its interval contains 0 for ties."""
     low = own.low / other.high - 1
     high = own.high / max(other.low, LEAST_RATE) - 1
     return RateGap(printed_gain(own.value, other.value), low, high)
 
 
 def _reverse_gap(against: Interval) -> RateGap:
-    """Return the chosen layout's gain over a rival.
-
-    `against` is the rival's gain over the chosen layout.
-    """
+    """Return the chosen layout's gain, from the rival's gain `against` it."""
     low, value, high = (
         1 / (1 + max(-0.99, each)) - 1 for each in (against.high, against.value, against.low)
     )
@@ -213,9 +207,9 @@ def find_own_family(layout: Layout) -> Family:
 
 
 def name_rivals(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) -> tuple[str, ...]:
-    """Return a distinct name for each rival, none of them that of the chosen layout.
+    """Return a distinct name for each rival.
 
-    `devices` is the number of devices of the request.
+    No rival gets the chosen layout's name. `devices` is the number of devices of the request.
     """
     layout = chosen.layout
     own = Candidate(find_own_family(layout), layout)
@@ -223,7 +217,7 @@ def name_rivals(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) 
 
 
 def find_larger(chosen: Result, rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
-    """Return the fastest of the layouts that have a larger batch than the chosen one.
+    """Return the fastest layout with a larger batch than the chosen one.
 
     It must also be faster than the chosen layout. Layouts of several trainings don't count. Return
     None if there is no such layout, or if the chosen layout isn't a single training in which each

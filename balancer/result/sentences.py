@@ -192,7 +192,7 @@ def _write_plan_rate(verdict: Verdict) -> str:
 
 
 def _write_gains(verdict: Verdict) -> Iterator[str]:
-    """Yield the plan's gains over the even split, one device alone, and the best split."""
+    """Yield the plan's gains over even split, one device and best split."""
     # only the comparisons that make sense for this kind of plan
     if not verdict.rate.known:
         return
@@ -210,7 +210,7 @@ def _write_gains(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
-    """Yield how much longer each training of a pack takes than `single`, one training alone."""
+    """Yield how much longer a pack's training takes than `single`."""
     chosen = verdict.chosen
     if chosen.trainings > 1 and single.gain is not None:
         seconds = chosen.global_batch * chosen.trainings / verdict.rate.samples_per_second
@@ -219,7 +219,7 @@ def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
 
 
 def _find_even_split(verdict: Verdict) -> Rival | None:
-    """Return the even split to compare unequal shares with; None if there is none."""
+    """Return the even split to compare unequal shares with, if any."""
     chosen, advice = verdict.chosen, verdict.recommendation
     if chosen.kind not in ("other_shares", "sharded"):
         return None
@@ -255,7 +255,7 @@ def find_alone(verdict: Verdict) -> Rival | None:
 
 
 def _name_split(verdict: Verdict, split: Rival) -> str:
-    """Return the name and shares of the best split, such as `the best split (226 + 30)`."""
+    """Return the split's name and shares: `the best split (226 + 30)`."""
     # the global batch is added if it isn't the plan's; for many devices, the shares are left out
     name = split.name if split.kind == "equal_shares" else f"the {split.name}"
     other = split.global_batch != verdict.chosen.global_batch
@@ -266,7 +266,7 @@ def _name_split(verdict: Verdict, split: Rival) -> str:
 
 
 def _can_be_stated(rival: Rival) -> bool:
-    """True if the text can state a rival's gain, or that its rate is too uncertain."""
+    """True if the text can name a rival's gain or uncertainty."""
     return rival.gain is not None or not rival.rate.known
 
 
@@ -275,10 +275,7 @@ def _interval(measured: MeasuredRate) -> Interval:
 
 
 def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
-    """Return the plan's gain over a rival as text.
-
-    `over` is the rival's name in the text. The error follows after ± if a rate is imprecise.
-    """
+    """Return the plan's gain over a rival as text."""
     if not rival.rate.known or rival.gain is None:
         are = "are" if rival.kind == "equal_shares" else "is"
         return f"{over} {are} too uncertain to compare ({write_error(rival.rate)})"
@@ -302,7 +299,7 @@ def _write_rough_gain(difference: RateGap, over: str) -> str:
 
 
 def _write_gain_error(verdict: Verdict, rival: Rival) -> str:
-    """Return a gain's error in percentage points, to follow ±; "" for a precise gain."""
+    """Return a gain's error after ±, in percentage points; "" if precise."""
     intervals = (_interval(verdict.rate), _interval(rival.rate))
     if rival.difference is None or not (is_rough(*intervals) or _is_doubtful(verdict)):
         return ""
@@ -322,7 +319,7 @@ def _half_width(difference: RateGap) -> float:
 
 
 def _write_tie(rival: Rival, over: str) -> str:
-    """Return a tie as text, such as `1.4 % faster than GPU:0 alone ± 1.8 %`."""
+    """Return the difference and error of a tie, as text."""
     gap = rival.difference
     if gap is None:  # from an older version
         return f"as fast as {over}"
@@ -335,7 +332,7 @@ def _write_tie(rival: Rival, over: str) -> str:
 
 
 def _write_why_equal(gap: RateGap) -> str:
-    """Return why a gap counts as a tie: it is too close to call, or very small."""
+    """Return why a gap is a tie: too close, or very small."""
     how = f"{ALTERNATELY}: " if gap.alternately else ""
     if gap.low <= 0 <= gap.high:
         return f"{how}too close to call"
@@ -346,10 +343,7 @@ def _write_why_equal(gap: RateGap) -> str:
 
 
 def _describe_limits(verdict: Verdict) -> Iterator[str]:
-    """Yield a sentence with a remedy for each limit of the training, such as waiting for input.
-
-    The limit that costs the most time comes first. A limit that the plan has removed is left out.
-    """
+    """Yield a sentence and a remedy for each limit of the training."""
     for limit in verdict.limits:
         if limit.taken_away:  # the plan's gain already includes it
             continue
@@ -362,7 +356,7 @@ def _describe_limits(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_link(verdict: Verdict) -> Iterator[str]:
-    """Yield the measured speed of the link between the plan's devices, if it was measured."""
+    """Yield the measured speed of the link between the plan's devices."""
     named = any(limit.kind is LimitKind.EXCHANGE for limit in verdict.limits)
     # the sentence about an exchange that limits the training names the link
     if verdict.link is not None and not named:
@@ -373,10 +367,7 @@ MUCH_MORE = 3.0  # relative to a gain: a larger upper bound is meaningless
 
 
 def _write_promise(verdict: Verdict, limit: TrainingLimit) -> str:
-    """Return the samples/s that a training without this limit would reach, as text.
-
-    The text says whether this rate was measured, by steps without the limit, or is only expected.
-    """
+    """Return the samples/s that a training without this limit would reach."""
     speed = verdict.rate.samples_per_second
     low, high = rate(speed * (1 + limit.gain_low)), rate(speed * (1 + limit.gain_high))
     gain = f"+{percent(limit.gain)}"
@@ -425,7 +416,7 @@ def _name_better_known_layouts(verdict: Verdict) -> Iterator[str]:
 
 
 def _suggest_one_device(verdict: Verdict) -> Iterator[str]:
-    """Yield a remark if one device is as fast as several, and thus the simpler choice."""
+    """Yield a remark if one device is as fast as several."""
     if verdict.chosen.kind == "one_device":
         split = find_best_split(verdict)
         if split is not None and split.tie:
@@ -441,10 +432,7 @@ def _suggest_one_device(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_split_loss(verdict: Verdict) -> Iterator[str]:
-    """Yield why several devices are slower than one device.
-
-    Without a known reason, the text says that this is unexplained.
-    """
+    """Yield why several devices are slower than one device."""
     loss = verdict.split_loss
     if verdict.split_unmeasured:
         yield f"No split over several devices was measured near {_samples(verdict)}."
@@ -467,7 +455,7 @@ def _describe_split_loss(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_sum_loss(verdict: Verdict) -> Iterator[str]:
-    """Yield why the plan is slower than the sum of all devices' speeds, each measured alone."""
+    """Yield why the plan is slower than all devices' summed speeds."""
     loss = verdict.sum_loss
     if loss is None:
         return
@@ -500,7 +488,7 @@ def _write_cause(loss: SumLoss) -> str:
 
 
 def _describe_state(verdict: Verdict) -> Iterator[str]:
-    """Yield how much memory the model's state takes, and sometimes what adapters would take."""
+    """Yield how much memory the model's state and adapters take."""
     if verdict.state is not None:
         sentences = write_state_memory(verdict.state)
         # memory is no problem if one device ran the whole model and the plan isn't sharded
@@ -532,7 +520,7 @@ def _describe_idle_devices(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_loss(loss: float) -> str:
-    """Return how much slower a layout is than the plan, such as `3.1 % less than the plan`."""
+    """Return a loss of speed: `3.1 % less than the plan`."""
     if abs(loss) < EXACT:
         return "no more than the plan"
     return f"{percent(abs(loss), 1)} {'less' if loss > 0 else 'more'} than the plan"
@@ -543,7 +531,7 @@ def _samples(verdict: Verdict) -> str:
 
 
 def _describe_faster_layouts(verdict: Verdict) -> Iterator[str]:
-    """Yield the layouts that had more samples/s than the plan, and why each wasn't chosen."""
+    """Yield the layouts faster than the plan, and why each wasn't chosen."""
     if not verdict.rate.known:
         return
     faster = [rival for rival in verdict.rivals if rival.why_not is not None]
@@ -606,7 +594,7 @@ def _write_batches(rival: Rival) -> str:
 
 
 def _explain_plus_minus(verdict: Verdict) -> Iterator[str]:
-    """Yield what ± means if some gap in the verdict is smaller than its error."""
+    """Explain the sign ± if a gap is smaller than its error."""
     gaps = [
         rival.difference for rival in verdict.rivals if rival.tie and rival.difference is not None
     ]
@@ -616,7 +604,7 @@ def _explain_plus_minus(verdict: Verdict) -> Iterator[str]:
 
 
 def _explain_use_on_real_devices(verdict: Verdict) -> Iterator[str]:
-    """Yield how to make and use such a plan on real devices, if the devices are simulated."""
+    """Yield how to get and use such a plan on real devices."""
     planned = verdict.recommendation is not None and verdict.recommendation.action == "plan"
     if verdict.simulated and planned and verdict.chosen.kind in (*SPLITS, "one_device"):
         yield (
@@ -636,7 +624,7 @@ def _describe_earlier_rate(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_knobs(verdict: Verdict) -> Iterator[str]:
-    """Yield the gain or loss in speed of each tried knob, such as XLA."""
+    """Yield the gain or loss of each tried knob, such as XLA."""
     if not verdict.rate.known:
         return
     for rival in verdict.rivals:
@@ -655,7 +643,7 @@ def _describe_knobs(verdict: Verdict) -> Iterator[str]:
 
 
 def _find_workers(verdict: Verdict, rival: Rival) -> str | None:
-    """Return a rival's number of loader workers; None if anything else differs from the plan."""
+    """Return a rival's loader workers; None if it differs otherwise."""
     knobs = (*rival.knobs, *verdict.chosen.knobs)
     same = (rival.devices, rival.batches) == (verdict.chosen.devices, verdict.chosen.batches)
     if rival.kind != "knobs" or not same or not any(knob in WORKERS for knob in knobs):
@@ -664,7 +652,7 @@ def _find_workers(verdict: Verdict, rival: Rival) -> str | None:
 
 
 def _describe_workers(verdict: Verdict) -> Iterator[str]:
-    """Yield the samples/s for each number of loader workers, fastest first, and then advice."""
+    """Yield the samples/s with each number of loader workers, and advice."""
     tried = [
         (how, rival.rate)
         for rival in verdict.rivals
@@ -689,10 +677,7 @@ WORKERS = {f"workers{count}": str(count) for count in (0, 2, 4, 8)}
 
 
 def _write_percent_lost(gain: float) -> str:
-    """Return how much slower a rival is, as a percentage.
-
-    `gain` is the plan's gain over the rival.
-    """
+    """Return how much slower a rival is, from the plan's gain."""
     loss = 1 - 1 / (1 + gain)
     return percent(loss, 0 if loss >= 0.02 else 1)
 
@@ -712,7 +697,7 @@ def _describe_packs(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_slower_layouts(verdict: Verdict, others: Sequence[Rival]) -> Iterator[str]:
-    """Yield the best layout of each other kind, and how much slower than the plan it is."""
+    """Yield the best layout of each other kind, and its loss."""
     mentioned: set[str] = {verdict.chosen.kind}
     for rival in others:
         if rival.kind in mentioned or rival.gain is None or rival.tie or rival.gain < 0:
@@ -758,7 +743,7 @@ def _describe_code_limit(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_learning(verdict: Verdict) -> Iterator[str]:
-    """Yield how the global batch affects learning, and a learning rate to try."""
+    """Yield how the global batch affects learning, and a learning rate."""
     found = verdict.learning
     if found is None:
         # neither the noise scale nor the script's batch is known
@@ -790,12 +775,12 @@ def _describe_learning(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_range(middle: str, low: str, high: str) -> str:
-    """Return a formatted value with its bounds in brackets, or alone if they are equal."""
+    """Return a value with its bounds in brackets, unless they are equal."""
     return middle if low == high else f"{middle} ({low} - {high})"
 
 
 def _describe_short_epoch(verdict: Verdict) -> Iterator[str]:
-    """Yield a warning if an epoch is too short to learn much, unless the user chose the batch."""
+    """Yield a warning if an epoch has too few steps to learn."""
     few = verdict.short_epoch
     if few is None or verdict.batch_given:
         return
@@ -918,10 +903,7 @@ def write_unfinished(unfinished: Unfinished) -> str:
 
 
 def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
-    """Yield the doubts about the plan's measurements.
-
-    A warning about unequal devices may follow.
-    """
+    """Yield doubts about the measurements, and a warning about unequal devices."""
     changed = max((doubt.value for doubt in verdict.doubts if doubt.code == "changed"), default=0.0)
     for doubt in verdict.doubts:
         # repeated measurements differ by more than their noise
@@ -1110,10 +1092,7 @@ def write_next_steps(run: str, finished: Finished, path: str, measured: bool) ->
 
 
 def _needs_time(finished: Finished) -> bool:
-    """True if more measuring time could improve the verdict.
-
-    Time could complete a missing comparison, or make the rate precise.
-    """
+    """True if more measuring time could improve the verdict."""
     found = finished.found
     if found is None:
         return False

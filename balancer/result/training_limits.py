@@ -107,43 +107,31 @@ def _find_turns(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
 
 
 def _find_looks(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
-    """Return a layout's measurements that also timed steps without waiting for input or host.
-
-    Steps that reuse one batch don't wait for input. A GPU doesn't wait for its host if all kernels
-    are enqueued beforehand.
-    """
+    """Return measurements that also timed steps without input or host waits."""
     turns = _find_turns(seen, layout)
     # without input: one batch is reused; without waiting: all kernels are enqueued first
     return [turn for turn in turns if turn.kept is not None or turn.enqueued_seconds is not None]
 
 
 class _Measured:
-    """The measurements of one layout.
-
-    - `turns`: the measurements in which the parts of a step are known.
-    - `looks`: the measurements that also timed steps without input, or without waiting for the
-      host.
-    - `closer`: the last of `looks`; None if there is none.
-    - `step_s`: the seconds that a step takes in the verdict.
-    """
+    """The measurements of one layout."""
 
     def __init__(
         self, layout: Layout, turns: Sequence[Timed], looks: Sequence[Timed], step_s: float
     ) -> None:
+        # `turns` know the parts of a step; `step_s` is the step time of the verdict
         self.layout, self.turns, self.step_s = layout, turns, step_s
+        # these also timed steps without input, or without waiting for the host
         self.looks = looks
         self.closer = looks[-1] if looks else None
 
     def parts_of(self, position: int) -> list[tuple[Timed, PartSeconds]]:
-        """Return the measurements that know the parts of this device's step, with these parts."""
+        """Return measurements and parts of this device's step, where known."""
         return [(turn, part) for turn in self.turns if (part := turn.parts[position]) is not None]
 
     def share(self, position: int, name: str) -> float | None:
-        """Return the mean fraction of a device's step that one part takes.
-
-        `name` is a field of `PartSeconds`, such as "input_seconds". None if the fraction is
-        unknown.
-        """
+        """Return the mean fraction of a device's step that a part takes."""
+        # `name`: a field of `PartSeconds`, such as "input_seconds"
         shares = [
             seconds / one.step_seconds
             for one, part in self.parts_of(position)
@@ -152,17 +140,13 @@ class _Measured:
         return fmean(shares) if shares else None
 
     def largest_s(self, name: str) -> float | None:
-        """Return a part's seconds per step on the slowest device.
-
-        That is the device on which this part takes longest. `name` is a field of `PartSeconds`.
-        None if the part is unknown.
-        """
+        """Return a part's seconds per step where it takes longest."""
         shares = [self.share(position, name) for position in self.layout.computing]
         known = [share for share in shares if share is not None]
         return max(known) * self.step_s if known else None
 
     def own_s(self, position: int) -> float:
-        """Return a device's compute time (own work) per step in seconds; 0 if unknown."""
+        """Return a device's compute seconds per step; 0 if unknown."""
         known = [
             own / turn.step_seconds
             for turn in self.turns
@@ -171,10 +155,7 @@ class _Measured:
         return fmean(known) * self.step_s if known else 0.0
 
     def lost_s(self, position: int, kind: LimitKind) -> float:
-        """Return the seconds per step that heat or a power limit costs a device.
-
-        `kind` says which of the two is meant.
-        """
+        """Return the seconds per step that heat or power limits cost."""
         own_s = self.own_s(position) or self.step_s
         name = "heat_seconds" if kind is LimitKind.HEAT else "power_seconds"
         return own_s * (self.share(position, name) or 0.0)
@@ -203,25 +184,21 @@ class _Measured:
         return [i for i in self.layout.computing if self.own_s(i) >= LONGEST * longest]
 
     def launching_s(self) -> float:
-        """Return the seconds per step that GPUs wait for kernel launches; 0 if unknown."""
+        """Return the seconds per step that GPUs wait for launches."""
         if self.closer is None or self.closer.enqueued_seconds is None:
             return 0.0
         step = self.closer.kept or self.closer
         return self.scale(max(0.0, step.step_seconds - self.closer.enqueued_seconds))
 
     def scale(self, seconds: float) -> float:
-        """Convert a measured time to the scale of the verdict's step time.
-
-        `seconds` is a time per step in the measurement `closer`, the last one that also timed steps
-        without a wait. The result is in seconds per step of the verdict.
-        """
+        """Scale seconds of the measurement `closer` to the verdict's step time."""
         assert self.closer is not None
         # a measurement that looks at more of a step may be slower
         return seconds * self.step_s / self.closer.step_seconds
 
 
 def _find_input(measured: _Measured) -> Iterator[StepPart]:
-    """Yield how long a step waits for rows, and its time without that wait if measured."""
+    """Yield a step's wait for rows, and its time without that wait."""
     seconds = measured.largest_s("input_seconds")
     step = _find_step_without_input(measured)
     if step is None:
@@ -246,10 +223,7 @@ def _find_input(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _find_step_without_input(measured: _Measured) -> tuple[float, float] | None:
-    """Return the seconds of a step that waits for no rows, and their error.
-
-    The error is half of the width of the 95 % interval. None if no such steps were timed.
-    """
+    """Return the seconds and error of a step that awaits no rows."""
     scaled = []
     errors = []
     for look in measured.looks:
@@ -264,6 +238,7 @@ def _find_step_without_input(measured: _Measured) -> tuple[float, float] | None:
     apart = student(count - 1) * stdev(scaled) / math.sqrt(count) if count > 1 else 0.0
     # the error is at least the one that is usual between measurements
     usual = KEPT_ERROR * mean / math.sqrt(count)
+    # the error is half of the 95 % interval
     return mean, max(fmean(errors), apart, usual)
 
 
@@ -300,18 +275,14 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _seconds_saved_by_doubling(step_s: float, waits_s: float) -> float:
-    """Return the seconds per step saved by merging two steps into one.
-
-    `waits_s` is the part of `step_s` in which the device waits for its host. The merged step has
-    twice as many rows.
-    """
+    """Return the seconds per step saved by merging two steps into one."""
     # the host takes as long as before, and the device twice as long
     after_s = max(step_s, 2 * (step_s - waits_s))
     return step_s - after_s / 2
 
 
 def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
-    """Yield how long a step takes to exchange gradients, if all waiting times are known."""
+    """Yield how long exchanging gradients takes, if all waits are known."""
     layout = measured.layout
     if len(layout.computing) < 2 or not layout.traits.together:
         return
@@ -333,7 +304,7 @@ def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[S
 
 
 def _describe_link(measured: _Measured, devices: Sequence[Device]) -> str:
-    """Return the devices that exchange gradients as text, with their link if it was measured."""
+    """Return the devices that exchange gradients, and their link if measured."""
     link = find_link(measured.turns, measured.layout, devices)
     if link is None:
         return " – ".join(devices[i].label for i in measured.layout.active)
@@ -358,11 +329,7 @@ def find_link(
 
 
 def _waiting_fraction(measured: _Measured, position: int, on_cpu: bool) -> float | None:
-    """Return the fraction of a step in which a device waits.
-
-    The device waits for other devices or for the all-reduce. `on_cpu` is True for a CPU slice. None
-    if the device's compute time is unknown.
-    """
+    """Return the fraction of a step in which a device waits."""
     shares = []
     for one, part in measured.parts_of(position):
         own = one.device_seconds[position]
@@ -410,10 +377,7 @@ def _find_memory(
 
 
 def _list_passes(seen: Sequence[Observation], position: int) -> list[tuple[int, float]]:
-    """Return the rows and seconds of a device's two largest single-pass shares.
-
-    The list is shorter if fewer were measured.
-    """
+    """Return the rows and seconds of the two largest single passes."""
     fastest: dict[int, float] = {}
     for observation in seen:
         if not isinstance(observation, Timed) or not observation.probe.layout.by_rows:
@@ -428,11 +392,7 @@ def _list_passes(seen: Sequence[Observation], position: int) -> list[tuple[int, 
 def _seconds_saved_by_one_pass(
     known: Sequence[tuple[int, float]], passes: int, on_cpu: bool
 ) -> tuple[float, float]:
-    """Return the seconds that one pass saves over `passes` passes, and their error.
-
-    The error is half of the width of the 95 % interval. `known` has the rows and seconds of two
-    single passes.
-    """
+    """Return the seconds that one pass would save, and their error."""
     (few, few_s), (many, many_s) = known
     now_s = passes * many_s
     if on_cpu or many > FEW_ROWS:
@@ -449,10 +409,8 @@ def _seconds_saved_by_one_pass(
 
 
 def _is_whole_sample(part: PartSeconds) -> bool:
-    """True if the driver's sample of kernels covers the whole measurement.
-
-    Otherwise, most of the sample is from before the session's kernels began.
-    """
+    """True if the driver's sample covers the whole measurement."""
+    # otherwise, most of the sample is from before the session's kernels began
     return part.busy is None or part.busy >= LEAST_BUSY
 
 
@@ -483,10 +441,7 @@ def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[Ste
 
 
 def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
-    """Return the time that the plan's unequal shares save, as a limit that it has removed.
-
-    The list is empty if no split with equal shares was measured.
-    """
+    """Return the time that unequal shares save, as a removed limit."""
     chosen = report.chosen
     layout = chosen.layout
     rows = [layout.shares[i] for i in layout.computing]
@@ -512,10 +467,7 @@ def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
 
 
 def _find_idle(measured: _Measured) -> Iterator[StepPart]:
-    """Yield the time in which the training's own code must be waiting, as in a sleep.
-
-    In this time the training neither computes nor waits for input or a CPU core.
-    """
+    """Yield the time in which the training's own code must wait."""
     seconds = measured.largest_s("idle_seconds")
     if seconds is not None:
         yield StepPart(kind=LimitKind.OWN_CODE, seconds=seconds)

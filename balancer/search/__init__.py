@@ -61,11 +61,11 @@ and `texts` chooses what to race on it.
 
 The choice: `balance` requests solo, even and split layouts, and `compare` requests all families;
 they don't differ otherwise. If the user set no batch, the smallest batch within the tolerance of
-the fastest is chosen. For an objective that trades speed, it is the layout with the best value of
-that objective of those at most `max_slowdown` slower than the fastest. Otherwise, it is the fastest
-layout, in whichever stage it was measured, or a simpler one that differs by less than 1 %, or by
-less than the tolerance if that is smaller. If packs, placements or knobs ran, only layouts of the
-race may be chosen.
+the fastest is chosen. For an objective that trades speed, the layout with its best value is chosen,
+among layouts at most `max_slowdown` slower than the fastest. Otherwise, it is the fastest layout,
+in whichever stage it was measured. A simpler layout is preferred if it differs by less than 1 %, or
+by less than the tolerance if that is smaller. If packs, placements or knobs ran, only layouts of
+the race may be chosen.
 
 Each module depends only on the ones before it in this list:
 

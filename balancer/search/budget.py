@@ -248,11 +248,7 @@ class Budget:
     # ------------------------------------------------------------------ what probes cost
 
     def _warm_up_seconds(self, layout: Layout, step_seconds: float) -> float:
-        """Return the layout's shortest measured warm-up, in seconds.
-
-        If the layout never ran, return the duration of a typical warm-up. For this, `step_seconds`
-        is the expected duration of the layout's step.
-        """
+        """Return a layout's shortest warm-up; a typical one if it never ran."""
         own = [untimed_seconds(timed) for timed in self._seen.timed_in(layout)]
         return min(own, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds)
 
@@ -264,18 +260,15 @@ class Budget:
         return min(own, default=typical)
 
     def _further_warm_up_seconds(self, layout: Layout) -> float:
-        """Return the seconds of warm-up that the next probe still needs.
-
-        After them, the probe can time several steps. Return 0 unless all probes of the layout so
-        far timed a single step, without a warm-up.
-        """
+        """Return the warm-up that the next probe still needs, in seconds."""
         own = self._seen.timed_in(layout)
         if not own or not all(one.lone for one in own):
             return 0.0
+        # so far, single steps were timed without a warm-up
         return WARM_UP_STEPS * median(one.step_seconds for one in own)
 
     def _step_seconds(self, layout: Layout) -> float:
-        """Return the duration of a layout's step, in seconds; 0 if none of the devices ran."""
+        """Return the duration of a layout's step; 0 if no device ran."""
         own = self._seen.timed_in(layout)
         if own:
             return median(one.step_seconds for one in own)

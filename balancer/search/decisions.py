@@ -50,7 +50,7 @@ def explain_probe(probe: Probe, split_before: bool, running: int) -> str:
 
 
 def _explain_solo(probe: Probe) -> str:
-    """Return the purpose of a round of solo probes, as the end of a sentence."""
+    """Return why solo probes are run, as the end of a sentence."""
     layout = probe.layout
     if layout.length:
         return f"what passes of rows of {layout.length} tokens and others cost"

@@ -75,7 +75,7 @@ class DeviceModel:
     def points(self) -> tuple[Point, ...]:
         """This device's points (batches with their step times) from exploration.
 
-        They are all points of the solo stage, and those of larger batches from splits or from
+        They are all points of the solo stage, and points of larger batches: from splits, or from
         probes while the other devices were idle.
         """
         return self.evidence.solo_points(self._among)
@@ -197,7 +197,7 @@ class DeviceModel:
         return max(int(growth * self.memory.largest_ran) // self.quantum, 1) * self.quantum
 
     def _growth_factor(self, curve: Curve | PassCurve) -> float:
-        """Return the factor by which the next batch may exceed the largest that ran."""
+        """Return the next batch's largest size, relative to what ran."""
         smallest = self.evidence.alone[0].batch if self.evidence.alone else 0
         first = curve.seconds(smallest)
         last = curve.seconds(self.memory.largest_ran)
@@ -221,10 +221,7 @@ class DeviceModel:
 
     @property
     def _may_use_passes(self) -> bool:
-        """True if the device may compute its share in several passes.
-
-        Only shares of a fixed batch are computed in several passes.
-        """
+        """True if the device may compute its share in several passes."""
         fixed = self._problem.global_batch is not None
         # a free batch is reduced instead; after a failed probe with passes, the passes may be the
         # cause

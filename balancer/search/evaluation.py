@@ -77,10 +77,7 @@ class Evaluation:
         return tuple(msgspec.structs.replace(probe, after=turn) for probe in wanted)
 
     def _wanted_probes(self) -> Iterator[tuple[Probe, ...]]:
-        """Yield the next probes of each part of the search.
-
-        The parts come in order of priority. A part without further probes yields an empty tuple.
-        """
+        """Yield the next probes of each part of the search, by priority."""
         # exploration interrupts the race until it has spent its part of the budget
         if not self._seen.timed(Stage.CHECK):
             yield self._explore(self.budget)
@@ -98,10 +95,7 @@ class Evaluation:
                 yield self.race.repeat_best(self.best.layout)
 
     def _retries(self) -> tuple[Probe, ...]:
-        """Return the failed probes to retry now.
-
-        Probes of the solo stage are retried all at once, probes of later stages one at a time.
-        """
+        """Return the failed probes to retry: a round of solos, or one."""
         failed = self._seen.failures_to_retry()
         if failed and failed[0].stage == Stage.SOLO:
             return tuple(probe for probe in failed if probe.stage == Stage.SOLO)
@@ -109,7 +103,7 @@ class Evaluation:
 
     @property
     def _check_seconds(self) -> float:
-        """The minimum duration of a check of the winner, in seconds; 0 before the race."""
+        """The shortest check of the winner in seconds; 0 before the race."""
         winner = self.race.ranking[:1]
         return sum(self.budget.least_seconds(one.candidate.layout) for one in winner)
 
@@ -155,10 +149,7 @@ class Evaluation:
 
     @cached_property
     def _why_none(self) -> End | None:
-        """The reason why none of the devices can train.
-
-        None if at least one device can.
-        """
+        """Why no device can train; None if at least one can."""
         return self.policy.why_none() if self.model.live else explain_no_device(self.model)
 
     def _why_over(self) -> End:
@@ -174,10 +165,7 @@ class Evaluation:
         return self._why_finished(tied)
 
     def _why_finished(self, tied: bool) -> End:
-        """Return the reason why a finished search is over.
-
-        A finished search wouldn't have gone on with a larger budget.
-        """
+        """Return why a search is over that more budget wouldn't prolong."""
         # `tied`: more measurements couldn't tell which of the two fastest layouts is faster
         best_is_known = self.best is None or is_known(self.best.throughput)
         if tied:
@@ -188,10 +176,7 @@ class Evaluation:
         return self._end_when_settled() if best_is_known else End(Stop.BUDGET)
 
     def _end_when_settled(self) -> End:
-        """Return why the search is over if nothing is left to measure.
-
-        The reason is `Stop.UNSURE` if the plan can be doubted; otherwise, `Stop.SETTLED`.
-        """
+        """Return UNSURE if the plan can be doubted; otherwise, SETTLED."""
         if self.best is None or not self.machine.by_rows:
             return End(Stop.SETTLED)
         doubt = find_doubt(self.model, self.best)
@@ -254,10 +239,7 @@ class Evaluation:
         return Sharding(problem, self._seen.sharded)
 
     def _lacks_memory(self) -> bool:
-        """True if the model is too large for a device's memory.
-
-        The model is too large if the device ran out of memory in every probe.
-        """
+        """True if a device ran out of memory in every probe."""
         for position, device in enumerate(self.model.devices):
             # a device whose memory other processes use doesn't count
             all_its_own = self._seen.memory_limit(position) == self.problem.memory_bytes[position]
@@ -318,7 +300,7 @@ class Evaluation:
         return self._results_that_ran[choose_winner(candidates, turns, self.problem).layout]
 
     def _eligible_layouts(self, raced: dict[Layout, Candidate]) -> Sequence[Layout]:
-        """Return the layouts that may be chosen: of the requested families and batch."""
+        """Return the layouts that the search may choose."""
         fit = [
             one
             for one in self._results_that_ran
@@ -332,10 +314,7 @@ class Evaluation:
 
     @cached_property
     def _results_that_ran(self) -> dict[Layout, Result]:
-        """The results of all layouts that may run again and ran as a single training.
-
-        If none of them may run again, all that ran are included.
-        """
+        """The results of all single trainings that may run again."""
         found = self._seen.timed(Stage.SOLO, Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.RACE)
         trainings = [one for one in found if one.probe.layout.traits.by_shares]
         ran = [training for training in trainings if self.policy.is_sensible(training.probe.layout)]
@@ -357,10 +336,7 @@ class Evaluation:
 
     @cached_property
     def _lone_error(self) -> float:
-        """The relative error of a probe that timed a single step.
-
-        It is half the width of the 95 % interval, relative to the step's duration.
-        """
+        """A single step's relative error: half of its 95 % interval."""
         lone = [timed for timed in self._seen.timed() if timed.lone]
         return lone_error_of([(one.first_step_seconds, one.step_seconds) for one in lone])
 
@@ -463,24 +439,20 @@ class Evaluation:
 
     @property
     def _replaced_layouts(self) -> tuple[tuple[Candidate, Candidate], ...]:
-        """Each layout that ran out of memory in the race, with its smaller replacement."""
+        """Layouts that ran out of memory, each with its smaller replacement."""
         pairs = self.offers.retreats
         return tuple(pair for pair in pairs if self._seen.turns(pair[1].layout))
 
     @property
     def _growing_packs(self) -> tuple[Candidate, ...]:
-        """The next larger packs that there was no time to measure.
-
-        For each way in which trainings share a device, there is at most one: the next pack, if the
-        largest that ran was also the fastest.
-        """
+        """The next larger packs that there was no time to measure."""
         packings = [packing for _, packing in self.offers.view.packings if packing.still_gains]
         found = [packing.next_layout() for packing in packings]
         return tuple(Candidate(PACK, layout) for layout in found if layout is not None)
 
     @property
     def _enough_seconds(self) -> float:
-        """The budget, in seconds, that would have sufficed to measure every layout once."""
+        """The budget that would suffice to measure every layout once, in seconds."""
         budget = self.budget
         live = self.model.live
         missing = [one.layout for one in self.race.unmeasured]
@@ -499,23 +471,19 @@ class Evaluation:
         return fmean(self.problem.lengths) if self.problem.lengths else 0.0
 
     def _network_seconds(self) -> tuple[float, ...]:
-        """Return how many seconds longer an exchange takes over several hosts than over one.
-
-        The exchange is between all devices. The seconds are indexed by the number of hosts. Return
-        an empty tuple if there is a single host.
-        """
+        """Return the extra seconds of an exchange, by number of hosts."""
         exchange = self.machine.exchange
         if len(exchange) < 2:
             return ()
         return tuple(costs[-1] - exchange[1][-1] for costs in exchange)
 
     def _curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return each device's curve in a layout, and the rows of one pass that certainly fit."""
+        """Return each device's curve, and the rows that surely fit a pass."""
         # without a split of rows, curves are empty and rows are 0
         sharding = self.sharding if layout.traits.sharded else None
         return (sharding or self.policy).curves(layout)
 
 
 def _is_like_any(layout: Layout, others: dict[Layout, Candidate]) -> bool:
-    """True if a measurement couldn't tell the layout from one of `others`."""
+    """True if a measurement couldn't tell `layout` from one of `others`."""
     return any(same_measurement(layout, each) for each in others)

@@ -108,11 +108,7 @@ class FamilyView:
         return [layout for layout in best.values() if layout is not None]
 
     def _logical_pack(self, plain: Layout) -> Layout:
-        """Return the pack that gives each training a logical device.
-
-        The pack has as many trainings as `plain`. If there is no time left to measure it, return
-        the measured pack of this kind with the most trainings.
-        """
+        """Return the pack like `plain` whose trainings have logical devices."""
         wanted = pack_on(plain, plain.processes, "logical")
         layouts = (timed.probe.layout for timed in self._seen.timed())
         tried = [layout for layout in layouts if layout.placement == "logical"]

@@ -88,9 +88,9 @@ class Candidate(msgspec.Struct, frozen=True):
     def simplicity(self) -> tuple[int, int, int, int, int]:
         """The sort key that decides a tie in favor of the simplest layout.
 
-        The simplest has the smallest key. The key consists of the number of knobs, the number of
-        passes beyond one on each device, the family's simplicity, and the numbers of devices and
-        trainings.
+        The simplest has the smallest key. It consists of the number of knobs, and the number of
+        passes beyond one on each device. Then come the family's simplicity, and the numbers of
+        devices and trainings.
         """
         layout = self.layout
         further = sum(layout.passes(i) - 1 for i in layout.active) if layout.in_passes else 0

@@ -85,10 +85,7 @@ def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...
 
 
 def _weighted_mean(samples: Sequence[tuple[float, float, float]]) -> float:
-    """Return a weighted mean; 0 without samples.
-
-    In each sample, the second number is the value and the third its weight.
-    """
+    """Return the weighted mean of (_, value, weight) samples; 0 without samples."""
     weights = math.fsum(weight for _, _, weight in samples)
     if not weights:
         return 0.0
@@ -156,15 +153,12 @@ class MachineModel:
         return self._with_link(costs, max((k for k, *_ in samples), default=1))
 
     def _with_link(self, costs: ExchangeCosts, widest: int) -> ExchangeCosts:
-        """Return the exchange costs, with a lower bound for large splits.
-
-        `widest` is the most devices of a measured split. For more devices, the costs are at least
-        the time that the exchange takes over the known link, if there is one.
-        """
+        """Raise the costs of large splits to what the link takes."""
         # links between hosts aren't known
         if self.problem.link is None or not self.by_rows or not self.split_curves or costs[2:]:
             return costs
         within = list(costs[-1])
+        # no measured split had more than `widest` devices
         for k in range(widest + 1, len(within)):
             within[k] = max(within[k - 1], within[k], self._unhidden_seconds(k, self.problem.link))
         return (costs[0], tuple(within))
@@ -209,10 +203,7 @@ class MachineModel:
         return len({self.hosts[i] for i in positions})
 
     def _exchange_sample(self, split: Timed) -> ExchangeSample:
-        """Return the exchange time of a split, as one sample.
-
-        The exchange time is the split's step time minus the longest compute time of a device.
-        """
+        """Return a split's step time minus its longest compute time."""
         active = split.probe.layout.active
         own = [split.device_seconds[i] for i in active]
         parts = [seconds for seconds in own if seconds]
@@ -264,10 +255,10 @@ class MachineModel:
         )
 
     def lay_out_safely(self, shares: tuple[int, ...]) -> Layout | None:
-        """Return a layout of these shares in which every pass certainly fits or has already run.
+        """Return a layout of these shares in which every pass certainly fits.
 
-        Passes have fewer rows than in `lay_out` if its passes aren't safe. Return None if there is
-        no safe layout.
+        A pass that has already run fits. Passes have fewer rows than in `lay_out` if its passes
+        aren't safe. Return None if there is no safe layout.
         """
         layouts = (self.lay_out(shares, surely) for surely in (False, True))
         return next((layout for layout in layouts if self.surely_fits(layout)), None)

@@ -90,9 +90,9 @@ class Observations:
                 )
 
     def is_still_full(self, position: int, seen: OutOfMemory) -> bool:
-        """True if other processes may still hold as much memory of a device as when it ran out.
+        """True if other processes may still hold memory that `seen` lacked.
 
-        `position` is the device's position, and `seen` the observation that ran out of memory. Also
+        `seen` is the observation that ran out of memory, and `position` the device's position. Also
         True if the memory of processes outside this session is unknown.
         """
         return not seen.short_bytes or seen.short_bytes[position] <= self._others_bytes[position][1]
@@ -157,18 +157,13 @@ class Observations:
 
     @property
     def _uncontended(self) -> tuple[Stage, ...]:
-        """The stages before the race in which only one probe runs at a time."""
+        """Stages before the race that run one probe at a time."""
         stages: tuple[Stage, ...] = (Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.PACK)
         # a single device runs alone in the solo stage too
         return (*stages, Stage.SOLO) if self._problem.devices == 1 else stages
 
     def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
-        """Return the measurements that show that a layout has become slower.
-
-        They are its checks and its turns since the first check. The layout has become slower if the
-        interval of every check is below those of all earlier turns. Otherwise, return an empty
-        dict.
-        """
+        """Return a layout's checks and later turns if they prove it slower."""
         checks = self._valid_checks(timed)
         if not checks:
             return {}
@@ -356,7 +351,7 @@ class Observations:
 
 
 def _is_plain_split(layout: Layout) -> bool:
-    """True if a layout is a split by number of rows that sets no knobs and isn't sharded."""
+    """True for a split by rows, without knobs or shards."""
     if not layout.traits.together or layout.traits.sharded:
         return False
     return layout.by_rows and not layout.knobs
@@ -365,9 +360,9 @@ def _is_plain_split(layout: Layout) -> bool:
 def rank_observation(seen: Observation) -> tuple[int, int, float]:
     """Return the sort key of an observation.
 
-    Of all observations of a probe, the one with the highest key is kept. The key of OutOfMemory is
-    higher than that of Timed, and Timed is higher than Failed. Of two timed observations, the one
-    with more steps has the higher key; with equally many, the one with the shorter steps.
+    Of all observations of a probe, the one with the highest key is kept. OutOfMemory ranks above
+    Timed, and Timed above Failed. Of two timed observations, the one with more steps has the higher
+    key; with equally many, the one with the shorter steps.
     """
     if isinstance(seen, OutOfMemory):
         return (2, 0, seen.elapsed_seconds)
@@ -401,10 +396,7 @@ def order_probe(probe: Probe) -> tuple[Any, ...]:
 
 
 def _undisturbed_turns(turns: Turns) -> Turns:
-    """Return the turns in which no device was throttled.
-
-    If a device was throttled in every turn, use all turns.
-    """
+    """Return the turns without throttling, or all if there are none."""
     steady = {turn: one for turn, one in turns.items() if not one.held_back()} or turns
     # the error of a single step is unknown
     return {turn: one for turn, one in steady.items() if not one.lone} or steady

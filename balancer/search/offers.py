@@ -81,10 +81,7 @@ class Offers:
         )
 
     def _candidates_of(self, family: Family) -> Iterator[Candidate]:
-        """Yield a family's candidates.
-
-        Solo layouts and uneven splits after the first are `extra`.
-        """
+        """Yield a family's candidates; later solo layouts and splits are `extra`."""
         for i, layout in enumerate(family.layouts(self.view)):
             own = layout.kind == family.kind
             extra = i > 0 and layout.traits.by_shares and not family.equal_shares
@@ -93,10 +90,7 @@ class Offers:
             yield Candidate(family if own else family_of(layout), layout, extra)
 
     def _replace_if_out_of_memory(self, candidate: Candidate) -> Candidate:
-        """Return the candidate or, if it ran out of memory in the race, a smaller one.
-
-        The smaller one has smaller passes or a smaller batch.
-        """
+        """Return a smaller candidate if this one ran out of memory."""
         fixed = self._problem.global_batch is not None
         if fixed and not (self._problem.micro and candidate.synchronous):
             return candidate
@@ -118,7 +112,7 @@ class Offers:
 
 
 def _without_duplicates(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates, except splits that a measurement couldn't tell from an earlier one."""
+    """Return the candidates without splits that measure like earlier ones."""
     kept: list[Candidate] = []
     splits: list[Layout] = []
     for candidate in candidates:

@@ -102,10 +102,7 @@ class Packing:
 
     @cached_property
     def _rates(self) -> dict[int, float]:
-        """The combined samples/s of a pack, by its number of trainings.
-
-        The samples/s are 0 if no pack of that number can run.
-        """
+        """The combined samples/s by number of trainings; 0 if none runs."""
         rates = {1: self._policy.single_rate(self._single)}
         for size, tries in self._by_size.items():
             timed = [self._rate_of(seen.probe.layout) for seen in tries if isinstance(seen, Timed)]
@@ -114,10 +111,7 @@ class Packing:
         return rates
 
     def _may_retreat(self, size: int, tries: Sequence[Observation]) -> bool:
-        """True if packs that ran out of memory may fit with a smaller batch.
-
-        The packs have `size` trainings, and `tries` are their observations.
-        """
+        """True if such packs may fit with a smaller batch."""
         if self._problem.global_batch is not None or len(tries) >= RETREATS:
             return False
         return all(isinstance(seen, OutOfMemory) for seen in tries) and self._batch_for(size) > 0
@@ -128,7 +122,7 @@ class Packing:
         return throughput(self._policy.seen.turns(layout)).value
 
     def _batch_for(self, size: int) -> int:
-        """Return the batch size of each training in a pack of `size` trainings; 0 if none fits."""
+        """Return each training's batch in a pack; 0 if none fits."""
         batch = self._single.global_batch
         if self._problem.global_batch is not None:
             return batch
@@ -140,7 +134,7 @@ class Packing:
 
     @cached_property
     def _most_trainings(self) -> int:
-        """The maximum number of trainings that can fit on the device, at most `MOST_PROCESSES`."""
+        """The most trainings that may fit on the device."""
         least = self._problem.global_batch or self._problem.multiple_of
         for size in range(MOST_PROCESSES, 1, -1):
             if self._largest_batch_for(size) >= least:
@@ -148,7 +142,7 @@ class Packing:
         return 1
 
     def _largest_batch_for(self, size: int) -> int:
-        """Return the largest batch that fits `size` times; `UNBOUNDED` if memory use is unknown."""
+        """Return the largest batch that fits `size` times."""
         limit = self._policy.seen.memory_limit(self._position)
         if limit is None or not self._memory_per_training.points:
             return UNBOUNDED

@@ -21,7 +21,7 @@ Solve = Callable[[Sequence[DeviceCurve], Costs], Allocation | None]
 
 
 class Predictions:
-    """The layouts predicted to be best by a model of the machine in which all rows cost the same.
+    """Predicts which layouts are best if all rows cost the same.
 
     Predictions are allocations: (device, samples) pairs with the predicted step time.
     """
@@ -44,10 +44,7 @@ class Predictions:
         return fastest([self._fastest_split_over(devices), *map(self._best_alone, devices)])
 
     def _best_alone(self, device: DeviceCurve) -> Allocation | None:
-        """Return the allocation of the batch to one device alone.
-
-        The batch is the fixed one or, without one, the device's best. Return None if none fits.
-        """
+        """Return the fixed or best batch on one device, if it fits."""
         batch = self.problem.global_batch
         if batch is None:
             return waterfill.single_best(
@@ -82,11 +79,7 @@ class Predictions:
         return in_passes if gains else at_once
 
     def _is_limited_by_memory(self, found: Allocation | None) -> bool:
-        """True if a device has time for more rows than it can compute in one pass.
-
-        Only devices that may use several passes count. The time is that of a step of `found`; if it
-        is None, time is unlimited.
-        """
+        """True if memory, not time, limits the rows of some device."""
         seconds = found.seconds if found else math.inf
         for device in self._trusted_devices:
             most = device.curve.largest(seconds, device.limit, self.machine.quantum)
@@ -133,11 +126,8 @@ class Predictions:
     def _fastest_split_over(
         self, devices: Sequence[DeviceCurve], of: int | None = None
     ) -> Allocation | None:
-        """Return the fastest split over some or all of these devices.
-
-        Return None if none fits. `of` is the global batch. Without it, the requested batch is used
-        or, for a free batch, the best one.
-        """
+        """Return the fastest split over some or all of these devices."""
+        # `of`: a global batch instead of the requested one
         batch = of or self.problem.global_batch
         limit = self.problem.max_global_batch
         quantum = self.machine.quantum
@@ -193,10 +183,10 @@ class Predictions:
         return self._best_alone(DeviceCurve(position, device.solo_curve, reach))
 
     def within(self, part: float) -> Allocation | None:
-        """Return the layout with the smallest batch that should be nearly as fast as the fastest.
+        """Return the layout with the smallest batch that should be fast enough.
 
-        It may be slower by the fraction `part` of the tolerance. Return None for a fixed batch, or
-        without a tolerance.
+        It may be slower than the fastest by the fraction `part` of the tolerance. Return None for a
+        fixed batch, or without a tolerance.
         """
         problem = self.problem
         if problem.global_batch is not None or not problem.tolerance:
@@ -212,10 +202,7 @@ class Predictions:
         return min(reaching, key=lambda one: (one.global_batch, one.seconds), default=None)
 
     def _smallest_split_reaching(self, rate: float) -> Allocation | None:
-        """Return the split with the smallest batch that reaches `rate` samples/s.
-
-        Return None if no split reaches them.
-        """
+        """Return the split with the smallest batch that reaches `rate` samples/s."""
         shares = self.fastest_split.shares if self.fastest_split else ()
         hosts = {self.machine.hosts[i] for i, _ in shares}
         # only hosts of the fastest split
@@ -231,7 +218,7 @@ class Predictions:
         )
 
     def _smallest_singles_reaching(self, rate: float) -> list[Allocation | None]:
-        """Return each device's smallest batch that reaches `rate` alone; None if no batch does."""
+        """Return each device's smallest batch that reaches `rate` samples/s alone."""
         found = []
         for curve in self.machine.split_curves:
             alone = self.machine.devices[curve.position].solo_curve

@@ -72,7 +72,7 @@ class Race:
         return tuple(one for one in here if self._seen.first_failure(one.layout) is None)
 
     def repeat_best(self, chosen: Layout) -> tuple[Probe, ...]:
-        """Return a probe of another turn of the chosen layout or of the best other layout.
+        """Return another turn of the chosen layout or of the best other.
 
         Such turns use up a budget that is to be spent completely (`Problem.spend_all`). Return an
         empty tuple if there is no budget, or not enough of it left.
@@ -154,10 +154,7 @@ class Race:
     # ------------------------------------------------------------------ first turn
 
     def _first_turn(self, wanted: Sequence[Candidate]) -> tuple[Probe, ...]:
-        """Return the first probe of the most promising candidate in `wanted`.
-
-        Return an empty tuple if there is no candidate, or if the budget doesn't allow the probe.
-        """
+        """Return the first probe of the most promising candidate, if affordable."""
         if not wanted:
             return ()
         layout = min(wanted, key=self._first_turn_key).layout
@@ -175,10 +172,7 @@ class Race:
         return (Probe(layout, stage, seconds, FIRST_TURN),)
 
     def _first_turn_key(self, candidate: Candidate) -> tuple[bool, float]:
-        """Return the sort key of a candidate for its first turn.
-
-        The candidate with the lowest key is measured first.
-        """
+        """Return a sort key: the candidate with the lowest is measured first."""
         comparable = [candidate]
         if not candidate.synchronous:
             # a pack or placement is expected to be as fast as the fastest other candidate
@@ -193,11 +187,9 @@ class Race:
     # ------------------------------------------------------------------ packs
 
     def _grow_packs(self) -> tuple[Probe, ...]:
-        """Return a probe of the next larger pack.
-
-        If packs of several kinds can grow, the smallest of the next packs is probed.
-        """
+        """Return a probe of the next larger pack, if affordable."""
         found = [packing.next_layout() for _, packing in self.offers.view.packings]
+        # the smallest first
         wanted = sorted((one for one in found if one is not None), key=lambda one: one.processes)
         for layout in wanted:
             reserved = self.turn_seconds
@@ -212,18 +204,14 @@ class Race:
     def _next_turn(
         self, rivals: Sequence[Candidate], stage: Stage, settled: bool = False
     ) -> tuple[Probe, ...]:
-        """Return the next probe of the current turn or of a new one.
-
-        A new turn begins when all rivals have had the current one. If the winner is known
-        (`settled`), all rivals take part, and no time is kept for other probes. Return an empty
-        tuple if no rival needs a turn or the budget doesn't allow the probe.
-        """
+        """Return the next probe of this turn or a new one."""
         taken = {rival.layout: set(self._seen.turns(rival.layout, stage)) for rival in rivals}
         # further turns replace those in which a device was throttled
         for layout, turns in taken.items():
             turns.update(seen.probe.turn for seen in self._seen.timed_in(layout, stage))
         now = max((turn for turns in taken.values() for turn in turns), default=FIRST_TURN)
         for turn in (now, now + 1):
+            # `settled`: the winner is known, so all rivals take part
             running = rivals if settled else self._rivals_in_turn(rivals, stage, turn)
             due = [one.layout for one in running if turn not in taken[one.layout]]
             if due:
@@ -241,7 +229,7 @@ class Race:
     def _rivals_in_turn(
         self, rivals: Sequence[Candidate], stage: Stage, turn: int
     ) -> list[Candidate]:
-        """Return the rivals that take part in a turn because they may still be the best."""
+        """Return the rivals in a turn that may still be the best."""
         # the first turn of the race is in `_first_turn`
         if turn == FIRST_TURN and stage == Stage.KNOBS:
             return list(rivals)
@@ -253,10 +241,7 @@ class Race:
     def _find_undecided(
         self, rivals: Sequence[Candidate], stage: Stage, before: int = MOST_TURNS
     ) -> tuple[list[Candidate], bool]:
-        """Return the rivals that deserve another turn, and whether there is a tie.
-
-        Only turns with a lower number than `before` count. See `undecided` for the rules.
-        """
+        """Return the rivals that deserve another turn, and whether they tie."""
         turns = {}
         for one in rivals:
             taken = self._seen.turns(one.layout, stage)
@@ -274,7 +259,7 @@ class Race:
 
     @cached_property
     def _knob_rivals(self) -> list[Candidate]:
-        """The winner without knobs and with each requested knob, except layouts that failed."""
+        """The winner without knobs and with each requested knob."""
         if not self._without_knobs or not self.options.knobs:
             return []
         winner = self._without_knobs[0].candidate

@@ -134,9 +134,9 @@ def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Probl
 
     - The objective may give up speed, for example to save energy: return the layout with the best
       value of the objective. It may be slower than the fastest by at most `max_slowdown`.
-    - The user accepts a tolerance and didn't fix the global batch, and the fastest layout isn't a
-      pack or placement, and has no knobs (tuned options such as XLA): return the layout with the
-      smallest batch within the tolerance.
+    - The user accepts a tolerance and didn't fix the global batch: return the layout with the
+      smallest batch within the tolerance. The fastest layout must not be a pack or placement, nor
+      have knobs (tuned options such as XLA).
     - All other cases: return the simplest of the layouts that are about as fast. They are slower
       than the fastest by less than 1 %, or by less than the tolerance if that is smaller.
     """
@@ -171,7 +171,7 @@ def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Probl
 def _list_tolerable(
     ran: Sequence[Candidate], turns: TurnsByLayout, leader: Turns, tolerance: float
 ) -> list[Candidate]:
-    """Return the synchronous layouts that are slower than the leader by at most the tolerance."""
+    """Return the synchronous layouts that lag the leader within the tolerance."""
     # other layouts have global batches that can't be compared with the leader's
     synchronous = [candidate for candidate in ran if candidate.synchronous]
     return [one for one in synchronous if is_tolerable(turns[one.layout], leader, tolerance)]
@@ -220,7 +220,7 @@ def compare_turns(one: Turns, other: Turns) -> Difference:
     """Return the relative difference between the samples/s of two layouts.
 
     It is positive if `one` is faster than `other`. It is computed from the turns that both took
-    part in or, without such turns, from all pairs of a turn of `one` and a turn of `other`.
+    part in. Without such turns, it is computed from all pairs of their turns.
     """
     common = [(one[turn], other[turn]) for turn in sorted(one.keys() & other.keys())]
     pairs = common or list(product(one.values(), other.values()))
@@ -254,13 +254,10 @@ def throughput(turns: Turns) -> Interval:
 
 
 def _pooled_deviation(assumed: float, values: Sequence[float]) -> float:
-    """Return the standard deviation of single turns, estimated from their values.
-
-    `values` has one value per turn. `assumed` is the variance that is usual for turns. It counts as
-    much as `DRIFT_WEIGHT` turns, because a few turns may agree by chance.
-    """
+    """Estimate the standard deviation of one turn from few values."""
     mean = fmean(values)
     spread = math.fsum((value - mean) ** 2 for value in values)
+    # `assumed`, the usual variance, counts as much as `DRIFT_WEIGHT` turns
     return math.sqrt((DRIFT_WEIGHT * assumed + spread) / (DRIFT_WEIGHT + len(values) - 1))
 
 

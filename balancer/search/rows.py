@@ -75,10 +75,10 @@ class RowPolicy:
         return max(seconds, default=None)
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return each device's curve in a split, and the rows of one pass that certainly fit.
+        """Return each device's curve in a split, and its rows per pass.
 
-        The result is by position. An unused device, and every device of a layout that isn't a
-        split, has an empty curve and 0 rows.
+        The rows certainly fit. The result is by position. An unused device, and every device of a
+        layout that isn't a split, has an empty curve and 0 rows.
         """
         found = list(NO_CURVE * len(layout.shares))
         if not layout.traits.together:
@@ -157,20 +157,18 @@ class RowPolicy:
         )
 
     def efficient(self) -> list[Layout]:
-        """Return layouts to race if the objective may give up speed, for example to save energy.
+        """Return layouts to race if the objective may give up speed.
 
-        They are the best solo layout of each device, and the splits predicted to be most efficient.
-        Layouts that don't fit are left out.
+        An objective may do so to save energy, for example. The layouts are the best solo layout of
+        each device, and the splits predicted to be most efficient. Layouts that don't fit are left
+        out.
         """
         alone = {layout.active[0]: layout for layout in reversed(self._singles_by_rate())}
         layouts = [*alone.values(), *map(self.predictions.layout, self._most_efficient())]
         return [layout for layout in layouts if self.machine.fits(layout)]
 
     def _most_efficient(self) -> list[Allocation]:
-        """Return the splits with the most predicted samples/s per unit of cost, such as a watt.
-
-        The best split comes first. Return an empty list before any cost is known.
-        """
+        """Return the splits with the most predicted samples/s per cost."""
         objective = find_objective(self.problem.objective)
         costs = objective.costs(self.seen.timed(), self.problem.devices)
         if not costs:
@@ -195,10 +193,7 @@ class RowPolicy:
         return sorted(enough, key=value, reverse=True)[:LIKELY_SETS]
 
     def _list_device_sets(self, costs: list[tuple[float, float]]) -> Iterator[tuple[int, ...]]:
-        """Yield sets of devices that may be more efficient than all devices.
-
-        Each set has at least two devices, but not all.
-        """
+        """Yield sets of devices that may be more efficient than all."""
         # `costs` are the (active, idle) costs of each device
         counts = range(2, len(self.machine.live))
         if len(self.machine.live) <= MOST_TO_COMBINE:
@@ -236,7 +231,7 @@ class RowPolicy:
         ]
 
     def _split_rates(self) -> dict[Layout, float]:
-        """Return the samples/s of every explored split of the requested batch that still fits."""
+        """Return the samples/s of explored splits that fit and match the batch."""
         batch = self.problem.global_batch
         found = [
             split
@@ -248,10 +243,7 @@ class RowPolicy:
         return {one.probe.layout: one.samples_per_second for one in found}
 
     def _preferred_split(self, found: dict[Layout, float]) -> Layout:
-        """Return the smallest split, by global batch, whose samples/s are within the tolerance.
-
-        The tolerance is relative to the fastest of the splits, and 0 for a fixed batch.
-        """
+        """Return the split of the smallest batch within the tolerance."""
         # `found` are the samples/s of the splits, and must not be empty
         tolerance = self.problem.tolerance if self.problem.global_batch is None else 0.0
         least = max(found.values()) * (1 - tolerance)
@@ -271,7 +263,7 @@ class RowPolicy:
         return [layout for layout in found if self.machine.surely_fits(layout)]
 
     def _smaller_splits(self, chosen: Layout) -> Iterator[Layout]:
-        """Yield splits with small batches that should be within the tolerance of the fastest."""
+        """Yield splits of small batches that should be within the tolerance."""
         tolerance = self.problem.tolerance
         ran = {
             one.probe.layout
@@ -296,10 +288,7 @@ class RowPolicy:
     def _smallest_within(
         self, turns: dict[Layout, Turns], leader: Turns, most: int
     ) -> Layout | None:
-        """Return the measured layout with the smallest batch within the tolerance of the leader.
-
-        Return None if there is none.
-        """
+        """Return the measured layout with the smallest batch within the tolerance."""
         # a layout without a check must have a batch of at most `most`
         checked = {one.probe.layout for one in self.seen.in_stage(Stage.CHECK)}
         found = []
@@ -310,7 +299,7 @@ class RowPolicy:
         return min(found, key=lambda one: (one.global_batch, one.shares), default=None)
 
     def _nearest_raced(self, layout: Layout, raced: Iterable[Layout]) -> Layout:
-        """Return the raced layout whose shares are nearly those of `layout`, or else `layout`."""
+        """Return a raced layout with nearly these shares, or else `layout`."""
         # shares differ by at most 2 %, so a measurement of `layout` would show nothing new
         near = [one for one in raced if same_measurement(one, layout, SAME_BATCH)]
         batch = layout.global_batch
@@ -335,7 +324,7 @@ class RowPolicy:
     def _make_even_split(
         self, positions: tuple[int, ...], splits: Sequence[Layout], whole: bool
     ) -> Layout | None:
-        """Return an even split over the devices at `positions`; None if none fits."""
+        """Return an even split over these devices, if one fits."""
         # if `whole`, a fixed batch isn't reduced when it doesn't fit
         count = len(positions)
         quantum = self.machine.quantum
@@ -355,13 +344,10 @@ class RowPolicy:
         return split_evenly(self.problem.devices, positions, safe * count, quantum)
 
     def _even_batch(self, positions: tuple[int, ...], splits: Sequence[Layout]) -> int:
-        """Return the global batch for an even split over these devices.
-
-        Each device gets the mean rows per live device of the first of `splits`. Without splits, it
-        gets the smallest of the devices' best solo batches. Return 0 if none of the devices ran.
-        """
+        """Return the global batch for an even split; 0 if unknown."""
         count = len(positions)
         if splits:
+            # each device gets the mean rows per live device
             return splits[0].global_batch * count // len(self.machine.live)
         singles = reversed(self._singles_by_rate())
         best = {layout.active[0]: layout.global_batch for layout in singles}

@@ -110,7 +110,7 @@ class Search:
 
 
 def _largest_batch_of(rows: int, problem: Problem) -> int:
-    """Return the largest batch with which an epoch of `rows` rows has `LEAST_STEPS` steps."""
+    """Return the largest batch that leaves an epoch `LEAST_STEPS` steps."""
     quantum = problem.multiple_of
     # with few rows, an epoch may have fewer steps
     wanted = max(rows // LEAST_STEPS, problem.devices * quantum, SMALL)

@@ -154,17 +154,14 @@ class Sharding:
         return () if whole and not self.parts else tuple(map(self._with_shards, probes))
 
     def _urgent_whole_step(self, budget: Budget) -> Probe | None:
-        """Return a probe of the first whole step if there is barely enough time left to start it.
-
-        Without a whole step there is no plan. Return None if one has run, or if there is time for
-        more measurements of single devices before it.
-        """
+        """Return a probe of the first whole step if time is short."""
         policy = self.policy
         if not self.parts or policy.machine.splits:
             return None
         probe = SplitStage(policy.predictions, budget, True).next_probe()
         if probe is None or not probe.layout.traits.together:
             return None
+        # without a whole step there is no plan
         left = budget.seconds - budget.spent
         return probe if left < URGENT * budget.starts.seconds(probe.layout) else None
 
@@ -201,10 +198,10 @@ class Sharding:
         return [*(self._shard(one) for one in found if one.traits.together), *held]
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return each device's curve and the rows that certainly fit.
+        """Return each device's curve and the rows per pass that certainly fit.
 
-        The rows are those of one pass. The result is by position. If some devices have no rows,
-        shares aren't changed during the training, so all curves are empty.
+        The result is by position. If some devices have no rows, shares aren't changed during the
+        training, so all curves are empty.
         """
         if _some_hold_only(layout):
             return NO_CURVE * len(layout.shares)
@@ -223,7 +220,7 @@ class Sharding:
 
     @cached_property
     def _division(self) -> StateDivision | None:
-        """The division of the state among the devices; None if the state doesn't fit."""
+        """The division of the state among the devices, if it fits."""
         problem = self._problem
         if not self._needs_are_known:
             # no parts until all devices were measured alone
@@ -241,18 +238,14 @@ class Sharding:
 
     @property
     def _limits(self) -> list[int]:
-        """The bytes that the framework's allocator can use on each device whose memory is known."""
+        """The bytes that the framework's allocator can use on each device."""
         beside = self._state.beside_bytes
         return [max(1, size - beside) for size in self._problem.memory_bytes if size is not None]
 
     def _divide(
         self, limits: Sequence[int], without_rows: frozenset[int] = frozenset()
     ) -> StateDivision | None:
-        """Return a division of the state with headroom on each device.
-
-        Return None if the state doesn't fit. Devices at the positions `without_rows` only hold
-        state.
-        """
+        """Divide the state with headroom on each device; None if impossible."""
         failures, needs, problem = self._failures, self._row_demands, self._problem
         # headroom is doubled for each whole step that ran out of memory; if the state then doesn't
         # fit, it is halved repeatedly
@@ -279,7 +272,7 @@ class Sharding:
 
     @property
     def _row_demands(self) -> list[RowDemand]:
-        """The `RowDemand` of each device that ran alone, from its first two measurements."""
+        """The `RowDemand` of each device, from its first two measurements."""
         # later ones would change the division, which must stay the same after a whole step
         first = Observations(self._problem)
         for position in range(self._problem.devices):
@@ -323,7 +316,7 @@ class Sharding:
         return max(found, key=lambda one: one.rate(), default=None)
 
     def _sets_of_holders(self) -> list[frozenset[int]]:
-        """Return the sets of devices, by position, that may hold state without computing rows."""
+        """Return sets of devices that may hold state without computing rows."""
         positions = range(self._problem.devices)
         slowest = sorted(positions, key=lambda i: -self._row_demands[i].seconds(1))
         smallest = sorted(positions, key=lambda i: self._limits[i])
@@ -332,10 +325,7 @@ class Sharding:
         return [frozenset(order[:count]) for order in (slowest, smallest) for count in counts]
 
     def _probe_without_rows(self, budget: Budget) -> Probe | None:
-        """Return a probe of the training `without_rows`.
-
-        Return None unless that training may be the fastest.
-        """
+        """Return a probe of the training `without_rows`, if it may win."""
         wanted = self.without_rows
         if wanted is None or len(self._held) >= RETREATS or not self._may_win(wanted):
             return None
@@ -347,7 +337,7 @@ class Sharding:
         return Probe(wanted.layout, Stage.SHARD, seconds)
 
     def _may_win(self, wanted: Proposal) -> bool:
-        """True if the proposal should be faster than every sharded training that ran."""
+        """True if the proposal should beat every sharded training that ran."""
         ran = [one for one in self._seen if isinstance(one, Timed) and one.probe.layout.state]
         if ran:
             # the time to gather units isn't known: the shortest of those that ran is assumed
@@ -362,10 +352,7 @@ class Sharding:
         return everywhere is None or wanted.rate() > (1 + LEAST_GAIN) * everywhere.rate()
 
     def _surely_loses(self, layout: Layout) -> bool:
-        """True if a layout with rows on all devices should be far slower than one that ran.
-
-        In the one that ran, some devices hold state but have no rows.
-        """
+        """True if a layout with state-only devices already ran far faster."""
         rates = [one.samples_per_second for one in self._held if isinstance(one, Timed)]
         if not rates or not layout.traits.together:
             return False
@@ -373,8 +360,9 @@ class Sharding:
         return expected < FAR_SLOWER * max(rates)
 
     def _beyond_rows(self, timed: Timed) -> float:
-        """Return the seconds of a step beyond those predicted for it without gathering."""
+        """Return the measured minus the predicted seconds of a step."""
         layout = timed.probe.layout
+        # the prediction leaves out gathering
         return max(0.0, timed.step_seconds - expect_seconds(layout, self._row_demands))
 
     # ------------------------------------------------------------------ rows, as with whole models
@@ -407,10 +395,7 @@ class Sharding:
         return RowPolicy(MachineModel(problem, known, TimeLeft(problem, BALANCE, known)))
 
     def _without_shards(self, observation: Observation) -> Observation:
-        """Return the observation as if it came from a training without shards.
-
-        Its memory is what the rows took, without the state.
-        """
+        """Return the observation as if from a training without shards."""
         layout = observation.probe.layout
         probe = msgspec.structs.replace(
             observation.probe,
@@ -424,10 +409,7 @@ class Sharding:
         )
 
     def _bytes_without_state(self, timed: Timed) -> tuple[int | None, ...]:
-        """Return the bytes that each device's rows took, without its part of the state.
-
-        They are None for a device if the state can't be subtracted.
-        """
+        """Return the bytes that each device's rows took, without its state."""
         layout = timed.probe.layout
         parts = layout.state or (MEASURED_PART,) * len(layout.shares)
         held = [part * state_bytes_at_peak(self._state, layout.in_passes) for part in parts]
@@ -444,11 +426,7 @@ class Sharding:
     def _check_fit_beside_state(
         self, observation: Observation, left: Sequence[int | None]
     ) -> Observation:
-        """Return OutOfMemory if the rows don't fit beside the state.
-
-        Otherwise, return the observation. `left` has the bytes that each device's part of the state
-        leaves free; None if unknown.
-        """
+        """Turn an observation into OutOfMemory if rows don't fit beside the state."""
         # a device measured alone held less of the state
         if (
             not isinstance(observation, Timed)
@@ -482,7 +460,7 @@ class Sharding:
 
 
 def _subtract_bytes(sizes: Sequence[int | None], taken: Sequence[float]) -> tuple[int | None, ...]:
-    """Return each size minus the taken bytes, but at least 1; None for an unknown size."""
+    """Subtract the taken bytes from each size; None stays None."""
     pairs = zip(sizes, taken, strict=True)
     return tuple(size and max(1, size - round(state)) for size, state in pairs)
 
@@ -637,10 +615,7 @@ class StateRoom:
         return self._parts(rows)
 
     def _rows_in(self, seconds: float) -> list[float]:
-        """Return how many rows each device computes in `seconds`.
-
-        The number is 0 for a device that only holds state.
-        """
+        """Return how many rows each device computes in `seconds`."""
         found = [0.0] * len(self._row_demands)
         for i in self._computing:
             rows = max(self._fewest, self._row_demands[i].rows_in(seconds))
@@ -649,13 +624,13 @@ class StateRoom:
         return found
 
     def _most_rows(self, position: int) -> float:
-        """Return the most rows that fit beside the smallest part of the state (`LEAST_PART`)."""
+        """Return the most rows that fit beside the smallest part."""
         need = self._row_demands[position]
         left = self._limits[position] - need.base_bytes - LEAST_PART * self._held
         return left / need.row_bytes if need.row_bytes else float(UNBOUNDED)
 
     def _bytes_left(self, rows: Sequence[float]) -> list[float]:
-        """Return the bytes of state that each device can hold beside its rows."""
+        """Return the bytes of state that fit beside each device's rows."""
         # negative if the rows themselves don't fit
         found = []
         for limit, need, own in zip(self._limits, self._row_demands, rows, strict=True):
@@ -671,7 +646,7 @@ class StateRoom:
         return min(left) > 0 and sum(left) >= self._state
 
     def _rate(self, rows: Sequence[float]) -> float:
-        """Return the predicted samples/s of a step with these rows, not counting the gathering."""
+        """Return the predicted samples/s with these rows, without gathering."""
         return sum(rows) / max(self._row_demands[i].seconds(rows[i]) for i in self._computing)
 
     def _parts(self, rows: Sequence[float]) -> StateDivision:

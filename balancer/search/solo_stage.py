@@ -64,7 +64,7 @@ class SoloStage:
     # ------------------------------------------------------------------ a round
 
     def _first_rounds(self) -> tuple[Probe, ...]:
-        """Return probes of the first small batches on the devices that haven't run them yet."""
+        """Return probes of the first small batches, where not yet run."""
         for turn in range(2):
             due = self._next_small_batches(turn)
             if due and turn:
@@ -86,7 +86,7 @@ class SoloStage:
         return self._round(quick, self._turn)
 
     def _next_small_batches(self, turn: int) -> Batches:
-        """Return the next small batches for the devices that took part in exactly `turn` rounds."""
+        """Return the small batches of devices that ran `turn` rounds."""
         due: Batches = {}
         for one in self._live:
             batch = self._small_batch(one)
@@ -110,12 +110,7 @@ class SoloStage:
         return self._is_new(device, self._small_batch(device))
 
     def _devices_worth_waiting_for(self, due: Batches) -> Batches:
-        """Return the second batches that the next round should measure.
-
-        `due` has the second batches by device. Devices that would keep the others waiting for
-        little gain are left out. Return an empty dict if the round isn't worth its time, or the
-        budget doesn't allow it.
-        """
+        """Return the second batches to measure, without devices that delay others."""
         costs = {one: self._probe_seconds(one, batch) for one, batch in due.items()}
         order = sorted(due, key=lambda one: costs[one])
         rounds = [order[:count] for count in range(1, len(order) + 1)]
@@ -134,7 +129,7 @@ class SoloStage:
         return {one: due[one] for one in kept}
 
     def _affords_second(self, device: DeviceModel, batch: int) -> bool:
-        """True if the budget allows a round with `batch` as the device's second batch."""
+        """True if the budget allows a round with this second batch."""
         step_seconds = _step_seconds(device, batch)
         if any(len(other.evidence.alone) > 1 for other in self._live):
             return self._has_time(self._probe_seconds(device, batch), step_seconds)
@@ -144,10 +139,7 @@ class SoloStage:
         return self._budget.affords(layout, Stage.RACE, step_seconds)
 
     def _optimistic_round(self) -> tuple[Probe, ...]:
-        """Return a round with new batches of the optimistic layout if they are worth their time.
-
-        Otherwise, return a cheap round, which may be empty.
-        """
+        """Return a round of the optimistic layout, or a cheap one."""
         wanted = self._optimistic
         if wanted is None:
             return ()
@@ -174,7 +166,7 @@ class SoloStage:
         return batches
 
     def _fill_round(self, due: Batches) -> Batches:
-        """Return the round's batches, and batches for idle devices that don't prolong the round."""
+        """Add batches for idle devices that don't prolong the round."""
         longest = max(self._probe_seconds(one, batch) for one, batch in due.items())
         idle = {
             one: batch
@@ -184,7 +176,7 @@ class SoloStage:
         return due | idle
 
     def _cheap_round(self) -> tuple[Probe, ...]:
-        """Return a round so cheap that it needs no expected gain; empty if there is none."""
+        """Return a round too cheap to need a gain, if any."""
         wanted: Batches = {}
         for one in self._devices_of_split:
             # the equal share or, as the samples/s may have a peak there, the middle of a gap
@@ -199,10 +191,7 @@ class SoloStage:
         return self._round(self._add_other_devices(wanted), self._turn)
 
     def _gap_at_best(self, device: DeviceModel) -> int:
-        """Return the middle of the wider gap beside the batch with the most samples/s.
-
-        Return 0 if the gap is too narrow to hide a peak.
-        """
+        """Return the middle of the wider gap beside the best batch."""
         undivided = self._problem.global_batch is not None and not device.pass_rows
         if device.solo_curve is None or device.solo_curve.error > TIE or undivided:
             # the measurements are too noisy to show a peak
@@ -214,7 +203,7 @@ class SoloStage:
         return self._middle_of_widest([point.batch for point in around], WIDE)
 
     def _even_share(self, device: DeviceModel) -> int:
-        """Return the device's share in an even split; 0 if it isn't worth measuring."""
+        """Return the device's equal share; 0 if it isn't worth measuring."""
         batch = self._problem.global_batch or 0
         even = batch // len(self._devices_of_split) // self._quantum * self._quantum
         return (
@@ -227,10 +216,7 @@ class SoloStage:
 
     @cached_property
     def _devices_of_split(self) -> Sequence[DeviceModel]:
-        """The devices of the optimistic layout, or all live devices.
-
-        All live devices are used if the layout has only one device.
-        """
+        """The optimistic layout's devices; all live ones if it has one."""
         shares = self._optimistic.shares if self._optimistic else ()
         devices = [self._machine.devices[i] for i, _ in shares]
         return devices if len(devices) > 1 else self._live
@@ -257,12 +243,12 @@ class SoloStage:
 
     @cached_property
     def _optimistic(self) -> Allocation | None:
-        """The fastest layout if each device were as fast as its points allow."""
+        """The fastest layout if devices were as fast as points allow."""
         return self._predictions.fastest_of(list(self._optimistic_curves.values()))
 
     @cached_property
     def _optimistic_batches(self) -> Batches:
-        """The batches of the optimistic layout that would show something new and fit the budget."""
+        """The optimistic layout's batches that are new and fit the budget."""
         found: Batches = {}
         for position, share in self._optimistic.shares if self._optimistic else ():
             one = self._machine.devices[position]
@@ -276,10 +262,7 @@ class SoloStage:
 
     @cached_property
     def _optimistic_curves(self) -> dict[int, DeviceCurve]:
-        """The optimistic curves of the devices that ran, by position.
-
-        A curve is for one pass or for several passes, whichever is faster.
-        """
+        """The optimistic curves of the devices that ran, by position."""
         return {
             one.position: one.with_best_passes(one.optimistic, one.guessed_alone_rows)
             for one in self._live
@@ -287,18 +270,12 @@ class SoloStage:
         }
 
     def _micro_batch(self, position: int, share: int) -> int:
-        """Return the rows of one pass for this share.
-
-        If the optimistic curves show that a single pass is faster, return the share itself.
-        """
+        """Return the rows of one pass for this share."""
         curve = self._optimistic_curves[position].curve
         return curve.rows if isinstance(curve, PassCurve) and share > curve.pass_limit else share
 
     def _expected_gain(self, wanted: Allocation) -> float:
-        """Return the optimistic layout's relative gain over the best known layout.
-
-        It is infinite if no layout is known yet.
-        """
+        """Return the optimistic layout's relative gain over the best known one."""
         ran = []
         for one in self._live:
             most = min(one.memory.largest_ran, one.trusted_alone_rows)
@@ -345,7 +322,7 @@ class SoloStage:
 
     @cached_property
     def _reserved_seconds(self) -> float:
-        """The seconds to reserve for the first split or, with one device, for the fixed batch."""
+        """The seconds to keep for the first split or fixed batch."""
         # 0 once it has run
         if self._machine.splits or (self._machine.others_idle and len(self._live) == 1):
             return 0.0
@@ -360,12 +337,9 @@ class SoloStage:
         return self._budget.least_seconds(layout, plan.seconds)
 
     def _middle_of_widest(self, batches: Sequence[int], wider: float = 0.0) -> int:
-        """Return the middle of the widest gap between neighboring batches.
-
-        `batches` are in rising order. The width of a gap is the ratio of its two batches. Return 0
-        if no ratio exceeds `wider`.
-        """
+        """Return the middle of the widest gap between neighboring batches."""
         low, high = max(pairwise(batches), key=lambda gap: gap[1] / gap[0], default=(0, 0))
+        # 0 if the ratio of its batches is at most `wider`
         if high <= wider * low:
             return 0
         return (low + high) // 2 // self._quantum * self._quantum
@@ -394,7 +368,7 @@ class SoloStage:
         return max(quantum, smaller // quantum * quantum)
 
     def _choose_second_batch(self, device: DeviceModel, first: int, second: int) -> int:
-        """Return the second batch, or a smaller one if running out of memory would be costly."""
+        """Return the second batch, or less if running out would be costly."""
         surely = device.memory.largest_in_proportion()
         if surely is None:
             return second
@@ -410,7 +384,7 @@ class SoloStage:
         return max(first + self._quantum, min(second, wanted))
 
     def _first_two_batches(self, most: int) -> tuple[int, int]:
-        """Return the first two batches to measure on a device, each of at most `most` rows."""
+        """Return the first two batches to measure on a device."""
         # 8 and 64 rows or fewer, rounded up to multiples of the quantum
         quantum = self._quantum
         batch = self._problem.global_batch or self._problem.max_global_batch
@@ -425,7 +399,7 @@ class SoloStage:
 
 
 def _step_seconds(device: DeviceModel, batch: int) -> float:
-    """Return the expected seconds of a step of this batch; 0 before any measurement."""
+    """Return a step's expected seconds; 0 before any measurement."""
     if device.solo_curve is None:
         return 0.0
     if len(device.evidence.alone) == 1:
@@ -436,7 +410,7 @@ def _step_seconds(device: DeviceModel, batch: int) -> float:
 
 
 def _optimistic_rate(due: Batches, some: Sequence[DeviceModel]) -> float:
-    """Return the most samples/s that the devices in `some` could reach with batches in `due`."""
+    """Return the highest samples/s that `some` could reach with `due` batches."""
     ran = [device for device in some if device.evidence.alone]
     # the batches take no longer than the first batch that each device ran
     return math.fsum(due[one] / one.evidence.alone[0].seconds for one in ran)

@@ -61,7 +61,7 @@ class SplitStage:
         return self._budget.least_seconds(self._predictions.layout(wanted), wanted.seconds)
 
     def _make_probe(self, wanted: Allocation | None, after: float = 0.0) -> Probe | None:
-        """Return the probe of an allocation; None without one, or if the budget is too small."""
+        """Return the probe of an allocation, if the budget allows it."""
         # the probe must leave `after` seconds for later probes
         if wanted is None:
             return None
@@ -84,7 +84,7 @@ class SplitStage:
 
     @cached_property
     def _best_rate(self) -> float:
-        """The highest samples/s of the layouts that ran and could be the plan."""
+        """The highest samples/s of the layouts that could be the plan."""
         # as predicted now
         splits = [
             self._machine.predicted_rate(split.probe.layout)
@@ -95,14 +95,11 @@ class SplitStage:
         return max((*splits, *others_idle), default=0.0)
 
     def _use_passes_that_ran(self, layout: Layout, seconds: float) -> tuple[Layout, float]:
-        """Return the layout to probe, and the seconds of its step.
-
-        If a device has run out of memory and there is no time for a second attempt, the layout only
-        has passes that ran before or certainly fit.
-        """
+        """Return the layout to probe, perhaps with safer passes, and its seconds."""
         least = self._budget.least_seconds(layout, seconds)
         full = any(self._machine.devices[i].memory.failure_count for i in layout.active)
         safe = self._machine.lay_out_safely(layout.shares) if full else None
+        # or if there is time for a second attempt after running out of memory
         if safe is None or self._budget.affords(layout, Stage.RACE, seconds, reserved=least):
             return layout, seconds
         return safe, layout.global_batch / max(self._machine.predicted_rate(safe), LEAST_RATE)
@@ -122,7 +119,7 @@ class SplitStage:
         return wanted
 
     def _gains(self, wanted: Allocation) -> bool:
-        """True if the allocation should clearly beat all measured splits and single devices."""
+        """True if the allocation should clearly beat all measured layouts."""
         if not self._machine.fitting_splits:
             return True
         raced = [self._seen.turns(seen.probe.layout) for seen in self._seen.timed_race()]
@@ -131,10 +128,7 @@ class SplitStage:
         return wanted.samples_per_second > best * (1 + self._budget.least_gain)
 
     def _probe_first_single(self) -> Probe | None:
-        """Return a probe of the fastest device alone if it should precede the first split.
-
-        Otherwise, return None.
-        """
+        """Return the fastest device's probe if it should precede the split."""
         # for a fixed batch: a short search could end with only a split, which may be much slower
         if self._problem.global_batch is None or not self._with_splits:
             return None
@@ -155,7 +149,7 @@ class SplitStage:
         return None
 
     def _longest_first_step(self, wanted: Allocation) -> float:
-        """Return how many seconds the budget allows for a step of the first split."""
+        """Return how many seconds a step of the first split may take."""
         # `wanted` is the fastest split, whose steps take too long
         layout = self._predictions.layout(wanted)
         least = self._budget.least_seconds(layout, wanted.seconds, LONE_STEPS)
@@ -164,10 +158,7 @@ class SplitStage:
         return (self._budget.seconds - self._budget.spent - overhead) / LONE_STEPS
 
     def _next_single(self) -> Allocation | None:
-        """Return the next device to measure alone while the others are idle, with its best batch.
-
-        Return None if no device should be measured.
-        """
+        """Return the next device to measure alone, with its best batch."""
         others = len(self._machine.live) > 1
         if others and self._with_splits and not self._machine.splits:
             return None
@@ -208,7 +199,7 @@ class SplitStage:
 
 
 def _is_like(layout: Layout, seen: Observation) -> bool:
-    """True if measuring the split would show nothing that the observation `seen` doesn't show."""
+    """True if `seen` already shows what measuring the split would show."""
     if isinstance(seen, Timed) and seen.lone:
         # after a single step, similar splits aren't measured either
         return same_measurement(layout, seen.probe.layout)

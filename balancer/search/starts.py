@@ -86,24 +86,22 @@ class StartTimes:
 
     @cached_property
     def _by_children(self) -> dict[Layout, list[float]]:
-        """The start times, in seconds, by group of child processes.
-
-        Each group has one time per measurement. It is 0 if the processes were already running.
-        """
+        """The start times of each group of children, in seconds."""
         starts: defaultdict[Layout, list[float]] = defaultdict(list)
         for seen in self._timed:
+            # 0 if the children were already running
             starts[seen.probe.layout.children].append(seen.restart_seconds)
         return dict(starts)
 
     @cached_property
     def _recovered(self) -> set[Layout]:
-        """The groups of child processes that are still running although they ran out of memory."""
+        """Groups of children that still run after running out of memory."""
         seen = [one for one in self._seen.in_stage(*STAGES) if isinstance(one, OutOfMemory)]
         return {one.probe.layout.children for one in seen if one.goes_on} - self._exit_counts.keys()
 
     @cached_property
     def _exit_counts(self) -> defaultdict[Layout, int]:
-        """How often each group of child processes has exited because memory ran out."""
+        """How often each group of children exited because memory ran out."""
         ends: defaultdict[Layout, int] = defaultdict(int)
         for seen in self._seen.in_stage(*STAGES):
             if isinstance(seen, OutOfMemory) and not seen.goes_on:

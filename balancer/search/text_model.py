@@ -100,11 +100,8 @@ def fit_rates(
 def _solve_non_negative(
     columns: Sequence[Sequence[float]], wanted: Sequence[float]
 ) -> tuple[tuple[float, ...], float]:
-    """Return the rates of a non-negative least-squares fit, and its residual.
-
-    The rates are at least 0, and minimize the residual |wanted - sum of rate * column|². `columns`
-    have norm 1, or 0 if all their amounts are 0.
-    """
+    """Return the rates and the residual of a non-negative least-squares fit."""
+    # the residual is |wanted - sum of rate * column|²; columns have norm 1, or 0 if empty
     if not columns:
         return (), _dot(wanted, wanted)
     *others, last = columns
@@ -196,7 +193,7 @@ class TextModel(MachineModel):
         return tuple(map(found.get, range(self.problem.devices)))
 
     def _same_speed(self, one: int, other: int) -> bool:
-        """True if noise alone explains how two devices' times for the same passes differ."""
+        """True if noise explains the devices' different times for equal passes."""
         ours = self._points_alone(one)
         theirs = self._points_alone(other)
         gaps = []
@@ -208,10 +205,7 @@ class TextModel(MachineModel):
         return is_noise(gaps)
 
     def _points_alone(self, position: int) -> dict[tuple[int, ...], WorkPoint]:
-        """Return the measured steps of a device that ran alone.
-
-        The keys are (rows, rows per pass, row length).
-        """
+        """Return a device's steps alone, by (rows, rows per pass, row length)."""
         # the row length is 0 for rows of several lengths
         found: dict[tuple[int, ...], WorkPoint] = {}
         for seen in self.tried_alone(position):
@@ -230,7 +224,7 @@ class TextModel(MachineModel):
         )
 
     def _contention_factor(self, position: int, alone: StepCost) -> float:
-        """Return how many times longer a device computes in splits than alone; 1 if unknown."""
+        """Return how many times slower a device computes in splits."""
         own = 0.0
         expected = 0.0
         for split in self.splits:
@@ -243,7 +237,7 @@ class TextModel(MachineModel):
         return own / expected if own and expected else 1.0
 
     def _costs_of(self, positions: Sequence[int]) -> list[StepCost]:
-        """Return the known step costs of these devices in a split or, for one device, alone."""
+        """Return the known costs of these devices, in a split or alone."""
         costs = self.costs if len(positions) > 1 else self.alone
         found = [costs[i] for i in positions]
         return [one for one in found if one]
@@ -271,10 +265,7 @@ class TextModel(MachineModel):
 
     @staticmethod
     def _token_limit(memory: Memory) -> int:
-        """Return the maximum padded tokens of one pass on a device with this memory.
-
-        Return 0 if the maximum is unknown.
-        """
+        """Return the most padded tokens of a pass; 0 if unknown."""
         most = memory.predict_largest()
         if most is None and memory.smallest_failed is None:
             return 0
@@ -407,7 +398,7 @@ class TextModel(MachineModel):
         return min(batch for batch, rate in rates.items() if rate >= least)
 
     def _free_batches(self) -> list[int]:
-        """Return the global batches to choose from, each twice the last, if none is requested."""
+        """Return global batches to choose from, each twice the last."""
         quantum = self.quantum
         asked = min(LARGEST_BATCH, self.problem.max_global_batch or LARGEST_BATCH)
         most = max(quantum, asked // quantum * quantum)
@@ -428,7 +419,7 @@ class TextModel(MachineModel):
 def _draw_batches(
     ranks: tuple[RankCost, ...], lengths: tuple[int, ...], batch: int
 ) -> Sequence[RowAssignment]:
-    """Return global batches of rows drawn from these lengths, assigned to the ranks by cost."""
+    """Draw batches from these lengths, and assign rows by cost."""
     # the same rows in every search
     factor, prime = _DRAW
     rows = range(max(batch, DRAWN_ROWS // batch * batch))

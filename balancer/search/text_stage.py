@@ -66,10 +66,7 @@ class TextStage:
         return probes
 
     def _probe_alone(self, wanted: Mapping[int, Layout | None]) -> tuple[Probe, ...]:
-        """Return a probe of each device with a layout in `wanted`.
-
-        Return an empty tuple if the budget doesn't allow all of them.
-        """
+        """Return a probe of each wanted layout, if the budget allows all."""
         # the keys are positions; None means that the device has nothing to measure
         layouts = {i: layout for i, layout in wanted.items() if layout}
         costs_known = all(self._machine.alone[i] for i in wanted)
@@ -88,7 +85,7 @@ class TextStage:
     # ------------------------------------------------------------------ passes of one length
 
     def _next_passes(self, position: int) -> Layout | None:
-        """Return the next passes to measure on a device; None if all have been measured."""
+        """Return the next passes to measure on a device, if any."""
         tried = [seen.probe.layout for seen in self._machine.tried_alone(position)]
         for layout in self._list_passes_to_measure(position):
             if layout not in tried:
@@ -96,7 +93,7 @@ class TextStage:
         return None
 
     def _list_passes_to_measure(self, position: int) -> Iterator[Layout]:
-        """Yield the passes of equally long rows that determine a device's cost, in order."""
+        """Yield the passes that determine a device's cost, in order."""
         middle = self._quantile(MIDDLE)
         longest = self._problem.lengths[-1]
         tokens = max(SMALL * middle, longest)
@@ -113,10 +110,7 @@ class TextStage:
             yield self._equal_rows(position, length, largest)
 
     def _equal_rows(self, position: int, length: int, tokens: int, passes: int = 1) -> Layout:
-        """Return a layout for one device with passes of up to `tokens` tokens.
-
-        All rows have the same length.
-        """
+        """Return a solo layout of rows of one length."""
         most = self._problem.global_batch or self._problem.max_global_batch or tokens
         rows = max(1, min(tokens // length, most))
         layout = solo(self._problem.devices, position, rows * passes, rows)
@@ -127,11 +121,7 @@ class TextStage:
         return max(1, lengths[int(part * (len(lengths) - 1))])
 
     def _worth_growing(self, position: int, length: int, tokens: int) -> bool:
-        """True if a pass of `tokens` tokens in rows of `length` is worth measuring.
-
-        It isn't if smaller passes already show the cost of tokens, or if it would take too long or
-        not fit.
-        """
+        """True if a pass of `tokens` tokens is worth measuring."""
         steps = self._machine.single_passes(position).values()
         if not steps:
             return False
@@ -147,10 +137,7 @@ class TextStage:
     # ------------------------------------------------------------------ global batches
 
     def _next_whole(self, position: int) -> Layout | None:
-        """Return the layout that runs the global batch on one device.
-
-        The layout tests the device's cost. Return None if it has been measured, or if it can't run.
-        """
+        """Return the global batch on one device, unless measured or impossible."""
         tried = [one for one in self._machine.tried_alone(position) if one.probe.layout.costs]
         ended = len(tried) > RETREATS or any(isinstance(one, Timed | Failed) for one in tried)
         if ended or not self._machine.can_hold((position,)):
@@ -160,10 +147,7 @@ class TextStage:
         return layout if all(one.probe.layout.tokens != layout.tokens for one in tried) else None
 
     def _next_split(self) -> tuple[Probe, ...]:
-        """Return a probe of the split that should be fastest.
-
-        Return an empty tuple if a similar split was measured, or if the budget is too small.
-        """
+        """Return a probe of the split that should be fastest."""
         tried = [
             one.probe.layout
             for one in self._machine.seen.in_stage(Stage.SPLIT)

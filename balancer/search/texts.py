@@ -74,10 +74,10 @@ class TextPolicy:
         return list(dict.fromkeys(one.probe.layout for one in (*ran[-1:], *by_rate[:1])))
 
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
-        """Return the even split of rows over the devices of the best split, the first of `splits`.
+        """Return the even split over the devices of the best split.
 
-        Return an empty list if there is none. Even splits over fewer devices (`scaling`) aren't
-        supported for unequal rows.
+        The best split is the first of `splits`; without one, return an empty list. Even splits over
+        fewer devices (`scaling`) aren't supported for unequal rows.
         """
         if not splits:
             return []

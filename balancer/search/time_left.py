@@ -108,10 +108,7 @@ class TimeLeft:
 
     @property
     def _lone_steps_save_time(self) -> bool:
-        """True if timing a single step of a probe saves much time compared with timing several.
-
-        False if the first step at a new size takes longer than all later steps of a probe together.
-        """
+        """True if timing a single step of a probe saves much time."""
         return self.tuning_steps <= CERTAIN_STEPS
 
     @cached_property

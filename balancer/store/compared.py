@@ -160,10 +160,7 @@ def compare_plans(before: str, one: Plan, after: str, other: Plan) -> RunDiffere
 
 
 def _list_windows(training: RecordedTraining) -> list[StepsEntry]:
-    """Return a training's windows since its last start, without the warm-up.
-
-    Raises RequestError if too few are left.
-    """
+    """Return a training's windows since its last start, without warm-up."""
     windows: list[StepsEntry] = []
     for entry in training.entries:
         if isinstance(entry, StartEntry):
@@ -193,13 +190,10 @@ class _Mean(msgspec.Struct, frozen=True):
 def _mean(
     windows: Sequence[StepsEntry], metric: Callable[[StepsEntry], float], least: float = 1e-12
 ) -> _Mean:
-    """Return a metric's mean over a training, and the mean's error.
-
-    The error is half of the width of the 95 % interval. The mean is at least `least`; a divisor
-    can't be 0.
-    """
+    """Return a metric's mean, with half of its 95 % interval."""
     # consecutive windows are correlated, so they are grouped
     blocks = [_weighted_mean(block, metric) for block in _group_into_blocks(windows)]
+    # at least `least`, because a divisor can't be 0
     value = max(fmean(blocks), least)
     if len(blocks) < 2:
         return _Mean(value, value)
@@ -212,10 +206,7 @@ def _mean(
 def _compare_quick_steps(
     trainings: Sequence[RecordedTraining], windows: Sequence[Sequence[StepsEntry]]
 ) -> tuple[list[_Mean], float]:
-    """Return each training's seconds per sample in quick steps, and the error of their ratio.
-
-    The error is half of the width of the 95 % interval, as a fraction of the ratio.
-    """
+    """Return each training's seconds per sample in quick steps, and an error."""
     starts = [training.start for training in trainings]
     quick = [
         [QuickWindow(each.quick_s * each.steps / each.samples, each.core_s) for each in own]
@@ -223,16 +214,13 @@ def _compare_quick_steps(
     ]
     same_loop = starts[0].python == starts[1].python
     steps, shared = compare_quick_steps(quick, same_loop)
+    # half of the 95 % interval of the trainings' ratio, as a fraction of it
     error = math.hypot(START_ERROR, shared, *(step.error for step in steps))
     return [_Mean(step.seconds, step.error * step.seconds) for step in steps], error
 
 
 def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]) -> float:
-    """Return the extra seconds per sample of the second training's rare work.
-
-    Rare work, such as checkpoints, isn't in every step. Only certain differences count. The result
-    is 0 if the time is unknown, or if other programs disturbed a training too much.
-    """
+    """Return the extra seconds per sample of the second's rare work."""
     if not all(window.sums.steps for windows in trainings for window in windows):
         return 0.0
     # other programs slow rare work, such as checkpoints, as much as computing
@@ -240,6 +228,7 @@ def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]
     if max(disturbed) > MOST_DISTURBED:
         return 0.0
     longer = 0.0
+    # only differences beyond their errors count
     for field in RARE:
         part = _per_sample(_part(field))
         before, after = [_mean(training, part, 0.0) for training in trainings]
@@ -249,7 +238,7 @@ def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]
 
 
 def _find_disturbed(windows: Sequence[StepsEntry], quick: _Mean) -> float:
-    """Return the factor, at least 1, by which other programs slowed a training."""
+    """Return how many times slower other programs made a training."""
 
     def work(window: StepsEntry) -> float:
         sums: StepSums = window.sums
@@ -267,7 +256,7 @@ def _per_sample(part: Callable[[StepsEntry], float]) -> Callable[[StepsEntry], f
 
 
 def _group_into_blocks(windows: Sequence[StepsEntry]) -> list[list[StepsEntry]]:
-    """Divide the windows, in order, into at most `MOST_BLOCKS` blocks of about equal duration."""
+    """Divide the windows into at most `MOST_BLOCKS` blocks of similar duration."""
     whole_s = sum(window.seconds for window in windows)
     count = min(MOST_BLOCKS, len(windows))
     blocks: list[list[StepsEntry]] = [[] for _ in range(count)]
@@ -280,7 +269,7 @@ def _group_into_blocks(windows: Sequence[StepsEntry]) -> list[list[StepsEntry]]:
 
 
 def _weighted_mean(windows: Sequence[StepsEntry], metric: Callable[[StepsEntry], float]) -> float:
-    """Return the mean of `metric` over the windows, each weighted by its duration."""
+    """Return the mean of `metric` over the windows, weighted by duration."""
     seconds = sum(window.seconds for window in windows)
     return sum(metric(window) * window.seconds for window in windows) / seconds
 
@@ -288,7 +277,7 @@ def _weighted_mean(windows: Sequence[StepsEntry], metric: Callable[[StepsEntry],
 def _compare_phases(
     first: Sequence[StepsEntry], second: Sequence[StepsEntry]
 ) -> list[PhaseDifference]:
-    """Return the differences, with intervals, between the parts of two trainings' steps."""
+    """Return how the parts of two trainings' steps differ, with intervals."""
     # none if a training's ranks don't report the parts
     known = [[window for window in windows if window.sums.steps] for windows in (first, second)]
     if not all(known):

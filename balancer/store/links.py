@@ -102,8 +102,8 @@ def list_links(devices: Sequence[Device], driver: str) -> tuple[Link, ...]:
 def find_known_link(devices: Sequence[Device], driver: str) -> KnownLink | None:
     """Return the slowest link between as many devices as possible.
 
-    Among the measured links of these devices, those that join the largest number of them count.
-    Return None if no link was measured.
+    Only the measured links that join the most of these devices count. Return None if no link was
+    measured.
     """
     newest = _find_newest(devices, driver)
     widest = max(map(len, newest), default=0)
@@ -116,11 +116,7 @@ def find_known_link(devices: Sequence[Device], driver: str) -> KnownLink | None:
 
 
 def _find_newest(devices: Sequence[Device], driver: str) -> dict[frozenset[str], LinkMeasurement]:
-    """Return the newest measurement of each link between these devices.
-
-    The keys are the ids of the link's devices. Only successful measurements with this environment's
-    transport count.
-    """
+    """Return the newest measurement of each link, by device ids."""
     known = {device.id for device in devices}
     transport = find_transport(devices)
     variables = write_variables(switches_of(transport)) if transport == SET_HERE else ""
@@ -129,6 +125,7 @@ def _find_newest(devices: Sequence[Device], driver: str) -> dict[frozenset[str],
         for measurement in record.measurements:
             ids = _ids_of(record, measurement)
             is_same = (measurement.transport, measurement.variables) == (transport, variables)
+            # only successful measurements with this environment's transport count
             if is_same and measurement.outcome == "ok" and ids <= known:
                 found[ids] = measurement
     return found

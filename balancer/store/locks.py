@@ -138,11 +138,7 @@ def lock_kernel_files(devices: Iterable[Device]) -> ExitStack:
 
 
 def _lock_own_file(held: ExitStack, path: Path, note: Note) -> Note | None:
-    """Lock one of this user's files, and write `note` into the file.
-
-    The lock lasts until `held` is closed. Return the holder's note if another process has the lock.
-    Raises RequestError if the file can't be written.
-    """
+    """Lock a file of this user, or return its holder's note."""
     remedy = (
         "Make room there, or set XDG_STATE_HOME to a folder of a local disk that you may write."
     )
@@ -160,11 +156,7 @@ def _lock_own_file(held: ExitStack, path: Path, note: Note) -> Note | None:
 
 
 def _lock_kernel_file(held: ExitStack, device: Device, path: Path) -> None:
-    """Lock a device's kernel file until `held` is closed.
-
-    A file that doesn't exist or can't be locked is skipped. Raises DeviceError if another process
-    has the lock.
-    """
+    """Lock a device's kernel file, if it exists, until `held` closes."""
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         held.callback(os.close, descriptor)
@@ -223,10 +215,7 @@ def find_holder(descriptor: int) -> int:
 
 
 def _lock(descriptor: int) -> None:
-    """Lock an open file.
-
-    Raises BlockingIOError if another process keeps the file locked.
-    """
+    """Lock an open file; raise BlockingIOError if another process keeps it."""
     # `is_running` in another process also locks the file for a moment
     for _ in range(TRIES - 1):
         with suppress(BlockingIOError):
@@ -237,7 +226,7 @@ def _lock(descriptor: int) -> None:
 
 
 def _lock_units(device: Device) -> list[str]:
-    """Return the names of what a device's lock covers: a GPU, or the cores of a CPU slice."""
+    """Return the units that a lock covers: a GPU, or cores."""
     # two CPU slices that overlap exclude each other
     return [f"core {core}" for core in device.cores] if device.on_cpu else [device.id]
 
@@ -251,7 +240,7 @@ def _read_note(descriptor: int) -> Note:
 
 
 def _describe_note(note: Note) -> str:
-    """Return a lock's holder as text, such as " (process 12, run 20261122-…)"."""
+    """Return a lock's holder as text: " (process 12, run 20261122-…)"."""
     pid = note.get("pid")
     run = note.get("run")
     # the file may have been changed, so fields that evener wouldn't have written are left out

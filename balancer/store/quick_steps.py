@@ -6,9 +6,9 @@ every training has moments at full speed. Therefore a training is represented by
 windows: a low percentile of the windows' quick steps.
 
 Each window also has the time of a fixed loop on the same core (`evener/system/core_speed.py`). The
-same percentile of these times shows whether the core was at full speed in the fastest windows. Full
-speed is that of the fastest loop of both trainings. A training's steps are corrected if its core
-was slower, and its interval is then wider, because different code is slowed differently. If a
+same percentile of these times shows whether the core was at full speed in the fastest windows. The
+fastest loop of both trainings defines full speed. A training's steps are corrected if its core was
+slower, and its interval is then wider, because different code is slowed differently. If a
 training's core was never at full speed, the interval is so wide that a slowdown is rarely certain.
 
 The loop and the quick steps of a single window aren't compared, because both were timed at
@@ -65,8 +65,8 @@ def compare_quick_steps(
 ) -> tuple[list[QuickStep], float]:
     """Return each training's quick step at full speed, and an error.
 
-    The error is that of the ratio of both steps, as far as correcting the steps for slow cores
-    causes it. It is half of the width of the 95 % interval, as a fraction of the ratio.
+    The error is of the ratio of both steps, and comes from correcting them for slow cores. It is
+    half of the width of the 95 % interval, as a fraction of the ratio.
 
     `trainings` has the windows of two trainings. In each window, a fixed loop measures the speed of
     the CPU core. With `same_loop`, the loop takes equally long in both trainings on equally fast
@@ -86,24 +86,17 @@ def compare_quick_steps(
 
 
 def _find_slowed(trainings: Sequence[Sequence[QuickWindow]], same_loop: bool) -> list[float]:
-    """Return how slow the CPU core of each training was at best.
-
-    The values are logarithms of the factor by which the core was slower than at full speed. A fixed
-    loop's time measures a core's speed; the shortest of all times is full speed. All values are 0
-    if a loop wasn't timed, or if the trainings timed different loops (`same_loop` is False).
-    """
+    """Return how slow each training's core was at best, as logarithms."""
     if not same_loop or not all(window.core_s > 0 for training in trainings for window in training):
         return [0.0] * len(trainings)
     logs = [[math.log(window.core_s) for window in windows] for windows in trainings]
+    # the shortest loop of both trainings is full speed
     full = min(map(min, logs))
     return [_find_quantile(log, FAST_PART) - full for log in logs]
 
 
 def _find_quantile(values: Sequence[float], part: float) -> float:
-    """Return a quantile of the values, interpolated linearly.
-
-    `part` is the fraction of the values that lies below it.
-    """
+    """Return a quantile of the values, interpolated linearly."""
     ordered = sorted(values)
     place = part * (len(ordered) - 1)
     below = int(place)

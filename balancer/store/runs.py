@@ -217,10 +217,7 @@ def load_noise(name: str) -> NoiseEntry:
 
 
 def _read_training(run: str, path: Path) -> RecordedTraining:
-    """Read a training's journal, ignoring an incomplete last line.
-
-    Raises RequestError, which names the line that can't be read.
-    """
+    """Read a training's journal, ignoring an incomplete last line."""
     lines = read_trusted(path).split(b"\n")[:-1]
     entries = []
     for number, line in enumerate(lines, 1):
@@ -294,11 +291,7 @@ def load_run(name: str) -> StoredRun:
 
 
 def _find_end(record: JournalContents, source: str) -> Finished | None:
-    """Return the event that ended a run.
-
-    Its plan is in today's schema. If the run was cut off, the event is computed from the run's
-    measurements. None if they give no plan. `source` names the run in errors.
-    """
+    """Return the event that ended a run, or one from its measurements."""
     if record.ended is not None:
         return msgspec.structs.replace(
             record.ended, plan=parse_plan(to_json(record.ended.plan), source)
@@ -341,7 +334,7 @@ def _list_ids() -> list[str]:
 
 
 def _has_begun(run: str) -> bool:
-    """True if a run's journal has a first line, or can't be opened."""
+    """True if a run's journal has a line, or can't be read."""
     path = _training_path(run) if _is_training(run) else journal_path(run)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -361,11 +354,7 @@ Trainings = defaultdict[str, list[RecordedTraining]]  # by the time at which the
 
 
 def _summarize_run(run: str, trainings: Trainings) -> RunSummary:
-    """Return the summary of a run.
-
-    A training with a plan is also added to `trainings`. The summary of the search that made this
-    plan needs the entry.
-    """
+    """Return a run's summary, and add its training to `trainings`."""
     if not _has_begun(run):
         state: State = "running" if is_running(run) else "stopped"
         trouble = "" if state == "running" else f"It was {NEVER_BEGAN}."
@@ -417,7 +406,7 @@ def _summarize_training(training: RecordedTraining) -> RunSummary:
 
 
 def _find_state(record: JournalContents) -> tuple[State, str]:
-    """Return the state of a search, and why the search failed; "" if it didn't."""
+    """Return a search's state, and why it failed, if it did."""
     if is_running(record.header.run):
         return "running", ""
     end = record.last_end

@@ -102,17 +102,15 @@ def read_device(store: Observations, position: int) -> DeviceEvidence:
 
 
 class _ObservationsByUse(msgspec.Struct):
-    """A device's observations, grouped by what the device did in the probe.
+    """A device's observations, by what it did in the probe."""
 
-    - `rounds`: alone in one pass, while the other devices computed too
-    - `others_idle`: alone in one pass, while the other devices were idle
-    - `in_passes`: alone in several passes
-    - `splits`: its share of a split
-    """
-
+    # alone in one pass, while the other devices computed too
     rounds: list[Observation] = []
+    # alone in one pass, while the other devices were idle
     others_idle: list[Observation] = []
+    # alone in several passes
     in_passes: list[Observation] = []
+    # its share of a split
     splits: list[Observation] = []
 
 
@@ -138,10 +136,7 @@ def _may_blame_passes(position: int, seen: Observation) -> bool:
 
 
 def _read_memory_use(store: Observations, position: int, by_rows: list[Observation]) -> Memory:
-    """Return a device's memory use by batch size.
-
-    The result also has the batch sizes that ran or didn't fit.
-    """
+    """Return a device's memory use by rows of a pass."""
     # a batch size is the number of rows in one pass
     alone: dict[int, int] = {}
     in_splits: dict[int, int] = {}
@@ -166,10 +161,7 @@ def _read_memory_use(store: Observations, position: int, by_rows: list[Observati
 
 
 def _fits_no_rows(store: Observations, position: int, by_rows: Sequence[Observation]) -> bool:
-    """True if the model or its optimizer alone exceeded the device's memory.
-
-    False if the device has ever computed rows.
-    """
+    """True if the model or its optimizer alone exceeded the memory."""
     if any(isinstance(seen, Timed) for seen in by_rows):
         return False
     full = [seen for seen in by_rows if _out_of_memory(store, position, seen)]
@@ -178,7 +170,7 @@ def _fits_no_rows(store: Observations, position: int, by_rows: Sequence[Observat
 
 
 def _out_of_memory(store: Observations, position: int, seen: Observation) -> bool:
-    """True if the device at `position` ran out of memory in this observation."""
+    """True if the device ran out of memory in this observation."""
     if isinstance(seen, Failed):
         return _too_large(store, position, seen)
     # other processes may have held memory that they have released since
@@ -196,10 +188,7 @@ def _out_of_memory(store: Observations, position: int, seen: Observation) -> boo
 
 
 def _too_large(store: Observations, position: int, seen: Failed) -> bool:
-    """True if a device running alone failed at a larger batch than any that it had computed.
-
-    The batch was then perhaps too large. False if the cause is the device itself.
-    """
+    """True if a device alone failed above all batches that ran."""
     layout = seen.probe.layout
     if layout.active != (position,) or layout.in_passes or seen.cause == "device":
         return False
@@ -209,7 +198,7 @@ def _too_large(store: Observations, position: int, seen: Failed) -> bool:
 
 
 def _why_left_out(store: Observations, position: int, explored: Sequence[Observation]) -> str:
-    """Return a message that says why the device is left out; "" if it isn't."""
+    """Return why the device is left out; "" if it isn't."""
     if position in store.gone:
         return store.gone[position]
     for seen in explored:
@@ -226,7 +215,7 @@ def _why_left_out(store: Observations, position: int, explored: Sequence[Observa
 
 
 def _throttling_factor(store: Observations, position: int, own: _ObservationsByUse) -> float:
-    """Return the factor by which throttling now prolongs the device's steps; 1 if it doesn't."""
+    """Return the factor by which throttling now slows the device; 1: none."""
     throttled = _list_if_still_throttled(store, position)
     unthrottled = (*_steady_points(own.rounds, position), *_steady_points(own.splits, position))
     unthrottled_curve = fit_curve(unthrottled) if throttled else None
@@ -240,10 +229,7 @@ def _throttling_factor(store: Observations, position: int, own: _ObservationsByU
 
 
 def _list_if_still_throttled(store: Observations, position: int) -> list[Timed]:
-    """Return the measurements in which the device was throttled.
-
-    Return an empty list if the device is no longer throttled.
-    """
+    """Return the throttled measurements; none if throttling has ended."""
     timed = store.timed(Stage.SPLIT, Stage.RACE, Stage.CHECK)
     later = [one for one in timed if one.probe.layout.shares[position]]
     checks = [one for one in later if one.probe.stage == Stage.CHECK]
@@ -256,7 +242,7 @@ def _list_if_still_throttled(store: Observations, position: int) -> list[Timed]:
 
 
 def _steady_points(seen: Sequence[Observation], position: int) -> Iterator[Point]:
-    """Yield the device's points from observations in which no device was throttled."""
+    """Yield the device's points from probes without throttling."""
     timed = (observation for observation in seen if isinstance(observation, Timed))
     return read_points([one for one in timed if not one.held_back()], position)
 
@@ -297,7 +283,7 @@ def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0)
 
 
 def _typical_noise(seen: Iterable[Timed]) -> float:
-    """Return the relative standard error of one step: its median over these probes."""
+    """Return the median relative standard error of one step."""
     # a probe with a single step doesn't show its noise
     certain = (timed for timed in seen if not timed.lone)
     noises = [relative_error(one) * math.sqrt(max(1, one.steps)) for one in certain]
@@ -338,12 +324,7 @@ def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
 
 
 def _list_drifts(devices: Sequence[DeviceEvidence]) -> Iterator[float]:
-    """Yield the drift between any two similar measurements of a device.
-
-    Similar measurements have similar batches. The drift is the relative difference of the two
-    times, minus what the difference of the batches explains. It is 0 if the measurements' errors
-    explain the rest.
-    """
+    """Yield the unexplained drift between similar measurements of each device."""
     for device in devices:
         for a, b in combinations((*device.alone, *device.in_splits), 2):
             rows = abs(math.log(a.batch / b.batch))
@@ -427,7 +408,7 @@ def contradict_each_other(one: DeviceEvidence, other: DeviceEvidence) -> bool:
     There are two such cases, beyond noise:
 
     - The device with the smaller batch took longer.
-    - Two batches are nearly equal, but the ratio of their times is larger than that of the batches.
+    - Two batches are nearly equal, but their times differ by a larger ratio than the batches.
     """
     for a, b in product(one.alone, other.alone):
         fewer, more = sorted((a, b), key=lambda point: point.batch)
@@ -440,7 +421,7 @@ def contradict_each_other(one: DeviceEvidence, other: DeviceEvidence) -> bool:
 
 
 def _log_ratio(one: Point, other: Point) -> tuple[float, float]:
-    """Return the logarithm of the ratio of two points' times, and its standard error."""
+    """Return the log ratio of two points' times, with its error."""
     # corrected for a small difference of the batches: times grow with the square root, between a
     # level curve and proportional growth
     gap = math.log(one.seconds / other.seconds * (other.batch / one.batch) ** 0.5)

@@ -102,15 +102,11 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return max(0, most - int(MARGIN * most))
 
     def _slope_increase(self) -> float:
-        """Return how much faster memory grows at the largest batches.
-
-        The result is the slope from the last but one distinct point to the last, minus the slope up
-        to the last but one, in bytes per sample. Return 0 if memory doesn't clearly grow faster, or
-        with fewer than three points.
-        """
+        """Return the rise of the memory slope, in bytes per sample."""
         if len(self.distinct_points) < 3:
             return 0.0
         (b0, m0), (b1, m1), (b2, m2) = self.distinct_points[-3:]
+        # the slope to the last point minus the slope before it, if memory clearly grows faster
         before, last = (m1 - m0) / (b1 - b0), (m2 - m1) / (b2 - b1)
         return last - before if last > before * (1 + LEVEL) else 0.0
 
@@ -155,9 +151,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def largest_in_split(self, cap: int, quantum: int = 1, bold: bool = False) -> int:
         """Return the largest batch worth trying in a split.
 
-        The batch is a multiple of `quantum`, up to `cap`. It is usually that of `largest_to_try`,
-        which may not fit. It is only the largest that ran if two failures refute the memory line
-        or, unless `bold`, if the line or the memory limit is unknown.
+        The batch is a multiple of `quantum`, up to `cap`. It usually comes from `largest_to_try`,
+        and may not fit. It is only the largest that ran if two failures refute the memory line. So
+        it is if the line or the memory limit is unknown, unless `bold`.
         """
         unknown = self.limit_bytes is None or self.line is None
         if (unknown and not bold) or self._line_is_refuted:

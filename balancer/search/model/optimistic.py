@@ -47,7 +47,7 @@ def optimistic_curve(points: Sequence[Point], curve: Curve) -> Curve:
 
 
 def _least_rise(points: Sequence[Point], curve: Curve) -> Curve:
-    """Return `curve`, or a level curve if noise may explain the points' different times."""
+    """Return a level curve if noise explains the times; else `curve`."""
     one, other = points
     error = math.hypot(one.error, other.error) * other.seconds
     if abs(other.seconds - one.seconds) > CLEAR * error:
@@ -59,7 +59,7 @@ def _least_rise(points: Sequence[Point], curve: Curve) -> Curve:
 
 
 def _slope_beyond(points: Sequence[Point], curve: Curve) -> float:
-    """Return the slope that is assumed beyond the last point, in seconds per sample."""
+    """Return the slope beyond the last point, in seconds per sample."""
     first, middle, end = points[-3:]
     before = _slope(first, middle)
     last = _slope(middle, end)
@@ -83,11 +83,7 @@ def bend_is_open(points: Sequence[Point], curve: Curve) -> bool:
 
 
 def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | None:
-    """Return an optimistic point in the middle of the gap before point number `right`.
-
-    The point is (batch, seconds). Return None if it isn't clearly faster than the line across the
-    gap.
-    """
+    """Return an optimistic point in the gap before point `right`."""
     one, other = points[right - 1], points[right]
     own = _slope(one, other)
     before = _slope_before(points, right, own)
@@ -103,11 +99,9 @@ def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | Non
 
 
 def _slope_before(points: Sequence[Point], right: int, own: float) -> float:
-    """Return the slope with which time may begin to rise in the gap before point number `right`.
-
-    `own` is the slope of the line across the gap.
-    """
+    """Return the lowest likely slope in the gap before point `right`."""
     # the time may continue as in the gap before
+    # `own`: the slope across that gap
     if right > 1:
         return _slope(points[right - 2], points[right - 1])
     after = _slope(points[right], points[right + 1]) if right + 1 < len(points) else 0.0

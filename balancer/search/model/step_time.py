@@ -108,11 +108,7 @@ def _fit_points(points: tuple[Point, ...], among: int) -> Curve | None:
 
 
 def _level_curve(point: Point) -> Curve:
-    """Return a curve through a single point.
-
-    The curve is an upper bound for the time of other batches: smaller ones are assumed to take as
-    long, and larger ones proportionally longer.
-    """
+    """Return an upper bound of the times that a single point implies."""
     batches = (0.0, float(point.batch))
     times = (point.seconds, point.seconds)
     return Curve(batches, times, point.seconds / point.batch, True, point.error)
@@ -135,10 +131,7 @@ def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Poin
 
 
 def _is_same(one: Point, other: Point, near: float) -> bool:
-    """True if two points are nearly the same, apart from noise.
-
-    Their batches are nearly equal, and noise explains how their times differ.
-    """
+    """True if batches are nearly equal and noise explains the times."""
     errors = LINE_ERRORS * (one.sure_error + other.sure_error)
     # beyond noise, the time may jump between the batches
     larger = other.batch / one.batch - 1
@@ -157,11 +150,7 @@ def _average(group: Sequence[Point]) -> Point:
 
 
 def _simplest_curve(points: Sequence[Point]) -> tuple[Curve, float]:
-    """Return the simplest curve that fits the points, and its largest residual.
-
-    The curve is a straight line or, if that doesn't fit well, has a knee. The residual is in
-    standard errors.
-    """
+    """Return the simplest fitting curve, and its largest residual in errors."""
     line = _straight_curve(*rising_line(_weighted(points)))
     worst = _worst_residual(points, line)
     if worst <= LINE_ERRORS or len(points) < 3:
@@ -173,7 +162,7 @@ def _simplest_curve(points: Sequence[Point]) -> tuple[Curve, float]:
 
 
 def _knee_curve(points: Sequence[Point], cut: int) -> Curve:
-    """Return a curve that is level up to a knee, and straight from point number `cut` on."""
+    """Return a curve that is level before point `cut`, then straight."""
     before = points[:cut]
     rest = points[cut:]
     weights = math.fsum(p.weight for p in before)
@@ -189,7 +178,7 @@ def _knee_curve(points: Sequence[Point], cut: int) -> Curve:
 
 
 def _straight_curve(fixed: float, slope: float, flat: float = 0.0) -> Curve:
-    """Return the curve of max(flat, fixed + slope * b) seconds for a batch b."""
+    """Return the curve max(flat, fixed + slope * b) in seconds."""
     if slope > 0 and flat > fixed:
         # level up to the knee, where both terms are equal
         return Curve((0.0, (flat - fixed) / slope), (flat, flat), slope)
@@ -206,11 +195,7 @@ def _worst_residual(points: Sequence[Point], line: Curve) -> float:
 
 
 def _bend_factors(points: Sequence[Point], line: Curve) -> list[tuple[int, float]]:
-    """Return factors that bend the line towards the points.
-
-    They are pairs (batch, factor): the time on the line at each batch is to be multiplied by the
-    factor. Return an empty list if noise explains all deviations from the line.
-    """
+    """Return (batch, factor) pairs that bend the line towards the points."""
     residuals = [p.seconds / line.seconds(p.batch) - 1 for p in points]
     noise = math.fsum(p.error**2 for p in points) / len(points)
     spread = max(0.0, math.fsum(r * r for r in residuals) / len(points) - noise)
@@ -326,7 +311,7 @@ class Stairs(msgspec.Struct, frozen=True):
         )
 
     def _range_of_level_end(self, level: int) -> tuple[int, int]:
-        """Return the smallest and the largest batch at which level number `level` may end."""
+        """Return the smallest and largest batch at which a level may end."""
         earliest = min(
             math.floor((level - most) / each + ROUNDING) for each, _, most in self.corners
         )
@@ -369,7 +354,7 @@ def _shows_width(points: Sequence[Point], levels: Sequence[int]) -> bool:
 
 
 def _fit_stairs_to_levels(points: Sequence[Point], levels: Sequence[int]) -> Stairs | None:
-    """Return the step function that puts each point on its level; None if none does."""
+    """Return the step function with each point on its level, if any."""
     # levels are counted from 0 at the smallest batch
     samples = [
         (float(n), p.seconds, 1 / p.tolerance_seconds**2)
@@ -388,10 +373,7 @@ def _fit_stairs_to_levels(points: Sequence[Point], levels: Sequence[int]) -> Sta
 def _find_feasible_region(
     batches: Sequence[int], levels: Sequence[int]
 ) -> tuple[tuple[float, float, float], ...]:
-    """Return the `corners` of `Stairs` with each batch on its level.
-
-    Return an empty tuple if no step function has them there.
-    """
+    """Return the `corners` of `Stairs` with each batch on its level."""
     pairs = list(combinations(zip(batches, levels, strict=True), 2))
     # bounds of 1 / width
     low = 1 / batches[-1]
@@ -420,10 +402,7 @@ def _find_feasible_region(
 
 
 def _shifts(batches: Sequence[int], levels: Sequence[int], each: float) -> tuple[float, float]:
-    """Return the lowest and the highest possible `shift` of `Stairs`.
-
-    A shift is possible if it puts each batch on its level. If none is possible, the lowest exceeds
-    the highest. `each` is the number of levels per sample.
-    """
+    """Return the lowest and highest `shift` that keeps batches on levels."""
+    # no shift is possible if the lowest exceeds the highest
     most = min(n - each * b for b, n in zip(batches, levels, strict=True))
     return max(n - 1 - each * b for b, n in zip(batches, levels, strict=True)), most
