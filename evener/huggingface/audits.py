@@ -205,7 +205,7 @@ class TrainerComputations:
 
 
 def _weigh_parts(parts: Sequence[tuple[Any, int]], loss: TrainerLoss) -> list[float]:
-    """Return the weights with which the parts' losses add up to the loss of all rows."""
+    """Return weights that add up the parts' losses to all rows' loss."""
     # a part is a batch with its number of rows
     if loss.mean_over == ITEMS:
         return [1.0] * len(parts)
@@ -216,10 +216,8 @@ def _weigh_parts(parts: Sequence[tuple[Any, int]], loss: TrainerLoss) -> list[fl
 
 
 def _cut_passes(batch: Any, rows: int, micro: int) -> list[tuple[Any, int]]:
-    """Return the passes of a part, each with its number of rows, which is at most `micro`.
-
-    There is only one pass if the part can't be cut, or if `micro` is 0.
-    """
+    """Cut a part into passes of at most `micro` rows, if possible."""
+    # Each pass has its number of rows. If `micro` is 0, there is only one pass.
     if not micro or rows <= micro:
         return [(batch, rows)]
     firsts = range(0, rows, micro)

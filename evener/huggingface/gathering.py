@@ -187,11 +187,9 @@ class Gathering:
         return self._join_earlier_passes(call, gathered, is_scalar=tensor.ndim == 0)
 
     def _gather_call(self, call: int, tensor: torch.Tensor, rows: int) -> Any:
-        """Return the result of a gather call in a pass or piece.
-
-        In the pass's last piece, the result has the values of all ranks and pieces.
-        """
-        # `call` is the number of earlier gather calls in the pass or piece.
+        """Return a gather call's result in a pass, or a piece of one."""
+        # In the pass's last piece, the result has the values of all ranks and pieces. `call` is the
+        # number of earlier gather calls in the pass or piece.
         if call < len(self._gathered_calls):
             # the pass is repeated, and the other ranks' values were already gathered
             return self._gathered_calls[call]
@@ -247,15 +245,13 @@ class Gathering:
 def _gather_scalar(
     values: list[torch.Tensor], rows: list[int], gather: Callable[[torch.Tensor], Any]
 ) -> Any:
-    """Gather a scalar metric; return each rank's mean, number of rows and sum.
-
-    Ranks without rows are left out of the result.
-    """
+    """Gather a scalar metric: each rank's mean, number of rows and sum."""
     # `values` and `rows` have one entry for each piece of this rank's pass.
     own = torch.stack(values).double()
     count = own.new_tensor(rows)
     mean = (own * count).sum() / count.sum() if len(rows) > 1 else own[0]
     every = gather(torch.stack([mean, own.sum(), count.sum()])[None])
+    # ranks without rows are left out
     counted = every[every[:, 2] > 0]
     means, sums = (counted[:, place].to(values[0].dtype) for place in (0, 1))
     return _weighted(means, sums, counted[:, 2])

@@ -121,11 +121,9 @@ def has_uneven_labels(batch: Any) -> bool:
 
 
 def _labels(batch: Any) -> tuple[Any, bool]:
-    """Return a batch's integer labels, and whether they are already shifted.
-
-    The labels are None if there are none.
-    """
+    """Return a batch's integer labels, and whether they're already shifted."""
     shifted = hasattr(batch, "get") and "shift_labels" in batch
     labels = batch.get("shift_labels" if shifted else "labels") if hasattr(batch, "get") else None
     found = isinstance(labels, torch.Tensor) and labels.ndim and not labels.is_floating_point()
+    # None if there are none
     return (labels if found else None), shifted

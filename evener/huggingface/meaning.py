@@ -174,7 +174,7 @@ class LossFinder:
             return None
 
     def _find_by_losses_if_needed(self) -> TrainerLoss | None:
-        """Return the result of `_find`, which compares only losses if it can't get gradients."""
+        """Call `_find`; compare only losses if gradients can't be computed."""
         try:
             return self._find()
         except RuntimeError as error:
@@ -201,7 +201,7 @@ class LossFinder:
         return None
 
     def _find_multiplied(self, reference: Sketch) -> int:
-        """Return the factor by which the trainer multiplies its loss for several processes."""
+        """Return by what factor the trainer multiplies its loss for several processes."""
         # 1 or the number of processes
         if self._world == 1 and self._gathering is None:
             return 1
@@ -223,10 +223,7 @@ class LossFinder:
         return self._world if own.size(largest) > half_way * reference.size(largest) else 1
 
     def _is_scaled(self, reference: Sketch) -> bool:
-        """True if the loss is a sum divided by num_items_in_batch.
-
-        Raises RequestError if only a part of the loss is divided.
-        """
+        """True if the loss is a sum divided by num_items_in_batch."""
         if self._computations.count_items([self._few.whole]) is None:
             return False
         halved = self._sketcher.sketch_fast(self._computations.at_once(self._few, times=2))
@@ -242,10 +239,8 @@ class LossFinder:
         )
 
     def _find_fitting(self, names: list[str], multiplied: int, reference: Sketch) -> list[str]:
-        """Return which of `names`, such as "labels", the loss may average over.
-
-        If only losses can be compared, the name that fits best comes first.
-        """
+        """Return which of `names`, such as "labels", the loss may average over."""
+        # If only losses can be compared, the name that fits best comes first.
         few = self._few
         fitting = []
         distances = {}
@@ -325,11 +320,9 @@ class LossFinder:
         raise RequestError(describe(difference, cause, self._few.sizes), remedies[cause])
 
     def _audit_shares(self, loss: TrainerLoss) -> tuple[GradientDifference, str] | None:
-        """Compare training on a few rows by shares with training on one device.
-
-        Return the difference and its cause; None if there is no difference.
-        """
-        # The difference is between the gradients or, if these agree, between the losses.
+        """Compare training on a few rows by shares and on one device."""
+        # Return the difference and its cause, or None. The difference is between the gradients or,
+        # if these agree, between the losses.
         computations = self._computations.make(self._few, loss)
         if self._in_step:  # an audit computes more passes on a rank that finds a difference
             found_loss = compare_losses(self._computations.sketcher(), computations)
@@ -345,9 +338,10 @@ class LossFinder:
 
 
 def _relate_losses(one: Sketch, other: Sketch) -> float:
-    """Return two losses' difference relative to the larger one; infinity unless both are finite."""
+    """Return two losses' difference, relative to the larger one."""
     size = max(abs(one.loss), abs(other.loss))
     if not math.isfinite(size):
+        # one of them isn't finite
         return math.inf
     return abs(one.loss - other.loss) / size if size else 0.0
 
@@ -385,11 +379,9 @@ class _Finding(msgspec.Struct):
 def _find_on_first_rank(
     find: Callable[[], TrainerLoss | None], keeps_launcher: bool, in_shards: bool
 ) -> TrainerLoss | None:
-    """Call `find` on every rank; return the result of the lowest rank that finds a loss, if any.
-
-    A RequestError on any rank is raised on every rank. In a sharded model (`in_shards`), running
-    out of memory raises DeviceError on this rank.
-    """
+    """Call `find` on every rank; return the lowest rank's result."""
+    # It is the lowest rank that finds a loss. A RequestError on any rank is raised on every rank.
+    # In a sharded model (`in_shards`), running out of memory raises DeviceError on this rank.
     # Another error means that memory ran out, or that the program has an error, which its first
     # step will raise again. It is only a warning. With `keeps_launcher`, an error of the program is
     # raised as a RequestError instead.
@@ -426,7 +418,7 @@ def _find_or_return_error(
 
 
 def _mask_some_labels(few: FewRows) -> FewRows:
-    """Return the rows, with some labels ignored if all rows have about equally many."""
+    """Return the rows, with some labels ignored if rows have equally many."""
     # With about equally many labels in all rows, a mean over rows nearly equals a mean over labels,
     # and the comparison couldn't tell which of them the loss is. So most labels of some rows are
     # ignored.

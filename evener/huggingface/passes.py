@@ -201,6 +201,6 @@ class TrainerPasses:
         self._passes.close()
 
     def _keep(self) -> Callable[[], None]:
-        """Save the trainer's state before a pass; return a function that restores it."""
+        """Save the trainer's state; return a function that restores it."""
         trainer = self._trainer
         return keep_attributes(trainer, apart=(trainer.train_dataset, trainer.eval_dataset))

@@ -58,7 +58,7 @@ class _ReportCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
             self._clock.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Report an optimizer step, with the number of rows that a full step has."""
+        """Report an optimizer step with a full step's number of rows."""
         if self._clock is not None:
             rows = args.train_batch_size * args.gradient_accumulation_steps
             index = args.device.index
@@ -71,7 +71,7 @@ class _ReportCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
             self._clock.interrupt()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Add the speed metrics to a log entry that has the training loss."""
+        """Add speed metrics to a log entry with the training loss."""
         if state.is_world_process_zero and logs is not None and "loss" in logs:
             logs.update(metrics())
 

@@ -221,9 +221,10 @@ class PassRows(Dataset):  # type: ignore[misc]  # torch is not followed
 
 
 def find_lengths(trainer: Any) -> list[int] | None:
-    """Return the number of tokens in each training row; None if rows have no token ids.
+    """Return the number of tokens in each training row.
 
-    These are the lengths by which the trainer itself would group rows.
+    These are the lengths by which the trainer itself would group rows. Return None if rows have no
+    token ids.
     """
     dataset, name = trainer.train_dataset, trainer.args.length_column_name
     if name in (getattr(dataset, "column_names", None) or ()):
@@ -288,8 +289,8 @@ def make_sampler(
 
 
 def _make_order(trainer: Any, sampler: Any, rows: int) -> RowOrder | None:
-    """Return the row order of each epoch without a plan; None if it is the data set's order."""
-    # Without a plan, one process would draw all rows.
+    """Return each epoch's row order without a plan."""
+    # Return None if it is the data set's own order. Without a plan, one process would draw all rows.
     if type(sampler) is SequentialSampler:
         return None
     seed = trainer.args.data_seed

@@ -39,7 +39,7 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         """Leave the model on the host, where it is cut into shards."""
 
     def begin_plan(self) -> None:
-        """Switch to training with the plan, in which each device holds a shard of the model."""
+        """Switch to training by the plan, with a model shard on each device."""
         check_shards(self)
         super().begin_plan()
         casts = find_autocast(self.accelerator)

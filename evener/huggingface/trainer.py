@@ -216,11 +216,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Return an optimizer step's passes and its number of items.
-
-        The passes are listed by global batch. The number counts the items of all ranks; it is None
-        if the trainer doesn't count items.
-        """
+        """Return an optimizer step's passes and its number of items."""
+        # The passes are listed by global batch. The number counts the items of all ranks; None if
+        # the trainer doesn't count items.
         self._planned.end()
         passes = list(islice(epoch_iterator, num_batches))  # a list for each global batch
         sampler, accumulated = self._sampler, int(self.args.gradient_accumulation_steps)
@@ -247,7 +245,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return items
 
     def _prepare_input(self, data: Any) -> Any:
-        """Return a batch on the device, without waiting for copies from pinned memory."""
+        """Return a batch on the device; don't wait for copies."""
         inner: Any = super()._prepare_input
         # a class may have a method of its own, for example to convert tensors
         is_plain = getattr(inner, "__func__", None) is Trainer._prepare_input
@@ -259,9 +257,10 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _weigh_and_count(
         self, passes: list[Any], sizes: list[Any], totals: list[int], device: torch.device
     ) -> Any:
-        """Store each pass's weight; return the number of items, or None if it isn't counted."""
-        # The weight of a pass is its weight in the global batch.
-        # `sizes` and `totals` as in `weigh_passes`; the items of all ranks are counted
+        """Store each pass's weight; return all ranks' number of items."""
+        # The number is None if the trainer doesn't count items. The weight of a pass is its weight
+        # in the global batch. `sizes` and `totals` as in `weigh_passes`; the items of all ranks are
+        # counted.
         rows = [own for step in sizes for own in step]
         with self._gathering.local():
             counted = [each for each, own in zip(passes, rows, strict=True) if own]
@@ -283,7 +282,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return items
 
     def _find_loss(self, ignores: bool, in_parts: int = 0) -> TrainerLoss:
-        """Return what the loss is a mean over, judged by a few rows."""
+        """Return what the loss is a mean over, judged by few rows."""
         # `in_parts` is 0, except if a single process is about to use smaller passes for the first
         # time. Then it is the number of rows to check.
         world = self._shares.world
@@ -301,13 +300,10 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         )
 
     def check_loss(self) -> None:
-        """Check the loss before the training.
-
-        Raises RequestError on every rank if training with the plan would change what is learned.
-        """
-        # Call this when the trainer's loader exists.
-        # training with the plan changes what is learned if the loss isn't a mean over rows, labels
-        # or items, or if the program's own launcher averages means over different numbers of labels
+        """Raise RequestError on all ranks if the plan would change training."""
+        # Only the loss is checked. Call this when the trainer's loader exists. Training with the
+        # plan changes what is learned if the loss isn't a mean over rows, labels or items, or if
+        # the program's own launcher averages means over different numbers of labels.
         few = self._fetch_few()
         self._loss = self._find_loss(few is not None and has_ignored(few.whole))
         by_labels = self._loss.mean_over not in (ITEMS, ROWS)
@@ -320,10 +316,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             )
 
     def _check_parts(self, part: Any, rows: int) -> None:
-        """Check the loss before the first use of smaller passes.
-
-        Raises RequestError if smaller passes would change what is learned.
-        """
+        """Check the loss before the first use of smaller passes."""
         # Only a single process needs this check.
         # `part` is the pass that ran out of memory; up to `rows` of its rows are checked
         if self._shares.world * sum(self._shares.passes) == 1:
@@ -355,7 +348,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             self._audit.after_step(numbers, self._loss_found())
 
     def log(self, *logged: Any, **options: Any) -> None:
-        """Log, but delay the logs of a pass until its batch is computed."""
+        """Log, but delay a pass's logs until its batch is computed."""
         if self._factor is None:
             super().log(*logged, **options)
         else:
@@ -368,7 +361,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     @property
     def excess(self) -> int:
-        """The factor by which the loss stays too large; 1 unless `keeps_launcher` is True."""
+        """The factor by which the loss stays too large, usually 1."""
         # The program's own launcher leaves the loss too large. Without `keeps_launcher`, the
         # weights of the passes correct the loss.
         return self._loss.excess if self.keeps_launcher and self._loss is not None else 1
@@ -384,7 +377,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return result
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the class's own loss, in training multiplied by the weight of the pass."""
+        """Return the class's own loss, in training times the pass's weight."""
         # attributes that the class sets are kept only in the batch's last pass
         with nullcontext() if self._factor is None or self._is_last else kept_attributes(self):
             result = super().compute_loss(model, inputs, *args, **kwargs)
@@ -400,7 +393,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return (loss, *others) if isinstance(result, tuple) else loss
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute an evaluation batch with the unweighted loss, as a single process would."""
+        """Compute an evaluation batch as a single process would, unweighted."""
         self._planned.timer.note_validation()
         self._evaluates = True
         try:
@@ -410,7 +403,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             self._evaluates = False
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Sum the tokens of all passes over the ranks once per optimizer step."""
+        """Sum all passes' tokens over the ranks once per optimizer step."""
         if self.args.include_num_input_tokens_seen not in ("no", False) and not self._to_come:
             # ranks may have different numbers of passes, so they can't synchronize in each
             tokens = torch.tensor(self._tokens, device=self.args.device, dtype=torch.int64)
@@ -422,7 +415,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return sum(super(_PlanMixin, self).floating_point_ops(each) for each in inputs)
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """Log, save and evaluate as the class does; at the end, average losses over the ranks."""
+        """Log, save and evaluate; at the end, average losses over ranks."""
         # In transformers 4, the unlogged losses are also averaged over the ranks when the training
         # ends.
         result = super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
@@ -482,7 +475,7 @@ def _fetch_few(
     most: int = ROWS_COMPUTED,
     chooses: bool = True,
 ) -> FewRows | None:
-    """Return up to `most` rows for a check of the loss; None if there are fewer than two."""
+    """Return up to `most` rows for a check of the loss, or None."""
     # Every rank gets the same rows. With `chooses`, they are chosen from more rows, to differ in
     # class and length.
     more = (TIMES - 1) * most if chooses else 0

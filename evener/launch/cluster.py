@@ -106,7 +106,7 @@ def launch_on_cluster(
 
 
 def _restart_actors(agents: Sequence[Agent], lost: set[str]) -> set[str]:
-    """Restart evener's actor on each lost host; return the hosts where that failed."""
+    """Restart evener's actor on lost hosts; return the hosts that failed."""
     gone = set()
     for agent in agents:
         if agent.host in lost and not agent.restart(agent.generation):
@@ -117,7 +117,7 @@ def _restart_actors(agents: Sequence[Agent], lost: set[str]) -> set[str]:
 
 
 def _leave_out_hosts(planned: Plan, agents: Sequence[Agent]) -> Plan:
-    """Return the plan without the devices of hosts that have no agent in `agents`."""
+    """Return the plan without devices of hosts that have no agent."""
     left = {agent.host for agent in agents}
     others = [share for share in planned.layout.share if share.host not in left]
     return leave_out(planned, {(share.host, share.device) for share in others})
@@ -131,12 +131,9 @@ def _train_once(
     caught: Sequence[int],
     end_seconds: float,
 ) -> tuple[int, set[str]]:
-    """Start one training run on all hosts and wait until it ends.
-
-    Return the exit code and the names of the lost hosts.
-    """
-    # `make` creates a HostLaunch on a host. A signal in `caught` ends the wait. A launch that
-    # doesn't stop within `end_seconds` is killed.
+    """Start one training run on all hosts and wait until it ends."""
+    # Return the exit code and the names of the lost hosts. `make` creates a HostLaunch on a host. A
+    # signal in `caught` ends the wait. A launch that doesn't stop within `end_seconds` is killed.
     parts: list[RemoteLaunch] = []
     lost: set[str] = set()
     try:
@@ -226,16 +223,13 @@ def wait_for_hosts(parts: Sequence[RemoteLaunch], caught: Sequence[int]) -> int:
 
 
 def _find_failure(parts: Sequence[RemoteLaunch]) -> int:
-    """Return the exit code of the first failed launch; 0 if none has failed."""
+    """Return the first failed launch's exit code; 0 if none has failed."""
     codes = (part.code for part in parts)
     return next((code for code in codes if code), 0)
 
 
 def _check_head(answered: float) -> float:
-    """Check Ray's head node, and return the time of its last answer.
-
-    A node that answered recently isn't checked. Raises DeviceError if it has been silent too long.
-    """
+    """Check Ray's head node, and return when it last answered."""
     # `answered` is the time of the previous answer, by the monotonic clock. A silence of
     # HEAD_SILENT_SECONDS is too long.
     now = time.monotonic()

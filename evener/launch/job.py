@@ -73,7 +73,10 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def release(self) -> Path | None:
-        """The file that all ranks but the first wait for before starting; None if none waits."""
+        """The file that other ranks than the first wait for before starting.
+
+        None if none waits.
+        """
         # the first rank creates the file when its program creates a process group with the other
         # ranks
         several = self.executable and len(self.processes) > 1
@@ -226,13 +229,11 @@ def make_job(
 
 
 def _is_one_process(plan: Plan, framework: str, own: Sequence[Share]) -> bool:
-    """True if one process trains on all devices of this host.
-
-    `own` are this host's shares. Raises PlanError if the process needs several hosts.
-    """
+    """True if one process trains on all devices of this host."""
     if framework == "torch" or plan.layout.engine == "multiworker":
         return False
     if len(own) < len(plan.layout.active):
+        # the process would need several hosts
         raise PlanError(
             f"The plan's engine is {plan.layout.engine}, one process, but its devices are on "
             f"several hosts.",
@@ -242,10 +243,7 @@ def _is_one_process(plan: Plan, framework: str, own: Sequence[Share]) -> bool:
 
 
 def _choose_rendezvous(plan: Plan, rendezvous: str | None) -> tuple[str, int]:
-    """Return the host and port at which the ranks meet.
-
-    `rendezvous` is HOST:PORT or None. Raises DeviceError for an unknown host.
-    """
+    """Return the host and port at which the ranks meet."""
     # None stands for the plan's first host and the default port; a host is unknown if its name
     # can't be resolved
     if rendezvous:
@@ -261,7 +259,7 @@ def _choose_rendezvous(plan: Plan, rendezvous: str | None) -> tuple[str, int]:
 
 
 def assign_devices(devices: Sequence[Device], one_process: bool) -> tuple[tuple[Device, ...], ...]:
-    """Return the devices of each process: all devices in one process, or one device per process."""
+    """Return each process's devices: all of them, or one per process."""
     return (tuple(devices),) if one_process else tuple((device,) for device in devices)
 
 
@@ -294,12 +292,10 @@ def check_plan(plan: Plan, command: Sequence[str]) -> None:
 
 
 def _choose_framework(plan: Plan, script: str) -> str:
-    """Return the plan's framework, or the one that `script` imports.
-
-    The default is "torch". Raises PlanError if the plan and the script differ.
-    """
+    """Return the plan's framework, or the one that `script` imports."""
     imported = script_framework(Path(script)) if script != "-m" else ""
     if plan.framework not in FRAMEWORKS:
+        # PyTorch, if neither names one
         return imported or "torch"
     if imported and imported != plan.framework:
         raise PlanError(

@@ -35,7 +35,10 @@ from .job import HostJob
 
 
 class GroupExit(msgspec.Struct, frozen=True):
-    """How a launch's processes ended; all succeeded if there is neither a signal nor a failure."""
+    """How a launch's processes ended.
+
+    All succeeded if there is neither a signal nor a failure.
+    """
 
     signal: int = 0  # the signal that the launcher received; 0: none
     # exit codes by rank, for ranks that failed by themselves; -N: killed by signal N
@@ -54,9 +57,10 @@ class GroupExit(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """A message about the rank that probably made the others fail, and how it ended.
+        """A message about the rank that probably made the others fail.
 
-        It also names a rank that exited with code 0 before, because that may be the cause, too.
+        It says how that rank ended. It also names a rank that exited with code 0 before, because
+        that may be the cause, too.
         """
         # unless SIGKILL explains the failure
         rank, code = min(self.failures.items(), key=lambda each: (_order(each[1]), each[0]))
@@ -122,10 +126,9 @@ def named_output(
 
 
 class _LineNames:
-    """Provides the prefix of a process's output lines.
+    """Provides the prefix of a process's output lines."""
 
-    The prefix is the process's name, or empty until `has_several` returns True.
-    """
+    # The prefix is the process's name, or empty until `has_several` returns True.
 
     def __init__(self, name: str, has_several: Callable[[], bool]) -> None:
         self._name = f"[{name}] ".encode()
@@ -139,23 +142,18 @@ class _LineNames:
 
 
 def _end_copy(write: int, end: bytes, thread: threading.Thread) -> None:
-    """Stop the thread that copies a pipe, once the pipe is empty.
-
-    The marker `end` is written to `write`, the pipe's writing end.
-    """
+    """Stop the thread that copies a pipe, once the pipe is empty."""
     with suppress(OSError):
+        # the thread stops at the marker `end`
         os.write(write, end)
     thread.join()
     os.close(write)
 
 
 def _copy_output(read: int, end: bytes, names: _LineNames, stream: int) -> None:
-    """Copy lines, with a prefix, from a pipe to a stream until `end`.
-
-    `read` and `stream` are file descriptors.
-    """
-    # The end is a marker in the pipe. If the stream is closed, reading stops, so that the process
-    # gets an error when it writes.
+    """Copy lines, with a prefix, from a pipe to a stream."""
+    # `read` and `stream` are file descriptors. The end is a marker in the pipe. If the stream is
+    # closed, reading stops, so that the process gets an error when it writes.
     begun = found = b""
     with suppress(OSError), os.fdopen(read, "rb", 0) as pipe:
         while not found:
@@ -213,7 +211,7 @@ def _start(job: HostJob) -> list[subprocess.Popen[bytes]]:
 
 
 def _single_rank_environment(job: HostJob) -> dict[str, str]:
-    """Return the environment variables that PyTorch's agent would set for a single rank."""
+    """Return the environment variables of PyTorch's agent for a single rank."""
     # importing the agent takes two seconds
     address = _find_address()
     attempt = str(job.attempt)
@@ -241,19 +239,15 @@ def _find_address() -> str:
 
 
 def _describe_rendezvous(address: str) -> str:
-    """Create a file through which processes meet; return the value of the variable RENDEZVOUS.
-
-    The value is `address`, a space and the file's path.
-    """
-    # without the file, PyTorch would use `address`, a HOST:PORT
+    """Create a rendezvous file; return the value of the variable RENDEZVOUS."""
+    # The value is `address`, a space and the file's path. Without the file, PyTorch would use
+    # `address`, a HOST:PORT.
     return f"{address} {make_memory_file()}"
 
 
 def _list_tf_configs(job: HostJob) -> list[dict[str, str]]:
-    """Return TF_CONFIG for each process of this host, in the plan's order.
-
-    Empty unless the engine is "multiworker" with several processes.
-    """
+    """Return TF_CONFIG for each process of this host; [] if unneeded."""
+    # it is needed for several processes of engine "multiworker", and in the plan's order
     active = job.plan.layout.active
     if len(active) == 1 or job.plan.layout.engine != "multiworker":
         return []
@@ -269,23 +263,21 @@ def _list_tf_configs(job: HostJob) -> list[dict[str, str]]:
 
 
 def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> dict[int, int]:
-    """Wait until all processes have exited, one has failed, or a signal arrives.
-
-    Return exit codes by index in `running`; {} after a signal.
-    """
+    """Wait until all processes exit, one fails, or a signal arrives."""
     while not caught:
         polled = enumerate(process.poll() for process in running)
         codes = {i: code for i, code in polled if code is not None}
         if any(codes.values()) or len(codes) == len(running):
             return codes
         time.sleep(POLL_SECONDS)
+    # after a signal
     return {}
 
 
 def _end_processes(
     running: Sequence[subprocess.Popen[bytes]], number: int, grace_seconds: float
 ) -> None:
-    """Send the signal `number` to processes that still run; kill them after `grace_seconds`."""
+    """Send a signal to running processes; kill them after `grace_seconds`."""
     # a terminal has already sent the signal of Ctrl-C to processes in its foreground
     for process in running:
         if process.poll() is None and not (number == signal.SIGINT and _is_in_foreground()):
@@ -300,7 +292,7 @@ def _end_processes(
 
 
 def _is_in_foreground() -> bool:
-    """True if a terminal sends its signals to this process and its children."""
+    """True if a terminal sends its signals to this process group."""
     with suppress(OSError):
         return os.tcgetpgrp(0) == os.getpgrp()
     return False
@@ -310,10 +302,7 @@ FORCE_SECONDS = 25  # a process that exits this long after the first failure was
 
 
 def _describe_agent(job: HostJob, address: str) -> dict[str, str]:
-    """Return the environment variables for PyTorch's agent and its processes.
-
-    `address` is a HOST:PORT; on a single host, a file is used instead.
-    """
+    """Return the environment variables for PyTorch's agent and its processes."""
     # ranks meet at this address or, on a single host, through the file
     more = {}
     if job.attempt:
@@ -324,10 +313,7 @@ def _describe_agent(job: HostJob, address: str) -> dict[str, str]:
 
 
 def _read_failures(job: HostJob, failures: Mapping[int, Any]) -> GroupExit:
-    """Return how the processes ended, with the ranks that failed by themselves.
-
-    `failures` has the `exitcode` and `timestamp` of each failed rank.
-    """
+    """Return how the processes ended, with the ranks that failed themselves."""
     # The agent reports these failures. It kills other ranks FORCE_SECONDS after the first failure.
     first = min(failure.timestamp for failure in failures.values())
     ended = {}

@@ -89,7 +89,7 @@ class ProgramCommand(msgspec.Struct, frozen=True):
 
 
 def _find_script(arguments: Sequence[str]) -> str:
-    """Return the script, or "-m" and the module, in a launcher's arguments; "" if none is there."""
+    """Return the script or module in a launcher's arguments, or ""."""
     for word, following in zip(arguments, (*arguments[1:], ""), strict=True):
         if word.endswith(".py"):
             return word
@@ -167,7 +167,8 @@ def _refuse_isolation(options: Sequence[str]) -> None:
 
 
 def _skip_options(words: Sequence[str]) -> list[str]:
-    """Return Python's arguments from the script, `-m` or `-c` on; empty if none is there."""
+    """Return Python's arguments without the interpreter's own options."""
+    # The result begins with the script, `-m` or `-c`; [] if none is there.
     left = list(words)
     while left and left[0].startswith("-") and left[0] not in ("-m", "-c", "-"):
         takes_value = left.pop(0) in ("-W", "-X", "--check-hash-based-pycs")
@@ -290,24 +291,23 @@ def make_plan(identity: str, templates: Sequence[Share], batches: Sequence[int])
 
 
 def _find_last_plan(even: Plan, command: ProgramCommand) -> ChosenPlan | None:
-    """Return the plan that was saved after this command's last training run.
-
-    None if there is no such run on the devices of the plan `even`.
-    """
+    """Return the plan saved after this command's last training run."""
     wanted = _digest_command(command, even)
     for path in sorted(runs_folder().glob(f"*/{SAVED_FILE}"), reverse=True):
         with suppress(EvenerError, OSError, msgspec.DecodeError):
             saved = msgspec.json.decode(path.read_bytes(), type=SavedShares)
             if saved.command == wanted:
                 return ChosenPlan(load_plan(path.with_name(PLAN_FILE)), origin=saved.origin)
+    # no such run on these devices
     return None
 
 
 def _digest_command(command: ProgramCommand, plan: Plan) -> str:
-    """Return 32 hexadecimal digits that identify a program, its arguments and its devices."""
+    """Return a digest of a program, its arguments and its devices."""
     # a digest, because arguments may contain secrets
     devices = sorted(share.device for share in plan.layout.active)
     words = json.dumps([command.identity, command.arguments, devices])
+    # 32 hexadecimal digits
     return blake2b(words.encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
 
@@ -330,7 +330,7 @@ def read_notes(folder: Path) -> tuple[RankNote, ...]:
 
 
 def save_plan(plan: Plan, command: ProgramCommand, notes: Sequence[RankNote]) -> Path | None:
-    """Save the shares that a training run ended with as a plan next to its journal.
+    """Save a training run's last shares as a plan, next to its journal.
 
     Return the plan's path. Return None if nothing was trained by shares, or if a rank's device
     isn't known.
@@ -356,7 +356,7 @@ def save_plan(plan: Plan, command: ProgramCommand, notes: Sequence[RankNote]) ->
 
 
 def compare_shares(notes: Sequence[RankNote]) -> FirstShares | None:
-    """Compare the step times under the first shares with the times under the last, over all ranks.
+    """Compare the step times under the first and the last shares.
 
     Return None if a rank has timed too few steps.
     """

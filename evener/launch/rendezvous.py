@@ -34,9 +34,10 @@ SEVERAL_AGENTS = "evener-several"
 
 
 class SingleAgentRendezvous(RendezvousHandler):  # type: ignore[misc]
-    """The rendezvous of a single agent; its store is in this process and opens no port.
+    """The rendezvous of a single agent; it opens no port.
 
-    `run_id` is the name of the training run. `address` is the HOST:PORT for the agent's processes.
+    Its store is in this process. `run_id` is the name of the training run. `address` is the
+    HOST:PORT for the agent's processes.
     """
 
     def __init__(self, run_id: str, address: str) -> None:

@@ -94,10 +94,7 @@ def _start(job: HostJob, restarts_of_agents: int) -> GroupExit:
 
 
 def _make_job_without(first: HostJob, broken: Sequence[Device]) -> HostJob:
-    """Return the job without its broken devices, with a new plan.
-
-    Raises PlanError if the plan file has changed, and DeviceError if no job is possible.
-    """
+    """Return the job without its broken devices, with a new plan."""
     # `first` is the job with all devices. No job is possible if no device is left, or if a device
     # of a job with several hosts is broken.
     if load_plan(first.path) != first.plan:
@@ -141,7 +138,7 @@ def _print_changes(before: Plan, after: Plan) -> None:
 
 
 def compare_rows(before: Plan, after: Plan) -> str:
-    """Return the devices' rows before and after a change as text, such as "5+3 → 8+0"."""
+    """Return the devices' rows before and after a change, like "5+3 → 8+0"."""
     return " → ".join("+".join(map(str, plan.batches)) for plan in (before, after))
 
 

@@ -69,7 +69,10 @@ class FirstShares(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The summary of a training run from its fourth step on; 0 stands for an unknown value."""
+    """The summary of a training run from its fourth step on.
+
+    0 stands for an unknown value.
+    """
 
     run: str
     end: End
@@ -125,7 +128,7 @@ def summarize_training(
     competitors: str = "",
     first: FirstShares | None = None,
 ) -> TrainingSummary | None:
-    """Return the summary of a training run from its ranks' records; None if there are none.
+    """Return a training run's summary from its ranks' records, or None without records.
 
     - `run`: the run's name.
     - `end`: how the run ended.
@@ -172,23 +175,20 @@ class _MatchedRank(NamedTuple):
     measured: MeasuredRank
 
     def summarize(self, step: RankStep | None) -> RankSummary:
-        """Return the device's summary.
-
-        `step` holds the rank's mean seconds per activity; None if they aren't known.
-        """
-        # these are the rank's mean times in a step
+        """Return the device's summary."""
+        # `step` has the rank's mean times in a step; None if unknown
         live, record = self.live, self.record
         memory = record.memory_bytes, record.memory_of_bytes
         return RankSummary(self.measured.name, live.batch, live.micro, step, *memory)
 
 
 def _find_plan_rate(records: Sequence[LiveRecord]) -> float:
-    """Return the plan's samples/s according to the records; 0 if no record has them."""
+    """Return the plan's samples/s from the records; 0 if unknown."""
     return max(record.plan_samples_per_second for record in records)
 
 
 def _find_changes(records: Sequence[LiveRecord]) -> tuple[ShareChange, ...]:
-    """Return the changes of shares in the record that has the most of them."""
+    """Return the longest list of share changes among the records."""
     return max((record.changes for record in records), key=len)
 
 
@@ -201,12 +201,13 @@ def _match(record: LiveRecord, live: LiveDevice, labels: Mapping[str, str]) -> _
 
 
 def _speed(record: LiveRecord) -> float:
-    """Return a rank's samples/s over all counted steps; 0 if there are none."""
+    """Return a rank's samples/s over all counted steps, or 0."""
     return record.counted_samples / record.counted_seconds if record.counted_seconds else 0.0
 
 
 def _measure(record: LiveRecord, live: LiveDevice, name: str) -> MeasuredRank:
-    """Return a rank's step metrics over the whole run, or the last steps if only they are known."""
+    """Return a rank's step metrics, over the whole run if known."""
+    # otherwise over the last steps
     sums = record.whole if record.whole.steps else recent_sums(record, live)
     return measure_rank(record, live, name, sums, live.micro, record.starved_so_far)
 
@@ -280,7 +281,7 @@ def _describe_remedies(summary: TrainingSummary) -> str:
 
 
 def _write_gain(gain: float) -> str:
-    """Return a gain as text, such as "+43 %" or "over +900 %"."""
+    """Return a gain as text, like "+43 %" or "over +900 %"."""
     # gains from MOST_GAIN on are written with "over"
     return f"over +{percent(MOST_GAIN)}" if gain >= MOST_GAIN else f"+{percent(gain)}"
 
@@ -298,14 +299,14 @@ def _describe_ranks(summary: TrainingSummary) -> list[str]:
 
 
 def _describe_share(rank: RankSummary) -> str:
-    """Return a share and its compute time as text, such as "48 on GPU:1 (60 ms of own work)"."""
+    """Return a share as text, like "48 on GPU:1 (60 ms of own work)"."""
     if not rank.share:
         return f"none on {rank.device}, which holds a part of the state"
     return f"{write_share(rank.share, rank.micro)} on {rank.device}{_describe_own_work(rank)}"
 
 
 def _describe_device(rank: RankSummary) -> str:
-    """Return the summary's line about a device whose number of rows is unknown."""
+    """Return the summary's line about a device with unknown rows."""
     return f"device: {rank.device}{_describe_own_work(rank)}"
 
 
@@ -315,7 +316,7 @@ def _describe_own_work(rank: RankSummary) -> str:
 
 
 def _describe_changes(summary: TrainingSummary) -> str:
-    """Return, as text, how shares have changed since the first ones; "" if they never did."""
+    """Return how shares have changed as text; "" if they never did."""
     # this is the first shares, the number of changes and the gain of the last shares
     first = summary.first
     if first is None:
@@ -356,14 +357,15 @@ def _describe_memory(rank: RankSummary) -> str:
 
 
 def _describe_record(summary: TrainingSummary) -> list[str]:
-    """Return a line with the command that shows this run's record; [] if there is no record."""
+    """Return a line with the command that shows this run's record."""
     if not (runs_folder() / summary.run / TRAINING_JOURNAL).exists():
+        # there is no record
         return []
     return [f"record: evener runs show {summary.run}"]
 
 
 def save_summary(summary: TrainingSummary) -> None:
-    """Write the summary as JSON and as text, next to the training journal if there is one.
+    """Write the summary as JSON and text, next to any training journal.
 
     Errors such as a full disk are ignored.
     """
@@ -377,7 +379,7 @@ def save_summary(summary: TrainingSummary) -> None:
 
 
 def load_summary(run: str) -> TrainingSummary | None:
-    """Return the summary saved in a run; None if there is none or it can't be read."""
+    """Return the summary saved in a run; None if it can't be read."""
     with suppress(OSError, msgspec.MsgspecError):
         content = (runs_folder() / run / SUMMARY).read_bytes()
         return msgspec.json.decode(content, type=TrainingSummary)

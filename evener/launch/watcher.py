@@ -24,7 +24,10 @@ MARK = "EVENER_RUN"  # RUN in evener.training.launched; child processes of a ran
 
 
 def main() -> None:
-    """Wait for the launcher to exit, kill leftover processes of its run and remove the folder."""
+    """Wait for the launcher to exit, then clean up after its run.
+
+    Leftover processes are killed, and the run's folder is removed.
+    """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # only the end of the pipe ends this process
     run, prefix = sys.argv[1:]
@@ -45,7 +48,7 @@ def main() -> None:
 
 
 def find_and_signal(run: str, kill: bool) -> bool:
-    """True if a process of the run `run` was found; with `kill`, send each of them SIGKILL."""
+    """True if a process of the run was found; `kill` sends it SIGKILL."""
     found = False
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError), ExitStack() as stack:  # the process may be another user's, or gone
