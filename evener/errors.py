@@ -38,7 +38,7 @@ class EvenerError(Exception):
 
 
 class RequestError(EvenerError):
-    """The request can't be carried out because a name, number or file in it is invalid."""
+    """A name, number or file in the request is invalid."""
 
     kind = "request"
     exit_code = 2

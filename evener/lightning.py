@@ -110,7 +110,10 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def count(self) -> OfPart | None:
-        """A function that counts what the loss is a mean over, such as tokens; None for rows."""
+        """A function that counts what the loss averages over; None for rows.
+
+        An example is the number of tokens.
+        """
         return self._count
 
     @property
@@ -144,18 +147,13 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return loader
 
     def _begin_loop(self, rows: UnevenBatchSampler) -> None:
-        """Turn off shuffling for `overfit_batches` when a training loop starts.
-
-        Shuffling stays as it is if the user has given an order of rows.
-        """
+        """Turn off shuffling for `overfit_batches` when a training loop starts."""
         if self.trains and self.lightning_module.trainer.overfit_batches and rows.order is None:
+            # the user has given no order of rows, which would stay
             rows.shuffle = False  # as Lightning does with its own loaders
 
     def _end_batch(self) -> None:
-        """End the previous step when the trainer requests its next batch.
-
-        Raises RequestError if the trainer uses another strategy.
-        """
+        """End the previous step when the trainer requests its next batch."""
         # another strategy wouldn't weight losses
         if not self.trains:
             raise _other_strategy()
@@ -304,7 +302,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return finds_rate or self._has_lbfgs
 
     def _note_searches(self) -> None:
-        """Forbid passes if LBFGS or a learning-rate finder needs the whole batch's loss."""
+        """Forbid passes if LBFGS or a rate finder needs whole batches' losses."""
         if self._searches:
             self._planned.weights.computes_at_once = True
 
@@ -321,7 +319,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return super().validation_step(*arguments, **keywords)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Begin a step with the trainer's next batch, and cut the batch into this rank's passes."""
+        """Begin a step with the trainer's next batch, cut into this rank's passes."""
         loader: StepLoader = private.loaders(self._trainer.fit_loop)[0]
         loader.done = batch_idx + 1
         self._newest = batch_idx
@@ -334,11 +332,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self._rows, self._parts, self._begins = sum(sizes), self._cut(batch, sizes), True
 
     def _cut(self, batch: Any, sizes: tuple[int, ...]) -> list[Part]:
-        """Return the passes of this rank's share, with their weights.
-
-        `sizes` are the ranks' row counts. A pass without rows gets one row with weight 0.
-        """
-        # the weights are those in the global batch's loss
+        """Return the passes of this rank's share, with their weights."""
+        # `sizes` are the ranks' row counts. A pass without rows gets one row with weight 0. The
+        # weights are those in the global batch's loss.
         rank = self._planned.rank
         parts = make_parts(batch, sizes[rank], max(1, sizes[rank]), lambda loss: loss, self._passes)
         if self._count is not None:
@@ -381,10 +377,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._audit.after_step(loader, self._newest, self._arguments[1:])
 
     def _compute_next_pass(self) -> Any:
-        """Compute the next pass, or a piece of one that ran out of memory.
-
-        Return the result of training_step, or None after the last pass.
-        """
+        """Compute the next pass, or a piece that replaces a failed one."""
         for part in self._turns:
             self._part, self._put_back = part, self._metrics.keep()
             with part:
@@ -393,6 +386,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
                 return result
             self._put_back()
         self._part = None
+        # after the last pass
         return None
 
     def _compute(self, part: Part) -> Any:
@@ -408,10 +402,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._planned.weights.in_pass = False
 
     def _share_loss(self, result: Any) -> Any:
-        """Replace the loss in training_step's result by the global batch's loss.
-
-        Gradients are still computed from this rank's loss.
-        """
+        """Replace a loss's value by the global batch's; gradients stay local."""
         # code that decides by the loss thus decides the same on all ranks
         loss = loss_of(result)
         loss = self.reduce(loss.detach().clone()) + (loss - loss.detach())

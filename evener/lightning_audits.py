@@ -94,10 +94,7 @@ class ModuleAudit:
     def _compute_manually(
         self, others: Sequence[Any], sketcher: GradientSketcher, part: Part
     ) -> None:
-        """Run training_step, and give `sketcher` each loss passed to manual_backward.
-
-        Raises RequestError if there is none.
-        """
+        """Run training_step, and give `sketcher` each loss passed to manual_backward."""
         # weights that training_step itself changes are restored
         module = self._strategy.lightning_module
         counted = []
@@ -125,10 +122,7 @@ def _list_weights(module: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def _kept_steps(strategy: Any) -> Iterator[None]:
-    """Return a context in which no optimizer, schedule or step counter advances.
-
-    Gradients are restored on exit. Raises RequestError if the weights exceed MOST_BYTES.
-    """
+    """Return a context in which no optimizer, schedule or counter advances."""
     # the audit copies them
     weights = _list_weights(strategy.lightning_module)
     if sum(weight.nbytes for weight in weights) > MOST_BYTES:
@@ -146,11 +140,12 @@ def _kept_steps(strategy: Any) -> Iterator[None]:
             yield
     finally:
         for each, gradient in zip(weights, gradients, strict=True):
+            # as before the context
             each.grad = gradient
 
 
 def _list_stubs(strategy: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield (object, method name, stub) for methods that may advance an optimizer or schedule."""
+    """Yield (object, method, stub) for methods that advance optimizers or schedules."""
     # the stub replaces the method during an audit
     yield strategy, "optimizer_step", lambda _, closure, *__, **___: closure()
     for optimizer in strategy.optimizers:

@@ -38,8 +38,8 @@ DummyLogger = import_module(f"{LIGHTNING}.loggers.logger").DummyLogger
 def check_module_part(strategy: Any, part: Part, rows: int) -> None:
     """Check that the pass `part` may be cut into parts of `rows` rows.
 
-    Raises RequestError, on this rank only, if their gradients don't add up, or if an optimizer is
-    LBFGS.
+    Raises RequestError, on this rank only, if the parts' gradients don't add up. It is also raised
+    if an optimizer is LBFGS.
     """
     # The pass has run out of memory. The parts' gradients must add up to the pass's.
     module = strategy.lightning_module
@@ -201,11 +201,9 @@ class PassMetrics:
             self._part, (module._current_fx_name, logged.batch_size) = None, before
 
     def _average_steps(self, before: dict[str, Any]) -> None:
-        """Replace step metrics that ranks don't reduce by means over the passes.
-
-        `before` holds the metrics' values before this pass.
-        """
-        # metrics that the pass didn't log are skipped
+        """Replace step metrics that ranks don't reduce by means over passes."""
+        # `before` holds the metrics' values before this pass. Metrics that the pass didn't log are
+        # skipped.
         for name, metric in self._logged.items():
             meta, own = metric.meta, metric._forward_cache
             alone = (
@@ -248,12 +246,10 @@ class PassMetrics:
     def _join_earlier_parts(
         self, key: Any, op: str, own: Sums, reduce: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Return a metric combined with its values in earlier pieces and passes.
-
-        `own` is the metric's value in this piece.
-        """
-        # `key` identifies the metric within a pass, and `reduce` reduces a tensor over ranks, once
-        # per pass and metric
+        """Return a metric combined with its values in earlier parts."""
+        # The parts are pieces and passes. `own` is the metric's value in this piece. `key`
+        # identifies the metric within a pass, and `reduce` reduces a tensor over ranks, once per
+        # pass and metric.
         assert self._part is not None
         if key not in self._reduced:
             own = _add(op, self._pieces.get(key), own)

@@ -23,7 +23,7 @@ def loaders(fit_loop: Any) -> list[Any]:
 
 
 def replace_loader(fit_loop: Any, loader: Any) -> None:
-    """Replace a fit loop's loaders with a single loader; call it before any batch is fetched."""
+    """Replace a fit loop's loaders with one, before any batch is fetched."""
     fit_loop._combined_loader.flattened = [loader]
     fit_loop._data_fetcher.setup(fit_loop._combined_loader)
     iter(fit_loop._data_fetcher)
@@ -52,7 +52,10 @@ def wrapped_optimizers(strategy: Any) -> list[Any]:
 
 
 def logged(loop: Any) -> Any:
-    """Return the metrics that were logged in a loop or, for a trainer, in its running loop."""
+    """Return the metrics that were logged in a loop.
+
+    For a trainer, it is the loop that is running.
+    """
     return loop._results
 
 

@@ -82,11 +82,8 @@ def trainer(
 
 
 def _hold_other_gpus(plan: Plan, nodes: dict[str, Node]) -> list[Any]:
-    """Reserve the GPUs that the plan leaves unused on its hosts.
-
-    Return the reservations' handles, which keep them alive.
-    """
-    # Ray might assign an unused GPU to a worker
+    """Reserve the GPUs that the plan leaves unused on its hosts."""
+    # The returned handles keep the reservations. Ray might assign an unused GPU to a worker.
     held = []
     for host, node in nodes.items():
         own = [share for share in plan.layout.active if share.host == host]
@@ -155,7 +152,7 @@ class PlanConfig(TorchConfig):  # type: ignore[misc]  # Ray isn't followed
 
 class _PlanBackend(TorchConfig().backend_cls):  # type: ignore[misc]
     def on_start(self, worker_group: Any, backend_config: PlanConfig) -> None:
-        """Make gloo and NCCL use the network interface that reaches the other hosts."""
+        """Make gloo and NCCL use the interface that reaches other hosts."""
         worker_group.execute(_set_network_interface, backend_config.hosts)
         super().on_start(worker_group, backend_config)
 

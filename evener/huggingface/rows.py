@@ -290,7 +290,8 @@ def make_sampler(
 
 def _make_order(trainer: Any, sampler: Any, rows: int) -> RowOrder | None:
     """Return each epoch's row order without a plan."""
-    # Return None if it is the data set's own order. Without a plan, one process would draw all rows.
+    # Return None if it is the data set's own order. Without a plan, one process would draw all
+    # rows.
     if type(sampler) is SequentialSampler:
         return None
     seed = trainer.args.data_seed

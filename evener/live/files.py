@@ -72,7 +72,10 @@ class ShareChange(msgspec.Struct, frozen=True):
 
 
 class LastStep(msgspec.Struct, frozen=True, array_like=True):
-    """How long a recent step of a rank took: loading data, computing, waiting and the rest."""
+    """How a recent step of a rank spent its time.
+
+    The parts are loading data, computing, waiting and the rest.
+    """
 
     number: Count  # the number of the batch
     input_s: Seconds
@@ -273,10 +276,8 @@ def _read_folder(folder: Path) -> Iterator[Training]:
 
 
 def _read_small(name: str, folder: int) -> bytes:
-    """Return a file's content, up to one byte over the size limit.
-
-    Empty unless the file is regular and only this user can access it.
-    """
+    """Return a small file's content; b"" if other users can access it."""
+    # Up to one byte over the size limit is read. Pipes and other special files are empty, too.
     # `name` is in the folder with the descriptor `folder`. The file is opened so that a pipe
     # doesn't block the reader.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -287,10 +288,7 @@ def _read_small(name: str, folder: int) -> bytes:
 
 
 def _read_record(name: str, folder: int) -> LiveRecord | None:
-    """Return the record in the file `name` of an open folder.
-
-    None unless the file is small, well-formed and accessible to this user only.
-    """
+    """Return the record in a file; None if malformed or not private."""
     # `folder` is the folder's descriptor
     try:
         return parse_record(_read_small(name, folder))
@@ -299,7 +297,7 @@ def _read_record(name: str, folder: int) -> LiveRecord | None:
 
 
 def parse_record(content: bytes) -> LiveRecord | None:
-    """Return the record encoded in a file's content; None if it is too large or malformed."""
+    """Return the record in a file's content; None if too large or malformed."""
     if len(content) > LARGEST_FILE_BYTES:
         return None
     try:

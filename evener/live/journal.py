@@ -160,7 +160,10 @@ class RecordedTraining(msgspec.Struct, frozen=True):
 
     @property
     def seconds(self) -> float:
-        """The seconds from the first start to the last entry, or to now if training continues."""
+        """The seconds from the first start to the last entry.
+
+        If training continues, they end now.
+        """
         times = [entry.at for entry in self.entries if not isinstance(entry, ChangeEntry)]
         return (time.time() if self.state == "running" else times[-1]) - self.began_at
 
@@ -204,7 +207,10 @@ class TrainingJournal:
         self._noted: list[ChangeEntry | RetreatEntry | StepsEntry] = []  # entries not yet written
 
     def note(self, record: LiveRecord) -> None:
-        """Record what is new in a report of the first rank; the first report begins the journal."""
+        """Record what is new in a report of the first rank.
+
+        The first report begins the journal.
+        """
         if not self._began:
             self._begin(record)
         self._last = record
@@ -221,7 +227,7 @@ class TrainingJournal:
         sums: Callable[[], StepSums],
         quick: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """Note that `step` steps have ended, and add an entry if the current time window is full.
+        """Note that `step` steps have ended; add an entry if a window is full.
 
         - `at_s`: when the last step ended, in monotonic seconds.
         - `sums`: returns the first rank's times so far, summed over its steps by activity.
@@ -275,11 +281,14 @@ class TrainingJournal:
             self._write_noted()
 
     def note_retreat(self, line: str) -> None:
-        """Record that a pass ran out of memory on some rank; `line` is the message printed then."""
+        """Record that a pass ran out of memory on some rank.
+
+        `line` is the message printed then.
+        """
         self._noted.append(RetreatEntry(time.time(), line[:LONGEST_TEXT]))
 
     def _write_noted(self) -> None:
-        """Write the entries that are kept in memory, unless the journal hasn't begun yet."""
+        """Write the entries kept in memory, once the journal has begun."""
         if not self._began:
             return
         for entry in self._noted:
@@ -330,7 +339,7 @@ class TrainingJournal:
         )
 
     def _note_speed(self, record: LiveRecord) -> None:
-        """Record the speed since the last speed entry, and the noise scale if it is known."""
+        """Record the speed since the last entry, and the noise scale."""
         # the first report only marks the start of the measured time
         earlier = self._from
         self._from = record
@@ -412,10 +421,7 @@ def _cut_incomplete_line(descriptor: int) -> None:
 
 
 def _write_whole(descriptor: int, line: bytes) -> None:
-    """Append a line to the file.
-
-    If that fails, remove the incomplete line and raise OSError.
-    """
+    """Append a line to the file, or remove what was written of it."""
     before = os.fstat(descriptor).st_size
     try:
         while line:
@@ -423,4 +429,5 @@ def _write_whole(descriptor: int, line: bytes) -> None:
     except OSError:
         with suppress(OSError):
             os.ftruncate(descriptor, before)
+        # the incomplete line is gone
         raise

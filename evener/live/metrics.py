@@ -18,7 +18,7 @@ PREFIX = "evener/"  # prefix of every name; trackers group metrics by it
 
 
 class _Cache:
-    """The last metrics of a reporter, and the time until which they are valid."""
+    """A reporter's last metrics, and the time until which they are valid."""
 
     # `metrics` may be called in every step, while files change only twice a second
 
@@ -56,10 +56,8 @@ def metrics() -> dict[str, float]:
 
 
 def _find_local_ranks(own: LiveRecord) -> Sequence[LiveRecord]:
-    """Return each rank's newest record of this training run on this machine.
-
-    `own` is the record of this process.
-    """
+    """Return the newest record of each rank on this machine."""
+    # They belong to the same training run as `own`, this process's record.
     if not own.training:
         return (own,)
     every = [training for training in read_trainings() if training.training == own.training]
@@ -80,14 +78,12 @@ def join_metrics(ranks: Sequence[LiveRecord]) -> dict[str, float]:
 
 
 def _join_training(ranks: Sequence[LiveRecord]) -> dict[str, float]:
-    """Return the whole training run's metrics from the records of its ranks.
-
-    Rates are summed, and times are the slowest rank's.
-    """
+    """Return the whole training run's metrics from its ranks' records."""
     speed = sum(rank.samples_per_second for rank in ranks)
     plan = max(rank.plan_samples_per_second for rank in ranks)
     seen = len({rank.rank for rank in ranks})
     is_whole = seen >= max(rank.world for rank in ranks)
+    # rates are summed, and times are the slowest rank's
     joined = {
         "samples_per_second": speed,
         "tokens_per_second": sum(rank.tokens_per_second for rank in ranks),
@@ -120,10 +116,8 @@ def _drop_zeros(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _number_devices(record: LiveRecord) -> Sequence[tuple[int, LiveDevice]]:
-    """Return pairs (number, device) for the devices of a process.
-
-    A single device gets the rank's number; several devices are numbered from 0.
-    """
+    """Return (number, device) for each device of a process."""
     devices = record.devices or (LiveDevice("", -1, 0, record.samples_per_second),)
+    # a single device gets the rank's number
     first = max(0, record.rank) if len(devices) == 1 else 0
     return tuple(enumerate(devices, first))

@@ -115,7 +115,7 @@ class _Counts(NamedTuple):
 
 
 class _Cores:
-    """Measures the fraction of time in which this process's threads waited for CPU cores."""
+    """Measures how often this process's threads wait for CPU cores."""
 
     def __init__(self) -> None:
         self._watch = CoreWatch()
@@ -139,10 +139,7 @@ class _Cores:
             self._starved_s += seen.starved_s
 
     def read(self) -> tuple[float, float]:
-        """Return the recent and total fraction of time spent waiting for CPU cores.
-
-        Both are updated at most every CORE_SECONDS.
-        """
+        """Return the fraction of time without cores, recently and in total."""
         # this is the time of all threads
         self._update(CORE_SECONDS)
         wall_s = sum(each.wall_s for each in self._last)
@@ -293,7 +290,7 @@ class Reporter:
                 self._journal.close()
 
     def discard(self) -> None:
-        """Stop reporting, and remove what was reported to the monitor and to the launcher.
+        """Stop reporting, and remove the reports to the monitor and the launcher.
 
         Call this for a training run that another reporter reports, too. The run's journal stays.
         """
@@ -324,10 +321,7 @@ class Reporter:
                 self._keep(record, kept)
 
     def _leave_out(self, seconds: float, *counts: int) -> None:
-        """Exclude a step of `seconds` from the rates.
-
-        `counts` are the step's samples and tokens.
-        """
+        """Exclude a step of `seconds` from the rates."""
         # the step's time and samples are added to the earlier counts
 
         def move(then: _Counts) -> _Counts:
@@ -341,10 +335,8 @@ class Reporter:
         return _Counts(now, self._samples, self._tokens, self._padded)
 
     def _recent_rates(self, now: float) -> tuple[float, float, float] | None:
-        """Return samples/s, tokens/s and the padding's fraction over the last WINDOW_SECONDS.
-
-        The first call returns None, because rates need two points in time.
-        """
+        """Return recent samples/s, tokens/s and fraction of padding."""
+        # The first call returns None, because rates need two points in time.
         points = self._points
         points.append(self._count(now))
         while len(points) > 2 and now - points[0].at > WINDOW_SECONDS:
@@ -378,7 +370,7 @@ class Reporter:
         batches: Sequence[int] | None,
         rates: tuple[float, float, float] | None,
     ) -> None:
-        """Record a report in the journal, and write it to the file unless `rates` is None."""
+        """Record a report in the journal, and write it if rates are known."""
         # This also schedules the next write, and starts the thread that notices steps that hang.
         # Rates are None while they aren't known.
         if rates is None and self._journal is None:
@@ -456,7 +448,7 @@ class Reporter:
         return folder / f"{self._pid}.{self._serial}.json"
 
     def _write(self, record: LiveRecord) -> None:
-        """Write the record to the first writable folder, in place of the last record."""
+        """Write the record to the first writable folder, replacing the last record."""
         # `_file` stays None if no folder is writable
         self._record = record
         content = msgspec.json.encode(record)
@@ -474,7 +466,8 @@ class Reporter:
     def _report_activity_if_late(
         self, now: Callable[[], tuple[int, Doing]], ended: threading.Event
     ) -> None:
-        """Until `ended` is set, write the process's activity whenever no step ends in time."""
+        """Write what the process does whenever no step ends in time."""
+        # until the training run ends
         while not ended.wait(WATCH_SECONDS):
             with self._lock:
                 record, (batch, doing), late = (
@@ -554,11 +547,9 @@ def _has_journal() -> bool:
 def _describe_devices(
     devices: Devices, batches: Sequence[int] | None, rate: float, times: Sequence[DeviceTimes]
 ) -> tuple[LiveDevice, ...]:
-    """Return the devices that compute, with their samples/s and their times.
-
-    `rate` is the samples/s of all devices together, and `times` are the devices' times.
-    """
-    # `devices` and `batches` are arguments of `report`
+    """Return the devices that compute, with their samples/s and times."""
+    # `rate` is the samples/s of all devices together. `devices` and `batches` are arguments of
+    # `report`.
     named = [_identify_device(device) for device in devices]
     sizes = (
         [device.batch for device in named]
@@ -633,6 +624,6 @@ def _close_all() -> None:
 
 @cache
 def _follow_process() -> None:
-    """Close all reporters when the process exits, and reset them in a forked child."""
+    """Close all reporters at exit, and reset them in forked children."""
     os.register_at_fork(after_in_child=_reset_all)
     atexit.register(_close_all)

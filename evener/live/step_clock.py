@@ -70,7 +70,10 @@ class ClockedReports:
 
 
 def find_group(world: int) -> str:
-    """Return a name that all `world` processes of a training run share; "" for a single process."""
+    """Return a name that all processes of a training run share.
+
+    It is "" if `world`, their number, is 1.
+    """
     # the name consists of the environment variables of the processes' rendezvous
     place = (
         os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")

@@ -95,10 +95,7 @@ def _check_world(plan: Plan, world: int | None, framework: str | None) -> None:
 def _list_differences(
     plan: Plan, devices: Sequence[str] | None, workload_digest: str | None, framework: str | None
 ) -> Iterator[str]:
-    """Yield a message for each difference from the measured training run.
-
-    Arguments that are None aren't compared.
-    """
+    """Yield a message for each difference from the measured training run."""
     # by their ids, as in the plan and in what `evener devices` prints
     missing = [
         f"{share.name} ({share.device})" if share.name else share.device

@@ -215,9 +215,10 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan from a TOML or JSON file, and record for `evener launch` that it is used.
+    """Read a plan from a TOML or JSON file.
 
-    Raises PlanError, with the invalid value and its key, if the file isn't a valid plan.
+    `evener launch` then knows that the plan is used. Raises PlanError, with the invalid value and
+    its key, if the file isn't a valid plan.
     """
     text = read_whole(path, "plan", "Give the file that evener balance --export wrote.", PlanError)
     note_use()
@@ -324,7 +325,8 @@ def with_current_schema(plan: Plan) -> Plan:
 
 
 def _upgrade_layout(layout: PlanLayout) -> PlanLayout:
-    """Return the layout with rows per pass in every share; a share without them gets one pass."""
+    """Return the layout with rows per pass in every share."""
+    # a share without them gets one pass
     shares = (
         msgspec.structs.replace(share, micro=share.micro or share.batch) for share in layout.share
     )
@@ -356,7 +358,7 @@ def _decode(text: bytes, source: str) -> dict[Any, Any]:
 
 
 def _as_printable(data: Any) -> Any:
-    """Return a copy of nested data without terminal control characters in its strings."""
+    """Return a copy of nested data whose strings have no control characters."""
     # training runs print such strings, for example device names
     if isinstance(data, str):
         return printable(data)
@@ -366,7 +368,7 @@ def _as_printable(data: Any) -> Any:
 
 
 def _check_whole_numbers(data: Any, where: str) -> None:
-    """Raise PlanError for an integer in `data`, whose key is `where`, that exceeds 64 bits."""
+    """Raise PlanError for an integer in `data` that exceeds 64 bits."""
     # msgspec doesn't check such integers against a field's limits
     if isinstance(data, int) and not -(1 << 63) <= data < 1 << 63:
         raise PlanError(f"{where} is larger than any number of a plan.", "Correct that key.")

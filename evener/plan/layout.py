@@ -44,7 +44,7 @@ class Traits(msgspec.Struct, frozen=True):
 
     @property
     def by_shares(self) -> bool:
-        """True for a single training run in which each device computes a share of every batch."""
+        """True if one training run has each device compute a share of every batch."""
         return self.alone or self.together
 
 
@@ -60,13 +60,13 @@ KINDS: dict[Kind, Traits] = {
 
 
 def _find_gpu_kind(device: str) -> str:
-    """Return "GPU" for a GPU's id, in the spelling of its maker's labels; else ""."""
+    """Return "GPU" for a GPU's id, else ""."""
     upper = device.upper()
     return next((kind for prefix, kind in GPU_IDS.items() if upper.startswith(prefix)), "")
 
 
 def label_device(device: str, index: int) -> str:
-    """Return the name for people of the device with this id, such as GPU:1 or CPU:0.
+    """Return a device's name for people, such as GPU:1 or CPU:0.
 
     A GPU's number is its `index`; other devices' ids have it, as cpu-0-of-2. An id of an unknown
     kind is returned as it is.
@@ -84,7 +84,10 @@ def check_kind(kind: Kind) -> None:
 
 
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One device's share of each global batch; a device whose `batch` is 0 computes no rows."""
+    """One device's share of each global batch.
+
+    A device whose `batch` is 0 computes no rows.
+    """
 
     # the GPU's UUID, or the name of a CPU slice or simulated device
     device: Annotated[str, msgspec.Meta(min_length=1)]
@@ -115,12 +118,12 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def on_gpu(self) -> bool:
-        """True if the device is a GPU, and not a slice of the CPU or a simulated device."""
+        """True if the device is a GPU, not a CPU slice or simulated."""
         return bool(self.gpu_label)
 
     @property
     def gpu_label(self) -> str:
-        """The GPU's label as shown in the monitor, such as GPU:1; empty for any other device."""
+        """The GPU's label in the monitor, such as GPU:1; "" for other devices."""
         kind = _find_gpu_kind(self.device)
         return f"{kind}:{self.index}" if kind else ""
 
@@ -155,7 +158,7 @@ class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """The number of samples of each device in the request; 0 for a device that is left out."""
+        """The samples of each requested device; 0 for a device left out."""
         return tuple(share.batch for share in self.share)
 
     @property
@@ -165,7 +168,7 @@ class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def active(self) -> tuple[Share, ...]:
-        """The shares of the devices that compute rows or hold a part of a sharded model's state."""
+        """The shares of devices that compute rows or hold a model shard."""
         return tuple(share for share in self.share if share.takes_part)
 
     @property
@@ -295,11 +298,9 @@ def _check_named_once(layout: PlanLayout, where: str) -> None:
 
 
 def _check_states(layout: PlanLayout, where: str) -> None:
-    """Raise PlanError if the devices' parts of the model's state are invalid.
-
-    The parts must sum to 1 in a sharded layout, and otherwise be 0.
-    """
+    """Raise PlanError if the devices' parts of the model's state are invalid."""
     states = [share.state for share in layout.share]
+    # they sum to 1 in a sharded layout, and are 0 in any other
     if not layout.traits.sharded:
         if any(states):
             raise PlanError(
@@ -315,7 +316,7 @@ def _check_states(layout: PlanLayout, where: str) -> None:
 
 
 def _has_valid_state(share: Share) -> bool:
-    """True if the share's part of the state is finite and above 0, or is 0 without rows."""
+    """True if the state's part is above 0, or 0 without rows."""
     if not share.state:
         return not share.batch
     return math.isfinite(share.state) and share.state > 0

@@ -38,7 +38,7 @@ def join_curves(curves: Sequence[Knots], rows: Sequence[int]) -> tuple[Curve, ..
 
 
 def proportional_curves(rows: Sequence[float]) -> tuple[Curve, ...]:
-    """Return curves that are lines through 0, on which each device takes 1 s for its `rows`."""
+    """Return lines through 0 on which each device takes 1 s for its `rows`."""
     return tuple(Curve((0.0,), (0.0,), 1 / row) for row in rows)
 
 
@@ -84,7 +84,7 @@ def solve_shares(
 
 
 def pass_rows(shares: Sequence[int], pass_limits: Sequence[int]) -> tuple[int, ...]:
-    """Return the rows per pass of each share: its rows, but at most its pass limit.
+    """Return each share's rows per pass, at most its pass limit.
 
     A pass limit of 0 means no limit.
     """
@@ -143,10 +143,8 @@ def leave_out(plan: Plan, gone: Collection[tuple[str, str]]) -> Plan:
 
 
 def _divide_batch(layout: PlanLayout, left: Sequence[Share], part: float) -> PlanLayout:
-    """Return the layout with the whole batch divided among the shares in `left`.
-
-    `part` is the fraction of the batch that these shares had before.
-    """
+    """Return the layout with the whole batch divided among shares `left`."""
+    # `part` is the fraction of the batch that these shares had before
     rows, micros = _divide_rows(layout, left)
     held = sum(share.state for share in left)
     shares = []
@@ -174,7 +172,7 @@ def _divide_batch(layout: PlanLayout, left: Sequence[Share], part: float) -> Pla
 def _divide_rows(
     layout: PlanLayout, left: Sequence[Share]
 ) -> tuple[dict[Share, int], dict[Share, int]]:
-    """Return the new rows, and the rows per pass, of the shares in `left`."""
+    """Return the rows and rows per pass of the shares in `left`."""
     # from the curves; in proportion to the shares if these are costs or the curves give no solution
     computing = [share for share in left if share.batch]
     pass_limits = tuple(_largest_pass(share) for share in computing)
@@ -188,7 +186,7 @@ def _divide_rows(
 
 
 def _largest_pass(share: Share) -> int:
-    """Return the most rows per pass that fit on a device; 0 if unknown."""
+    """Return a device's most rows per pass; 0 if unknown."""
     # as many rows certainly fit; the number is unknown if the plan has no limit
     if share.most:
         return share.most
@@ -198,10 +196,7 @@ def _largest_pass(share: Share) -> int:
 def _solve_by_curves(
     layout: PlanLayout, left: Sequence[Share], pass_limits: tuple[int, ...]
 ) -> Sequence[int] | None:
-    """Return the rows of each share for which the curves predict the shortest step.
-
-    Return None if the rows don't fit in memory, even in several passes.
-    """
+    """Return the rows with the shortest predicted step; None if none fit."""
     # the shares are those in `left`
     curves = read_curves(left)
     in_passes = any(share.micro < share.batch for share in layout.active)

@@ -50,9 +50,9 @@ def note_use() -> None:
 
 
 def is_used(path: str) -> bool:
-    """True if a process has recorded in the launcher's file `path` that it read a plan.
+    """True if a process has read the plan, or the file is unreadable.
 
-    Also True if the file can't be read.
+    `path` is the launcher's file, in which processes record that.
     """
     try:
         with open(path, "rb") as stream:

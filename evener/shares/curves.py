@@ -71,7 +71,7 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def is_valid(self) -> bool:
-        """True if all coefficients are finite and not negative, and at least one is above 0."""
+        """True if no coefficient is infinite, NaN or negative, and one is above 0."""
         # those of a plan may have been edited
         coefficients = (self.fixed_s, self.per_token_s, self.per_token_length_s)
         return all(
@@ -175,7 +175,10 @@ class Curve(msgspec.Struct, frozen=True):
 
     @property
     def flat(self) -> bool:
-        """True if the curve's first segment is level: its batch sizes all take the same time."""
+        """True if the curve's first segment is level.
+
+        Its batch sizes then all take the same time.
+        """
         return len(self.batches) > 1 and self.times[0] == self.times[1]
 
 

@@ -42,7 +42,7 @@ class Cut:
 
     @property
     def in_passes(self) -> bool:
-        """True if devices have a maximum number of rows per pass, so may need several passes."""
+        """True if devices have a maximum number of rows per pass."""
         return bool(self.micros)
 
     def passes(self, device: int, rows: Any) -> Any:

@@ -49,7 +49,7 @@ class DeviceCurve(msgspec.Struct, frozen=True):
 
 
 class Allocation(msgspec.Struct, frozen=True):
-    """The devices that take part in a layout, with their shares and the predicted step time.
+    """The devices of a layout, with their shares and the predicted step time.
 
     - `shares`: pairs of a device's position and its samples per step.
     - `seconds`: predicted step time, including the gradient exchange.
@@ -109,14 +109,12 @@ def _try_fewer(
     least: float,
     shares: dict[int, int],
 ) -> Allocation:
-    """Return the allocation with the given shares, or a faster allocation to fewer devices.
-
-    `costs` are the seconds of gradient exchange by number of devices.
-    """
-    # `fewest` is the minimum number of devices. `least` is the finish time of the given shares,
-    # without the gradient exchange. `shares` are by index in `devices`. Fewer devices may be
-    # faster, because their exchange is cheaper. The search halves the range of device counts
-    # recursively, and skips ranges that can't be faster.
+    """Return the given allocation, or a faster one to fewer devices."""
+    # `costs` are the seconds of gradient exchange by number of devices. `fewest` is the minimum
+    # number of devices. `least` is the finish time of the given shares, without the gradient
+    # exchange. `shares` are by index in `devices`. Fewer devices may be faster, because their
+    # exchange is cheaper. The search halves the range of device counts recursively, and skips
+    # ranges that can't be faster.
     best = _allocation(devices, shares, _slowest(devices, shares) + costs[len(shares)])
     ranges = [(fewest, len(shares) - 1)]
     while ranges:
@@ -268,12 +266,10 @@ def _largest(sizes: Sequence[int], k: int) -> list[int]:
 def _samples_by(
     devices: Sequence[DeviceCurve], k: int, seconds: float, quantum: int, active: int = 0
 ) -> int:
-    """Return how many samples the best k devices can finish within `seconds`.
-
-    Return 0 if fewer than `active` devices can finish a quantum.
-    """
+    """Return how many samples the best k devices finish within `seconds`."""
     sizes = _largest_shares(devices, seconds, quantum)
     if active and sum(1 for size in sizes if size) < active:
+        # fewer devices than needed can finish a quantum
         return 0
     return sum(sizes if k >= len(sizes) else heapq.nlargest(k, sizes))
 
@@ -281,12 +277,9 @@ def _samples_by(
 def _split_among_count(
     devices: Sequence[DeviceCurve], k: int, batch: int, quantum: int, least: float, active: int
 ) -> tuple[float, dict[int, int]] | None:
-    """Return the earliest time at which k devices can finish a batch, with their shares.
-
-    Return None if the devices' limits don't allow the batch.
-    """
-    # The finish time is at least `least`. At least `active` devices get samples. Shares are by
-    # index in `devices`.
+    """Return the earliest finish of a batch on k devices, with shares."""
+    # Return None if the devices' limits don't allow the batch. The finish time is at least `least`.
+    # At least `active` devices get samples. Shares are by index in `devices`.
     late = max(device.curve.seconds(device.limit) for device in devices)
     if _samples_by(devices, k, late, quantum, active) < batch:
         return None
@@ -307,10 +300,10 @@ def _split_among_count(
 def _divide_batch(
     devices: Sequence[DeviceCurve], k: int, batch: int, quantum: int, early: float, late: float
 ) -> dict[int, int]:
-    """Return whole shares of up to k devices, by index in `devices`, that sum to `batch`."""
-    # Each device gets what it finishes by `early`, but at least one quantum. Then single quanta are
-    # added, up to what the device finishes by `late`. Each of these quanta goes to the device that
-    # would finish it first.
+    """Return whole shares of at most k devices that sum to `batch`."""
+    # Shares are by index in `devices`. Each device gets what it finishes by `early`, but at least
+    # one quantum. Then single quanta are added, up to what the device finishes by `late`. Each of
+    # these quanta goes to the device that would finish it first.
     most = _largest_shares(devices, late, quantum)
     chosen = _largest(most, min(k, batch // quantum))
     shares = {
@@ -365,12 +358,10 @@ def _best_within_seconds(
     limit: int | None,
     fewest: int,
 ) -> Allocation | None:
-    """Return the allocation with the most samples/s that finishes within `seconds`.
-
-    Return None if fewer than `fewest` devices can finish a quantum, or if the `fewest` largest
-    shares exceed `limit` samples.
-    """
-    # each device of the allocation computes as much as it can in that time
+    """Return the allocation with the most samples/s that finishes in time."""
+    # The allocation finishes within `seconds`. Return None if fewer than `fewest` devices can
+    # finish a quantum, or if the `fewest` largest shares exceed `limit` samples. Each device of the
+    # allocation computes as much as it can in that time.
     sizes = _largest_shares(devices, seconds, quantum)
     order = _largest(sizes, len(sizes))
     best = 0
@@ -397,7 +388,7 @@ def _improve_nearby(
     limit: int | None,
     fewest: int,
 ) -> Allocation:
-    """Return `best`, or a faster allocation in which a device computes one more quantum."""
+    """Return `best`, or a faster allocation with one more quantum somewhere."""
     # with shares of a few quanta, the optimum may lie between two breakpoints
     by_device = {device.position: device for device in devices}
     for _ in range(ROUNDS):
@@ -419,7 +410,7 @@ def _improve_nearby(
 
 
 class _Crossing(NamedTuple):
-    """The first interval in which a number of devices reaches given samples/s.
+    """Where some number of devices first reaches given samples/s.
 
     - `samples`: the most samples that these devices can compute by `late`.
     - `early`, `late`: the interval of finish times, in seconds without the gradient exchange.
@@ -435,12 +426,10 @@ class _Crossing(NamedTuple):
 def _find_crossings(
     devices: Sequence[DeviceCurve], costs: Costs, rate: float, quantum: int, fewest: int
 ) -> list[_Crossing]:
-    """Return the first interval that allows `rate`, for each number of devices.
-
-    Numbers of devices that never reach `rate` samples/s are left out.
-    """
-    # The intervals are of finish times. `costs` are the seconds of gradient exchange by number of
-    # devices. Numbers below `fewest` are also left out.
+    """Return, by number of devices, the first interval that allows `rate`."""
+    # Numbers of devices that never reach `rate` samples/s are left out. The intervals are of finish
+    # times. `costs` are the seconds of gradient exchange by number of devices. Numbers below
+    # `fewest` are also left out.
     found: dict[int, _Crossing] = {}
     for early, late in pairwise((0.0, *finish_times(devices, quantum))):
         largest_first = sorted(_largest_shares(devices, late, quantum), reverse=True)
@@ -455,10 +444,8 @@ def _find_crossings(
 def _earliest_reaching(
     devices: Sequence[DeviceCurve], costs: Costs, rate: float, crossing: _Crossing, quantum: int
 ) -> Allocation | None:
-    """Return the allocation that reaches `rate` samples/s earliest in `crossing`.
-
-    Return None if no device can finish any samples by then.
-    """
+    """Return the allocation that reaches `rate` earliest in an interval."""
+    # The rate is in samples/s.
     _, earliest, latest, k = crossing
     for _ in range(HALVINGS // 2):
         middle = (earliest + latest) / 2

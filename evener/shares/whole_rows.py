@@ -106,10 +106,7 @@ def _whole_parts(ratios: Sequence[float]) -> list[int]:
 
 
 def _correct_sum(sizes: list[int], quotas: dict[int, int], unit: int, batch: int) -> None:
-    """Add or remove single samples until `sizes` sum to `batch`.
-
-    Each device in `quotas` keeps at least one sample.
-    """
+    """Add or remove single samples until `sizes` sum to `batch`."""
     # Samples are added or removed at the device whose size differs most from its quota. The quotas
     # are the exact sizes by device, multiplied by `unit` so that they are whole numbers.
     while sum(sizes) != batch:
@@ -117,6 +114,7 @@ def _correct_sum(sizes: list[int], quotas: dict[int, int], unit: int, batch: int
             i = max(quotas, key=lambda k: (quotas[k] - sizes[k] * unit, -k))
             sizes[i] += 1
         else:
+            # each device keeps a sample
             above_one = [k for k in quotas if sizes[k] > 1]
             i = max(above_one, key=lambda k: (sizes[k] * unit - quotas[k], k))
             sizes[i] -= 1
@@ -154,7 +152,7 @@ def gradient_weight(sizes: Sequence[int], rank: int) -> float:
 
 
 def count_passes(batch: int, micro: int) -> int:
-    """Return the number of passes that `batch` rows need at up to `micro` rows per pass.
+    """Return how many passes of up to `micro` rows `batch` rows need.
 
     Raises RequestError unless `micro` is a whole number of at least 1.
     """
@@ -167,18 +165,18 @@ def count_passes(batch: int, micro: int) -> int:
 
 
 def split_passes(batch: int, micro: int) -> tuple[int, ...]:
-    """Return the number of rows of each pass, as equal as possible; empty for 0 rows.
+    """Return the rows of each pass, as equal as possible.
 
-    For example, 820 rows at up to 300 per pass become 273, 273 and 274.
+    The result is empty for 0 rows. 820 rows at up to 300 per pass become 273, 273 and 274.
     """
     passes = count_passes(batch, micro)
     return even(batch, passes)[::-1] if passes > 0 else ()
 
 
 def batch_in_one_pass(shares: Sequence[int], micros: Sequence[int]) -> int:
-    """Return the largest global batch of which every device can compute its part in one pass.
+    """Return the largest global batch that every device computes in one pass.
 
-    The parts are in proportion to `shares`. `micros` are the devices' maximum rows per pass.
+    The devices' parts are in proportion to `shares`. `micros` are their maximum rows per pass.
     """
     return min(
         micro * sum(shares) // share for share, micro in zip(shares, micros, strict=True) if share
@@ -186,7 +184,7 @@ def batch_in_one_pass(shares: Sequence[int], micros: Sequence[int]) -> int:
 
 
 def largest_pass(shares: Sequence[int], micros: Sequence[int]) -> int | None:
-    """Return the number of rows of the largest pass, among the shares that need several passes.
+    """Return the rows of the largest pass, among shares in several passes.
 
     `micros` are the ranks' maximum rows per pass. Returns None if every share is a single pass.
     """
@@ -199,7 +197,7 @@ def largest_pass(shares: Sequence[int], micros: Sequence[int]) -> int | None:
 
 
 def shares_to_evaluate(shares: Sequence[int], micros: Sequence[int]) -> tuple[int, ...]:
-    """Return how many rows of a validation batch each rank gets, so that one pass computes them.
+    """Return each rank's rows of a validation batch, computed in one pass.
 
     `shares` are the ranks' rows in training, and `micros` their maximum rows per pass.
     """

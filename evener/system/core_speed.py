@@ -17,7 +17,10 @@ PYTHON = ".".join(platform.python_version_tuple()[:2])  # other versions take an
 
 
 def time_loop() -> float:
-    """Run the fixed loop a few times on this CPU core, and return the shortest time in seconds."""
+    """Time a fixed loop on this core; return the shortest of a few tries.
+
+    The result is in seconds.
+    """
     least_s = float("inf")
     for _ in range(TRIES):
         began = time.perf_counter()

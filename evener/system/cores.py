@@ -90,14 +90,11 @@ _MEMORY_FILES = {
 def _least(
     controller: str, read: Callable[[Path, int], float], root: Path, membership: Path
 ) -> float | None:
-    """Return the smallest value that `read` returns for this process's control groups.
-
-    `read` takes a group's folder and the cgroup version. It raises OSError or ValueError for a
-    group without limit. Returns None if no group has a limit.
-    """
+    """Return the smallest limit that `read` finds in this process's groups."""
     found: list[float] = []
     for folder, version in list_groups(controller, root, membership):
         with suppress(OSError, ValueError, ZeroDivisionError):
+            # raises if the group has no limit
             found.append(read(folder, version))
     return min(found, default=None)
 

@@ -76,9 +76,9 @@ def make_private(folder: Path) -> None:
 
 
 def new_error_file() -> Path:
-    """Return the path of the error file of a new measurement that has no run folder.
+    """Return the path of a new error file, outside of run folders.
 
-    If an earlier measurement has left such a file, it is deleted.
+    It is for a new measurement without a run folder. The file of an earlier measurement is deleted.
     """
     path = error_file()
     path.unlink(missing_ok=True)
@@ -86,9 +86,10 @@ def new_error_file() -> Path:
 
 
 def error_file() -> Path:
-    """Return the path of the file with the errors of the last measurement without a run folder.
+    """Return the path of the error file outside of run folders.
 
-    It exists only if a child process of that measurement wrote an error.
+    The last measurement without a run folder has it. It exists only if a child process of that
+    measurement wrote an error.
     """
     return state_folder() / "errors.txt"
 

@@ -11,9 +11,10 @@ _kept: deque[int] = deque()
 
 
 def make_memory_file() -> str:
-    """Return the path of a new, empty in-memory file, which only processes of this user can open.
+    """Return the path of a new, empty file in memory.
 
-    The file disappears with this process, and after MOST_FILES further calls.
+    Only processes of this user can open it. It disappears with this process, and after MOST_FILES
+    further calls.
     """
     # The path is under /proc, so the file needs neither disk nor folder, and no other process can
     # create it first.

@@ -29,7 +29,7 @@ HYPERVISOR = "other virtual machines on this host"
 
 
 class CoreTimes(NamedTuple):
-    """How long a process's threads ran and waited, and how long its CPU cores were busy.
+    """How long a process's threads ran and waited, and its cores were busy.
 
     The times are in seconds from an arbitrary start, so only differences between readings are
     meaningful.
@@ -82,7 +82,7 @@ class CoreWatch:
         return bool(self._before)
 
     def read(self) -> Starvation:
-        """Return how long the process was delayed by a lack of CPU cores since the last reading."""
+        """Return how long the process lacked CPU cores since the last reading."""
         # The kernel's waiting times also contain waiting for other threads, and for an idle core to
         # wake up. Three limits leave that out: the CPU time that the threads missed is at most what
         # other programs, the hypervisor and the quota took; the CPU time that they wanted is at
@@ -121,7 +121,7 @@ class CoreWatch:
 
 
 def _find_stolen(before: CoreTimes, last: CoreTimes) -> float:
-    """Return the time that the hypervisor took from a process between two readings, in seconds."""
+    """Return the seconds that the hypervisor took from a process."""
     # The kernel counts it neither as running nor as waiting, so it is estimated: the cores' stolen
     # time times the process's fraction of their busy time.
     stolen_s, busy_s = last.stolen_s - before.stolen_s, last.busy_s - before.busy_s
@@ -132,12 +132,9 @@ def _find_stolen(before: CoreTimes, last: CoreTimes) -> float:
 
 
 def _find_taken(before: CoreTimes, last: CoreTimes) -> float:
-    """Return the CPU seconds that a process couldn't use on its cores between two readings.
-
-    Other programs or the hypervisor used them, or the container's quota withheld them. The result
-    is infinite if the kernel doesn't report how busy the cores were.
-    """
+    """Return the CPU seconds that others took on a process's cores."""
     if not last.busy_s:
+        # the kernel doesn't report how busy the cores were
         return math.inf
     others_s = (last.busy_s - before.busy_s) - (last.ran_s - before.ran_s)
     stolen_s, throttled_s = last.stolen_s - before.stolen_s, last.throttled_s - before.throttled_s
@@ -145,11 +142,8 @@ def _find_taken(before: CoreTimes, last: CoreTimes) -> float:
 
 
 def _find_idle(before: CoreTimes, last: CoreTimes, cores: int) -> float:
-    """Return the total idle time of a process's cores between two readings, in seconds.
-
-    Return 0 if it is unknown, or if the process was throttled.
-    """
-    # a quota leaves cores idle that the process may not use
+    """Return how long a process's cores were idle, in total seconds."""
+    # Return 0 if that is unknown. A quota leaves cores idle that the process may not use.
     if not last.busy_s or last.throttled_s > before.throttled_s:
         return 0.0
     used_s = last.busy_s - before.busy_s + last.stolen_s - before.stolen_s
@@ -157,9 +151,10 @@ def _find_idle(before: CoreTimes, last: CoreTimes, cores: int) -> float:
 
 
 def read_core_seconds(cores: Collection[int], stat: Path = PROC / "stat") -> tuple[float, float]:
-    """Return the busy time and the steal time (taken by the hypervisor) of these cores, in seconds.
+    """Return how long these cores were busy and stolen, in seconds.
 
-    Both are sums over the cores since boot, and 0 if unknown.
+    Stolen time was taken by the hypervisor. Both are sums over the cores since boot, and 0 if
+    unknown.
     """
     busy = stolen = 0
     names = {f"cpu{core}" for core in cores}
@@ -175,14 +170,12 @@ def read_core_seconds(cores: Collection[int], stat: Path = PROC / "stat") -> tup
 
 
 def _read_threads(tasks: Path) -> dict[str, tuple[int, int]]:
-    """Return each thread's running time and its time of waiting for a core, in nanoseconds.
-
-    Keys are thread ids. The result is empty if the process has exited.
-    """
+    """Return each thread's nanoseconds of running and of waiting, by id."""
     found = {}
     try:
         names = os.listdir(tasks)
     except OSError:
+        # the process has exited
         return {}
     for name in names:
         with suppress(OSError, ValueError, IndexError):  # the thread may have ended
@@ -192,10 +185,11 @@ def _read_threads(tasks: Path) -> dict[str, tuple[int, int]]:
 
 
 def read_throttled_seconds(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float:
-    """Return how long this process has been throttled by a CPU quota, in seconds; 0 if unknown.
+    """Return how long a CPU quota has throttled this process, in seconds.
 
-    If several control groups have a quota, the longest time is returned. `root` is the folder of
-    all control groups, and `membership` is the kernel's file with this process's groups.
+    If several control groups have a quota, the longest time is returned; 0 if unknown. `root` is
+    the folder of all control groups, and `membership` is the kernel's file with this process's
+    groups.
     """
     seconds = 0.0
     for folder, version in list_groups("cpu", root, membership):
@@ -302,7 +296,7 @@ _WITH_VALUE = ("-W", "-X")  # options of Python that are followed by a value
 
 
 def _find_script(arguments: list[str]) -> str:
-    """Return the script or module among a Python interpreter's arguments; "" if there is none."""
+    """Return the script or module among Python's arguments, or ""."""
     # the first argument that is neither an option nor an option's value
     words = iter(arguments)
     for word in words:

@@ -20,9 +20,9 @@ class ThreadWrites:
             self._descriptor = os.open("/proc/thread-self/io", os.O_RDONLY | os.O_CLOEXEC)
 
     def count_bytes(self) -> int:
-        """Return the total number of bytes that this thread has written with write(); 0 if unknown.
+        """Return how many bytes this thread has written with write().
 
-        Writes to files, pipes and sockets count.
+        Writes to files, pipes and sockets count. The result is 0 if unknown.
         """
         if self._descriptor < 0:
             return 0

@@ -36,15 +36,13 @@ def wait_until_asleep(name: str, seconds: float = 5.0) -> bool:
 
 
 def _read_threads(name: str) -> dict[str, tuple[str, str]]:
-    """Return the state and the context switches of each thread named `name`, by thread id.
-
-    Only voluntary context switches are counted. Both values are strings, as the kernel writes them.
-    """
+    """Return the state and context switches of threads with this name."""
     found = {}
     for task in _TASKS.iterdir():
         with suppress(OSError):  # of a thread that has ended
             lines = (task / "status").read_text().splitlines()
             fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
             if fields.get("Name") == name:
+                # as the kernel writes them; only voluntary switches count
                 found[task.name] = fields["State"], fields["voluntary_ctxt_switches"]
     return found
