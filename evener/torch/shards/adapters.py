@@ -31,7 +31,7 @@ def find_names(model: Any, sharded: Sharded | WholeModel) -> list[str]:
 
 
 def export_adapters(folder: Path, model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write PEFT's adapter files of a model to a folder, each of them atomically.
+    """Write PEFT's adapter files of a model to a folder, each atomically.
 
     `tensors` are the whole parameters by name.
     """

@@ -1,7 +1,7 @@
 """Checkpoints of a sharded model, with whole tensors that any number of ranks can load.
 
 A checkpoint is a folder with safetensors files, written one unit at a time, and an index that
-transformers can also read. It can be loaded under any shares, or by PyTorch alone. The index is
+transformers can also read. It can be loaded with any shares, or by PyTorch alone. The index is
 replaced atomically once its files are on disk, so the old checkpoint stays intact until then.
 
 For a model with PEFT's adapters, the folder has the trained parameters and PEFT's own files. Packed
@@ -54,7 +54,7 @@ AnyModel = Sharded | WholeModel
 
 
 def find_sharded(model: Any) -> Sharded | WholeModel:
-    """Return the Sharded object of a model or, on a single rank, its WholeModel.
+    """Return a model's Sharded object or, on a single rank, its WholeModel.
 
     Raises RequestError if there are other ranks and the model isn't sharded.
     """
@@ -72,10 +72,9 @@ def find_sharded(model: Any) -> Sharded | WholeModel:
 
 
 def model_state(model: Any) -> Tensors:
-    """Return the model's whole parameters and buffers on rank 0, in host memory.
+    """Return the model's whole parameters and buffers, on rank 0 in host memory.
 
-    Their names are those of `state_dict`. Other ranks get an empty dict, but every rank has to call
-    this.
+    Names are those of `state_dict`. Other ranks get {}, but every rank has to call this.
     """
     sharded, state = find_sharded(model), Tensors()
     names = {slot.names[0]: slot.names for slot in sharded.slots}
@@ -88,8 +87,8 @@ def model_state(model: Any) -> Tensors:
 def optimizer_state(optimizer: Any) -> dict[str, Any]:
     """Return an optimizer's whole state on rank 0, like its `state_dict`.
 
-    Other ranks get an empty dict, but every rank has to call this. Raises RequestError if the
-    optimizer doesn't train a sharded model.
+    Other ranks get {}, but every rank has to call this. Raises RequestError if the optimizer
+    doesn't train a sharded model.
     """
     sharded = find(optimizer)
     if sharded is None and is_alone():
@@ -113,7 +112,7 @@ def optimizer_state(optimizer: Any) -> dict[str, Any]:
 
 
 def _flats(sharded: AnyModel) -> Iterator[Flat]:
-    """Yield the model's Flat objects, except those of packed (4-bit) weights."""
+    """Yield the model's Flats, except those of packed (4-bit) weights."""
     # Checkpoints don't have packed weights.
     for unit in [sharded.root, *sharded.units]:
         for flat in unit.flats:
@@ -126,12 +125,9 @@ def _whole_slots(sharded: AnyModel) -> list[Slot]:
 
 
 def _parameters(sharded: AnyModel, wanted: Collection[str]) -> Iterator[Tensors]:
-    """Yield dicts of whole parameters by name, in host memory.
-
-    The dicts are empty on ranks other than 0. If `wanted` has names, Flats without any of these
-    parameters are skipped.
-    """
-    # There is one dict for each Flat. The last dicts have the unsharded parameters.
+    """Yield dicts of whole parameters by name, on rank 0 in host memory."""
+    # Other ranks yield empty dicts. If `wanted` has names, Flats without these parameters are
+    # skipped. There is one dict for each Flat. The last dicts have the unsharded parameters.
     for flat in _flats(sharded):
         if not wanted or any(slot.names[0] in wanted for slot in flat.slots):
             yield _gather_parameters(flat, flat.shard)
@@ -140,10 +136,7 @@ def _parameters(sharded: AnyModel, wanted: Collection[str]) -> Iterator[Tensors]
 
 
 def _copy_to_host(sharded: AnyModel, tensors: Mapping[str, torch.Tensor]) -> Iterator[Tensors]:
-    """Yield dicts of copies of the tensors in host memory, by name.
-
-    Ranks other than 0 yield nothing.
-    """
+    """Copy tensors to host memory on rank 0, and yield them in dicts."""
     # Each dict has at least FILE_BYTES, except the last one.
     if sharded.place.rank:
         return
@@ -160,10 +153,9 @@ def _copy_to_host(sharded: AnyModel, tensors: Mapping[str, torch.Tensor]) -> Ite
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def _gather_parameters(flat: Flat, shard: torch.Tensor) -> Tensors:
-    """Return the whole parameters of a Flat by name, in host memory.
+    """Gather a Flat's whole tensors by name, on rank 0 in host memory.
 
-    Every rank has to call this; ranks other than 0 get an empty dict. `shard` is this rank's shard
-    of the parameters or of one kind of optimizer state, such as exp_avg.
+    `shard` is this rank's part of the parameters or of an optimizer state.
     """
     whole = torch.empty(flat.cuts[-1][1], dtype=shard.dtype, device=shard.device)
     for work in flat.collect(whole, shard):
@@ -187,12 +179,9 @@ def _buffers(model: Any) -> Tensors:
 
 
 def _states(sharded: AnyModel, optimizer: Any) -> Iterator[Tensors]:
-    """Yield dicts of the optimizer's whole state by "parameter/kind", without step counters.
-
-    A key is, for example, "head.weight/exp_avg".
-    """
-    # There is one dict for each Flat and kind. The last dicts have the state of unsharded
-    # parameters.
+    """Yield the optimizer's whole state in dicts, such as {"head.weight/exp_avg": tensor}."""
+    # Step counters are left out. There is one dict for each Flat and kind. The last dicts have the
+    # state of unsharded parameters.
     for flat in _flats(sharded):
         yield from _gather_optimizer_states(flat, optimizer)
     whole = Tensors()
@@ -203,7 +192,7 @@ def _states(sharded: AnyModel, optimizer: Any) -> Iterator[Tensors]:
 
 
 def _gather_optimizer_states(flat: Flat, optimizer: Any) -> Iterator[Tensors]:
-    """Yield a Flat's whole optimizer state, as one dict per kind, such as exp_avg."""
+    """Yield a Flat's whole optimizer state, a dict for exp_avg and so on."""
     slots = [slot for slot in flat.slots if optimizer.state.get(slot.piece)]
     kinds = [kind for slot in slots for kind in _shard_kinds(optimizer.state[slot.piece])]
     for kind in dict.fromkeys(kinds):
@@ -220,16 +209,13 @@ def _gather_optimizer_states(flat: Flat, optimizer: Any) -> Iterator[Tensors]:
 
 
 def _shard_kinds(state: Mapping[str, Any]) -> list[str]:
-    """Return the names of the sharded tensors in a parameter's optimizer state."""
+    """Return which optimizer states of a parameter are sharded, such as "exp_avg"."""
     # all with an axis, such as "exp_avg"; step counters have none
     return [kind for kind, value in state.items() if _is_shard(value)]
 
 
 def _counters(sharded: AnyModel, optimizer: Any) -> dict[str, float]:
-    """Return the optimizer's scalar state, such as step counters, by "parameter/kind".
-
-    The values are the same on all ranks.
-    """
+    """Return the optimizer's scalar state, such as step counters, by "parameter/kind"."""
     return {
         f"{slot.names[0]}/{kind}": float(value)
         for slot in sharded.slots
@@ -243,7 +229,7 @@ def _is_shard(value: Any) -> bool:
 
 
 def _names(sharded: AnyModel, optimizer: Any) -> list[str]:
-    """Return the names of the optimizer's parameters, in the optimizer's order."""
+    """Return the names of the optimizer's parameters, in its order."""
     names = {id(slot.piece): slot.names[0] for slot in sharded.slots}
     return [
         names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]
@@ -251,9 +237,9 @@ def _names(sharded: AnyModel, optimizer: Any) -> list[str]:
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups in a JSON-serializable form.
+    """Return the optimizer's parameter groups as JSON-serializable dicts.
 
-    The value of "params" is a group's number of parameters. Tensors are converted to numbers.
+    "params" is the number of parameters in a group.
     """
     return [
         {key: value.item() if torch.is_tensor(value) else value for key, value in group.items()}
@@ -263,7 +249,7 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _number(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return groups from `_groups` as in a `state_dict`, where "params" is a list of indices."""
+    """Return groups from `_groups` as `state_dict` has them, with lists of indices."""
     numbers = count()
     return [{**group, "params": list(islice(numbers, group["params"]))} for group in groups]
 
@@ -274,11 +260,11 @@ def _number(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def save(
     folder: str | os.PathLike[str], model: Any, optimizer: Any = None, extra: Any = None
 ) -> None:
-    """Write the model and, if passed, the optimizer's state to a folder.
+    """Write the model, and the optimizer's state if given, to a folder.
 
     Rank 0 writes, but every rank has to call this. `extra` is JSON-serializable, and `load` returns
-    it. Raises RequestError on every rank if the checkpoint can't be written; an earlier one in the
-    folder then stays intact.
+    it. Raises RequestError on every rank if the checkpoint can't be written. An earlier checkpoint
+    in the folder then stays intact.
     """
     sharded = find_sharded(model)
     writes, has_adapters = sharded.place.rank == 0, hasattr(model, "peft_config")
@@ -306,10 +292,9 @@ def save(
 
 
 class _Writer:
-    """Writes a checkpoint's files first, and then the index that names them.
+    """Writes a checkpoint's files, and then the index that names them.
 
     - `writes`: True on the rank that writes.
-    - `index`: base name of the index.
     - `fault`: message of the first error, or "".
     """
 
@@ -321,7 +306,7 @@ class _Writer:
         self.fault = ""
 
     def run(self, action: Callable[[], None]) -> None:
-        """Run `action` on the rank that writes, unless an earlier action failed."""
+        """Run `action` on the rank that writes, unless an earlier one failed."""
         # errors go to `fault`, because the other ranks wait for this rank
         if not self._writes or self.fault:
             return
@@ -342,7 +327,7 @@ class _Writer:
         _safetensors()
 
     def write(self, kind: str, tensors: Tensors) -> None:
-        """Write these tensors to a new file; `kind` is "model" or "optimizer"."""
+        """Write tensors to a new file; `kind` is "model" or "optimizer"."""
         if tensors:
             self.run(lambda: self._write(kind, tensors))
 
@@ -356,11 +341,8 @@ class _Writer:
         self._size += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
     def close(self, rest: dict[str, Any]) -> None:
-        """Replace the index, and remove the files of the previous checkpoint.
-
-        `rest` has further entries of the index: the optimizer's groups, names and counters, and
-        `extra`.
-        """
+        """Replace the index, and remove the files of the previous checkpoint."""
+        # `rest` has the optimizer's groups, names and counters, and the user's `extra`
         own = {"schema": 1, "optimizer": self._maps["optimizer"], **rest}
         index = {
             "metadata": {"total_size": self._size, "evener": own},
@@ -389,7 +371,7 @@ Value = TypeVar("Value")
 
 
 def _from_first(own: Value) -> Value:
-    """Return rank 0's `own` on every rank; every rank has to call this function."""
+    """Return rank 0's value on every rank; all ranks call this."""
     if is_alone():
         return own
     with own_collectives():
@@ -397,16 +379,13 @@ def _from_first(own: Value) -> Value:
 
 
 def _agree(fault: str, remedy: str) -> None:
-    """Raise RequestError on every rank if `fault` isn't empty on rank 0.
-
-    `fault` is a message, and `remedy` is the advice in the error. Every rank has to call this.
-    """
+    """Raise RequestError on every rank if rank 0 has a `fault`."""
     if found := _from_first(fault):
         raise RequestError(found, remedy)
 
 
 def load(folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> Any:
-    """Load a checkpoint that `save` wrote, and return its `extra`.
+    """Load a checkpoint from `save`, and return its `extra`.
 
     The shares may have changed since. Without `optimizer`, no optimizer state is loaded. Every rank
     has to call this. Raises RequestError on every rank if the checkpoint is missing or belongs to
@@ -422,7 +401,7 @@ def load_whole(folder: str | os.PathLike[str], model: Any, optimizer: Any) -> An
 
 
 def has_optimizer(folder: str | os.PathLike[str], model: Any) -> bool:
-    """True if this folder has a checkpoint of `model` from `save` with an optimizer's state."""
+    """True if a folder has a checkpoint of `model` with an optimizer's state."""
     try:
         index = json.loads((Path(folder) / _index_of(model)).read_bytes())
     except (OSError, ValueError):
@@ -457,10 +436,8 @@ def _load(
 def _read_optimizer(
     reader: _Reader, sharded: AnyModel, optimizer: Any, own: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the stored optimizer state as a `state_dict` with this rank's part of each tensor.
-
-    `own` has evener's entries in the index.
-    """
+    """Return a `state_dict` of the optimizer with this rank's parts."""
+    # `own` has evener's entries in the index
     numbers = {name: number for number, name in enumerate(_names(sharded, optimizer))}
     state: dict[int, Any] = {}
 
@@ -483,11 +460,8 @@ def _read_optimizer(
 def _read_states(
     reader: _Reader, flat: Flat, stored: Iterable[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield this rank's part of each stored optimizer state of a Flat.
-
-    The results are pairs (name, part). `stored` are the names of all stored states, such as
-    "head.weight/exp_avg".
-    """
+    """Yield the names and this rank's parts of a Flat's optimizer states."""
+    # `stored` has the names of all states in the checkpoint, such as "head.weight/exp_avg"
     parameters = {slot.names[0] for slot in flat.slots}
     names = {name for name in stored if name.rpartition("/")[0] in parameters}
     kinds = dict.fromkeys(name.rpartition("/")[2] for name in stored if name in names)
@@ -504,8 +478,7 @@ class _Reader:
     """Reads tensors by name on rank 0, and sends each rank its part.
 
     - `reads`: True on rank 0.
-    - `index`: base name of the index.
-    - `fault`: message of the first error in reading a tensor, or "".
+    - `fault`: message of the first error, or "".
     """
 
     def __init__(self, folder: Path, reads: bool, index: str) -> None:
@@ -516,8 +489,7 @@ class _Reader:
     def open(self, sharded: AnyModel, model: Any, optimizer: Any) -> dict[str, Any]:
         """Check the checkpoint, and return evener's entries in its index.
 
-        The model's shapes are checked, and the state of `optimizer` unless it is None. Raises
-        RequestError on every rank if the checkpoint can't be loaded.
+        Raises RequestError on every rank if it can't be loaded.
         """
         fault, own = "", dict[str, Any]()
         if self._reads:
@@ -549,10 +521,7 @@ class _Reader:
         return own
 
     def _check_optimizer(self, own: dict[str, Any], sharded: AnyModel, optimizer: Any) -> None:
-        """Raise an error unless the checkpoint's optimizer state belongs to this optimizer.
-
-        `own` has evener's entries in the index.
-        """
+        """Raise an error if the checkpoint's optimizer differs from this one."""
         for name in own["optimizer"]:
             self._slice(name).get_shape()
         missing = set(_names(sharded, optimizer)) ^ set(own["names"])
@@ -572,10 +541,9 @@ class _Reader:
         return _safetensors().safe_open(self._folder / self._maps[name], "pt").get_slice(name)
 
     def read(self, flat: Flat, kind: str, dtype: Any) -> torch.Tensor:
-        """Return this rank's shard of a Flat's parameters or optimizer state.
+        """Return this rank's part of a Flat's parameters or optimizer state.
 
-        `kind` is "" for the parameters, or for example "/exp_avg". `dtype` is the result's dtype.
-        Tensors that aren't in the checkpoint become zeros.
+        `kind` is "" for parameters, or for example "/exp_avg". Missing tensors become zeros.
         """
         whole = torch.zeros(flat.cuts[-1][1], dtype=dtype, device=flat.shard.device)
         for slot in flat.slots if self._reads else ():
@@ -589,7 +557,7 @@ class _Reader:
         return whole[flat.start : flat.stop]
 
     def choose(self, flats: Iterable[Flat]) -> list[Flat]:
-        """Return the Flats that have any parameter in the checkpoint, on every rank."""
+        """Return the Flats with any parameter in the checkpoint, on every rank."""
         # a checkpoint of adapters has only some of the model's parameters
         listed = list(flats)
         names = [[name for slot in flat.slots for name in slot.names] for flat in listed]
@@ -597,10 +565,9 @@ class _Reader:
         return [flat for flat, has in zip(listed, have, strict=True) if has]
 
     def read_whole(self, names: Iterable[str], device: torch.device) -> Tensors:
-        """Return the named tensors of the checkpoint, whole, on this rank's `device`.
+        """Return tensors of the checkpoint, whole, on every rank's device.
 
-        Every rank has to call this. Tensors that aren't in the checkpoint, or can't be read, are
-        left out.
+        Tensors that are missing or can't be read are left out.
         """
         found = {name: self._read_tensor(name) for name in names if self._reads}
         listed = {name: each for name, each in found.items() if each is not None}
@@ -619,7 +586,7 @@ class _Reader:
         return tensors
 
     def read_buffers(self, model: Any) -> None:
-        """Copy the buffers in the checkpoint to the model's buffers on every rank."""
+        """Copy the checkpoint's buffers to the model on every rank."""
         names = [name for name in _buffers(model) if name in self._maps]
         for name in _from_first(names):
             buffer = model.get_buffer(name)
@@ -632,7 +599,7 @@ class _Reader:
             buffer.copy_(values)
 
     def _read_tensor(self, name: str) -> Any:
-        """Return a tensor of the checkpoint, or None if it can't be read."""
+        """Read a tensor of the checkpoint; None if that fails."""
         # the error goes to `fault`, because other ranks wait for this rank
         try:
             with _safetensors().safe_open(self._folder / self._maps[name], "pt") as opened:

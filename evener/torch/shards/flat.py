@@ -1,6 +1,6 @@
 """Flats: one-dimensional tensors that hold several parameters each, sharded over the ranks.
 
-They resemble the FlatParameter of FSDP1. A rank stores a contiguous range of a flat, its shard. The
+They resemble FSDP1's FlatParameter. A rank stores a contiguous range of a flat, its shard. The
 whole parameters are gathered from all ranks before use, and freed afterwards.
 """
 
@@ -23,10 +23,10 @@ from .slot import Slot, byte_count
 
 
 class Flat:
-    """A flat tensor with several parameters of a unit, sharded over the ranks.
+    """A one-dimensional tensor with several parameters of a unit, sharded over the ranks.
 
-    The tensor has one dimension. The parameters have the same dtype, and are all trained or all
-    frozen. They may be gathered in other dtypes (`Slot.computes`).
+    The parameters have the same dtype, and are all trained or all frozen. They may be gathered in
+    other dtypes (`Slot.computes`).
 
     - `place`: this rank's ShardRank.
     - `slots`: the parameters.
@@ -86,7 +86,7 @@ class Flat:
             dist.broadcast(filled, 0)
 
     def range_of(self, slot: Slot) -> tuple[int, int]:
-        """Return a parameter's range of this rank's shard, as (start, stop).
+        """Return a parameter's (start, stop) range within this rank's shard.
 
         Return (0, 0) if the shard has nothing of the parameter.
         """
@@ -101,10 +101,10 @@ class Flat:
         return self.gathered.gather()
 
     def collect(self, whole: torch.Tensor, shard: torch.Tensor) -> list[Any]:
-        """Start to gather all ranks' shards into `whole`.
+        """Start to gather all ranks' shards into `whole`; return the work handles to wait for.
 
-        Return the work handles to wait for. `shard` is this rank's shard of the parameters or of an
-        optimizer state, with the same dtype as `whole`.
+        `shard` is this rank's shard of the parameters or of an optimizer state, in the dtype of
+        `whole`.
         """
         parts = Parts(whole, self.cuts, self.rank, self._on_nccl)
         parts.own.copy_(shard)
@@ -118,10 +118,9 @@ class Flat:
     # ------------------------------------------------------------------ gradients
 
     def send_as_computed(self) -> None:
-        """From now on, send gradients in the dtypes they were computed in, if that saves bytes.
+        """From now on, send gradients in the dtype they were computed in, if that saves bytes.
 
-        Such gradients can't be accumulated over several backward passes, so each backward pass must
-        then end in a reduction.
+        Such gradients can't be accumulated, so each backward pass must end in a reduction.
         """
         as_stored = self.cuts[-1][1] * self.shard.element_size()
         is_shorter = self.gathered.size < as_stored
@@ -132,7 +131,7 @@ class Flat:
             )
 
     def _open(self) -> torch.Tensor:
-        """Return the buffer for whole parameters' gradients, creating it if there is none."""
+        """Return the buffer for whole parameters' gradients, allocated if needed."""
         # the reduction from an earlier use of the unit may still be running
         self.receive()
         if self._grads is None:
@@ -142,9 +141,9 @@ class Flat:
         return self._grads
 
     def take(self, slot: Slot, weight: float) -> None:
-        """Add a whole parameter's gradient, times `weight`, to the flat's buffer.
+        """Move a whole parameter's gradient, times `weight`, to the flat's buffer.
 
-        The parameter's own gradient is freed.
+        It is added there, and the parameter's own gradient is freed.
         """
         gradients = self._open()
         gradient, slot.whole.grad = slot.whole.grad, None
@@ -157,7 +156,7 @@ class Flat:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _collect_gradients(self, weight: float) -> torch.Tensor:
-        """Move whole parameters' gradients, times `weight`, to the buffer; return the buffer."""
+        """Move all gradients, times `weight`, to the buffer; return the buffer."""
         # one copy operation for all gradients costs the host less time than one for each
         buffer = self._open()
         taken = [slot for slot in self.slots if slot.whole.grad is not None]
@@ -175,7 +174,7 @@ class Flat:
         return buffer
 
     def count_gradients(self) -> None:
-        """Count the bytes of whole parameters' gradients in the Ledger until they are freed."""
+        """Count the bytes of whole parameters' gradients in the Ledger, until they are freed."""
         gradients = [slot.whole.grad for slot in self.slots]
         size = sum([gradient.nbytes for gradient in gradients if gradient is not None])
         self.held.add("gathered", size - self._computed_bytes)
@@ -198,7 +197,7 @@ class Flat:
             slot.kept = slot.piece.grad._version
 
     def send(self, weight: float) -> None:
-        """Start reducing the gradients over the ranks, multiplied by `weight` on this rank.
+        """Start to reduce this rank's gradients, times `weight`, over the ranks.
 
         Each rank receives the sums for its own shard.
         """
@@ -213,7 +212,7 @@ class Flat:
             self._work = Parts(gradients, self.cuts, self.rank, self._on_nccl).reduce()
 
     def _send_all(self, sender: GradientSender, weight: float) -> None:
-        """Send the gradients of whole parameters with `sender`, and free them."""
+        """Send the whole parameters' gradients with `sender`, and free them."""
         gradients = [slot.whole.grad for slot in self.slots]
         self.held.add("gathered", sender.taken_bytes)
         sender.take(weight, gradients)
@@ -228,7 +227,7 @@ class Flat:
     def receive(self) -> None:
         """Wait for the reduction that `send` started, and add its result to this rank's gradients.
 
-        Return at once if no reduction is running.
+        Return at once if none is running.
         """
         if not self._work:
             return
@@ -247,7 +246,7 @@ class Flat:
         self._work, self._grads = [], None
 
     def release_gradients(self) -> None:
-        """Free this rank's gradients if the loop has cleared all of them."""
+        """Free this rank's gradients if the loop has cleared them all."""
         # the next backward pass allocates it again, so that activations and gradients don't peak
         # together
         if self._grad_shard is None or any(slot.piece.grad is not None for slot in self.slots):
@@ -258,11 +257,9 @@ class Flat:
             slot.view = None
 
     def _make_views(self, made: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the gradient of this rank's shard.
-
-        If there is none, `made` becomes the gradient, or zeros if `made` is None.
-        """
-        # Each slot gets a view of its part of a new gradient.
+        """Return the gradient of this rank's shard, created if needed."""
+        # A new gradient is `made`, or zeros if `made` is None. Each slot gets a view of its part of
+        # a new gradient.
         if self._grad_shard is None:
             self._grad_shard = torch.zeros_like(self.shard) if made is None else made
             self.held.add("gradients", byte_count(self._grad_shard))
@@ -272,10 +269,9 @@ class Flat:
         return self._grad_shard
 
     def _add_reduced(self, summed: torch.Tensor, keeps: bool = False) -> None:
-        """Add reduced gradients to the gradients of this rank's shard.
+        """Add reduced gradients to those of this rank's shard.
 
-        If the shard has none, its gradient becomes a copy of `summed`, or `summed` itself with
-        `keeps`.
+        With `keeps`, `summed` itself may become the gradient.
         """
         for slot in self.slots:
             if slot.received or slot.piece.grad is not None:
@@ -289,7 +285,7 @@ class Flat:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _add_to_earlier(self, summed: torch.Tensor) -> None:
-        """Add the reduced gradients `summed` to gradients from earlier backward passes."""
+        """Add reduced gradients to gradients from earlier backward passes."""
         shard = self._make_views()
         fresh = [slot for slot in self.slots if not slot.received]
         for slot in fresh:
@@ -317,7 +313,7 @@ class Flat:
             slot.piece.grad = slot.whole.grad = None
 
     def set_gradients(self, used: Sequence[bool]) -> None:
-        """Set the `.grad` of this rank's pieces (parts of parameters) after a backward pass.
+        """Set the `.grad` of this rank's pieces of parameters after a backward pass.
 
         `used` has a flag for each slot: True if any rank used the parameter in the pass.
         """

@@ -1,11 +1,11 @@
 """A rank without rows: it holds a part of a sharded model's state, and computes nothing.
 
-All ranks of a sharded model have to run the same gathers and reductions in the same order. A rank
-without rows gets a filler row, whose gradients have weight 0. It computes that row until two
-consecutive passes have run the same collectives. From then on it only runs these collectives,
-without activations. The model returns copies of its outputs for the filler row, and the backward
-pass through them takes part in the other ranks' reductions. Inputs whose shapes differ from the
-recorded ones are computed, because the other ranks' collectives may then differ, too.
+All ranks of a sharded model run the same gathers and reductions in the same order. A rank without
+rows gets a filler row, whose gradients have weight 0. It computes that row until two consecutive
+passes have run the same collectives. From then on it only runs these collectives, without
+activations. The model returns copies of its outputs for the filler row. The backward pass through
+them takes part in the other ranks' reductions. Inputs of other shapes than the recorded ones are
+computed, because the other ranks' collectives may then differ, too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PassRecord:
         self.trained: list[bool] = []  # whether each tensor in the outputs requires a gradient
 
     def is_like(self, other: PassRecord | None) -> bool:
-        """True if both passes had inputs of equal shapes and equal collectives."""
+        """True if both passes had inputs of equal shapes, and equal collectives."""
         if other is None:
             return False
         same = (self.shapes, self.forward, self.backward, self.unsent, self.trained)
@@ -49,7 +49,7 @@ class PassRecord:
 
 
 class Follower:
-    """Records the passes of a rank without rows, and repeats them without computing.
+    """Records the passes of a rank without rows, and repeats their collectives without computing.
 
     `root` is the unit of the model itself, and `units` are the others. The model's forward method
     is replaced.
@@ -112,7 +112,7 @@ class Follower:
     # ------------------------------------------------------------------ a pass that is repeated
 
     def _repeat(self, record: PassRecord) -> Any:
-        """Run the gathers of a recorded forward pass, and return copies of its outputs."""
+        """Run a recorded forward pass's gathers, and return copies of its outputs."""
         for unit, _ in record.forward:
             _gather(unit)
         for unit in self._units:
@@ -125,9 +125,9 @@ class Follower:
         )
 
     def repeat_backward(self, record: PassRecord) -> None:
-        """Run the gathers and reductions of a recorded backward pass, with gradients of 0.
+        """Run a recorded backward pass's gathers and reductions, with gradients of 0.
 
-        This is called in the backward pass through the copied outputs.
+        The backward pass through the copied outputs calls this.
         """
         before: Unit | None = None
         for unit, gathers in record.backward:
@@ -150,7 +150,7 @@ def _gather(unit: Unit) -> None:
 
 
 class _Repeated(torch.autograd.Function):  # type: ignore[misc]  # torch isn't followed
-    """Returns copies of a recorded pass's outputs; its backward repeats the pass's collectives."""
+    """Copies recorded outputs; its backward pass repeats the recorded collectives."""
 
     @staticmethod
     def forward(

@@ -13,13 +13,13 @@ from .slot import Slot
 
 
 def sort_slots(slots: Sequence[Slot]) -> list[Slot]:
-    """Return the parameters in the order of a flat tensor, the widest dtypes first."""
+    """Return parameters in the order of a flat tensor, the widest dtypes first."""
     # so the parameters of each dtype begin at a multiple of its size in bytes
     return sorted(slots, key=lambda slot: (-slot.computes.itemsize, str(slot.computes)))
 
 
 class Segment:
-    """Neighbouring parameters of a flat that are gathered in one dtype.
+    """Adjacent parameters of a flat that are gathered in one dtype.
 
     - `start`, `stop`: their range in the flat's elements.
     - `byte`: their first byte in the gathered memory.
@@ -39,8 +39,7 @@ class Segment:
 class Gathered:
     """The memory for a flat tensor's whole parameters while they are in use.
 
-    It is a block of bytes, which is allocated on creation, freed by `free`, and allocated again by
-    `gather`.
+    It is a block of bytes, allocated on creation. `free` frees it, and `gather` allocates it again.
 
     - `place`: this rank's ShardRank.
     - `slots`: the parameters, in the order of `sort_slots`.
@@ -82,7 +81,7 @@ class Gathered:
         raise KeyError(slot.computes)
 
     def gather(self) -> list[Any]:
-        """Allocate the block, start to gather into it, and return the work handles to wait for."""
+        """Allocate the block, and start to gather into it; return the work handles to wait for."""
         self._storage.resize_(self.size)
         for target, source in self._copies:  # neither is known to autograd
             target.copy_(source)
@@ -104,11 +103,9 @@ class Gathered:
     def _pair_with(
         self, shard: torch.Tensor, start: int, stop: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return pairs (target, source) of tensors that copy `shard` to the block.
-
-        `shard` has this rank's elements, from `start` to `stop` in the flat tensor.
-        """
-        # a rank measured without the others repeats its elements to fill each segment
+        """Return (target, source) pairs that copy this rank's shard to the block."""
+        # `shard` has the elements from `start` to `stop` of the flat tensor. A rank measured
+        # without the others repeats its elements to fill each segment.
         pairs = []
         for segment, typed in zip(self.segments, self._typed, strict=True):
             low, high = max(start, segment.start), min(stop, segment.stop)
@@ -121,23 +118,20 @@ class Gathered:
 
 
 def _make_segments(slots: Sequence[Slot], elements: int) -> list[Segment]:
-    """Return the segments of a flat tensor, one for each dtype.
-
-    `slots` are the parameters in the tensor. The last segment includes the padding up to
-    `elements`.
-    """
+    """Divide a flat tensor's parameters into segments, one for each dtype."""
     made: list[Segment] = []
     byte = 0
     for dtype, same in groupby(slots, lambda slot: slot.computes):
         listed = list(same)
         made.append(Segment(dtype, listed[0].start, listed[-1].start + listed[-1].numel, byte))
         byte = made[-1].byte_of(made[-1].stop)
+    # the last one includes the padding
     made[-1].stop = elements
     return made
 
 
 def _repeat(target: torch.Tensor, own: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return pairs of tensors (target, source) that fill `target` with copies of `own`."""
+    """Return (target, source) pairs that fill `target` with copies of `own`."""
     times, rest = divmod(target.numel(), own.numel())
     lines = target[: times * own.numel()].view(times, own.numel())
     return [(lines, own.expand(times, own.numel())), (target[times * own.numel() :], own[:rest])]

@@ -79,11 +79,9 @@ def shard(
 ) -> Any:
     """Shard a model over the ranks of a training run, and return it.
 
-    The arguments are those of `Split.shard`:
-
-    - `level`: its argument `shard`, "all" or "state".
-    - `units`, `state`, `dtype`: the same as there.
-    - `casts`: dtype of an autocast around each forward pass of the model, or None.
+    - `level`: "all" or "state", the argument `shard` of `Split.shard`.
+    - `units`, `state`, `dtype`: the same as in `Split.shard`.
+    - `casts`: dtype of an autocast around each forward pass, or None.
 
     Raises RequestError if the model can't be sharded.
     """
@@ -136,10 +134,11 @@ def cut_model(
     keeps: bool = False,
     casts: Any = None,
 ) -> Sharded:
-    """Replace a model's parameters with this rank's pieces, and return the Sharded.
+    """Replace a model's parameters by this rank's pieces, and return its Sharded object.
 
-    `place` tells how the model is divided among the ranks. `units` has the modules to gather and
-    free one after another, by name. `dtype`, `keeps` and `casts` are passed to Sharded.
+    - `units`: the modules to gather and free one after another, by name.
+    - `place`: how the model is divided among the ranks.
+    - `dtype`, `keeps`, `casts`: passed to Sharded.
     """
     if place.device.type == "cpu":
         return_memory()
@@ -162,7 +161,10 @@ def cut_model(
 
 
 def trains_shards_only(model: Any) -> bool:
-    """True if the model is sharded and no trained parameter, such as an adapter, is held whole."""
+    """True if a model is sharded, and each rank holds only pieces of all trained parameters.
+
+    False if some are held whole, as adapters are.
+    """
     # gradients are then reduced unit by unit, and no rank has the gradient of a few rows
     sharded = getattr(model, "exchange", None)
     return isinstance(sharded, Sharded) and sharded.whole is None
@@ -201,12 +203,9 @@ def check_buffers(model: Any) -> None:
 def _choose_parts(
     training: PlannedTraining, state: Sequence[float] | None, beside: Callable[[], int]
 ) -> tuple[float, ...]:
-    """Return the relative size of each rank's part of the model's state.
-
-    `state` has the sizes. If it is empty, they come from the plan or, without sizes there, from the
-    memory left for state. `beside()` returns the bytes that a rank needs for other things. Raises
-    RequestError unless each rank has a part above 0.
-    """
+    """Return the relative size of each rank's part of the state."""
+    # the sizes come from `state`, else from the plan, else from the memory left beside the
+    # `beside()` bytes for other things
     planned = tuple(share.state for share in training.ranks.shares)
     parts = tuple(state or ()) or (
         planned if all(planned) else _free_bytes_by_rank(training, beside())
@@ -221,11 +220,9 @@ def _choose_parts(
 
 
 def _free_bytes_by_rank(training: PlannedTraining, beside: int) -> tuple[float, ...]:
-    """Return the bytes left for state on each rank's GPU.
-
-    The number is 1 for a rank on a CPU. `beside` are the bytes that a rank needs for other things.
-    """
-    # ranks on CPUs share their host's memory, so they get equal parts
+    """Return the bytes left for state on each rank's GPU."""
+    # `beside` are the bytes that a rank needs for other things. A rank on a CPU counts as 1: ranks
+    # on CPUs share their host's memory, so they get equal parts.
     own = 1.0
     if training.device.type == "cuda":
         allowed = torch.cuda.get_per_process_memory_fraction(training.device)
@@ -248,7 +245,7 @@ def _refuse(*_: Any) -> None:
 def include_all_ranks(sharded: Sharded, replaced: Iterable[Any]) -> None:
     """Make clipping, unscaling and optimizer checks include all ranks while this model exists.
 
-    `replaced` are the whole parameters from before sharding, which an optimizer must not train any
+    `replaced` are the whole parameters from before sharding. An optimizer must not train them any
     more.
     """
     _all.add(sharded)
@@ -291,11 +288,13 @@ _HOOKS = ProcessHooks(_register)
 def sum_norms(
     norm: Callable[..., Any], tensors: list[Any], kind: float, *options: Any, **named: Any
 ) -> Any:
-    """Return the norm of gradients, including the shards of other ranks.
+    """Return the norm of gradients, including other ranks' shards.
 
-    `norm` is PyTorch's function for one process. Its arguments are `tensors` (this rank's
-    gradients), `kind` (the order of the norm) and the rest. Raises RequestError for order 0. Raises
-    RuntimeError if `error_if_nonfinite` is True and the norm isn't finite.
+    - `norm`: PyTorch's function for one process.
+    - `tensors`: this rank's gradients.
+    - `kind`: the order of the norm; 0 raises RequestError.
+    - `options`, `named`: `norm`'s other arguments. With `error_if_nonfinite`, a norm that isn't
+      finite raises RuntimeError.
     """
     shards = _list_shard_gradients()
     own = [tensor for tensor in tensors if id(tensor) in shards]
@@ -318,28 +317,23 @@ def sum_norms(
 
 
 def _list_shard_gradients() -> set[int]:
-    """Return the ids of the gradients of all sharded models on this rank."""
+    """Return the ids of this rank's gradients of all sharded models."""
     parameters = [piece for sharded in _all for piece in sharded.pieces]
     return {id(parameter.grad) for parameter in parameters if parameter.grad is not None}
 
 
 def _sum_shard_norms(norm: Callable[..., Any], own: list[Any], kind: float) -> torch.Tensor:
-    """Return the norm of the gradient shards of all ranks.
-
-    `own` are this rank's shards, and `kind` is the order of the norm. The result has the widest of
-    the shards' dtypes.
-    """
+    """Return the norm of all ranks' gradient shards."""
+    # `own` are this rank's shards, and `kind` is the order of the norm
     parts = [each for each in own if each.numel()]
     total = _norm_over_ranks(norm(parts, kind) if parts else None, kind, own[0].device)
     return total.to(reduce(torch.promote_types, {each.dtype for each in own}))
 
 
 def _norm_over_ranks(own: torch.Tensor | None, kind: float, device: Any) -> torch.Tensor:
-    """Return the norm over all ranks, computed from each rank's norm.
-
-    `own` is this rank's norm, or None if the rank has no elements. `kind` is the order of the norm.
-    """
-    # summed in float64, because powers of half-precision values overflow
+    """Combine the ranks' norms of order `kind` into one norm."""
+    # `own` is None if this rank has no elements. Summed in float64, because powers of
+    # half-precision values overflow.
     if kind in (float("inf"), float("-inf")):
         nothing = torch.full((), max(0.0, -kind), device=device, dtype=torch.float64)
         total = nothing if own is None else own.double()
@@ -359,10 +353,10 @@ def _reduce(tensor: torch.Tensor, operation: Any) -> None:
 
 
 def move(optimizer: Any, replaced: Iterable[Any], model: Any) -> None:
-    """Replace the parameters `replaced` in an optimizer with the parameters of the sharded `model`.
+    """Replace an optimizer's parameters by those of a sharded model.
 
-    `replaced` are the model's parameters before sharding, in the same order. Raises RequestError if
-    the optimizer already has state.
+    `replaced` are the model's parameters from before sharding, in the same order. Raises
+    RequestError if the optimizer already has state.
     """
     if optimizer.state:
         raise RequestError(
@@ -405,11 +399,8 @@ def _before_step(optimizer: Any, _: Any, __: Any) -> None:
 
 
 def _check_optimizer(optimizer: Any, sharded: Sharded | None) -> None:
-    """Raise RequestError if an optimizer can't train pieces of parameters.
-
-    The same error is raised for an optimizer with parameters from before sharding. `sharded` is the
-    sharded model that it trains, or None.
-    """
+    """Raise RequestError if an optimizer can't train pieces of parameters."""
+    # nor parameters from before sharding
     if any(
         parameter in _replaced for group in optimizer.param_groups for parameter in group["params"]
     ):

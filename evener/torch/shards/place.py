@@ -1,4 +1,4 @@
-"""Divide a tensor among ranks, and run collectives over its parts, which may differ in size."""
+"""Divide a tensor among ranks in parts of any sizes, and run collectives over the parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ShardRank(msgspec.Struct, frozen=True):
 
     - `parts`: relative sizes of the ranks' parts of the state.
     - `single_rank`: True if the rank is measured without others. It then fills gathered parameters
-      with copies of its own shard, and sums no gradients with others.
+      with copies of its own shard, and sums no gradients.
     - `first`: the first rank that computes rows; its buffers are copied to all ranks.
     """
 
@@ -36,7 +36,7 @@ class ShardRank(msgspec.Struct, frozen=True):
 
     @property
     def exchanges_bytes(self) -> bool:
-        """True if the ranks can exchange parts of unequal sizes in one collective."""
+        """True if ranks can exchange parts of unequal sizes in one collective."""
         # gloo can't do so between GPUs
         return not self.single_rank and (self.on_nccl or self.device.type == "cpu")
 
@@ -47,11 +47,10 @@ ALIGNED = 8
 
 
 def cut(elements: int, parts: Sequence[float]) -> tuple[tuple[int, int], ...]:
-    """Return each rank's (start, stop) range of a flat tensor.
+    """Return each rank's (start, stop) range of a flat tensor's elements.
 
-    The ranges of the `elements` are in proportion to `parts`, and begin at multiples of ALIGNED.
-    They include padding at the end. Equal parts then have equal sizes, and each rank holds at least
-    ALIGNED elements.
+    The ranges are in proportion to `parts`, begin at multiples of ALIGNED, and include padding at
+    the end. Equal parts get equal sizes. Each rank holds at least ALIGNED elements.
     """
     ranks = len(parts)
     blocks = -(-max(elements, 1) // (ALIGNED * ranks)) * ranks

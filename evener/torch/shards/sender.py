@@ -2,8 +2,8 @@
 
 Each rank sends its gradients to the ranks that hold their shards, in the dtype in which they were
 computed. The receiving rank multiplies them by the sender's weight, and adds them up in the dtype
-of its shard. The result is that of a reduction in the shard's dtype, but bfloat16 gradients of
-float32 parameters need only half the bytes.
+of its shard. The result is the same as of a reduction in the shard's dtype. But bfloat16 gradients
+of float32 parameters need only half the bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEADER = 16  # bytes before each part, for the sender's weight
 
 
 class DtypeRange(NamedTuple):
-    """Neighbouring elements of a flat that have one dtype and belong to one rank.
+    """Adjacent elements of a flat that have one dtype and belong to one rank.
 
     - `start`, `stop`: their range in the flat.
     - `byte`: their first byte in the rank's part.
@@ -40,16 +40,13 @@ class DtypeRange(NamedTuple):
     byte: int
 
     def find_in(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the elements of this range as a view of `part`.
-
-        `part` has the bytes of the rank that the elements belong to.
-        """
+        """Return these elements as a view of `part`, the bytes of the rank that owns them."""
         size = (self.stop - self.start) * int(self.dtype.itemsize)
         return part[self.byte : self.byte + size].view(self.dtype)
 
 
 class GradientCopy(NamedTuple):
-    """Describes a copy of a gradient's elements to the tensor that is sent.
+    """A copy of a gradient's elements to the tensor that is sent.
 
     - `position`: the parameter's index in the list of slots.
     - `elements`: the range of elements; None for the whole gradient.
@@ -62,11 +59,11 @@ class GradientCopy(NamedTuple):
 
 
 class GradientSender:
-    """Sends the gradients of a flat tensor's parameters, and sums the received ones.
+    """Sends a flat tensor's gradients, and sums the received ones.
 
     - `place`: this rank's ShardRank.
     - `slots`: the flat's parameters.
-    - `segments`: the ranges of neighbouring parameters with the same dtype.
+    - `segments`: ranges of adjacent parameters with the same dtype.
     - `ranges`: each rank's range of the flat's elements.
     - `dtype`: dtype of the shards.
     - `taken_bytes`: bytes allocated from `take` to `add_up`.
@@ -109,10 +106,8 @@ class GradientSender:
         self.free()
 
     def _allocate(self, sizes: Sequence[int], others: Sequence[int], device: Any) -> None:
-        """Allocate the tensors that are sent and received.
-
-        `sizes` are the bytes of each rank's part, and `others` are the ranks other than this one.
-        """
+        """Allocate the tensors that are sent and received."""
+        # `sizes` are the bytes of each rank's part, and `others` are the other ranks
         own = sizes[self._rank]
         self._sizes = [size if rank in others else 0 for rank, size in enumerate(sizes)]
         self._returned = [own if rank in others else 0 for rank in range(len(sizes))]
@@ -124,20 +119,18 @@ class GradientSender:
     def _split_by_ranks(
         self, sizes: Sequence[int], others: Sequence[int]
     ) -> dict[int, torch.Tensor]:
-        """Return the part of the sent tensor for each rank, by rank.
-
-        `sizes` are the bytes of each part, and `others` are the ranks other than this one.
-        """
-        # the parts of `others` first; this rank's own part comes last, and isn't sent
+        """Divide the sent tensor into the parts for each rank."""
+        # `sizes` are the bytes of each part. The parts of `others` come first. This rank's own part
+        # is last, and isn't sent.
         order = [*others, self._rank]
         parts = self._sent.split([sizes[rank] for rank in order])
         return dict(zip(order, parts, strict=True))
 
     def take(self, weight: float, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Copy the gradients of whole parameters to the tensor that is sent.
+        """Copy whole parameters' gradients to the tensor that is sent; the caller may free them.
 
-        The caller may then free them. `weight` is the weight of this rank's gradients. `gradients`
-        are in the order of the slots; None counts as 0.
+        `weight` is the weight of this rank's gradients. `gradients` are in the order of the slots;
+        None counts as 0.
         """
         if weight != self._weight:
             self._weight = weight
@@ -165,10 +158,7 @@ class GradientSender:
         copies: Sequence[GradientCopy],
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
-        """Copy gradients of one dtype to the targets in `copies`.
-
-        For the dtype of the shards, this rank's weight is also copied to the header of each part.
-        """
+        """Copy gradients of one dtype to the targets in `copies`."""
         targets, sources = [], []
         for position, elements, target in copies:
             gradient = gradients[position]
@@ -177,6 +167,7 @@ class GradientSender:
                 continue
             targets.append(target)
             sources.append(gradient if elements is None else gradient.reshape(-1)[elements])
+        # the header of each part has this rank's weight, in the dtype of the shards
         if dtype == self._dtype:
             targets += self._headers
             sources += [self._weights] * len(self._headers)
@@ -205,15 +196,12 @@ class GradientSender:
 
 
 def bound_received(ranks: int) -> float:
-    """Return the most that a rank receives, as a multiple of a Flat's gradients.
-
-    2.0 means at most twice the size of these gradients. `ranks` is the number of ranks.
-    """
+    """Return the most that a rank receives, as a multiple of a Flat's gradients."""
     return min(MOST_RECEIVED, ranks - 1.0)
 
 
 def saves_memory(ranges: Sequence[tuple[int, int]]) -> bool:
-    """True if, on every rank, received gradients need no more memory than a sum in float32.
+    """True if received gradients need no more memory than a sum in float32, on any rank.
 
     `ranges` are the ranks' ranges of a flat tensor's elements.
     """
@@ -223,10 +211,8 @@ def saves_memory(ranges: Sequence[tuple[int, int]]) -> bool:
 
 
 def _divide(segments: Sequence[Segment], start: int, stop: int) -> list[DtypeRange]:
-    """Return one DtypeRange per dtype for a rank's elements of a flat tensor.
-
-    The rank's elements are those from `start` to `stop` - 1.
-    """
+    """Return one DtypeRange per dtype for a rank's elements."""
+    # the rank has the elements from `start` to `stop` - 1 of a flat tensor
     pieces: list[DtypeRange] = []
     byte = HEADER
     for segment in segments:  # the widest dtypes come first, so each piece is aligned
@@ -243,11 +229,9 @@ def _find_copies(
     pieces: Sequence[Sequence[DtypeRange]],
     parts: dict[int, torch.Tensor],
 ) -> list[GradientCopy]:
-    """Return the GradientCopy objects for all elements of a parameter's gradient.
-
-    `position` is the parameter's index in the list of slots. `pieces` has the dtype ranges of each
-    rank's part, and `parts` has the parts themselves, by rank.
-    """
+    """Return the copies of a parameter's gradient to each rank's part."""
+    # `position` is the parameter's index in the list of slots; `pieces` has the dtype ranges of
+    # each rank's part
     found = []
     for rank, listed in enumerate(pieces):
         for piece in listed:
@@ -264,7 +248,7 @@ def _find_copies(
 
 
 def _weight_of(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weight in a part's header, of type `dtype`, as a one-element tensor."""
+    """Return the weight in a part's header, as a one-element tensor."""
     return part[: dtype.itemsize].view(dtype)
 
 

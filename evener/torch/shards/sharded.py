@@ -1,4 +1,4 @@
-"""The passes of a sharded model: prefetch each unit, free it after use, reduce its gradients.
+"""Run the passes of a sharded model: prefetch units, free them after use, reduce their gradients.
 
 Each rank receives the sums for its own shard. A rank holds only its shard of a gradient, so each
 backward pass ends with a reduction, also with several backward passes per optimizer step. All ranks
@@ -33,13 +33,13 @@ _SIMPLE = (type(None), Number, str, bytes, type, torch.dtype, torch.device)
 
 
 class Sharded:
-    """Gathers the units of a sharded model, and sums their weighted gradients.
+    """Gathers the units of a sharded model, and sums their weighted gradients over the ranks.
 
-    - `units`: the units of `model` by name.
+    - `units`: the units of `model`, by name.
     - `place`: this rank's ShardRank.
     - `dtype`: dtype of the whole parameters; None for the dtype of the shards.
     - `keeps`: True to leave the model undivided. Parameters and gradients then stay whole through
-      all passes of a batch, and gradients are reduced once, in the backward pass outside no_sync.
+      all passes of a batch. Gradients are reduced once, in the backward pass outside no_sync.
     - `casts`: dtype of an autocast around the model, or None.
     """
 
@@ -107,7 +107,7 @@ class Sharded:
         self._spread_buffers()
 
     def compute_nothing(self) -> None:
-        """From now on, only run the model's collectives, on a rank with state but without rows."""
+        """From now on, only run the model's collectives, on a rank that has no rows."""
         self._follower = Follower(self.root, self.units, self.place.device)
 
     def _send_as_computed(self) -> None:
@@ -133,7 +133,7 @@ class Sharded:
             self.whole.hook(lambda: own.accumulated_whole(), lambda: own.weight)
 
     def _place_statistics(self, place: ShardRank) -> None:
-        """Copy the first rank's statistics of packed (4-bit) weights to each rank's device."""
+        """Copy the statistics of packed (4-bit) weights to every rank's device."""
         # a layer unpacks its weights with them, such as the scales of blocks of values
         packed = [slot.whole for slot in self.slots if is_packed(slot.whole)]
         for each in packed:
@@ -145,9 +145,9 @@ class Sharded:
                 spread(statistics)
 
     def has_any(self, parameters: set[int]) -> bool:
-        """Return False if none of these parameters is sharded; otherwise raise RequestError.
+        """Raise RequestError if any of these parameters is sharded; otherwise return False.
 
-        `parameters` are the parameters' ids.
+        `parameters` are their ids.
         """
         # called by an exchange, which can't sum the gradients of sharded parameters
         if not parameters.isdisjoint(map(id, self.parameters)):
@@ -162,10 +162,10 @@ class Sharded:
         self.weight = weight
 
     def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
-        """Register hooks that detect a backward pass through these outputs of the model.
+        """Detect a backward pass through these outputs of the model, with hooks.
 
-        `batch` is the batch of the outputs. `sync` is True if the backward pass ends with a
-        reduction over the ranks.
+        `batch` is the batch of the outputs. With `sync`, the backward pass ends with a reduction
+        over the ranks.
         """
         self._batch, self._sums = batch, sync
 
@@ -180,7 +180,7 @@ class Sharded:
     # ------------------------------------------------------------------ a forward pass
 
     def begin_forward(self, unit: Unit) -> None:
-        """Gather a unit before it computes; prefetch the unit that followed in the last pass."""
+        """Gather a unit before it computes, and prefetch the unit that followed last time."""
         if _in_backward():  # recomputed for activation checkpointing: only gather
             unit.gather()
             return
@@ -219,9 +219,9 @@ class Sharded:
         self._last = self.root
 
     def end_forward(self, unit: Unit, outputs: Any) -> None:
-        """Free a unit that has computed, unless the backward pass begins with it.
+        """Free a unit after it has computed, unless the backward pass begins with it.
 
-        `outputs` are the results of the unit.
+        `outputs` are the unit's results.
         """
         if _in_backward():
             self._follow_outputs(unit, outputs)
@@ -240,10 +240,9 @@ class Sharded:
         unit.hide()  # a loop may clear gradients before the backward pass, or make its optimizer
 
     def _follow_outputs(self, unit: Unit, outputs: Any) -> bool:
-        """Register hooks on outputs that gather the unit in the backward pass.
+        """Hook a unit's outputs to gather it in the backward pass.
 
-        Return False if no output requires a gradient. Raises RequestError if the outputs' tensors
-        can't be found.
+        Return False if no output requires a gradient.
         """
         seen = list(_find_tensors(outputs))
         watched = [each for each in seen if isinstance(each, torch.Tensor) and each.requires_grad]
@@ -260,7 +259,7 @@ class Sharded:
         return bool(watched)
 
     def cast(self, unit: Unit, inputs: Any) -> Any:
-        """Cast floating-point inputs of the model to the dtype of its whole parameters.
+        """Cast the model's floating-point inputs to the dtype of its whole parameters.
 
         Inputs of other units are returned unchanged.
         """
@@ -271,9 +270,9 @@ class Sharded:
         )
 
     def read_outside(self, unit: Unit) -> None:
-        """Gather a unit whose parameters are read outside its forward pass.
+        """Gather a layer whose parameters are read outside its forward pass.
 
-        The unit is a single layer, and stays gathered until the backward pass ends.
+        The layer is a unit of its own. It stays gathered until the backward pass ends.
         """
         # for example, a model may multiply by its head's weight without calling the head
         if not (self._computes or _in_backward()) or (unit.gathered and not unit.hidden):
@@ -287,8 +286,7 @@ class Sharded:
     def arm(self, batch: Any) -> None:
         """Prepare for a backward pass that has reached outputs of the model.
 
-        `batch` is the batch of these outputs. Raises RequestError if the backward pass is run with
-        create_graph=True.
+        `batch` is the batch of these outputs. Raises RequestError if create_graph=True.
         """
         # once per backward pass; for further outputs, only record that it has reached them
         if torch.is_grad_enabled():
@@ -324,7 +322,7 @@ class Sharded:
             before.begin_gather()
 
     def end_backward(self, unit: Unit, is_over: bool = False) -> None:
-        """Start to reduce the complete gradients of a unit, and free the unit.
+        """Start to reduce a unit's complete gradients, and free the unit.
 
         `is_over` is True at the end of the backward pass.
         """
@@ -340,7 +338,7 @@ class Sharded:
         unit.free()
 
     def accumulated(self, unit: Unit) -> None:
-        """Record that a unit has gradients to reduce; prepare for the backward pass if needed."""
+        """Record that a unit has gradients to reduce; if needed, prepare for the backward pass."""
         unit.unsent = True
         if self._task is None:
             self.arm(self._batch)
@@ -351,7 +349,7 @@ class Sharded:
             self.arm(self._batch)
 
     def _finish_backward(self) -> None:
-        """Finish the backward pass: reduce the remaining gradients, or keep them for later."""
+        """Finish the backward pass: reduce its remaining gradients, or keep them."""
         if self._follower is not None:
             self._follower.end_backward()
         if self.keeps and not self._sums:
@@ -369,17 +367,16 @@ class Sharded:
             self.done()
 
     def _keep(self) -> None:
-        """End a pass whose gradients a later pass reduces; until then, parameters stay whole."""
+        """End a pass whose gradients a later pass reduces."""
+        # until then, parameters stay whole
         self.waits, self._task, self._passing = True, None, None
         self.root.hide()
         for flat in self.root.trained:
             flat.keep()
 
     def _check_kept(self, is_there: Callable[[Slot], bool]) -> None:
-        """Raise RequestError if the loop cleared gradients that wait for a reduction.
-
-        `is_there` returns True if the gradient of a slot still exists.
-        """
+        """Raise RequestError if the loop cleared gradients that wait for a reduction."""
+        # `is_there` tells whether a slot's gradient still exists
         waits = self.keeps and self.waits
         if waits and not all(is_there(slot) for slot in self.root.slots if slot.fired):
             raise RequestError(
@@ -388,7 +385,7 @@ class Sharded:
             )
 
     def _set_gradients(self) -> None:
-        """Set the `.grad` of each parameter that any rank used in the backward pass."""
+        """Set the `.grad` of each parameter that any rank used."""
         flats = [flat for unit in [self.root, *self.units] for flat in unit.trained]
         fired = [slot.fired for flat in flats for slot in flat.slots]
         fired += self._add_up_whole()
@@ -404,11 +401,8 @@ class Sharded:
             self.whole.set_gradients(used[first:])
 
     def _add_up_whole(self) -> list[bool]:
-        """Sum the gradients of unsharded parameters over the ranks.
-
-        Return a flag per parameter: True if this rank used it in the pass. Return an empty list if
-        there are none, or if a later pass computes the sum.
-        """
+        """Sum unsharded parameters' gradients; return which this rank used."""
+        # the result is empty without such parameters, and if a later pass computes the sum
         if self.whole is None:
             return []
         if self.waits:
@@ -418,11 +412,8 @@ class Sharded:
         return [slot.fired for slot in self.whole.slots]
 
     def _find_used(self, fired: list[bool]) -> list[bool]:
-        """Return a flag for each parameter: True if any rank used it.
-
-        `fired` has the flags of this rank alone. Also copy the buffers of the first rank with rows
-        to all ranks.
-        """
+        """Return which parameters any rank used, and spread buffers meanwhile."""
+        # `fired` has this rank's own flags
         if self.place.single_rank:
             return fired
         flags = self._flag(fired)
@@ -445,7 +436,7 @@ class Sharded:
         return self._known_flags[1].clone()
 
     def _spread_buffers(self) -> None:
-        """Copy the buffers of the first rank that has rows to every rank."""
+        """Copy the buffers of the first rank with rows to every rank."""
         # listed again each time, because the model may have replaced some of them
         buffers = {id(buffer): buffer for _, buffer in self._members.buffers()}
         if buffers and not self.place.single_rank:
@@ -453,7 +444,7 @@ class Sharded:
                 spread(list(buffers.values()), source=self.place.first)
 
     def reset(self) -> None:
-        """Drop the gathered units and all gradients after a pass that raised an error."""
+        """Drop the gathered units and all gradients after a pass that failed."""
         self.waits, self._computes, self._outside = False, False, []
         self._task = self._passing = self._sending = self._flags = None
         for unit in [self.root, *self.units]:
@@ -463,7 +454,7 @@ class Sharded:
             self.whole.forget()
 
     def note_state(self, optimizer: Any) -> None:
-        """Count the bytes of the state of this model's optimizer in the Ledger."""
+        """Count the bytes of the optimizer's state in the Ledger."""
         whole = self.whole.parameters if self.whole is not None else []
         self.held.note_state(optimizer, set(map(id, whole)))
 
@@ -480,7 +471,7 @@ class Sharded:
 
 
 class LayerParameters(dict[str, Any]):
-    """The `_parameters` dictionary of a layer that is a unit.
+    """The `_parameters` dict of a layer that is a unit.
 
     Reading a parameter while the model computes gathers the layer first.
     """
@@ -495,7 +486,7 @@ class LayerParameters(dict[str, Any]):
 
 
 class UnitHooks:
-    """The hooks of a unit's module and parameters, which call the methods of `sharded`."""
+    """Hooks of a unit's module and parameters, which call methods of `sharded`."""
 
     def __init__(self, sharded: Any, unit: Unit) -> None:
         self._sharded, self._unit = sharded, unit
@@ -529,9 +520,9 @@ class UnitHooks:
         self._sharded.end_forward(self._unit, outputs)
 
     def take(self, flat: Any, slot: Any) -> Callable[[Any], None]:
-        """Return a hook that is called when a parameter's gradient is computed.
+        """Return a hook to call when a parameter's gradient is computed.
 
-        `slot` has the parameter, and `flat` is the Flat that contains the slot.
+        `slot` has the parameter, and `flat` has the slot.
         """
 
         unit, sharded = self._unit, self._sharded
@@ -554,10 +545,7 @@ class UnitHooks:
 
 
 class _UnitInputs(torch.autograd.Function):  # type: ignore[misc]  # torch isn't followed
-    """Returns a unit's inputs unchanged, and reports when their gradients are computed.
-
-    By then, the gradients of the unit's parameters are complete.
-    """
+    """Passes a unit's inputs through; its backward reduces the unit's gradients."""
 
     @staticmethod
     def forward(
@@ -573,10 +561,7 @@ class _UnitInputs(torch.autograd.Function):  # type: ignore[misc]  # torch isn't
 
 
 def _find_tensors(outputs: Any) -> Iterator[Any]:
-    """Yield the tensors in nested outputs, and objects that may hide tensors.
-
-    Simple values, such as numbers and strings, are skipped.
-    """
+    """Yield the tensors in nested outputs, and objects that may hide tensors."""
     if isinstance(outputs, torch.Tensor):
         yield outputs
         return

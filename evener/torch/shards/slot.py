@@ -1,6 +1,6 @@
 """A parameter of a sharded model: its names, its whole tensor, and this rank's piece of it.
 
-The piece is the part of the parameter in this rank's shard.
+The piece is the part of the parameter that lies in this rank's shard.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ from ..private import own_parameters
 
 
 class Slot:
-    """A parameter of a sharded model, and this rank's piece of it.
-
-    A slot also has the parameter's names in the model and its whole tensor in a flat.
-    """
+    """A parameter of a sharded model, with its whole tensor and this rank's piece."""
 
     def __init__(self, tensor: Any) -> None:
         self.tensor, self.shape = tensor, tensor.shape  # the original parameter, until it is cut
@@ -37,9 +34,9 @@ class Slot:
         self.received = self.before = False
 
     def is_kept(self) -> bool:
-        """True if the kept gradient of this rank's piece hasn't changed.
+        """True if the gradient of this rank's piece is unchanged since it was kept.
 
-        False if the loop has cleared or changed the gradient.
+        False if the loop has cleared or changed it.
         """
         gradient = self.piece.grad
         return gradient is not None and gradient._version == self.kept
@@ -51,9 +48,9 @@ class Slot:
         return any(isinstance(module, torch.nn.RNNBase) for module, _ in self.owners)
 
     def find_places(self) -> list[tuple[dict[str, Any], str]]:
-        """Return the dictionaries of modules that have the parameter, and its name in each.
+        """Return the modules' parameter dicts that have this parameter, with its name in each.
 
-        Recurrent layers are left out; use `point_to` for them.
+        Recurrent layers are left out; `point_to` handles them.
         """
         return [
             (own_parameters(module), name)
@@ -62,9 +59,9 @@ class Slot:
         ]
 
     def point_to(self, parameter: Any) -> None:
-        """Make the modules that own this parameter use its whole tensor or this rank's piece.
+        """Make the modules that own this parameter use `parameter` instead.
 
-        `parameter` is the tensor that they use.
+        It is the whole tensor, or this rank's piece.
         """
         for module, name in self.owners:
             if isinstance(module, torch.nn.RNNBase):

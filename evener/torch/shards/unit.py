@@ -24,10 +24,13 @@ LARGE_LAYER = 0.3
 def choose_units(model: Any, wanted: Sequence[Any] | type | None) -> dict[str, Any]:
     """Return the units of a model by name; no unit is inside another.
 
-    `wanted` are the units' classes or modules. For None, units are the blocks of the model's
-    outermost ModuleLists, and other layers, such as embeddings, with at least 0.3 times the
-    smallest block's parameters. A model without such blocks is divided into modules with up to an
-    eighth of its parameters. Raises RequestError if `wanted` matches no module.
+    `wanted` are the units' classes or modules. For None, the units are
+
+    - the blocks of the model's outermost ModuleLists;
+    - other layers, such as embeddings, with at least 0.3 times the smallest block's parameters.
+
+    A model without such blocks is divided into modules with up to an eighth of its parameters.
+    Raises RequestError if `wanted` matches no module.
     """
     if wanted is None:
         return _choose_blocks(model)
@@ -52,11 +55,9 @@ def _find_outermost(
     takes: Callable[[Any], bool],
     enters: Callable[[Any], bool] = lambda _: True,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the outermost modules for which `takes` returns True, with names.
-
-    `name` is the prefix of the names, such as "encoder.". Other modules are searched if `enters`
-    returns True for them.
-    """
+    """Yield the outermost modules for which `takes` is True, with names."""
+    # `name` is the prefix of the names, such as "encoder."; other modules are searched if `enters`
+    # says so
     for each, child in module.named_children():
         if takes(child):
             yield f"{name}{each}", child
@@ -65,10 +66,7 @@ def _find_outermost(
 
 
 def _choose_blocks(model: Any) -> dict[str, Any]:
-    """Return the repeated blocks of a model, and other large layers.
-
-    Without repeated blocks, return modules with up to an eighth of the model's parameters.
-    """
+    """Return a model's repeated blocks and other large layers, by name."""
 
     def is_called(module: Any) -> bool:
         return not _lists(module) and _count(module) > 0
@@ -88,6 +86,7 @@ def _choose_blocks(model: Any) -> dict[str, Any]:
             lambda each: not _repeats(each),
         )
         return {**blocks, **dict(layers)}
+    # without repeated blocks: modules with up to an eighth of the model's parameters
     most = _count(model) / PARTS
 
     def opens(module: Any) -> bool:
@@ -112,9 +111,9 @@ def _count(module: Any) -> int:
 
 
 def find_parameters(model: Any, units: Mapping[str, Any]) -> dict[str, list[Slot]]:
-    """Return the parameters of each unit by the unit's name.
+    """Return each unit's parameters, by the unit's name.
 
-    `units` are the units of `model` by name. Parameters in no unit or in several are listed under
+    `units` are the units of `model` by name. Parameters in no unit, or in several, are listed under
     "". Raises RequestError if a parameter can't be sharded.
     """
     found: dict[int, Slot] = {}
@@ -137,11 +136,9 @@ def find_parameters(model: Any, units: Mapping[str, Any]) -> dict[str, list[Slot
 def _walk_with_units(
     path: str, module: Any, unit: str, units: Mapping[int, str]
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield the path, the module and the unit's name for each module.
-
-    `path` is the path of `module`, and `unit` the unit around it. `units` has the units' names by
-    the id of their module. A module in several places is yielded for each.
-    """
+    """Yield each module with its path and the name of its unit."""
+    # `unit` is the name of the unit around `module`, and `units` has names by module id; a module
+    # in several places is yielded for each
     unit = units.get(id(module), unit)
     yield path, module, unit
     for name, child in module._modules.items():
@@ -167,10 +164,12 @@ def _check_kind(name: str, tensor: Any) -> None:
 
 
 def choose_dtype(slot: Slot, dtype: Any, casts: Any) -> Any:
-    """Return the dtype in which the parameter in `slot` is gathered.
+    """Return the dtype in which a parameter is gathered.
 
-    `dtype` is the requested dtype for all floating-point parameters. If it is None, float32
-    parameters of linear layers get `casts`, the dtype of an autocast around the model, if any.
+    - `dtype`: the requested dtype for all floating-point parameters, or None.
+    - `casts`: dtype of an autocast around the model, or None. Without `dtype`, float32 parameters
+      of linear layers get it.
+
     Other parameters keep their dtype.
     """
     # an autocast would cast these parameters whenever the layers compute; so the results are the
@@ -186,15 +185,15 @@ def choose_dtype(slot: Slot, dtype: Any, casts: Any) -> Any:
 
 
 def is_lookup(module: Any) -> bool:
-    """True if the module is an embedding whose backward pass doesn't read its parameters.
+    """True for an embedding whose backward pass doesn't read its parameters.
 
-    False for an embedding with `max_norm`.
+    With `max_norm`, it does read them.
     """
     return type(module) is torch.nn.Embedding and module.max_norm is None
 
 
 class Unit:
-    """A module whose parameters are gathered together before it computes, and freed together.
+    """A module whose parameters are gathered before it computes, and freed together.
 
     - `name`: the module's name; "" for the model itself.
     - `dtype`, `casts`: passed to `choose_dtype`.
@@ -236,13 +235,13 @@ class Unit:
         self._kept: list[tuple[dict[str, Any], str, Slot]] = []
 
     def begin_gather(self) -> None:
-        """Start to gather the whole parameters, unless they are gathered or being gathered."""
+        """Start to gather the whole parameters, unless that was already done."""
         if not self.gathered and self._work is None:
             self.met(self, True)
             self._work = [work for flat in self.flats for work in flat.gather()]
 
     def gather(self) -> None:
-        """Gather the whole parameters if needed, wait for them, and make the modules use them."""
+        """Gather the whole parameters if needed, and make the modules use them."""
         if self.gathered and not self.hidden:
             return
         self.begin_gather()
@@ -269,7 +268,7 @@ class Unit:
     def hide(self) -> None:
         """Make the modules use this rank's pieces, but keep the whole parameters in memory.
 
-        Nothing is done if the unit isn't gathered.
+        Nothing happens if the unit isn't gathered.
         """
         if self.gathered:
             self.hidden = True
@@ -301,7 +300,7 @@ class Unit:
             flat.count_gradients()
 
     def send(self, weight: float) -> None:
-        """Start to reduce the gradients over the ranks, multiplied by `weight` on this rank."""
+        """Start to reduce this rank's gradients, times `weight`, over the ranks."""
         self.met(self, False)
         self.unsent = False
         for flat in self.trained:
@@ -339,10 +338,10 @@ class Ledger:
     - `gathered`: whole parameters, and their gradients before the reduction.
     - `gradients`: this rank's parts of the gradients, after the reduction.
     - `state`: the optimizer's state, counted after its first step.
-    - `whole`: the unsharded parameters with their optimizer state.
+    - `whole`: the unsharded parameters and their optimizer state.
 
-    `now` and `most` have the current bytes and the maximum of each kind. `peak` is the maximum of
-    the total.
+    `now` has the current bytes of each kind, and `most` the maximum. `peak` is the maximum of the
+    total.
     """
 
     def __init__(self) -> None:
@@ -352,7 +351,7 @@ class Ledger:
         self._whole_state = 0
 
     def add(self, kind: str, size: int) -> None:
-        """Count `size` allocated bytes of a kind; a negative `size` counts freed bytes."""
+        """Count `size` bytes of a kind as allocated or, if negative, as freed."""
         now = self.now[kind] + size
         self.now[kind] = now
         total = self._total + size
@@ -365,7 +364,7 @@ class Ledger:
             self.peak = total
 
     def note_state(self, optimizer: Any, whole: Collection[int] = ()) -> None:
-        """Count the bytes of an optimizer's state, without its step counters.
+        """Count the bytes of an optimizer's state, without step counters.
 
         `whole` are the ids of the parameters that each rank holds unsharded.
         """

@@ -1,7 +1,7 @@
 """Unsharded parameters of a sharded model, such as adapters, which every rank holds whole.
 
 Their gradients are all-reduced once per batch. If only a small part of a model is trained, holding
-that part whole on each device costs less than gathering it in every pass. The model's own Parameter
+it whole on each device costs less than gathering it in every pass. The model's own Parameter
 objects stay in use, so any optimizer can train them and any library can save them.
 """
 
@@ -36,14 +36,14 @@ def count_gathered(
 
     They are the sum of
 
-    - the gathered parameters that belong to no unit, with their gradients;
+    - gathered parameters that belong to no unit, with their gradients;
     - two gathered units, because the next one is prefetched;
-    - the gradients of one unit, while those of the unit before it are still being reduced;
+    - the gradients of one unit, while the previous unit's are still being reduced;
     - the unsharded parameters, with their gradients and optimizer state;
     - the statistics of 4-bit weights, which every rank holds.
 
-    `units` has the units' modules by name. `dtype` and `casts` are the arguments of `choose_dtype`.
-    `received` is the result of `bound_received` if half-precision gradients are sent as computed,
+    `units` has the units' modules by name. `dtype` and `casts` are passed to `choose_dtype`.
+    `received` is the result of `bound_received` if half-precision gradients are sent as computed;
     otherwise None.
     """
     # an embedding is freed before its gradients are reduced, so its parameters don't count then
@@ -68,11 +68,11 @@ def count_gathered(
 
 
 class UnitBytes(NamedTuple):
-    """The bytes of a unit.
+    """The bytes that a unit needs on a rank.
 
     - `gathered`: bytes of its whole parameters.
     - `gradients`: bytes of their gradients.
-    - `buffer`: bytes allocated to reduce these gradients, while the next unit's are computed.
+    - `buffer`: bytes to reduce these gradients while the next unit's are computed.
     """
 
     gathered: int
@@ -81,12 +81,12 @@ class UnitBytes(NamedTuple):
 
     @property
     def reduced(self) -> int:
-        """The bytes for the gradients of two units of this size, one of which is being reduced."""
+        """The bytes for the gradients of two such units, one of which is being reduced."""
         return self.gradients + self.buffer
 
 
 def _add_largest(units: Iterable[UnitBytes]) -> int:
-    """Return the bytes of the whole parameters of the two largest units."""
+    """Return the bytes of the two largest units' whole parameters."""
     # while one unit computes, the next one is already being gathered
     return sum(sorted((unit.gathered for unit in units), reverse=True)[:2])
 
@@ -110,11 +110,10 @@ def _measure(own: Sequence[Slot], dtype: Any, casts: Any, received: float | None
 
 
 def choose_whole(parameters: Mapping[str, Sequence[Slot]]) -> list[Slot]:
-    """Return the trained parameters that each rank holds whole in a mostly frozen model.
+    """Return the trained parameters that each rank holds whole, in a mostly frozen model.
 
-    `parameters` has each unit's parameters by the unit's name. The result is empty if the trained
-    parameters, their gradients and their optimizer state would take more than a quarter of the
-    model's bytes.
+    `parameters` has each unit's parameters by the unit's name. The result is empty if they, their
+    gradients and their optimizer state would take more than a quarter of the model's bytes.
     """
     slots = [slot for unit in parameters.values() for slot in unit]
     trained = [slot for slot in slots if slot.tensor.requires_grad]
@@ -124,7 +123,7 @@ def choose_whole(parameters: Mapping[str, Sequence[Slot]]) -> list[Slot]:
 
 
 class WholeParameters:
-    """Unsharded trained parameters, with a buffer for their gradients.
+    """Trained parameters that every rank holds whole, with a buffer for their gradients.
 
     `held` is the Ledger that counts the bytes.
     """
@@ -166,7 +165,7 @@ class WholeParameters:
             )
 
     def begin(self) -> None:
-        """Prepare for a backward pass: clear each `.grad`."""
+        """Clear each `.grad` before a backward pass."""
         # gradients from before the batch are added again later
         if self._earlier is None:
             self._earlier = {slot: slot.piece.grad for slot in self.slots}
@@ -212,9 +211,9 @@ class WholeParameters:
                     dist.all_reduce(flat)
 
     def set_gradients(self, used: Sequence[bool]) -> None:
-        """Set the `.grad` of each parameter to its all-reduced gradient.
+        """Set each parameter's `.grad` to its all-reduced gradient.
 
-        Gradients from before the batch are added. Parameters that no rank used keep only these.
+        Gradients from before the batch are added. A parameter that no rank used keeps only these.
         `used` has a flag for each slot.
         """
         earlier = self._earlier or {}
@@ -231,7 +230,7 @@ class WholeParameters:
         self._counted = True
 
     def forget(self) -> None:
-        """Drop all passes' gradients, even those of a backward pass that failed."""
+        """Drop the gradients of all passes, even of a failed backward pass."""
         for slot in self.slots:
             slot.fired = False
             slot.piece.grad = None

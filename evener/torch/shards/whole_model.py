@@ -1,4 +1,4 @@
-"""A model that each rank holds whole, in a form that checkpoints can read like a sharded model."""
+"""Let checkpoints read a model that each rank holds whole like a sharded one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_alone() -> bool:
 
 
 class WholeModel:
-    """A `model` that isn't sharded, with the attributes of `Sharded` that checkpoints read."""
+    """An unsharded `model`, with the attributes of `Sharded` that checkpoints read."""
 
     # without packed (4-bit) weights, which checkpoints don't have
 
