@@ -1,10 +1,10 @@
 """The interface of a backend, which implements one kind of devices.
 
-There are backends for NVIDIA GPUs, CPU slices and simulated devices. The module also holds what
-they share: selecting devices by the rules of CUDA_VISIBLE_DEVICES, which other makers' variables
-follow too, and reading a device's vitals. Vitals reveal what can spoil a measurement, such as
-throttling, memory that other programs use, or a driver that stops answering. docs/architecture.md,
-"To add a maker of devices", lists the files and lines that a new maker needs.
+There are backends for NVIDIA GPUs, CPU slices and simulated devices. Their common parts are here.
+One selects devices by the rules of CUDA_VISIBLE_DEVICES, which other makers' variables follow too.
+Another reads a device's vitals, which reveal whatever can spoil a measurement: throttling, memory
+that other programs use, or a driver that stops answering. docs/architecture.md, "To add a maker of
+devices", lists what a new maker needs.
 """
 
 from __future__ import annotations

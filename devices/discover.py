@@ -160,6 +160,6 @@ def _full_note(device: Device, seen: Vitals) -> str:
 
 
 def _name_pids(seen: Vitals) -> str:
-    """List the first process IDs as text; "" if there are none."""
+    """Return the first few process IDs as text, or ""."""
     pids = [str(pid) for pid in seen.processes]
     return ", ".join([*pids[:MOST_NAMED], *(["..."] if len(pids) > MOST_NAMED else [])])

@@ -1,4 +1,4 @@
-"""Simulated machines: the step times and memory of devices described in a file, computed without noise.
+"""Simulated machines: step times and memory of the devices in a file, without noise.
 
 device_seconds(b) = ceil_to(stall_ms, passes(b)) / compute share * (1 + contention while others work)
 passes(b)         = sum of curve(m) over p passes of m rows each - (p - 1) * (fixed_ms - pass_overhead_ms)

@@ -156,7 +156,7 @@ class Sampler:
         self._notify(snapshot)
 
     def _watch(self) -> None:
-        """At each interval without a new snapshot, send a stale one."""
+        """Send a stale snapshot at each interval without a new one."""
         while not self._stop.wait(self.interval_seconds):
             latest = self.latest()
             if latest is not None and latest is not self._last:

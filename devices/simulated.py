@@ -3,10 +3,10 @@
 Their readings are computed; nothing is measured. Files are read strictly: every fault raises a
 RequestError that names the file, the device and the key.
 
-Readings are derived from two properties of a load: `busy`, the fraction of time in which the device
-computes, and `effort`, its samples/s relative to its maximum. `busy` determines what monitors call
-utilization. `effort` determines most of the power. The temperature follows the power with a lag. So
-a small batch shows 95 % utilization at half the power, as on real GPUs.
+Readings follow from two properties of a load. `busy` is the fraction of time that the device
+computes, and `effort` its samples/s relative to its maximum. `busy` determines the utilization,
+`effort` most of the power. The temperature follows the power with a lag. So a small batch shows
+95 % utilization at half the power, as on real GPUs.
 """
 
 from __future__ import annotations

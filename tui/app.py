@@ -203,7 +203,7 @@ class EvenerApp(BaseApp):
             self.push_screen(WelcomeDialog(), self._open_choice)
 
     def _open_choice(self, key: str | None) -> None:
-        """Open the screen that the user chose in the welcome dialog."""
+        """Open what the user chose in the welcome dialog."""
         if key == "b":
             self.action_show("balance")
         elif key == "w":

@@ -163,7 +163,7 @@ def write_crash_log(error: BaseException) -> Path | None:
 
 
 def _write_new(path: Path, text: str) -> None:
-    """Create a private file; raise FileExistsError if the path exists."""
+    """Create a file for this user only; raise FileExistsError if it exists."""
     # In a shared directory, an existing file could be another user's symbolic link.
     with open(
         os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w"

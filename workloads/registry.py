@@ -42,7 +42,7 @@ _GRU_SETTINGS: dict[str, Any] = {**_GRU_SIZES, "learning_rate": 0.001}
 
 
 def _model(name: str, summary: str, source: str, settings: dict[str, Any], **limits: Any) -> Entry:
-    """Return a model's entry; its name begins with the backend's."""
+    """Return a model's entry; the prefix of `name` chooses its framework."""
     framework: Framework = "tensorflow" if name.startswith("keras_") else "torch"
     return Entry(
         name, framework, f"{BACKENDS[framework]}.models:build", summary, source, settings, **limits

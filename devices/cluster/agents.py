@@ -335,7 +335,7 @@ def ask_each(
 
 
 def _finish(agent: Agent, call: Any) -> Any:
-    """Wait for a call's result; errors name the host."""
+    """Wait for a call's result; put the host before a RequestError's message."""
     try:
         return agent.finish(call)
     except RequestError as fault:
@@ -376,7 +376,7 @@ def start_actor(node: Node, gpus: int) -> Any:
 
 
 def _explain_failure(error: Exception) -> str:
-    """Return why the host can't be called, to follow its name."""
+    """Return a clause like "has left the cluster" for a failed call."""
     missing = [line.strip() for line in str(error).splitlines() if _MISSING.search(line)]
     if missing:
         return f"can't run evener: {missing[-1].rstrip('.')}"

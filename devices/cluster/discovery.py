@@ -70,7 +70,7 @@ def discover_cluster(terms: Sequence[Term], address: str = "", reserve: bool = T
 
 
 def _hold_cpus(agents: Sequence[Agent], devices: Sequence[Device]) -> tuple[str, ...]:
-    """Reserve CPUs on each host, and return notes about missing ones."""
+    """Reserve the slices' CPUs, and return notes about CPUs that others hold."""
     notes = []
     for agent in agents:
         slices = [device for device in devices if device.on_cpu]
@@ -146,7 +146,7 @@ def name_gpus(gpu_ids: Sequence[str]) -> tuple[str, ...]:
 def _list_accelerators(
     kind: str, held: Sequence[str] | None
 ) -> tuple[Devices, Devices, dict[str, str]]:
-    """Return this host's devices, usable devices, and variables that hide others."""
+    """Return this host's devices, the usable ones, and variables that hide others."""
     # "auto" stands for the first kind of accelerator found on this host
     # `held` are Ray's names of the usable devices; None if all are usable
     for backend in all_backends():
@@ -422,7 +422,7 @@ def _place(live: LiveDevice, host: str) -> LiveDevice:
 
 
 def _add_hosts(hosts: Sequence[HostSample]) -> HostSample:
-    """Return one sample for all hosts: sums, and mean CPU use."""
+    """Combine the hosts' samples: sums, but the mean of CPU use."""
     cores = sum(host.cores for host in hosts)
     return HostSample(
         cpu_percent=sum(host.cpu_percent * host.cores for host in hosts) / max(1, cores),

@@ -209,7 +209,7 @@ class GpuReader:
         )
 
     def _clock_fraction(self, now: float) -> float | None:
-        """Return current clock / highest clock, or None if unknown."""
+        """Return the clock as a fraction of its highest; None if unknown."""
         clock = self._note_clock(self._metrics["clock"].read_one(now))
         highest = self._metrics["clock_max"].read_one(now).current
         if clock is None or not highest:
@@ -228,7 +228,7 @@ class GpuReader:
         return clock
 
     def _used_joules(self, now: float, counted: Reading) -> float | None:
-        """Return joules used since a fixed time; None if unknown."""
+        """Return the joules used since a fixed time; None if unknown."""
         if counted.state is not State.UNSUPPORTED:
             return None if counted.current is None else counted.current / 1000
         # a chip without a counter: integrate the power over the calls of this method
@@ -244,7 +244,7 @@ class GpuReader:
     def _slowed(
         self, now: float, found: Mapping[int, Reading]
     ) -> tuple[float | None, float | None]:
-        """Return seconds throttled by heat or brake, and by power cap."""
+        """Return seconds throttled by heat or power brake, and by power cap."""
         # the driver counts nanoseconds since a fixed time
         counts = {
             field: reading.current / 1e9
@@ -259,7 +259,7 @@ class GpuReader:
         return self._estimate_slowed(now)
 
     def _estimate_slowed(self, now: float) -> tuple[float | None, float | None]:
-        """Estimate seconds throttled by heat or brake, and by power cap."""
+        """Estimate seconds throttled by heat or power brake, and by power cap."""
         reasons = self._metrics["reasons"].read_one(now).current
         if reasons is None:
             return None, None
@@ -361,7 +361,7 @@ class GpuReader:
         return Reading(joules.state, joules.value - self.first_joules, joules.age_seconds)
 
     def _read_throttling(self, now: float) -> tuple[Reading, tuple[str, ...]]:
-        """Return the percentage of throttled time, and reasons, longest first."""
+        """Return the percentage of throttled time, and the reasons, longest first."""
         fields = self._throttle_fields.read(now)
         rates = {field: self._counters[field].rate(fields[field], now) for field in THROTTLING}
         shares = {
@@ -401,7 +401,7 @@ class GpuReader:
         return tuple(words for bit, words in EVENT_REASONS.items() if mask & bit)
 
     def _read_traffic(self, activity: Mapping[int, Reading], now: float) -> dict[str, Any]:
-        """Return PCIe and NVLink traffic in bytes/s, by sample field."""
+        """Return the PCIe and NVLink traffic in bytes/s, by field name."""
         found = {name: activity[metric].scaled(MIB) for name, metric, _ in _TRAFFIC.values()}
         if all(reading.current is not None for reading in found.values()):
             return found

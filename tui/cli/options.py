@@ -134,6 +134,6 @@ def takes_request(*names: str) -> Callable[[Callable[..., int]], Callable[..., N
 
 
 def _help_order(parameter: inspect.Parameter) -> tuple[int, bool]:
-    """Sort options in `--help` by group, with rare ones last."""
+    """Return a key that sorts options by group, rare ones last."""
     (option,) = parameter.annotation.__metadata__
     return GROUPS.index(option.rich_help_panel), parameter.name in ("seed", "pace")

@@ -98,7 +98,7 @@ def probe(
 
 
 def _parse_length(seconds: str | None, steps: int | None) -> ProbeLength:
-    """Return the length by `--seconds` or `--steps`, or raise RequestError."""
+    """Return the length given by `--seconds` or `--steps`, but not both."""
     if steps is not None:
         if seconds is not None:
             raise RequestError(
@@ -116,7 +116,7 @@ def _parse_length(seconds: str | None, steps: int | None) -> ProbeLength:
 
 
 def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, ...] | None]:
-    """Return a value for `--devices`, and indices among those devices."""
+    """Return the `--devices` value and device indices that `--gpus` chooses."""
     if gpus is None:
         # the first devices will be used
         return spec, None

@@ -145,7 +145,7 @@ def _print_table(listed: Sequence[RunSummary]) -> None:
 
 
 def _write_shortfall(summary: RunSummary) -> str:
-    """Say how much slower a training was than planned, else ""."""
+    """Return how much slower the training was than planned, or ""."""
     trained = summary.trained
     if trained is None or not trained.falls_short:
         return ""

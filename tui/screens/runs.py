@@ -230,7 +230,7 @@ class RunsScreen(RunActions, SortedScreen):
         }.get(action, state != "unreadable")
 
     def _has_script(self, name: str) -> bool:
-        """True if the run's plan has a script to train."""
+        """True if a command can train by the run's plan."""
         try:
             plan = self._load(name).plan
         except EvenerError:

@@ -101,7 +101,7 @@ class SettingsDialog(Dialog[None]):
         return Horizontal(Static(label, classes="label", markup=False), field, classes="field")
 
     def _values(self, choice: Choice) -> Sequence[Any]:
-        """Return the usual values, with the current one if it's missing."""
+        """List the usual values, and first the current one if it differs."""
         value = read_setting(self.evener, choice.key)
         return choice.values if value in choice.values else (value, *choice.values)
 

@@ -114,7 +114,7 @@ def toml_text(document: bytes) -> str:
 
 
 def _harmless(text: str, escape: Callable[[str], str]) -> str:
-    """Replace control characters in `text` by `escape`."""
+    """Replace each control character by the result of `escape`."""
     # Control characters are DEL and every non-ASCII control or format character, surrogate, and
     # line or paragraph separator. The encoders have already escaped ASCII control characters in
     # strings.

@@ -230,7 +230,7 @@ def _ranking(report: ReportData) -> str:
 def _ranking_row(
     bar: Evidence, header: Header, tokens: bool, energy: bool, most: float
 ) -> tuple[str, ...]:
-    """Return the table row of a layout; the bar scales to `most`."""
+    """Return a layout's table row, where `most` samples/s fill the bar."""
     # The faint end of the bar is the 95 % interval.
     throughput = bar.throughput
     speed = bar.throughput.samples_per_second

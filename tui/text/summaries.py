@@ -352,7 +352,7 @@ def write_part(share: Share) -> str:
 
 
 def _explain_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]) -> list[str]:
-    """Explain the column "alone", or return no lines without solo measurements."""
+    """Return lines that explain the column "alone", if it has measurements."""
     shares = [*plan.layout.active, *(solo.layout.active[0] for solo in alone.values())]
     lines = ["alone: samples/s of a device by itself, at that many samples a step"]
     lines[0] += _explain_faster_alone(plan, alone, labels)

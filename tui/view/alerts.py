@@ -139,7 +139,7 @@ def _is_silent(report: Training, now: float) -> bool:
 
 
 def _part_of_plan(reports: Sequence[Training]) -> float | None:
-    """Return a training's speed as a fraction of the plan's."""
+    """Return a training's speed / its plan's speed, or None if unknown."""
     plan = max(report.plan_samples_per_second for report in reports)
     ranks = {report.rank for report in reports}
     world = max(1, *(report.world for report in reports))

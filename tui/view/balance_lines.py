@@ -180,7 +180,7 @@ def rival_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
 
 
 def _count_name_cells(found: Sequence[RatedLayout], width: int) -> int:
-    """Return the width of the names' column in a panel."""
+    """Return the width in cells of the column with layout names."""
     if width < _WHOLE_CELLS:
         widest_gain = max(len(write_gain_of(found[0], each)) for each in found)
         return max(1, min(USUAL_NAME, width - _BRIEF_CELLS - widest_gain))

@@ -206,7 +206,7 @@ def _devices(row: PanelRow) -> tuple[DeviceRow, ...]:
 
 
 def _reports(*fields: str) -> Callable[[PanelRow], bool]:
-    """Return a predicate: some device of a row supports one of `fields`."""
+    """Return a test whether a row's devices support any of `fields`."""
     # A column with these fields is shown only if the predicate is True for some row.
     return lambda row: any(
         getattr(each.sample, field).state is not State.UNSUPPORTED

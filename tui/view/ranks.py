@@ -247,7 +247,7 @@ def _find_holding(silent: Sequence[RankRow]) -> list[RankRow]:
 
 
 def _are_all_at_one(rows: Sequence[RankRow], holding: Sequence[RankRow]) -> bool:
-    """True if all ranks are silent in the same known step part."""
+    """True if all ranks are silent in the same part of a step."""
     # A rank that isn't in `holding` has made more progress. A single rank isn't waited for.
     at = {row.doing for row in rows}
     return len(rows) == len(holding) > 1 and len(at) == 1 and "" not in at
@@ -330,7 +330,7 @@ def _describe_limit(
 
 
 def _write_limit(limit: TrainingLimit, named: Sequence[RankRow], waited_s: float) -> str:
-    """Describe what limits a training, without the full stop."""
+    """Describe what limits a training, as a sentence without full stop."""
     # `named` is empty if the limit concerns several ranks
     took = milliseconds(limit.milliseconds / 1e3)
     if limit.kind == LimitKind.UNEQUAL and named:

@@ -115,7 +115,7 @@ def _gain_bar(
 
 
 def _blocks(part: float, width: int, first: bool) -> tuple[Span, ...]:
-    """Return a bar filled to `part`, coloured if `first` (the plan)."""
+    """Return a bar filled to `part`; only the plan's is coloured."""
     # It is lower than a line of text, so that bars don't touch.
     count = max(1, round(min(1.0, part) * width))
     return Span(BAR_SIGN * count, "speed" if first else "dim"), Span(" " * (width - count))

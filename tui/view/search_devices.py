@@ -174,7 +174,7 @@ def _draw_largest_batch(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _largest_that_fits(row: SearchDeviceRow) -> str:
-    """Return the largest batch that fits; a predicted one after ~."""
+    """Return the largest batch that fits, with "~" if it's predicted."""
     ran = largest_run(row.state, row.device)
     curves = row.state.belief.curves if row.state.belief else ()
     sketch = next((curve for curve in curves if curve.device == row.device), None)

@@ -74,7 +74,7 @@ def _number_changes(ends: Sequence[int], room: int) -> str:
 def _cell_of_change(
     change: ShareChange, every: Sequence[ShareChange], at_seconds: float, room: int
 ) -> int:
-    """Return the cell for a change on an axis of `room` cells."""
+    """Return the cell of a change on an axis of `room` cells."""
     # the axis ends now, at `at_seconds`
     first = every[0].at
     whole = max(at_seconds - first, 1e-9) / (1 - MARGIN)

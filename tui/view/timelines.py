@@ -178,7 +178,7 @@ def _join_parts(parts: Sequence[Sequence[tuple[Span, ...]]], width: int) -> Iter
 
 
 def _common_tops(plan: GraphPlan, histories: Histories) -> dict[str, float]:
-    """Return each metric's upper end for an axis that devices share."""
+    """Return each metric's upper axis end, shared by all devices."""
     # It is the highest of the ends that the axes of the single devices would have.
     tops: dict[str, float] = {}
     for sample in plan.devices:

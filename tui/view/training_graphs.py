@@ -116,7 +116,7 @@ def _most_columns(width: int, most: int, ticks: float) -> int:
 
 
 def _least_columns(count: int, most: int, height: int) -> int:
-    """Return the fewest columns so that `count` graphs are high enough."""
+    """Return the fewest columns in which `count` graphs are high enough."""
     for columns in range(1, most):
         if -(-count // columns) * GOOD_HEIGHT <= height:
             return columns

@@ -240,7 +240,7 @@ class BalanceView(UsesApp, Widget):
         return max(4, compared, self._share_rows(width)) + frame
 
     def _share_rows(self, width: int) -> int:
-        """Count the lines for the bar of shares, legend and global batch."""
+        """Count the lines of the shares panel: bar, legend and batch."""
         # One line is always reserved for a second bar, which shows the split being measured.
         each = 26 if len(self.state.devices) <= DETAILED_SHARES else 15
         legend = max(1, -(-len(self.state.devices) // max(1, (width // 2 - 2) // each)))

@@ -1,4 +1,4 @@
-"""The data of a PyTorch workload, loaded as in a training run, so that a step costs the same.
+"""The data of a PyTorch workload, loaded as in a training run.
 
 A data set is read epoch after epoch and reshuffled each time. A `sample_batch` function is called
 once, for a pool of rows that is then reused. The pool is larger than a processor's cache, unless

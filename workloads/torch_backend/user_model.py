@@ -1,4 +1,4 @@
-"""The user's own torch module as a workload: a function that returns the module, its optimizer and its loss.
+"""A workload made by the user's function, which returns a module, optimizer and loss.
 
 def build():
     module = Net()
