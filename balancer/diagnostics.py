@@ -356,7 +356,7 @@ def _check_folder(name: str, folder: Path, variable: str) -> Check:
 
 
 class HostReport(msgspec.Struct, frozen=True):
-    """A host's check results, and the versions that must be equal on all hosts of a training."""
+    """A host's check results, and its versions that all hosts must share."""
 
     checks: tuple[Check, ...]
     versions: dict[str, str]

@@ -194,7 +194,7 @@ class SoloFamily(Family):
 
 
 def device_counts(devices: int) -> tuple[int, ...]:
-    """Return the numbers of devices to measure even splits for: 2, 4, 8, ... and all."""
+    """Return the numbers of devices for even splits: 2, 4, 8, ... and all."""
     counts = []
     count = 2
     while count < devices:

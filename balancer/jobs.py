@@ -274,7 +274,7 @@ def _check_numbers(request: Request) -> None:
 
 
 def check_problem(problem: Problem) -> None:
-    """Raise RequestError for a problem that no search can solve, such as too small a batch."""
+    """Raise RequestError for a problem that no search can solve."""
     quantum = problem.multiple_of
     batch = problem.global_batch
     largest = problem.largest_share

@@ -49,7 +49,7 @@ class UnwrittenError(RequestError):
 
 
 class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
-    """The first line of a journal: the request, and the devices that were found for it."""
+    """The first line of a journal: the request and its devices."""
 
     run: str
     created: str  # UTC, RFC 3339
@@ -87,7 +87,7 @@ class AskedEntry(msgspec.Struct, frozen=True, tag="asked", tag_field="entry"):
 
 
 class ObservationEntry(msgspec.Struct, frozen=True, tag="seen", tag_field="entry"):
-    """The result of one probe, and the time on the session's clock at which it arrived."""
+    """The result of one probe, and when it arrived on the session's clock."""
 
     seen: Observation
     at_seconds: float

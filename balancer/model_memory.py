@@ -16,10 +16,10 @@ ADAPTER_BYTES = 16 * 0.01  # each device holds the whole adapters
 
 
 class TrainingMethod(msgspec.Struct, frozen=True):
-    """A training method, with the memory of its state in bytes per parameter of the model.
+    """A training method, and its state's memory in bytes per parameter.
 
-    In sharded training, `divided_bytes` are divided among the devices. Each device holds all of the
-    `whole_bytes`.
+    The parameters are the model's. In sharded training, `divided_bytes` are divided among the
+    devices. Each device holds all of the `whole_bytes`.
     """
 
     kind: str

@@ -274,7 +274,7 @@ class Session(EventThread):
         return alarms
 
     def _stop_late_probes(self, spared: tuple[str, ...] = ()) -> None:
-        """Stop all probes, unless one is in a phase of `spared`."""
+        """Stop all probes, unless one is in a `spared` phase."""
         # wait until the workload is built, so that errors in the user's code are reported
         while not self._seen and any(map(_is_being_built, tuple(self._running.values()))):
             if self._halt.wait(POLL_SECONDS):

@@ -223,7 +223,7 @@ def _rival(
 
 
 def rivals(state: SessionState) -> tuple[RatedLayout, ...]:
-    """Return the plan's layout, or the best one so far, then the layouts to compare it with.
+    """Return the plan's layout or the best so far, then its rivals.
 
     Only measured layouts are returned.
     """
@@ -330,7 +330,7 @@ def find_single(plan: Plan) -> Evidence | None:
 
 
 def _without_own_device(plan: Plan, solos: Iterable[Evidence]) -> list[Evidence]:
-    """Return the solo measurements, except those of a plan's only device."""
+    """Return the solo measurements, except of a plan's only device."""
     own = _positions(plan.layout) if plan.layout.traits.alone else ()
     return [evidence for evidence in solos if _positions(evidence.layout) != own]
 

@@ -299,7 +299,7 @@ class DryRunResult(msgspec.Struct, frozen=True):
     )
 
     def write_tried(self) -> str:
-        """Return as text on which device the dry run built the workload, and its step times."""
+        """Return where the dry run built the workload, and its step times."""
         what = "A simulated model" if self.simulated else self.workload
         if not self.simulated and self.framework != "none":
             what += f" ({self.framework})"
@@ -311,7 +311,7 @@ class DryRunResult(msgspec.Struct, frozen=True):
     def write_rest(self) -> str:
         """Return how long a search takes, and the largest model that fits, as text.
 
-        What is unknown is left out. The text ends with the note that no result was saved.
+        Unknown sizes are left out. The text ends with the note that no result was saved.
         """
         sentences = []
         if self.budget_seconds is not None:

@@ -23,7 +23,7 @@ Position = Annotated[int, Meta(ge=0, lt=4096)]
 
 
 class Stage(StrEnum):
-    """The stage of a search that a probe belongs to, which says what the probe is for."""
+    """The stage of a search that a probe belongs to: its purpose."""
 
     SOLO = "solo"
     """Exploration: every device alone, all at the same time."""
@@ -121,14 +121,14 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def by_rows(self) -> bool:
-        """True if each device gets a fixed number of rows, in the order of the data.
+        """True if each device gets a fixed number of rows, in data order.
 
         False if rows are assigned by the cost of their length, or if all have one length.
         """
         return not (self.costs or self.length)
 
     def passes(self, position: int) -> int:
-        """Return the number of passes in which a device computes its share; 0 if it is unused."""
+        """Return in how many passes a device computes its share; 0 if unused."""
         share = self.shares[position]
         return count_passes(share, self.pass_rows[position]) if share else 0
 
@@ -304,9 +304,9 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def lone(self) -> bool:
-        """True if only one step was timed, because it took longer than the probe's whole time.
+        """True if only one step was timed, because it took too long.
 
-        The variation between steps is then unknown.
+        It took longer than the probe's whole time. The variation between steps is then unknown.
         """
         return self.steps == 1
 

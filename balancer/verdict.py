@@ -238,7 +238,7 @@ class LeftOut(msgspec.Struct, frozen=True):
 
 
 class ReplacedLayout(msgspec.Struct, frozen=True):
-    """A layout that ran out of memory in the race, where a smaller one then replaced it.
+    """A layout that ran out of memory, and the smaller one that replaced it.
 
     `name` is the layout's name. `original` and `replacement` are the samples per device before and
     after, as text, such as 820 + 568.

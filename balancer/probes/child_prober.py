@@ -3,8 +3,8 @@
 Children are started when needed, kept between probes if memory allows, and replaced on failure. A
 solo probe has its own child. A split has one child per device, and these children run each step
 together. They communicate over loopback if all devices are on one host. A split has a single child
-if one process can drive all its devices, as TensorFlow can with GPUs that have no limits on compute
-or memory.
+if one process can drive all its devices. TensorFlow can do so with GPUs that have no limits on
+compute or memory.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class ChildProber:
         return seen
 
     def _keep_recovered_children(self, key: Layout, group: ChildGroup, error: GroupError) -> bool:
-        """Keep a failed probe's children if they recovered; True if kept."""
+        """Keep a failed probe's children, and return True, if they recovered."""
         if not error.recovered:
             # another failure, or a silent rank that may be waiting in an all-reduce
             return False
@@ -329,7 +329,7 @@ class ChildProber:
         return tuple(short.get(i, 0) for i in range(len(self._devices))) if is_known else ()
 
     def _warm_up_share(self, probe: Probe, group: ChildGroup) -> int:
-        """Return the row limit of new children's extra first step, or 0."""
+        """Return how many rows an extra first step may have; 0: none."""
         request = self._resolved.request
         # TensorFlow traces the first batch size separately, and the second one for all sizes: the
         # first step of new children has another share than the probe's own
@@ -495,7 +495,7 @@ class ChildProber:
         progress.stop(stack, f" (stack in {self._error_file})" if saved else "")
 
     def _save_output(self, title: str, output: str) -> bool:
-        """Append a failed child's output to the error file; False if impossible."""
+        """Append a failed child's output to the error file, if possible."""
         # also False if the run has no error file
         if self._error_file is None:
             return False

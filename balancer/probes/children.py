@@ -223,7 +223,7 @@ class Child(RunningChild):
         stream.close()
 
     def _put_message(self, message: Message) -> None:
-        """Put a message into the inbox, or drop it if that's full."""
+        """Put a message into the inbox, or drop it if full."""
         with suppress(queue.Full):
             self._inbox.put((self.rank, message), timeout=WAIT_SECONDS)
 

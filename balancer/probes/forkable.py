@@ -104,7 +104,8 @@ class BuildWatch:
         return ask
 
     def note(self, what: str) -> None:
-        """Keep the note `what` if the user's code is on the stack and no note was made before."""
+        """Keep the first note `what` that the user's code causes."""
+        # only if the user's code is on the stack
         frame = sys._getframe(1)
         for _ in range(FRAMES):
             if frame.f_back is None:
@@ -153,10 +154,7 @@ class BuildWatch:
 
 
 def _call_in_copy(trial: Callable[[], object]) -> int | None:
-    """Fork a copy that calls `trial`, and return its exit code; None if it hangs.
-
-    Raises OSError if the process can't be forked.
-    """
+    """Return a forked copy's exit code after `trial`; None if it hangs."""
     pid = os.fork()
     if not pid:
         _run_and_exit(trial)

@@ -270,7 +270,7 @@ class MemoryBudget:
         )
 
     def whole(self, position: int) -> int:
-        """Return all bytes of a device that a process may use; 0 if they are unknown."""
+        """Return the bytes of a device that a process may use."""
         return self._devices[position].usable_memory_bytes or 0
 
     def record_held(self, position: int, rows: int, held_bytes: int) -> None:

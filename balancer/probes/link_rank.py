@@ -45,7 +45,7 @@ class RankReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class Arrived(msgspec.Struct, frozen=True, tag=True):
-    """The first reply to `Join`: this rank can use its device, and waits for the others."""
+    """The first reply to `Join`: this rank has its device and waits."""
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):

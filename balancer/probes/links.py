@@ -6,9 +6,9 @@ environment that disable transports are ignored in these measurements. If they a
 setting, that setting is measured too.
 
 Each rank has its own process, and each reply has a deadline. If an all-reduce hangs, its devices
-are reported and the other links are still measured. If an all-reduce hangs or gives wrong sums over
-the default transport, it is tried again with variables that disable transports, to find those with
-which it works.
+are reported and the other links are still measured. An all-reduce may hang or give wrong sums over
+the default transport. Then it is tried again with some transports disabled, to find a setting that
+works.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class LinkMeasurement(msgspec.Struct, frozen=True, rename=STORED):
 
 
 class RankTask(NamedTuple):
-    """A rank's task as a verb for error messages, such as "start", and its past form."""
+    """A rank's task for error messages: a verb and its past form."""
 
     verb: str
     past: str

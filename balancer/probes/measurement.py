@@ -221,7 +221,7 @@ class Measurement:
         )
 
     def _measure_limits(self, timing: StepTiming, stop: threading.Event) -> None:
-        """Time a step without input and, on GPUs, without the host."""
+        """Time steps without input and, on GPUs, without waiting for the host."""
         on_gpus = not self._ranks.own_cores
         known = [part.input_seconds for part in timing.parts]
         largest = max((each for each in known if each is not None), default=None)

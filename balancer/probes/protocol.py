@@ -250,7 +250,7 @@ Message = Reply | Exited | InvalidReply | HostLost
 
 
 def parse_reply(text: bytes) -> Reply | InvalidReply:
-    """Return the reply in a line, or InvalidReply with its beginning if the line is invalid."""
+    """Return the reply in a line; InvalidReply with its beginning if invalid."""
     try:
         return reply_decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

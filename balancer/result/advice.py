@@ -72,8 +72,7 @@ def find_single(verdict: Verdict) -> Rival | None:
     """Return one device that is as fast as the whole plan.
 
     It must have been measured with the plan's batch, or with a smaller one if the user set no
-    batch. Its speed must equal the plan's in the sense of `is_equal`. Return None if there is no
-    such device.
+    batch. `is_equal` compares its speed with the plan's. Return None if there is no such device.
     """
     batch = verdict.chosen.global_batch
     for rival in verdict.rivals:
@@ -86,7 +85,7 @@ def find_single(verdict: Verdict) -> Rival | None:
 
 
 def is_equal(rival: Rival) -> bool:
-    """True if a rival ties with the plan, and their measured speeds differ by at most 3 %."""
+    """True if a rival ties with the plan and differs by at most 3 %."""
     gap = rival.difference
     return rival.tie and gap is not None and abs(gap.value) <= UNCLEAR
 

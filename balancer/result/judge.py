@@ -632,7 +632,7 @@ def _name_missing(candidate: Candidate, devices: int) -> str:
 
 
 def find_replaced(report: SearchReport, devices: int) -> tuple[ReplacedLayout, ...]:
-    """Return the layouts that ran out of memory, each with the smaller one that replaced it."""
+    """Return the layouts that ran out of memory, with their smaller replacements."""
     return tuple(
         ReplacedLayout(
             name_layout(wished, devices),

@@ -71,7 +71,7 @@ def _count_lone_steps(seen: Iterable[Observation], chosen: Layout) -> int:
 
 
 def _weight(doubt: MeasurementDoubt) -> float:
-    """Return the seriousness of a doubt, comparable within one code."""
+    """Return how serious a doubt is, among doubts with its code."""
     # a loss that was NaN or infinite is more serious, the earlier it happened
     return -doubt.value if doubt.code == "not_finite" else abs(doubt.value)
 

@@ -201,7 +201,10 @@ def _reverse_gap(against: Interval) -> RateGap:
 
 
 def find_own_family(layout: Layout) -> Family:
-    """Return the family of a chosen layout; a split with equal shares counts as an even split."""
+    """Return the family of a chosen layout.
+
+    A split with equal shares counts as an even split.
+    """
     whole = layout.traits.together and not layout.traits.sharded
     return EVEN if whole and is_even(layout) else family_of(layout)
 

@@ -192,7 +192,7 @@ def _write_plan_rate(verdict: Verdict) -> str:
 
 
 def _write_gains(verdict: Verdict) -> Iterator[str]:
-    """Yield the plan's gains over even split, one device and best split."""
+    """Yield the gains over the even split, one device and best split."""
     # only the comparisons that make sense for this kind of plan
     if not verdict.rate.known:
         return
@@ -292,7 +292,7 @@ def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
 
 
 def _write_rough_gain(difference: RateGap, over: str) -> str:
-    """Return the text about a gain with an error above the gain."""
+    """Return a gain as text if its error is larger."""
     if difference.low >= 0.01:
         return f"at least {percent(difference.low, 0)} over {over}"
     return f"whether it is faster than {over} isn't certain"
@@ -643,7 +643,7 @@ def _describe_knobs(verdict: Verdict) -> Iterator[str]:
 
 
 def _find_workers(verdict: Verdict, rival: Rival) -> str | None:
-    """Return a rival's loader workers; None if it differs otherwise."""
+    """Return a rival's number of loader workers, if nothing else differs."""
     knobs = (*rival.knobs, *verdict.chosen.knobs)
     same = (rival.devices, rival.batches) == (verdict.chosen.devices, verdict.chosen.batches)
     if rival.kind != "knobs" or not same or not any(knob in WORKERS for knob in knobs):

@@ -2,8 +2,8 @@
 
 The limits are found from the measured parts of a step, such as waiting for input. Only probes with
 real children measure these parts, so simulated devices have no limits. Times are in seconds per
-optimizer step. A part's time is that of the rank where it takes longest, because the other ranks
-wait for that rank.
+optimizer step. Of all ranks, the one where a part takes longest counts, because the others wait for
+it.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class _Measured:
         return fmean(shares) if shares else None
 
     def largest_s(self, name: str) -> float | None:
-        """Return a part's seconds per step where it takes longest."""
+        """Return a part's seconds per step on its slowest device."""
         shares = [self.share(position, name) for position in self.layout.computing]
         known = [share for share in shares if share is not None]
         return max(known) * self.step_s if known else None
@@ -223,7 +223,7 @@ def _find_input(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _find_step_without_input(measured: _Measured) -> tuple[float, float] | None:
-    """Return the seconds and error of a step that awaits no rows."""
+    """Return the seconds and error of a step without waiting for rows."""
     scaled = []
     errors = []
     for look in measured.looks:
@@ -282,7 +282,7 @@ def _seconds_saved_by_doubling(step_s: float, waits_s: float) -> float:
 
 
 def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
-    """Yield how long exchanging gradients takes, if all waits are known."""
+    """Yield how long exchanging gradients takes, if waiting times are known."""
     layout = measured.layout
     if len(layout.computing) < 2 or not layout.traits.together:
         return
@@ -441,7 +441,7 @@ def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[Ste
 
 
 def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
-    """Return the time that unequal shares save, as a removed limit."""
+    """Return the time that unequal shares save, as a limit already removed."""
     chosen = report.chosen
     layout = chosen.layout
     rows = [layout.shares[i] for i in layout.computing]

@@ -6,8 +6,8 @@ split layouts are requested. It is less if packs, placements or knobs follow, be
 starts child processes of its own, which takes time.
 
 Before the first split, devices may be measured alone in more rounds than a plan needs. Such a round
-may take at most the fraction `EXPLORES` / 2 of the time that exploration has left, and must leave
-time for the first split. Any other probe only has to fit.
+may take at most the fraction `EXPLORES` / 2 of exploration's remaining time. It must leave time for
+the first split. Any other probe only has to fit.
 """
 
 from __future__ import annotations

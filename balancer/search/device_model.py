@@ -197,7 +197,7 @@ class DeviceModel:
         return max(int(growth * self.memory.largest_ran) // self.quantum, 1) * self.quantum
 
     def _growth_factor(self, curve: Curve | PassCurve) -> float:
-        """Return the next batch's largest size, relative to what ran."""
+        """Return the factor by which the next batch may grow."""
         smallest = self.evidence.alone[0].batch if self.evidence.alone else 0
         first = curve.seconds(smallest)
         last = curve.seconds(self.memory.largest_ran)
@@ -207,7 +207,7 @@ class DeviceModel:
         return math.inf if rises else self._time.growth(last)
 
     def _limit_by_time(self, curve: Curve | PassCurve, limit: int) -> int:
-        """Return `limit`, reduced so far that steps fit in the time left."""
+        """Return `limit`, lowered so that steps fit in the time left."""
         # not reduced below the largest batch that ran
         if math.isinf(self._time.seconds):
             return limit

@@ -165,7 +165,7 @@ class Evaluation:
         return self._why_finished(tied)
 
     def _why_finished(self, tied: bool) -> End:
-        """Return why a search is over that more budget wouldn't prolong."""
+        """Return why a search ends that has nothing worthwhile left to measure."""
         # `tied`: more measurements couldn't tell which of the two fastest layouts is faster
         best_is_known = self.best is None or is_known(self.best.throughput)
         if tied:

@@ -65,7 +65,7 @@ class FamilyView:
     def common_batch(self) -> int | None:
         """The global batch for layouts without a measured best batch, such as placements.
 
-        It is the first known of three: the fixed batch, the batch of the best solo layout, and the
+        It is the fixed batch. Without one, it is the batch of the best solo layout, or else the
         smallest batch that didn't fit on a device alone. None if all are unknown, or if rows are
         assigned by cost.
         """
@@ -108,7 +108,7 @@ class FamilyView:
         return [layout for layout in best.values() if layout is not None]
 
     def _logical_pack(self, plain: Layout) -> Layout:
-        """Return the pack like `plain` whose trainings have logical devices."""
+        """Return a pack like `plain`, with a logical device for each training."""
         wanted = pack_on(plain, plain.processes, "logical")
         layouts = (timed.probe.layout for timed in self._seen.timed())
         tried = [layout for layout in layouts if layout.placement == "logical"]

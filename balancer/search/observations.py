@@ -1,7 +1,7 @@
 """The observations of a search, queried by device, layout and stage.
 
 They may arrive in any order, and equal sets of observations give equal answers. Until a winner is
-checked, devices are modeled from exploration only (stages solo, rest and split), so the race
+checked, devices are modeled from exploration only (stages solo, rest and split). So the race
 doesn't change the candidates that it compares. Costs, failures, and memory used by other processes
 count from all stages.
 """
@@ -180,7 +180,7 @@ class Observations:
         return {**checks, **since}
 
     def _valid_checks(self, timed: Sequence[Timed]) -> Turns:
-        """Return a layout's checks by turn, without those slowed only temporarily."""
+        """Return a layout's checks by turn, except when throttled only briefly."""
         checked = [one for one in timed if one.probe.stage == Stage.CHECK]
         active = checked[0].probe.layout.active if checked else ()
         # a device that was throttled in a check, but not in its last measurement
@@ -323,7 +323,7 @@ class Observations:
         return max(alone, default=0.5)
 
     def recovered(self, position: int) -> bool:
-        """True if the device wasn't throttled in its last measurement in the race or a check.
+        """True if the device wasn't throttled in its last race turn or check.
 
         False if it wasn't measured there.
         """

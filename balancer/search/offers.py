@@ -112,7 +112,7 @@ class Offers:
 
 
 def _without_duplicates(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates without splits that measure like earlier ones."""
+    """Return the candidates without splits that nearly equal an earlier one."""
     kept: list[Candidate] = []
     splits: list[Layout] = []
     for candidate in candidates:

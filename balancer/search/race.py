@@ -88,11 +88,12 @@ class Race:
         """Return a probe that measures the chosen layout again.
 
         Return an empty tuple if no check is needed, or if the budget doesn't allow the probe. No
-        check is needed if no other layout was measured and the samples/s are precise. A check is
-        repeated once if a device was throttled in it, and while the samples/s are imprecise, unless
-        even the largest number of turns seems too few to make them precise. That number is used up
-        if steps are slow, as each turn then times only a few, or if there is no other layout to
-        race: the time would serve nothing else.
+        check is needed if no other layout was measured and the samples/s are precise.
+
+        A check is repeated once if a device was throttled in it. It is also repeated while the
+        samples/s are imprecise, up to the largest number of turns. If even that number seems too
+        few, the check is repeated only if steps are slow, so that each turn times only a few, or if
+        there is no other layout to race.
         """
         layout = best.layout
         checks = [seen for seen in self._seen.in_stage(Stage.CHECK) if seen.probe.layout == layout]

@@ -171,7 +171,7 @@ def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Probl
 def _list_tolerable(
     ran: Sequence[Candidate], turns: TurnsByLayout, leader: Turns, tolerance: float
 ) -> list[Candidate]:
-    """Return the synchronous layouts that lag the leader within the tolerance."""
+    """Return the synchronous layouts within the tolerance of the leader."""
     # other layouts have global batches that can't be compared with the leader's
     synchronous = [candidate for candidate in ran if candidate.synchronous]
     return [one for one in synchronous if is_tolerable(turns[one.layout], leader, tolerance)]

@@ -168,7 +168,7 @@ class RowPolicy:
         return [layout for layout in layouts if self.machine.fits(layout)]
 
     def _most_efficient(self) -> list[Allocation]:
-        """Return the splits with the most predicted samples/s per cost."""
+        """Return the splits with the most samples/s per unit of cost."""
         objective = find_objective(self.problem.objective)
         costs = objective.costs(self.seen.timed(), self.problem.devices)
         if not costs:
@@ -193,7 +193,7 @@ class RowPolicy:
         return sorted(enough, key=value, reverse=True)[:LIKELY_SETS]
 
     def _list_device_sets(self, costs: list[tuple[float, float]]) -> Iterator[tuple[int, ...]]:
-        """Yield sets of devices that may be more efficient than all."""
+        """Yield sets of devices that may be more efficient than all devices."""
         # `costs` are the (active, idle) costs of each device
         counts = range(2, len(self.machine.live))
         if len(self.machine.live) <= MOST_TO_COMBINE:
@@ -243,7 +243,7 @@ class RowPolicy:
         return {one.probe.layout: one.samples_per_second for one in found}
 
     def _preferred_split(self, found: dict[Layout, float]) -> Layout:
-        """Return the split of the smallest batch within the tolerance."""
+        """Return the split with the smallest batch within the tolerance."""
         # `found` are the samples/s of the splits, and must not be empty
         tolerance = self.problem.tolerance if self.problem.global_batch is None else 0.0
         least = max(found.values()) * (1 - tolerance)

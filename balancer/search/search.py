@@ -48,7 +48,7 @@ class Search:
         """Add facts about the data and the model from child processes.
 
         If the request has neither a global nor a largest batch, the number of rows limits the
-        batch: an epoch must have at least 20 steps. If row lengths are known, rows are assigned by
+        batch. An epoch must have at least 20 steps. If row lengths are known, rows are assigned by
         their cost.
         """
         problem = self.problem

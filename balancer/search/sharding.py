@@ -1,10 +1,10 @@
 """Chooses each device's part of the model's state, and its rows.
 
-In sharded training, each device is first measured alone, while it holds only a small part of the
-state and gathers the model's units (blocks of layers) from that part. This shows its step time, and
-the memory that it needs besides the state. Then the rows with the highest expected samples/s are
-chosen, and the state is divided so that it fills the memory that these rows leave free. From then
-on, the parts of the state stay the same. Rows are searched as in other trainings, within the memory
+In sharded training, each device is first measured alone. It holds only a small part of the state,
+and gathers the model's units (blocks of layers) from that part. This shows its step time, and the
+memory that it needs besides the state. Then the rows with the highest expected samples/s are
+chosen. The state is divided so that it fills the memory that these rows leave free. From then on,
+the parts of the state stay the same. Rows are searched as in other trainings, within the memory
 that is left. Measurements of whole steps show how much time gathering takes.
 
 A slow or small device may hold a part of the state and compute no rows, if its rows would only keep
@@ -166,11 +166,7 @@ class Sharding:
         return probe if left < URGENT * budget.starts.seconds(probe.layout) else None
 
     def _smaller_whole_step(self, budget: Budget) -> Probe | None:
-        """Return a probe of a smaller whole step if all whole steps so far ran out of memory.
-
-        Its rows are those for which the state was divided anew. Return None if the step was already
-        tried, or if a whole step ran.
-        """
+        """Return a smaller whole step if all others ran out of memory."""
         # single devices could only be measured again after a new start of their children, which
         # ended for the whole step
         division, problem = self._division, self.policy.problem
@@ -624,7 +620,7 @@ class StateRoom:
         return found
 
     def _most_rows(self, position: int) -> float:
-        """Return the most rows that fit beside the smallest part."""
+        """Return the most rows that fit beside the smallest state part."""
         need = self._row_demands[position]
         left = self._limits[position] - need.base_bytes - LEAST_PART * self._held
         return left / need.row_bytes if need.row_bytes else float(UNBOUNDED)

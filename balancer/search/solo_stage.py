@@ -4,9 +4,9 @@ All devices run at the same time. A round is one probe of each device that takes
 small batches give a first curve and the memory per row. The next rounds measure shares of an
 optimistic layout: the one that would be fastest if every device were as fast as its points allow.
 
-A share is worth a measurement if it is larger than all measured batches, or if it is in a gap
-between two points in which the time may rise only late. Rounds go on while that layout promises to
-gain more than a round costs. A device that would keep the others waiting for little gain is left
+A share is worth a measurement if it is larger than all measured batches. It also is if it lies in a
+gap between two points in which the time may rise only late. Rounds go on while that layout promises
+to gain more than a round costs. A device that would keep the others waiting for little gain is left
 out of a round.
 """
 
@@ -150,7 +150,7 @@ class SoloStage:
         return self._cheap_round()
 
     def _add_other_devices(self, wanted: Batches) -> Batches:
-        """Return the wanted batches, and those of other devices in the round."""
+        """Add batches for the other devices to the wanted ones."""
         # all devices should compute at the same time, like in a split
         longest = max(self._probe_seconds(one, batch) for one, batch in wanted.items())
         batches = dict(wanted)
@@ -176,7 +176,7 @@ class SoloStage:
         return due | idle
 
     def _cheap_round(self) -> tuple[Probe, ...]:
-        """Return a round too cheap to need a gain, if any."""
+        """Return a round cheap enough to need no expected gain."""
         wanted: Batches = {}
         for one in self._devices_of_split:
             # the equal share or, as the samples/s may have a peak there, the middle of a gap
@@ -216,7 +216,7 @@ class SoloStage:
 
     @cached_property
     def _devices_of_split(self) -> Sequence[DeviceModel]:
-        """The optimistic layout's devices; all live ones if it has one."""
+        """The optimistic layout's devices, or all if it has only one."""
         shares = self._optimistic.shares if self._optimistic else ()
         devices = [self._machine.devices[i] for i, _ in shares]
         return devices if len(devices) > 1 else self._live
@@ -243,7 +243,7 @@ class SoloStage:
 
     @cached_property
     def _optimistic(self) -> Allocation | None:
-        """The fastest layout if devices were as fast as points allow."""
+        """The fastest layout if devices were as fast as their points allow."""
         return self._predictions.fastest_of(list(self._optimistic_curves.values()))
 
     @cached_property
@@ -368,7 +368,7 @@ class SoloStage:
         return max(quantum, smaller // quantum * quantum)
 
     def _choose_second_batch(self, device: DeviceModel, first: int, second: int) -> int:
-        """Return the second batch, or less if running out would be costly."""
+        """Return `second`, or less if running out of memory is costly."""
         surely = device.memory.largest_in_proportion()
         if surely is None:
             return second

@@ -6,9 +6,9 @@ every curve. The stage ends when the predicted split has already been measured, 
 0.2 % more samples/s than the layouts that ran.
 
 A device that may be faster alone than every split is measured while the others are idle. For a
-fixed batch, the fastest single device may be measured even before the first split: if its probe
-takes little of the remaining time, or if it should be faster than the split. This measurement is
-needed in any case, to compare the splits with it, and starts no new child processes.
+fixed batch, this may happen even before the first split, with the fastest single device. Its probe
+must then take little of the remaining time, or the device should be faster than the split. This
+measurement is needed in any case, to compare the splits with it, and starts no new child processes.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class SplitStage:
         self._problem = predictions.problem
 
     def next_probe(self) -> Probe | None:
-        """Return a probe of the next split, or of one device while the others are idle.
+        """Return a probe of the next split, or of one device alone.
 
-        Return None when the stage is over.
+        The other devices are then idle. Return None when the stage is over.
         """
         if len(self._seen.in_stage(Stage.SPLIT, Stage.REST)) >= MOST_TURNS:
             return None

@@ -67,7 +67,7 @@ class StartTimes:
 
     @cached_property
     def after_out_of_memory(self) -> float:
-        """The seconds to restart the child process of one device after it ran out of memory.
+        """The seconds to restart a device's child process after it ran out of memory.
 
         They are 0 if child processes were measured again after running out of memory, and none had
         to be restarted.

@@ -260,7 +260,7 @@ class TextModel(MachineModel):
 
     @cached_property
     def token_limits(self) -> tuple[int, ...]:
-        """The maximum padded tokens of one pass on each device; 0 if no limit is known."""
+        """The maximum padded tokens per pass on each device; 0 if unknown."""
         return tuple(self._token_limit(self.memory(i)) for i in range(self.problem.devices))
 
     @staticmethod
@@ -338,7 +338,7 @@ class TextModel(MachineModel):
         return fmean(steps) + self.exchange_seconds(positions)
 
     def can_hold(self, positions: Sequence[int]) -> bool:
-        """True if at least one of these devices can hold the longest row in one pass."""
+        """True if any of these devices can hold the longest row in one pass."""
         return any(
             self.token_limits[i] == 0 or self.token_limits[i] >= self.problem.lengths[-1]
             for i in positions

@@ -7,12 +7,12 @@ Each device's cost is determined by four kinds of passes:
 - several passes of short rows in one step
 - passes of other lengths
 
-All devices run at the same time. The larger passes are needed because a small pass says nothing
-about the cost of tokens on a fast GPU, where launching kernels takes longer than computing them.
+All devices run at the same time. A small pass says nothing about the cost of tokens on a fast GPU,
+where launching kernels takes longer than computing them. The larger passes show it.
 
-To test the costs, the global batch is then measured on each device alone, and in the split that
-should be fastest according to the costs. More splits follow while the compute times (own work) in
-the last one lead to a different assignment of rows.
+To test the costs, the global batch is then measured on each device alone. It is also measured in
+the split that should be fastest according to the costs. More splits follow while the compute times
+(own work) in the last one lead to a different assignment of rows.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class TextStage:
     # ------------------------------------------------------------------ global batches
 
     def _next_whole(self, position: int) -> Layout | None:
-        """Return the global batch on one device, unless measured or impossible."""
+        """Return a layout with the global batch on one device, unless measured."""
         tried = [one for one in self._machine.tried_alone(position) if one.probe.layout.costs]
         ended = len(tried) > RETREATS or any(isinstance(one, Timed | Failed) for one in tried)
         if ended or not self._machine.can_hold((position,)):

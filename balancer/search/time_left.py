@@ -131,7 +131,7 @@ class TimeLeft:
 
     @cached_property
     def tuning_steps(self) -> float:
-        """The time to tune kernels at a new size, as a number of later steps that take as long.
+        """The time to tune kernels at a new size, in durations of a later step.
 
         Kernels are tuned in the first step of that size. The number is fitted to the quickest and
         the slowest step of each device alone. With TensorFlow, it is up to 100.

@@ -61,7 +61,10 @@ PHASES = {
 
 
 class PhaseDifference(msgspec.Struct, frozen=True):
-    """The seconds per step that one part of a step takes in two trainings, on the first rank."""
+    """The seconds per step of one part of a step in two trainings.
+
+    They are measured on the first rank.
+    """
 
     name: str
     before_s: float
@@ -220,7 +223,7 @@ def _compare_quick_steps(
 
 
 def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]) -> float:
-    """Return the extra seconds per sample of the second's rare work."""
+    """Return the extra seconds per sample of the second training's rare work."""
     if not all(window.sums.steps for windows in trainings for window in windows):
         return 0.0
     # other programs slow rare work, such as checkpoints, as much as computing

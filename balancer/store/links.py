@@ -32,7 +32,7 @@ MOST_RECORDS = 256  # maximum number of records that are searched
 
 
 class LinkRecord(msgspec.Struct, frozen=True):
-    """The content of a file of measured links, with the driver, the devices and the time."""
+    """The content of a file of measured links."""
 
     driver: str
     devices: tuple[str, ...]  # ids of the devices, in order

@@ -40,7 +40,7 @@ SLOWED_DEVIATION = 1.2
 
 
 class QuickWindow(NamedTuple):
-    """The times of one window: of a quick step, per sample, and of the fixed loop.
+    """The times of one window: a quick step's, and the fixed loop's.
 
     The time of the loop is 0 if unknown.
     """

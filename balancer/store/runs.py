@@ -291,7 +291,7 @@ def load_run(name: str) -> StoredRun:
 
 
 def _find_end(record: JournalContents, source: str) -> Finished | None:
-    """Return the event that ended a run, or one from its measurements."""
+    """Return the event that ended a run; rebuild it if cut off."""
     if record.ended is not None:
         return msgspec.structs.replace(
             record.ended, plan=parse_plan(to_json(record.ended.plan), source)
@@ -439,9 +439,9 @@ def make_search(
 
 
 def recover(record: JournalContents) -> Finished:
-    """Return the end of a run that was cut off, with a plan made from its measurements.
+    """Return the end of a run that was cut off.
 
-    Raises NoLayoutError if nothing was measured.
+    Its plan is made from the measurements. Raises NoLayoutError if nothing was measured.
     """
     search = make_search(read_job(record.header), record.facts, record.observations)
     report = search.report(record.header.request.own_batch)

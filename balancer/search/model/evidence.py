@@ -59,7 +59,7 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
 
     @property
     def best_rate(self) -> float:
-        """The highest samples/s of the device in its own process; 0 if it never ran in one.
+        """The highest samples/s of the device in its own process, or 0.
 
         Measurements while the other devices were idle don't count.
         """
@@ -188,7 +188,7 @@ def _out_of_memory(store: Observations, position: int, seen: Observation) -> boo
 
 
 def _too_large(store: Observations, position: int, seen: Failed) -> bool:
-    """True if a device alone failed above all batches that ran."""
+    """True if a device alone failed at its largest batch so far."""
     layout = seen.probe.layout
     if layout.active != (position,) or layout.in_passes or seen.cause == "device":
         return False

@@ -102,7 +102,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return max(0, most - int(MARGIN * most))
 
     def _slope_increase(self) -> float:
-        """Return the rise of the memory slope, in bytes per sample."""
+        """Return the increase in bytes per sample at the largest batches."""
         if len(self.distinct_points) < 3:
             return 0.0
         (b0, m0), (b1, m1), (b2, m2) = self.distinct_points[-3:]

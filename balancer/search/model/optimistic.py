@@ -1,9 +1,9 @@
 """Estimates the highest speed that a device may have between and beyond measured batches.
 
 Times rise with the batch, but not necessarily on a line between two points: there may be a knee, a
-jump, or another kernel. So in each gap between points, time may continue with the slope before the
-gap in the first half, and rise only in the second half. A step function ("stairs") is assumed to
-continue beyond the batches that ran.
+jump, or another kernel. So in the first half of each gap between points, time may continue with the
+slope before the gap. It then rises only in the second half. A step function ("stairs") is assumed
+to continue beyond the batches that ran.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def _fit_points(points: tuple[Point, ...], among: int) -> Curve | None:
 
 
 def _level_curve(point: Point) -> Curve:
-    """Return an upper bound of the times that a single point implies."""
+    """Return the slowest likely curve through a single point."""
     batches = (0.0, float(point.batch))
     times = (point.seconds, point.seconds)
     return Curve(batches, times, point.seconds / point.batch, True, point.error)
@@ -131,7 +131,7 @@ def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Poin
 
 
 def _is_same(one: Point, other: Point, near: float) -> bool:
-    """True if batches are nearly equal and noise explains the times."""
+    """True if two points' batches nearly match and noise explains their times."""
     errors = LINE_ERRORS * (one.sure_error + other.sure_error)
     # beyond noise, the time may jump between the batches
     larger = other.batch / one.batch - 1
@@ -150,7 +150,7 @@ def _average(group: Sequence[Point]) -> Point:
 
 
 def _simplest_curve(points: Sequence[Point]) -> tuple[Curve, float]:
-    """Return the simplest fitting curve, and its largest residual in errors."""
+    """Return the simplest fitting curve, and its largest residual in standard errors."""
     line = _straight_curve(*rising_line(_weighted(points)))
     worst = _worst_residual(points, line)
     if worst <= LINE_ERRORS or len(points) < 3:
@@ -269,9 +269,9 @@ def fit_pass_overhead(steps: Sequence[Point], curve: Curve, rows: int) -> float:
 class Stairs(msgspec.Struct, frozen=True):
     """A step function: after every 1 / `each` samples, time jumps by `rise` seconds.
 
-    seconds(b) = max(least, first + rise * ceil(each * b + shift)) for a batch b. The points don't
-    determine `each` and `shift` exactly. All pairs that put every point on its measured level form
-    a polygon, the feasible region. `corners` has (each, lowest shift, highest shift) for each
+    The time of a batch b is max(least, first + rise * ceil(each * b + shift)) seconds. The points
+    don't determine `each` and `shift` exactly. All pairs that put every point on its measured level
+    form a polygon, the feasible region. `corners` has (each, lowest shift, highest shift) for each
     corner of the polygon.
     """
 
@@ -402,7 +402,7 @@ def _find_feasible_region(
 
 
 def _shifts(batches: Sequence[int], levels: Sequence[int], each: float) -> tuple[float, float]:
-    """Return the lowest and highest `shift` that keeps batches on levels."""
+    """Return the lowest and highest `shift` that put batches on their levels."""
     # no shift is possible if the lowest exceeds the highest
     most = min(n - each * b for b, n in zip(batches, levels, strict=True))
     return max(n - 1 - each * b for b, n in zip(batches, levels, strict=True)), most
