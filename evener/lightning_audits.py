@@ -140,7 +140,6 @@ def _kept_steps(strategy: Any) -> Iterator[None]:
             yield
     finally:
         for each, gradient in zip(weights, gradients, strict=True):
-            # as before the context
             each.grad = gradient
 
 

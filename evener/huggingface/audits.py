@@ -205,7 +205,7 @@ class TrainerComputations:
 
 
 def _weigh_parts(parts: Sequence[tuple[Any, int]], loss: TrainerLoss) -> list[float]:
-    """Return weights that add up the parts' losses to all rows' loss."""
+    """Return each part's weight in the loss of all rows."""
     # a part is a batch with its number of rows
     if loss.mean_over == ITEMS:
         return [1.0] * len(parts)

@@ -187,7 +187,7 @@ class Gathering:
         return self._join_earlier_passes(call, gathered, is_scalar=tensor.ndim == 0)
 
     def _gather_call(self, call: int, tensor: torch.Tensor, rows: int) -> Any:
-        """Return a gather call's result in a pass, or a piece of one."""
+        """Gather a tensor in a pass, or in a piece of one."""
         # In the pass's last piece, the result has the values of all ranks and pieces. `call` is the
         # number of earlier gather calls in the pass or piece.
         if call < len(self._gathered_calls):

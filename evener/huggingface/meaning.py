@@ -418,7 +418,7 @@ def _find_or_return_error(
 
 
 def _mask_some_labels(few: FewRows) -> FewRows:
-    """Return the rows, with some labels ignored if rows have equally many."""
+    """Ignore some labels if all rows have about equally many."""
     # With about equally many labels in all rows, a mean over rows nearly equals a mean over labels,
     # and the comparison couldn't tell which of them the loss is. So most labels of some rows are
     # ignored.

@@ -58,7 +58,7 @@ class _ReportCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
             self._clock.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Report an optimizer step with a full step's number of rows."""
+        """Report an optimizer step, with the rows of a full step."""
         if self._clock is not None:
             rows = args.train_batch_size * args.gradient_accumulation_steps
             index = args.device.index

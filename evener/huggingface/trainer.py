@@ -475,7 +475,7 @@ def _fetch_few(
     most: int = ROWS_COMPUTED,
     chooses: bool = True,
 ) -> FewRows | None:
-    """Return up to `most` rows for a check of the loss, or None."""
+    """Return at most `most` rows to check the loss on, or None."""
     # Every rank gets the same rows. With `chooses`, they are chosen from more rows, to differ in
     # class and length.
     more = (TIMES - 1) * most if chooses else 0

@@ -146,7 +146,7 @@ def _places_of_tensors(
 
 
 def _open(value: Any) -> Any:
-    """Return the list or dict that may hold tensors, or None."""
+    """Return a value's list or dict that may hold tensors, or None."""
     # For a plain object, this is the dictionary of the object's attributes.
     if isinstance(value, list | dict):
         return value

@@ -291,7 +291,7 @@ class StepAudit:
             return self._gather_first_rows(triple, isinstance(batch, OwnRows), whole, rows)
 
     def _gather_first_rows(self, data: Tensors, is_own: bool, whole: int, rows: int) -> Tensors:
-        """Return the same first rows of every process's share, in all processes."""
+        """Gather the first rows of every process's share in all processes."""
         # Return the whole batch if a share has too few rows, and None if the data aren't numbers.
         # `data` has only this process's rows if `is_own`; otherwise, the whole batch of `whole`
         # rows.
@@ -336,7 +336,7 @@ class StepAudit:
         self._warn_once(f"the {name} can't be traced{find_users_line(error)}: {first_line(error)}")
 
     def _none_if_random(self, steps: StepPair | None) -> StepPair | None:
-        """Return the steps; None, with a warning, if their randomness differs."""
+        """Return the steps, or warn if their random numbers can't be compared."""
         # a row's random numbers depend on the device or pass that computes it
         if steps is not None and any(step.draws for step in steps):
             self._warn_once("it draws random numbers that aren't Keras'; use keras.random")
@@ -484,7 +484,7 @@ class StepAudit:
             return error
 
     def _run_own_step_on_part(self, plain: TracedStep, rows: Tensors) -> StepResult | Exception:
-        """Return the result of Keras' own step on few rows, or its exception."""
+        """Run Keras' own step on few rows; return its result or exception."""
         result = self._try(plain, rows)
         if not isinstance(result, Exception) or self._engine.judges_parts(self._trains):
             return result
@@ -817,8 +817,7 @@ class StepAudit:
         return bool(failed == 0)
 
     def _share_finding(self, finding: Finding | None) -> Finding | None:
-        """Return the first process's finding in all processes (a collective)."""
-        # it is the first process that has one
+        """Return the first finding of any process, in every process (a collective)."""
         if self._group is None:
             return finding
         rank, size = self._group.rank, self._group.size

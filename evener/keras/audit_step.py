@@ -418,7 +418,7 @@ def _sum_vectors(vectors: Sequence[Any], seed: Any) -> Any:
 
 
 def _as_matrix(gradient: Any, shape: Any) -> Any:
-    """Return a gradient as a matrix with the weight's last axis as columns."""
+    """Return a gradient as a matrix, with the last axis as columns."""
     dense = tf.convert_to_tensor(gradient)
     columns = shape[-1] if len(shape) else 1
     rows = math.prod(shape[:-1])
@@ -436,7 +436,7 @@ def _has_rows(output: Any) -> bool:
 
 
 def _sum_rows(output: Any, seed: Any) -> Any:
-    """Return random weighted sums of each row of an output."""
+    """Return a few random sums for each row of an output."""
     if output.dtype.is_complex:
         output = tf.stack([tf.math.real(output), tf.math.imag(output)], -1)
     flat = tf.cast(output, tf.float64 if output.dtype == tf.float64 else tf.float32)

@@ -310,7 +310,7 @@ class ArrayBatches:
         return dataset.with_options(_own_threads(threads)) if endless else dataset
 
     def _shuffled(self) -> Any:
-        """Return a dataset of an epoch's steps: random number and step index."""
+        """Return a dataset with a (random number, step) pair for each step."""
         # The random number determines the order of the epoch's rows, and is the same in all its
         # steps.
         steps = tf.data.Dataset.range(self.steps)

@@ -257,7 +257,7 @@ def digest_batch(data: Any) -> BatchDigests:
 
 
 def _digest_rows(data: Any) -> Any:
-    """Return a hash of these tensors, or of row 0 if rows are long."""
+    """Return a hash of tensors; of row 0 if rows are long."""
     return digest(
         [
             leaf if (leaf.shape[1:].num_elements() or FEW + 1) <= FEW else leaf[:1]

@@ -230,7 +230,7 @@ class Measured(NamedTuple):
         return [fitting[0] if fitting else OTHER for fitting in kinds]
 
     def _read_added(self, results: Sequence[StepResult]) -> list[tuple[float, ...]]:
-        """Return each added loss on all rows, then on each part."""
+        """Return each layer's added loss: on all rows, then on each part."""
         calls = [result.call for result in results if result.call is not None]
         added = [split_losses(self.model, call.losses)[0] for call in calls]
         values = [[float(tf.reduce_sum(loss)) for loss in losses] for losses in added]
@@ -327,7 +327,7 @@ class Measured(NamedTuple):
     def _find_possible_loss_kinds(
         self, batch: Sequence[Tensors], calls: Sequence[StepCall], training: bool
     ) -> list[str] | None:
-        """Return the kinds that a loss may have; None if it can't be computed."""
+        """Return the loss's possible kinds; None if it can't be computed."""
         # None also if the loss isn't finite. A kind is possible if it gives the loss of all rows
         # when applied to the losses of their parts. `batch` is (x, y, outputs, weight). `calls` are
         # the model's calls on all rows, then on each part.

@@ -615,7 +615,7 @@ def _read(metrics: Any) -> list[tuple[Any, Any]]:
 
 
 def _row_bytes(outputs: Tensors) -> float:
-    """Return the bytes of one row's outputs; infinity if they can't be summed."""
+    """Return one row's output bytes; infinity if they can't be summed."""
     # They can't be summed, for example, if their size is unknown.
     total = 0.0
     for leaf in keras.tree.flatten(outputs):

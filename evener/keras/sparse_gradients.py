@@ -70,9 +70,9 @@ def _find_source(indices: Any) -> Any:
 
 
 def merge_slices(gradients: Sequence[Any], places: Sequence[int]) -> list[Any]:
-    """Return the gradients, with one slice per table row at `places`.
+    """Sum the slices of each table row in the sparse gradients at `places`.
 
-    There, the slices of each table row of a sparse gradient are summed.
+    Return all gradients.
     """
     return [
         _merge(gradient) if place in places and isinstance(gradient, tf.IndexedSlices) else gradient

@@ -195,7 +195,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def describe_memory(device: str) -> str:
-    """Return a text with the memory that training holds on the device."""
+    """Return, as text, how much device memory the training holds."""
     if not device.startswith("GPU"):
         return "the memory of this machine's CPU"
     held = tf.config.experimental.get_memory_info(device)

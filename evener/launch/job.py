@@ -73,10 +73,7 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def release(self) -> Path | None:
-        """The file that other ranks than the first wait for before starting.
-
-        None if none waits.
-        """
+        """The file that all ranks but the first wait for; None if unused."""
         # the first rank creates the file when its program creates a process group with the other
         # ranks
         several = self.executable and len(self.processes) > 1

@@ -299,7 +299,7 @@ def _describe_ranks(summary: TrainingSummary) -> list[str]:
 
 
 def _describe_share(rank: RankSummary) -> str:
-    """Return a share as text, like "48 on GPU:1 (60 ms of own work)"."""
+    """Return text like "48 on GPU:1 (60 ms of own work)"."""
     if not rank.share:
         return f"none on {rank.device}, which holds a part of the state"
     return f"{write_share(rank.share, rank.micro)} on {rank.device}{_describe_own_work(rank)}"

@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def find_and_signal(run: str, kill: bool) -> bool:
-    """True if a process of the run was found; `kill` sends it SIGKILL."""
+    """True if the run has a process; with `kill`, send SIGKILL to all."""
     found = False
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError), ExitStack() as stack:  # the process may be another user's, or gone

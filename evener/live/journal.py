@@ -421,7 +421,7 @@ def _cut_incomplete_line(descriptor: int) -> None:
 
 
 def _write_whole(descriptor: int, line: bytes) -> None:
-    """Append a line to the file, or remove what was written of it."""
+    """Append a whole line to the file, or nothing if that fails."""
     before = os.fstat(descriptor).st_size
     try:
         while line:

@@ -115,7 +115,7 @@ class _Counts(NamedTuple):
 
 
 class _Cores:
-    """Measures how often this process's threads wait for CPU cores."""
+    """Measures how long this process's threads wait for CPU cores."""
 
     def __init__(self) -> None:
         self._watch = CoreWatch()
@@ -139,7 +139,7 @@ class _Cores:
             self._starved_s += seen.starved_s
 
     def read(self) -> tuple[float, float]:
-        """Return the fraction of time without cores, recently and in total."""
+        """Return the fraction of time spent waiting for cores, recently and overall."""
         # this is the time of all threads
         self._update(CORE_SECONDS)
         wall_s = sum(each.wall_s for each in self._last)
@@ -370,7 +370,7 @@ class Reporter:
         batches: Sequence[int] | None,
         rates: tuple[float, float, float] | None,
     ) -> None:
-        """Record a report in the journal, and write it if rates are known."""
+        """Record a report in the journal; write it if rates are known."""
         # This also schedules the next write, and starts the thread that notices steps that hang.
         # Rates are None while they aren't known.
         if rates is None and self._journal is None:

@@ -44,7 +44,7 @@ class Traits(msgspec.Struct, frozen=True):
 
     @property
     def by_shares(self) -> bool:
-        """True if one training run has each device compute a share of every batch."""
+        """True if each device of one training run computes a share of every batch."""
         return self.alone or self.together
 
 

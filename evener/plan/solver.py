@@ -143,7 +143,7 @@ def leave_out(plan: Plan, gone: Collection[tuple[str, str]]) -> Plan:
 
 
 def _divide_batch(layout: PlanLayout, left: Sequence[Share], part: float) -> PlanLayout:
-    """Return the layout with the whole batch divided among shares `left`."""
+    """Return the layout with the whole batch divided among shares in `left`."""
     # `part` is the fraction of the batch that these shares had before
     rows, micros = _divide_rows(layout, left)
     held = sum(share.state for share in left)

@@ -271,7 +271,7 @@ def _depends_on_rows(call: ExchangeCall, guard: Guard) -> bool:
 
 
 def _sums_rows(call: ExchangeCall, guard: Guard) -> bool:
-    """True if a collective sums over all ranks' rows, or gathers such sums."""
+    """True if a collective adds up or gathers sums over ranks' rows."""
     # such results are the same however the rows are divided among the ranks
     every = _tensors(call)
     if call.name == "all_reduce":
@@ -306,7 +306,7 @@ def _forget_filled(call: ExchangeCall, guard: Guard) -> None:
 
 
 def _counts_rows(call: ExchangeCall, rows: int) -> bool:
-    """True if a scalar in the call is this rank's number of rows."""
+    """True if a scalar in the call is this rank's row count."""
     # many other values equal 1
     numbers = [each for each in _tensors(call) if each.numel() == 1 and not each.is_complex()]
     return rows > 1 and any(float(number.detach()) == rows for number in numbers)

@@ -208,7 +208,7 @@ def _free_interfaces(place: GroupRank) -> None:
 
 
 def _keep_to(device: str) -> None:
-    """Pin this process to its cores if the device is a CPU slice."""
+    """Pin this process to its device's cores, for a CPU slice."""
     cores = slice_cores(device, allowed_cpus())
     if cores:
         pin_threads(cores)

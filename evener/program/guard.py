@@ -161,7 +161,7 @@ class Guard(Recorder):
             super()._write(*arguments, **options)
 
     def _is_given(self, tensor: torch.Tensor) -> bool:
-        """True if a small tensor predates the batch and isn't a total."""
+        """True if a small tensor predates the batch, unless ranks summed it."""
         # Task weights are such a tensor. A sum over all ranks' rows is the same with any shares.
         totals = self._origins.totals if self._origins is not None else None
         is_total = totals is not None and bool(totals.find(tensor))
@@ -254,7 +254,7 @@ class Guard(Recorder):
             self._busy = False
 
     def _are_parts_added(self, record: LossRecord, tensor: torch.Tensor) -> bool:
-        """True if repeating the calls shows a sum over rows."""
+        """True if recomputing parts of the batch shows a sum over rows."""
         # The whole batch must give the tensor again, and two parts of a few rows must add up. A sum
         # of 0 proves nothing.
         few = next(iter(self._list_rows()), None)

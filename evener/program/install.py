@@ -242,7 +242,7 @@ def _has(module: Any, name: str) -> bool:
 
 
 def _import_later(target: str) -> Any:
-    """Return a function that imports `target` when first called."""
+    """Return a function that imports `target` on first use, and calls it."""
     # such as "group:begin", a module of this package and a function in it
     name, _, function = target.partition(":")
     find = attrgetter(function)

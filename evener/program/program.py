@@ -174,7 +174,7 @@ class Program:
         return result
 
     def _count_passes(self) -> None:
-        """Count a backward pass; report when none is followed by a step."""
+        """Count a backward pass, and report if no optimizer step ever follows."""
         # the hooks don't see the steps of optimizers other than PyTorch's, such as fastai's
         has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if self._stepped or not self.models or not has_group or self.notebook.pending_reason:
@@ -428,7 +428,7 @@ class Program:
             self._begin_step(loop, self.training)
 
     def _enter(self, loop: Any) -> None:
-        """Switch to another loop, and end the previous epoch of the same."""
+        """Switch to another loop; a new epoch ends the previous epoch's loop."""
         left = self._loop
         if left is not None and self._updated and left.shared_batches is loop.shared_batches:
             self.end(left)  # a new epoch of a loop that counts its batches itself
@@ -447,7 +447,7 @@ class Program:
         return is_first_uneven or self._steps == self._look
 
     def _begin_step(self, loop: Any, training: PlannedTraining) -> None:
-        """Begin a step by shares, with a guard if its loss needs one."""
+        """Begin a step by shares, with a guard if needed."""
         # The loss needs a check if it has just changed, or if a setting that affects the loss has.
         # A guard disturbs the step's time, which isn't used for rebalancing.
         if self._loader_steps is None or loop.origin is None:
@@ -659,7 +659,7 @@ class Program:
         return next((each.fault for each in every if each.fault), "") if every else views.ALONE
 
     def _train_loop_by_shares(self, loop: Any) -> None:
-        """Train a loop by shares from its next batch, or report why not."""
+        """Train a loop by shares from now on, or report why not."""
         # All ranks call this after the same step. If the program has exchanged values, wait one
         # more step, which may use them.
         every = self.exchange(self._make_record(loop), EXCHANGE_SECONDS)

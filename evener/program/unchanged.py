@@ -208,7 +208,7 @@ class UnchangedTraining:
         return True
 
     def _begin_step(self, iterator: Any, batch: Any) -> None:
-        """Begin a step with a batch, or add it to the current step."""
+        """Begin a step with a batch, or add it to the step."""
         rows = _count_rows(batch, self._iterations[iterator].batch_size)
         self._rows[id(iterator)] = self._rows.get(id(iterator), 0) + rows
         if self._timer is not None:

@@ -71,7 +71,7 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def is_valid(self) -> bool:
-        """True if no coefficient is infinite, NaN or negative, and one is above 0."""
+        """True if all coefficients are finite, none is negative and one is positive."""
         # those of a plan may have been edited
         coefficients = (self.fixed_s, self.per_token_s, self.per_token_length_s)
         return all(

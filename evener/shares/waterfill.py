@@ -277,7 +277,7 @@ def _samples_by(
 def _split_among_count(
     devices: Sequence[DeviceCurve], k: int, batch: int, quantum: int, least: float, active: int
 ) -> tuple[float, dict[int, int]] | None:
-    """Return the earliest finish of a batch on k devices, with shares."""
+    """Return when k devices can finish a batch earliest, with their shares."""
     # Return None if the devices' limits don't allow the batch. The finish time is at least `least`.
     # At least `active` devices get samples. Shares are by index in `devices`.
     late = max(device.curve.seconds(device.limit) for device in devices)
@@ -426,7 +426,7 @@ class _Crossing(NamedTuple):
 def _find_crossings(
     devices: Sequence[DeviceCurve], costs: Costs, rate: float, quantum: int, fewest: int
 ) -> list[_Crossing]:
-    """Return, by number of devices, the first interval that allows `rate`."""
+    """Return the first interval that allows `rate` for each device count."""
     # Numbers of devices that never reach `rate` samples/s are left out. The intervals are of finish
     # times. `costs` are the seconds of gradient exchange by number of devices. Numbers below
     # `fewest` are also left out.

@@ -152,7 +152,7 @@ def gradient_weight(sizes: Sequence[int], rank: int) -> float:
 
 
 def count_passes(batch: int, micro: int) -> int:
-    """Return how many passes of up to `micro` rows `batch` rows need.
+    """Return how many passes `batch` rows need, with up to `micro` rows each.
 
     Raises RequestError unless `micro` is a whole number of at least 1.
     """

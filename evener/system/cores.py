@@ -90,7 +90,7 @@ _MEMORY_FILES = {
 def _least(
     controller: str, read: Callable[[Path, int], float], root: Path, membership: Path
 ) -> float | None:
-    """Return the smallest limit that `read` finds in this process's groups."""
+    """Return the smallest limit that `read` finds in this process's control groups."""
     found: list[float] = []
     for folder, version in list_groups(controller, root, membership):
         with suppress(OSError, ValueError, ZeroDivisionError):

@@ -76,20 +76,16 @@ def make_private(folder: Path) -> None:
 
 
 def new_error_file() -> Path:
-    """Return the path of a new error file, outside of run folders.
-
-    It is for a new measurement without a run folder. The file of an earlier measurement is deleted.
-    """
+    """Delete the error file of earlier measurements without a run folder, and return its path."""
     path = error_file()
     path.unlink(missing_ok=True)
     return path
 
 
 def error_file() -> Path:
-    """Return the path of the error file outside of run folders.
+    """Return the error file of the last measurement without a run folder.
 
-    The last measurement without a run folder has it. It exists only if a child process of that
-    measurement wrote an error.
+    It exists only if a child process of that measurement wrote an error.
     """
     return state_folder() / "errors.txt"
 

@@ -132,7 +132,7 @@ def _find_stolen(before: CoreTimes, last: CoreTimes) -> float:
 
 
 def _find_taken(before: CoreTimes, last: CoreTimes) -> float:
-    """Return the CPU seconds that others took on a process's cores."""
+    """Return the CPU seconds on its cores that a process couldn't use."""
     if not last.busy_s:
         # the kernel doesn't report how busy the cores were
         return math.inf
@@ -142,7 +142,7 @@ def _find_taken(before: CoreTimes, last: CoreTimes) -> float:
 
 
 def _find_idle(before: CoreTimes, last: CoreTimes, cores: int) -> float:
-    """Return how long a process's cores were idle, in total seconds."""
+    """Return the total idle seconds of a process's cores."""
     # Return 0 if that is unknown. A quota leaves cores idle that the process may not use.
     if not last.busy_s or last.throttled_s > before.throttled_s:
         return 0.0
@@ -170,7 +170,7 @@ def read_core_seconds(cores: Collection[int], stat: Path = PROC / "stat") -> tup
 
 
 def _read_threads(tasks: Path) -> dict[str, tuple[int, int]]:
-    """Return each thread's nanoseconds of running and of waiting, by id."""
+    """Return how many nanoseconds each thread ran and waited, by id."""
     found = {}
     try:
         names = os.listdir(tasks)

@@ -177,7 +177,7 @@ def _compare_tensor(
     largest: float,
     noises: Mapping[str, float],
 ) -> GradientDifference | None:
-    """Return how much two gradients of a tensor differ; None if both are 0."""
+    """Return the difference of two gradients; None if both are 0."""
     # `largest` is the norm of the reference's largest gradient. `noises` is the result of
     # `find_noises`.
     sizes = reference.size(name), trained.size(name)
@@ -298,8 +298,8 @@ class Audits:
     def begin(self, signature: Hashable = None) -> bool:
         """Count a step; return True if the step is to be audited.
 
-        A step is audited if its `signature` is new. It is any hashable object that changes with the
-        program.
+        A step with a new `signature` is audited. The signature is any hashable object that changes
+        with the program.
         """
         self.step += 1
         if self.over:
@@ -311,9 +311,9 @@ class Audits:
         return changed or again or self._confirms or is_audited(self.step)
 
     def sees(self, signature: Hashable) -> bool:
-        """Record a signature; return True if it is new, to audit the step.
+        """Record a signature; return True if it is new.
 
-        Only the first 32 signatures are recorded.
+        The step must then be audited. Only the first 32 signatures are recorded.
         """
         # without this limit, a signature that changes in every step would cause an audit in every
         # step
@@ -480,7 +480,7 @@ def describe(
 
 
 def _write_apart(one: float, other: float) -> str:
-    """Return two numbers as text, with enough digits to show the larger."""
+    """Return two numbers as text, with enough digits to differ."""
     digits = 6
     while f"{one:.{digits}g}" == f"{other:.{digits}g}" and digits < 17:
         digits += 1

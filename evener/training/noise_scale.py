@@ -148,7 +148,7 @@ def _mean(weights: Sequence[float], values: Sequence[float]) -> float:
 def _interval(
     weights: Sequence[float], noise: Sequence[float], signal: Sequence[float]
 ) -> tuple[float, float]:
-    """Return mean(noise) / mean(signal)'s 95 % interval, by Fieller's theorem."""
+    """Return the 95 % interval of mean(noise) / mean(signal) by Fieller's theorem."""
     # The interval contains every ratio r for which mean(noise) - r * mean(signal) may be 0.
     a = _mean(weights, noise)
     b = _mean(weights, signal)

@@ -150,7 +150,7 @@ class PassLimit:
         self._failures = 0
 
     def count_failure(self, rows: int, least: int, held: str) -> None:
-        """Count a failed pass that can't be halved.
+        """Count a failed pass if it can't be halved.
 
         It can't if half of its `rows` are fewer than `least`. Raises DeviceError after 20 such
         passes in a row. The message contains `held`, which says what used the memory.

@@ -194,7 +194,7 @@ class Rebalancer:
         return [step_in_passes(*each) for each in given]
 
     def _count_passes(self, shares: Sequence[int]) -> list[int]:
-        """Return the number of passes that each share needs in memory."""
+        """Return how many passes each share needs under current memory limits."""
         return [
             -(-share // room.in_several) if room.in_several and share > room.at_once else 1
             for share, room in zip(shares, self._limited, strict=True)
@@ -294,14 +294,14 @@ class Rebalancer:
         return Room(at_once, passes_fit if divides else 0)
 
     def _limit_room(self, room: Room, limit: int) -> Room:
-        """Return `room` with at most `limit` rows per pass; 0 means no limit."""
+        """Return `room` with at most `limit` rows per pass, if not 0."""
         # larger passes than `limit` have run out of memory
         if not limit or limit >= room.at_once:
             return room
         return Room(limit, limit * self._passes)
 
     def _learn(self) -> bool:
-        """Learn pass costs and fixed compute times from the last change of shares."""
+        """Learn pass costs and fixed compute times from the last change."""
         # True if anything was learned, because predictions then change
         passes, fixed = self._learn_extras(), self._learn_fixed()
         self._before = []

@@ -141,7 +141,7 @@ class AssignmentSearch:
         yield len(self._lengths)
 
     def _assign_blocks(self, rows: int, stops: Sequence[int]) -> PartialAssignment | None:
-        """Give each rank a block of consecutive rows; None if rows don't fit."""
+        """Give each rank a block of rows; None if rows don't fit."""
         # The first `rows` rows are given. A new pass begins at each index in `stops`. All ranks
         # must finish within the same time limit; bisection finds the shortest one.
         if not rows:

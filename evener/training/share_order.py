@@ -115,7 +115,7 @@ def _find_by_device(active: Sequence[Share], info: RankInfo) -> int | None:
 
 
 def _find_by_local_rank(active: Sequence[Share], info: RankInfo) -> int | None:
-    """Return the index of the share for a process's local rank, or None."""
+    """Return the index of the local rank's share, or None."""
     # The result is an index in `active`. The local rank is an index into the shares of the
     # process's host. The share is missing if that host has too few.
     if not any(share.host == info.host for share in active):

@@ -136,7 +136,7 @@ def _find_step_seconds(steps: Sequence[RankStep]) -> float:
 def _list_single_parts(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, competitors: str
 ) -> Iterator[StepPart]:
-    """Yield the parts of a step that may be limits, except unequal work."""
+    """Yield parts of a step that may be limits, except unequal work."""
     # Unequal work is that of the ranks' unequal compute times. `steps` are the ranks' mean steps,
     # and `step_s` is the duration of a step. The training needed the cores that the other programs
     # used.
@@ -162,7 +162,7 @@ class _Finder:
     def find(
         self, kind: LimitKind, name: str, spared: float = 1.0, alone: LimitKind | None = None
     ) -> Iterator[StepPart]:
-        """Yield a part of the step as a possible limit, unless it's short."""
+        """Yield a step's part as a possible limit, unless it's short."""
         # The StepSums field `name` measures the part, and a remedy saves the fraction `spared` of
         # it. A part below 5 % of a step is short. Only one rank has the part if another rank needs
         # less than half as long; its kind is then `alone`, unless that is None. A remedy then saves
@@ -202,7 +202,7 @@ class _Finder:
         )
 
     def _find_lead(self, place: int) -> float:
-        """Return how long all other ranks wait for a rank, in seconds per step."""
+        """Return how long others wait for a rank, in seconds per step."""
         # The result is negative if another rank is busy longer. Busy times show this better than
         # measured waits, which may miss a long wait in a single step, because waits are timed in
         # only some of the steps. Files and validation are timed in all steps.
@@ -255,7 +255,7 @@ def _find_exchange(
 def _find_host_waits(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, competitors: str
 ) -> Iterator[StepPart]:
-    """Yield parts of a step in which the last ranks wait for hosts."""
+    """Yield the parts of a step in which ranks wait for hosts."""
     # A part is one of three waits: for cores, for the start of kernels, or for the training's own
     # code on the CPU. The last ranks are those that finish last.
     last = list_last(steps, step_s)

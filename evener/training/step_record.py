@@ -158,7 +158,7 @@ def compare(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> Comparis
 
 
 def _gain_at_present_speed(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> float | None:
-    """Return how much faster the last shares are at the devices' final speed."""
+    """Return the last shares' gain over the first, at present device speeds."""
     # The time of steps with the first shares is computed from the newest compute times. They are
     # assumed to be proportional to the rows, and the rest of a step's time to be the same.
     now, then = [], []
