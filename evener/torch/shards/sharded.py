@@ -556,6 +556,7 @@ class _UnitInputs(torch.autograd.Function):  # type: ignore[misc]  # torch isn't
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        # the gradients of the unit's parameters are complete by now
         ctx.sharded.end_backward(ctx.unit)
         return (None, None, *gradients)
 

@@ -31,7 +31,7 @@ class LossListener(Protocol):
     def note_loss(self, loss: Any, made_of: tuple[Any, ...], caller: FrameType) -> None:
         """Called with a loss before its backward pass.
 
-        `made_of` has the operations that made the loss, from `list_operations`. `caller` is the
+        `made_of` has the operations that computed the loss, from `list_operations`. `caller` is the
         frame that calls backward.
         """
 
@@ -40,7 +40,7 @@ _LISTENERS: WeakList[Any] = WeakList()
 
 
 def listen(listener: LossListener) -> Callable[[], Any]:
-    """Notify a listener of each loss from now on, until the listener is garbage-collected.
+    """Notify a listener of each loss from now on, until it is garbage-collected.
 
     Return a function that stops the notifications earlier.
     """
@@ -57,7 +57,7 @@ def listen(listener: LossListener) -> Callable[[], Any]:
 
 
 def _make_backward(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement for `own`, Tensor.backward, that first notifies all listeners."""
+    """Return a `Tensor.backward` that notifies all listeners, then calls `own`."""
 
     @wraps(own)
     def backward(self: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -77,8 +77,8 @@ _HOOKS = ProcessHooks(lambda: [Replacement(torch.Tensor, "backward", _make_backw
 def find_code(caller: FrameType) -> Code | None:
     """Return the program's own code that calls backward, with its module's variables.
 
-    `caller` is the frame that calls backward. Return None if the innermost CALLERS frames from
-    `caller` on all belong to libraries.
+    `caller` is the frame that calls backward. Return None if it and the CALLERS - 1 frames around
+    it belong to libraries.
     """
     frame = caller
     for _ in range(CALLERS):
@@ -91,7 +91,7 @@ def find_code(caller: FrameType) -> Code | None:
 
 
 def list_operations(loss: Any) -> tuple[Any, ...]:
-    """Return the last operations that computed a loss, as pairs (name, reduction).
+    """Return the last operations that computed a loss, as (name, reduction) pairs.
 
     The reduction is PyTorch's number for how an operation reduces rows, such as to their mean; None
     if it doesn't. Up to MOST operations are listed, up to DEPTH levels before the loss.

@@ -1,8 +1,8 @@
 """The batches that loaders have yielded and that loops may still compute.
 
-Each batch is stored with the rows of each rank. A loop that uses `split.step` or `split.parts`
-passes its batch to them, and the loader's tensors identify it. For a loop that calls `backward`
-itself, recognition.py finds the batch.
+Each is stored with the rows of each rank. A loop that uses `split.step` or `split.parts` passes its
+batch to them, and the loader's tensors identify it. For a loop that calls `backward` itself,
+recognition.py finds the batch.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..rows.structure import tensors_in
 
 
 class TakenBatch:
-    """A batch that a loader yielded, with its rows on each rank.
+    """A batch that a loader has yielded, with its rows on each rank.
 
-    It holds weak references to the batch's tensors.
+    It holds only weak references to the batch's tensors.
 
     - `origin`: the epoch that the batch is from.
     - `sizes`: each rank's number of rows.
@@ -56,8 +56,8 @@ class TakenBatch:
     def can_share_backward(self, other: TakenBatch) -> bool:
         """True if both batches can be in one backward pass, with the same weight of each rank.
 
-        If they are from different epochs, the weights in the last batches of both epochs must also
-        be the same.
+        For batches of different epochs, the weights in both epochs' last batches must be equal,
+        too.
         """
         return self.weighs_as(other) and (
             self.origin is other.origin or self.origin.tail == other.origin.tail
@@ -69,9 +69,9 @@ Match = Callable[[Any, Sequence[TakenBatch]], list[TakenBatch]]
 
 
 def match_objects(data: Any, batches: Sequence[TakenBatch]) -> list[TakenBatch]:
-    """Return the batches that have the most tensors in `data`, compared by identity.
+    """Return the batches that have the most tensors of `data`.
 
-    Return an empty list if no batch has a tensor in `data`.
+    Tensors are compared by identity. Return [] if no batch has one of them.
     """
     given = set(map(id, tensors_in(data)))
     counts = [sum(id(tensor) in given for tensor in batch.alive()) for batch in batches]
@@ -82,7 +82,7 @@ def match_objects(data: Any, batches: Sequence[TakenBatch]) -> list[TakenBatch]:
 
 
 class BatchTracker:
-    """Tracks the batches that loaders have yielded and loops may still use."""
+    """Tracks the batches that loaders have yielded and that loops may still use."""
 
     # the tracker that received the last batch
     newest: ClassVar[Callable[[], Any]] = staticmethod(lambda: None)
@@ -98,8 +98,9 @@ class BatchTracker:
     def take(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
         """Make a loader's next batch the current one.
 
-        `origin` is the epoch that yields the batch, `sizes` are the ranks' rows, and `data` is the
-        batch itself.
+        - `origin`: the epoch that yields it.
+        - `sizes`: the ranks' numbers of rows.
+        - `data`: the batch itself.
         """
         BatchTracker.newest = weakref.ref(self)
         if not (self._epochs and self._epochs[-1] is origin):
@@ -117,7 +118,7 @@ class BatchTracker:
     def begin(self, sizes: Sequence[int]) -> None:
         """Begin a batch that no loader yielded.
 
-        It lasts until a loader yields its next batch. `sizes` are the ranks' numbers of rows.
+        It lasts until a loader yields a batch. `sizes` are the ranks' numbers of rows.
         """
         self._manual.batches.clear()
         self.take(self._manual, tuple(sizes), ())
@@ -139,11 +140,10 @@ class BatchTracker:
         return any(epoch.training and epoch.may_be_computed() for epoch in self._epochs)
 
     def find(self, data: Any, training: bool, match: Match) -> TakenBatch | None:
-        """Return the batch that `data` belongs to.
+        """Return the batch that `data` belongs to, or None if no loader has yielded one.
 
-        Return None if no loader has yielded a batch. `training` is True if the model is in training
-        mode. `match` selects the likeliest batches. Raises RequestError if several batches are
-        possible and they weight the ranks differently.
+        `training` is True if the model is in training mode. `match` selects the likeliest batches.
+        Raises RequestError if several batches are possible and they weight the ranks differently.
         """
         found = self._only
         if found is None:
@@ -160,7 +160,7 @@ class BatchTracker:
         return found
 
     def _list_candidates(self, training: bool) -> list[Epoch]:
-        """Return the epochs that may contain the batch that is being computed."""
+        """Return the epochs that the current batch may be from."""
         # Usually, the training epochs that haven't ended; if all have ended, all of them; without
         # training epochs, the newest epoch. In evaluation mode, a newest epoch for validation is
         # the only one.
@@ -174,10 +174,9 @@ class BatchTracker:
         return _list_trained(epochs) or [newest]
 
     def _choose(self, data: Any, epochs: Sequence[Epoch], match: Match) -> TakenBatch | None:
-        """Return the batch that matches `data`; None if the choice doesn't matter.
+        """Return the batch that matches `data`; None if any would do.
 
-        `epochs` are the epochs that may contain the batch. `match` returns the matching batches.
-        Raises RequestError if several batches are possible and they weight the ranks differently.
+        Raises RequestError if several are possible and weight the ranks differently.
         """
         every = [batch for epoch in self._epochs for batch in epoch.batches]
         matched = match(data, every)
@@ -196,10 +195,8 @@ class BatchTracker:
 
 
 def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
-    """Return the training epochs among `epochs` that may contain the current batch.
-
-    Usually these are the epochs that haven't ended. If all have ended, return all.
-    """
+    """Return the training epochs that the current batch may be from."""
+    # usually those that haven't ended; if all have ended, all of them
     trained = [epoch for epoch in epochs if epoch.training]
     running = [each for each in trained if each.open]
     if not running:
@@ -212,27 +209,23 @@ def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
 
 
 def _makes_no_difference(possible: Sequence[TakenBatch], epochs: int) -> bool:
-    """True if it doesn't matter which batch in `possible` is being computed.
-
-    `epochs` is the number of epochs that the batches may be from.
-    """
-    # all of them give each rank the same weight, and the choice doesn't affect later batches
+    """True if it doesn't matter which of these batches is computed."""
+    # Then all batches give each rank the same weight, and the choice doesn't affect later batches.
+    # `epochs` is the number of epochs that the batches may be from.
     newest = possible[-1]
     one_each = len(possible) == epochs or newest.origin.tail is None
     return one_each and all(batch.can_share_backward(newest) for batch in possible)
 
 
 def _is_kept(epoch: Epoch, ended: Epoch) -> bool:
-    """True if a training loop may still compute a batch of `epoch`.
-
-    `ended` is the epoch that has just ended.
-    """
-    # `epoch` is the one that has ended, or its newest batch is still in use
+    """True if a training loop may still compute a batch of `epoch`."""
+    # `ended` is the epoch that has just ended. `epoch` is the one that has ended, or its newest
+    # batch is still in use.
     return epoch.training and (epoch is ended or bool(epoch.batches[-1].is_alive()))
 
 
 def _drop_computed(batches: list[TakenBatch]) -> None:
-    """Remove the batches of an epoch that no forward pass will compute any more."""
+    """Remove an epoch's batches that no forward pass will compute any more."""
     # These are the batches before a used one. While there are more than two, the oldest is also
     # removed if the loop no longer holds its tensors.
     if batches and batches[-1].used:
@@ -242,7 +235,7 @@ def _drop_computed(batches: list[TakenBatch]) -> None:
 
 
 def _list_waiting(epoch: Epoch) -> list[TakenBatch]:
-    """Return the epoch's newest batch, and prefetched batches that a loop may still compute."""
+    """Return the epoch's batches that a loop may still compute."""
     waiting = [batch for batch in epoch.batches[:-1] if not batch.used]
     if len(waiting) > 1:
         waiting = [batch for batch in waiting if batch.is_alive()]
@@ -250,10 +243,8 @@ def _list_waiting(epoch: Epoch) -> list[TakenBatch]:
 
 
 def _weigh_the_same(epochs: Sequence[Epoch]) -> bool:
-    """True if each rank has the same weight, whichever epoch the current batch is from.
-
-    `epochs` are those that it may be from.
-    """
+    """True if each rank has the same weight in all of these epochs."""
+    # the current batch may be from any of them
     newest = epochs[-1].batches[-1]
     if not all(batch.can_share_backward(newest) for epoch in epochs for batch in epoch.batches):
         return False

@@ -1,8 +1,8 @@
 """Check before an optimizer's step that gradients are complete and memory suffices.
 
 Gradients are complete once they are summed over the ranks. LBFGS also uses the loss that its
-closure returns. So that all ranks take the same steps, each rank's closure returns the mean loss
-over the whole batch.
+closure returns. Each rank's closure then returns the mean loss over the whole batch, so that all
+ranks take the same steps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PARAMETERS = itemgetter("params")  # returns the parameters of an optimizer's p
 
 
 class OptimizerCheck:
-    """Checks each optimizer before its first step, and again if its parameters change."""
+    """Checks each optimizer before its first step, and again when its parameters change."""
 
     # in a hook that PyTorch calls before each optimizer step
 
@@ -49,7 +49,7 @@ class OptimizerCheck:
         self.hooks = ProcessHooks(lambda: [register_optimizer_step_pre_hook(self._before_step)])
 
     def forget(self) -> None:
-        """Forget which optimizers were checked, so the next training run checks them again."""
+        """Forget the checked optimizers, so that the next training run checks them again."""
         self._known.clear()
 
     def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> Any:
@@ -93,7 +93,7 @@ class OptimizerCheck:
             self._watch_schedules()
 
     def _watch_schedules(self) -> None:
-        """Make accelerate step a learning-rate schedule once per batch, and not once per rank."""
+        """Make accelerate step a learning-rate schedule once per batch, not per rank."""
         # by default, accelerate steps it once per process, as if each process had a whole batch
         kind = getattr(sys.modules.get("accelerate.scheduler"), "AcceleratedScheduler", None)
         if kind is None or kind in self._watched or not self.steps_schedules:
@@ -117,10 +117,8 @@ OPTIMIZER_CHECK = OptimizerCheck()
 
 
 def _find_trainer() -> Any:
-    """Return the BatchWeights of the batch that is being trained.
-
-    Return None if no weights are needed, or if a trainer's adapter weights the losses.
-    """
+    """Return the BatchWeights of the batch being trained, or None."""
+    # None if no weights are needed, or if a trainer's adapter weights the losses
     found = BatchTracker.newest()
     if (
         found is None
@@ -158,10 +156,9 @@ def check_memory(optimizer: Any, trained: list[Any]) -> None:
 
 
 def update_one_by_one(optimizer: Any, tensors: int = 0) -> None:
-    """Make a step update parameters one by one if there isn't memory to update all at once.
+    """Make a step update parameters one by one if memory is too short for all at once.
 
-    For each parameter, the step needs one tensor of the parameter's size, and `tensors` state
-    tensors of that size.
+    For each parameter, the step needs one tensor of its size, and `tensors` state tensors.
     """
     # a step that ran out of memory halfway would leave only some of the parameters updated
     for group in optimizer.param_groups:
@@ -207,7 +204,7 @@ _applied: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictio
 
 
 def check_summed(optimizer: Any) -> None:
-    """Raise RequestError if the next step would apply gradients of only this rank's rows."""
+    """Raise RequestError if an optimizer is about to apply gradients of this rank's rows only."""
     exchanges = [each for each in EXCHANGES if isinstance(each, Exchange) and not each.single_rank]
     before = _applied.get(optimizer)
     _applied[optimizer] = {id(exchange): exchange.sums for exchange in exchanges}
@@ -227,7 +224,7 @@ def check_summed(optimizer: Any) -> None:
 
 
 def _check_seen(exchanges: list[Exchange]) -> None:
-    """Raise RequestError if a model ran a forward pass whose backward pass wasn't detected."""
+    """Raise RequestError if a forward pass's backward pass wasn't detected."""
     if any(exchange.waits for exchange in exchanges):
         raise RequestError(
             "The optimizer is about to apply gradients of a wrapped model that weren't summed "
@@ -239,14 +236,12 @@ def _check_seen(exchanges: list[Exchange]) -> None:
 
 
 def _has_summed(exchanges: list[Exchange], before: dict[int, int]) -> bool:
-    """True if any model's gradients were all-reduced since an optimizer's last step.
-
-    `before` has the number of sums of each model's exchange at that step, by the exchange's id.
-    """
+    """True if gradients were all-reduced since an optimizer's last step."""
+    # `before` has each exchange's number of sums at that step, by the exchange's id
     return any(exchange.sums > before.get(id(exchange), 0) for exchange in exchanges)
 
 
 def _list_applied(optimizer: Any) -> set[int]:
-    """Return the ids of the parameters whose gradients this optimizer's step applies."""
+    """Return the ids of the parameters that this optimizer's step updates."""
     every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {id(each) for each in every if each.grad is not None}

@@ -1,4 +1,4 @@
-"""Measure the memory that a rank's passes use, to predict how many rows per pass will fit."""
+"""Measure the memory of a rank's passes, to predict how many rows per pass will fit."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ class MemoryGauge:
         self.at_risk = True
 
     def measure(self, rows: int) -> int:
-        """Return the maximum rows per pass that are predicted to fit.
+        """Predict the maximum rows per pass that fit into memory; 0 if unknown.
 
-        Return 0 without a prediction. `rows` is the number of rows in the largest pass that was
-        computed.
+        `rows` is the number of rows in the largest pass so far.
         """
         if self._device.type == "cuda":
             self._capacity_bytes = self._measure_gpu(rows)
@@ -41,10 +40,9 @@ class MemoryGauge:
         return self._peaks.most_rows(self._capacity_bytes, self._left)
 
     def most_in_several(self, gradient_bytes: float) -> int:
-        """Predict how many rows per pass fit beside the gradients of a share's earlier passes.
+        """Predict the maximum rows per pass if a share has several passes; 0 if unknown.
 
-        These gradients need `gradient_bytes` of memory. Return 0 without a prediction. Call
-        `measure` before this method.
+        The gradients of earlier passes then need `gradient_bytes` as well. Call `measure` first.
         """
         return self._peaks.most_rows_beside(self._capacity_bytes, self._left, gradient_bytes)
 
@@ -53,12 +51,10 @@ class MemoryGauge:
         return LEFT_AT_RISK if self.at_risk else LEFT
 
     def _measure_gpu(self, rows: int) -> float:
-        """Record the allocator's peak memory, and return the usable bytes.
-
-        `rows` is the number of rows in the largest pass.
-        """
-        # Without other processes' memory, within set_per_process_memory_fraction. What the
-        # allocator reserves beyond the tensors' peak is assumed to grow with the peak.
+        """Record the allocator's peak memory, and return the usable bytes."""
+        # `rows` is the number of rows in the largest pass. Usable bytes are those that other
+        # processes leave, within set_per_process_memory_fraction. What the allocator reserves
+        # beyond the tensors' peak is assumed to grow with the peak.
         stats = torch.cuda.memory_stats(self._device)
         reserved = stats.get("reserved_bytes.all.current", 0)
         peak = stats.get("allocated_bytes.all.peak", 0)
@@ -70,11 +66,9 @@ class MemoryGauge:
         return float(min(free + reserved, fraction * total))
 
     def _measure_process(self, rows: int) -> float:
-        """Record the process's peak memory, and return the usable bytes.
-
-        `rows` is the number of rows in the largest pass.
-        """
-        # the peak plus an equal part of the host's free memory
+        """Record the process's peak memory, and return the usable bytes."""
+        # `rows` is the number of rows in the largest pass. Usable bytes are the peak plus an equal
+        # part of the host's free memory.
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         self._peaks.note(rows, peak_kib * 1024)
         return peak_kib * 1024 + free_memory_bytes() / self._processes

@@ -21,8 +21,8 @@ class Part:
     - `rows`: number of rows that count; 0 if the only row is a filler.
     - `weight`: weight of the part's loss in this rank's mean loss.
 
-    As a context manager, a part catches out-of-memory errors in its block, so that its rows can be
-    computed again in smaller parts.
+    As a context manager, a part catches out-of-memory errors, so that its rows can be computed
+    again in smaller parts.
     """
 
     def __init__(self, batch: Any, rows: int, weight: Any, scale: Callable[[Any], Any]) -> None:
@@ -41,7 +41,7 @@ class Part:
 
     @property
     def is_piece(self) -> bool:
-        """True if this part has only some rows of a planned pass, which has run out of memory."""
+        """True if this part has only some rows of a planned pass that ran out of memory."""
         return self.rows < self.turn.planned
 
     def __enter__(self) -> Part:
@@ -58,8 +58,10 @@ class Part:
 
         `loss` is the mean over these rows, or over the items that `count` counts. With a
         GradScaler, pass `scaler.scale(loss)`. This may be called several times in a pass, each time
-        with another loss. Returns the weighted loss, detached. The results of all parts add up to
-        this rank's mean loss, for `split.mean`.
+        with another loss.
+
+        Return the weighted loss, detached. The results of all parts add up to this rank's mean
+        loss, for `split.mean`.
         """
         self.computed = True
         if self.passes is not None:
@@ -76,7 +78,7 @@ class Part:
         return torch.where(weight > 0, loss.detach() * weight, 0.0)  # a mean over nothing is NaN
 
     def check_computed(self) -> None:
-        """Raise RequestError if backward wasn't called: the gradient would lack these rows."""
+        """Raise RequestError if backward wasn't called, so the gradient would lack these rows."""
         if torch.is_grad_enabled() and not self.computed:
             raise RequestError(
                 "A pass ended without part.backward(loss), so its rows would be missing from "
@@ -87,9 +89,8 @@ class Part:
     def at(self, turn: Pass) -> Part:
         """Return a part with the rows of the pass `turn`.
 
-        `turn` is a planned pass or, if the planned pass has run out of memory, some of its rows.
-        The weight is in proportion to these rows. If `turn` has all rows of this part, the part
-        itself is returned.
+        `turn` is a planned pass, or some rows of one that ran out of memory. The weight is in
+        proportion to these rows. If `turn` has all rows of this part, the part itself is returned.
         """
         # in proportion to rows or, if the loss is a mean over what `count` counts, to that count
         if turn.rows == self.rows:
@@ -113,10 +114,11 @@ def make_parts(
 ) -> list[Part]:
     """Divide a rank's batch into parts of up to `micro` rows.
 
-    `rows` is the number of rows in the batch that count. Each part's loss is passed to `scale`
-    before its backward pass. `passes` is the exact number of parts, some perhaps with a filler row;
-    0 for any number. An AssignedBatch is already divided. Raises RequestError if the batch can't be
-    divided.
+    - `rows`: number of rows in the batch that count.
+    - `scale`: called with each part's loss before its backward pass.
+    - `passes`: the exact number of parts, some perhaps with a filler row; 0 for any number.
+
+    An AssignedBatch is already divided. Raises RequestError if the batch can't be divided.
     """
     if isinstance(batch, AssignedBatch):
         pieces, sizes = list(batch.passes), tuple(batch.rows)
@@ -130,11 +132,8 @@ def make_parts(
 
 
 def _cut_passes(batch: Any, rows: int, sizes: Sequence[int]) -> list[Any]:
-    """Return the rows of each pass of a batch with `rows` rows.
-
-    `sizes` are the passes' numbers of rows. A pass with 0 rows gets the batch's first row as a
-    filler.
-    """
+    """Return the rows of each pass of a batch."""
+    # a pass with 0 rows gets the batch's first row as a filler
     places = [each if each[0] < each[1] else (0, 1) for each in bounds(sizes)]
     return [cut_rows(batch, start, stop, max(1, rows)) for start, stop in places]
 
@@ -144,8 +143,11 @@ def weigh_by_count(
 ) -> None:
     """Weight the parts for a mean loss over items instead of rows.
 
-    `count(part)` returns a part's number of items, such as tokens. `sizes` are the ranks' numbers
-    of rows. `add_up` sums a tensor over the ranks. Every rank has to call this.
+    Every rank has to call this.
+
+    - `count(part)`: returns a part's number of items, such as tokens.
+    - `sizes`: the ranks' numbers of rows.
+    - `add_up`: sums a tensor over the ranks.
     """
     own = torch.stack([_count(count, part) * min(1, part.rows) for part in parts])
     total = add_up(own.sum())

@@ -1,7 +1,7 @@
 """Recognize which batch a forward pass computes, in a loop that calls `backward` itself.
 
 Such a loop may prefetch its next batch or use two loaders, and its model's inputs may be views of
-the loader's tensors. Therefore a batch is recognized by the addresses of its tensors. Loops with
+the loader's tensors. So a batch is recognized by the addresses of its tensors. Loops with
 `split.step` or `split.parts` need no recognition (batches.py).
 """
 
@@ -19,8 +19,8 @@ from .batches import TakenBatch
 def match_addresses(inputs: Any, batches: Sequence[TakenBatch]) -> list[TakenBatch]:
     """Return the batches that share memory with the most inputs of a forward pass.
 
-    `inputs` are the model's nested arguments. Several batches may match equally well. The result is
-    empty if no input shares memory with a batch.
+    `inputs` are the model's nested arguments. Several batches may match equally well. Return [] if
+    no input shares memory with a batch.
     """
     tensors = tensors_in(inputs)
     counts = [_count_among(tensors, batch) for batch in batches]
@@ -31,10 +31,8 @@ def match_addresses(inputs: Any, batches: Sequence[TakenBatch]) -> list[TakenBat
 
 
 def _count_among(inputs: Sequence[torch.Tensor], batch: TakenBatch) -> tuple[int, int]:
-    """Return two counts of the inputs that share storage with a batch.
-
-    The second counts only those that begin at the address of one of the batch's tensors.
-    """
+    """Count the inputs that share a batch's storage, and its addresses."""
+    # The second number counts inputs that begin at the address of one of the batch's tensors.
     # Batches can be views of one tensor, such as a data set in memory. They share its storage, but
     # only the batch that the model computes begins at the inputs' addresses.
     alive = batch.alive()
@@ -45,8 +43,9 @@ def _count_among(inputs: Sequence[torch.Tensor], batch: TakenBatch) -> tuple[int
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    """Return the address of a tensor's first element, or the id of a tensor without storage."""
+    """Return the address of a tensor's first element, or an id."""
     try:
         return tensor.data_ptr()
     except (RuntimeError, NotImplementedError):
+        # it has no storage
         return id(tensor)

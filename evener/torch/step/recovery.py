@@ -35,7 +35,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def drop_frames(error: BaseException) -> str:
-    """Clear the local variables in an error's stack frames, and return the error as text."""
+    """Clear the local variables in an error's stack frames; return the error as text."""
     # these variables would keep the failed pass's tensors in memory
     text = str(error).partition("\n")[0]
     seen: BaseException | None = error
@@ -58,7 +58,7 @@ def free_memory(device: torch.device) -> None:
 
 
 def free_before_update(device: torch.device) -> None:
-    """Make the allocator give its unused memory back before the next optimizer step."""
+    """Make the allocator free its unused memory before the next optimizer step."""
     # The first step allocates the optimizer's state. It would fragment blocks that activations have
     # used, and the second step could run out of memory.
     if device.type == "cuda":
@@ -75,7 +75,7 @@ def held_by_others(device: torch.device) -> int:
 
 
 def describe_memory(device: torch.device) -> str:
-    """Return a phrase on the use of the device's memory, for an error message."""
+    """Return a phrase on how the device's memory is used, for an error message."""
     if device.type != "cuda":
         return "the memory of this machine's CPU"
     own, (free, total) = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)
@@ -87,7 +87,7 @@ def describe_memory(device: torch.device) -> str:
 
 @dataclass
 class RunningPass:
-    """The pass that is being computed, with what is needed to undo it."""
+    """The pass that is being computed, with what it takes to undo it."""
 
     part: Part
     state: PassState  # before the pass
@@ -135,27 +135,26 @@ class Recovery:
         return self.advice if is_out_of_memory(error) else ""
 
     def begin_batch(self) -> None:
-        """Begin a batch, and raise the limit of rows per pass if memory probably suffices.
+        """Begin a batch, and allow more rows per pass again if memory probably suffices.
 
         See `PassLimit.begin_batch`.
         """
         self.limit.begin_batch(self._held_by_others)
 
     def open(self, part: Part, exchanges: Sequence[Exchange]) -> RunningPass:
-        """Save what a pass may change, and return a RunningPass with it.
+        """Save what a pass may change, before it starts.
 
-        Call this before the pass starts. `exchanges` are the exchanges that sum the gradients of
-        the pass.
+        `exchanges` sum the gradients of the pass.
         """
         return RunningPass(part, PassState(exchanges, self._constant), count_foreign())
 
     def catch(
         self, error: BaseException, running: RunningPass, exchanges: Sequence[Exchange]
     ) -> str:
-        """Return the error as text if the running pass can be computed again, otherwise "".
+        """Return an error as text if the running pass can be computed again, otherwise "".
 
-        It can be if memory ran out before any of its backward passes ended. Raises DeviceError if
-        memory ran out and `exchanges`, which sum the gradients, is empty.
+        It can be if memory ran out before any of its backward passes ended. If no `exchanges` sum
+        the gradients, raises DeviceError when memory ran out.
         """
         # another library then sums the gradients, so the pass can't be undone
         if not is_out_of_memory(error) or running.ended:
@@ -171,9 +170,12 @@ class Recovery:
     def undo(self, running: RunningPass, exchanges: Sequence[Exchange], least: int) -> None:
         """Undo a pass that ran out of memory, and make later passes smaller.
 
-        `exchanges` sum the gradients of `running`, the pass. `least` is the minimum number of rows
-        in a pass. Raises DeviceError if passes can't be smaller, or if smaller passes would change
-        the gradient.
+        - `running`: the pass.
+        - `exchanges`: sum its gradients.
+        - `least`: minimum number of rows in a pass.
+
+        Raises DeviceError if passes can't be smaller, or if smaller passes would change the
+        gradient.
         """
         began = time.monotonic()
         part, rows = running.part, running.part.rows
@@ -229,7 +231,7 @@ class Recovery:
         )
 
     def _check_smaller(self, running: RunningPass) -> None:
-        """Raise DeviceError unless smaller passes give the same gradient as `running`."""
+        """Raise DeviceError unless smaller passes give the same gradient."""
         # The gradients of up to 8 rows are compared, as many as fit in memory. After a success,
         # nothing is compared any more.
         part = running.part
@@ -269,7 +271,7 @@ class Recovery:
 
 
 class PassState:
-    """The state of random numbers and buffers before a pass, to be restored if the pass fails.
+    """Random numbers and buffers before a pass, to be restored if the pass fails.
 
     `constant` has the ids of buffers that passes don't change; these aren't copied.
     """
@@ -298,9 +300,10 @@ class PassState:
         return same - self._statistics
 
     def is_changed(self) -> bool:
-        """True if the forward pass drew random numbers, changed a buffer or normalized over rows.
+        """True if a row's result may depend on the pass's other rows.
 
-        A row's result may then depend on the pass's other rows.
+        That is so if the forward pass drew random numbers, changed a buffer or normalized over
+        rows.
         """
         changed = any(each._version != version for each, version, _ in self._buffers)
         return self._mixes_rows or changed or self._numbers.has_changed()

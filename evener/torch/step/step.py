@@ -70,7 +70,7 @@ class LoaderSteps(StepListener):
     def compare(self, digest: int) -> None:
         """Raise RequestError if ranks have different orders or lengths of rows.
 
-        `digest` identifies them on this rank.
+        `digest` identifies these on this rank.
         """
         # otherwise rows would be computed twice, or ranks would wait for each other forever
         if dist.is_initialized() and not is_equal_everywhere(digest, self.training.device):
@@ -91,7 +91,7 @@ class LoaderSteps(StepListener):
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
         """Begin a step when the loop gets a batch.
 
-        `origin` is the epoch that yields `batch`, and `sizes` are the ranks' numbers of rows in it.
+        `origin` is the epoch that yields it, and `sizes` are the ranks' numbers of rows.
         """
         training, weights = self.training, self.training.weights
         weights.take(origin, sizes, batch)
@@ -106,7 +106,7 @@ class LoaderSteps(StepListener):
             training.timer.disturb()
 
     def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
-        """Report the step when the loop requests the next batch; afterwards shares may change.
+        """Report the step when the loop requests the next batch; shares may change then.
 
         `sizes` are the ranks' numbers of rows in the trained batch. `tokens` are the tokens in this
         rank's rows, without and with padding.
@@ -116,7 +116,7 @@ class LoaderSteps(StepListener):
             self.training.end()
 
     def end(self, origin: Epoch) -> None:
-        """Stop timing and auditing after an epoch that has ended or was left early."""
+        """Stop timing and auditing after an epoch has ended or was left early."""
         if self.trains:
             self.training.audits.close()
             self.training.timer.pause()
@@ -124,11 +124,10 @@ class LoaderSteps(StepListener):
 
 
 def train_batch(training: Any, batch: Any, compute: OfPart, count: OfPart | None) -> Any:
-    """Compute a batch's loss and gradients in the passes of the plan.
+    """Compute a batch's loss and gradients, in the passes of the plan.
 
-    This implements `PlannedTraining.step`. `compute` returns the mean loss over a part. If that
-    mean is over items such as tokens, `count` returns a part's number of items. Returns this rank's
-    mean loss.
+    This implements `PlannedTraining.step`, and returns this rank's mean loss. `compute` returns the
+    mean loss over a part. If that mean is over items such as tokens, `count` returns their number.
     """
     recovery: Recovery = training.passes.recovery
     recovery.check = partial(training.audits.audit_part, compute)
@@ -146,8 +145,8 @@ def take_parts(
 ) -> Generator[Part]:
     """Yield the passes of a batch for a loop to compute.
 
-    `count` means the same as in `train_batch`. `models` are the trained models; None for all
-    wrapped models. This implements `PlannedTraining.parts`.
+    This implements `PlannedTraining.parts`. `count` means the same as in `train_batch`. `models`
+    are the trained models; None for all wrapped models.
     """
     weights = training.weights
     taken = weights.begin_parts(batch)
@@ -162,7 +161,7 @@ def take_parts(
 
 
 def _divide(training: Any, batch: Any, taken: TakenBatch) -> list[Part]:
-    """Return the planned passes of this rank's rows of a batch, with their weights."""
+    """Divide this rank's rows of a batch into passes, with weights."""
     weights = training.weights
     rows = taken.sizes[training.rank]
     most = max(1, rows) if taken.origin.by_length else training.ranks.micros[training.rank]
@@ -176,7 +175,7 @@ def _same(value: Any) -> Any:
 
 @contextmanager
 def _without_sums(models: Sequence[Any]) -> Iterator[None]:
-    """Return a context in which backward passes don't all-reduce the gradients of `models`."""
+    """Don't all-reduce the models' gradients in backward passes within this context."""
     with ExitStack() as stack:
         stack.enter_context(UNOWNED.no_sync())
         for model in models:
@@ -189,7 +188,7 @@ class Passes:
     """Computes the passes of a rank's batches, for loops and all trainers.
 
     A pass that runs out of memory is computed again in smaller ones. `report_retry` is then called
-    with a Retreat that describes it.
+    with a Retreat.
     """
 
     def __init__(
@@ -239,12 +238,9 @@ class Passes:
         self._exchanges, self._running = [], None
 
     def _compute(self, part: Part, models: Sequence[Any], move: bool) -> Iterator[Part]:
-        """Yield one part for the caller to compute.
-
-        With `move`, its tensors are moved to the device first. `models` all-reduce their gradients
-        in the last part. If memory runs out, `part.error` is set.
-        """
-        # If memory runs out while tensors are moved, the part isn't yielded.
+        """Yield a part to compute; `part.error` is set if memory runs out."""
+        # With `move`, tensors are moved to the device first. `models` all-reduce their gradients in
+        # the last part. If memory runs out while tensors are moved, the part isn't yielded.
         batch = part.batch
         running = self._running = self.recovery.open(part, self._exchanges)
         part.passes = self
@@ -297,7 +293,7 @@ class Passes:
     def note_backward(self) -> None:
         """Record that a backward pass begins.
 
-        Unless `open` was called for this backward pass, the current part can't be undone any more.
+        The current part can't be undone any more, unless `open` was called for this backward pass.
         """
         if self._running is not None and not self._running.opened:
             self._running.ended = True
@@ -305,7 +301,7 @@ class Passes:
     def catch(self, error: BaseException) -> str:
         """Return an error as text if the current part can be computed again, otherwise "".
 
-        `error` was raised in the caller's `with part:` block.
+        The caller's `with part:` block raised the error.
         """
         running = self._running
         return "" if running is None else self.recovery.catch(error, running, self._exchanges)
@@ -315,7 +311,7 @@ class Passes:
     def _complete(self, running: RunningPass, queue: PassQueue) -> None:
         """Finish a pass that didn't run out of memory.
 
-        Raises RequestError if the caller didn't call `Part.backward` in it.
+        Raises RequestError if `Part.backward` wasn't called in it.
         """
         # models with gradients are recorded, to detect a zero_grad() between passes
         running.part.check_computed()
@@ -325,7 +321,7 @@ class Passes:
             self.recovery.forget(running, self._exchanges)
 
     def _retry(self, running: RunningPass, queue: PassQueue) -> None:
-        """Undo a pass that ran out of memory, and queue its rows again in smaller passes."""
+        """Undo a pass that ran out of memory, and queue smaller ones."""
         # Unless an earlier failed pass is still being retried, gradients that were sent are
         # complete for the rows of this pass only.
         queue.retry(all(exchange.held.final is None for exchange in self._exchanges))

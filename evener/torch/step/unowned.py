@@ -3,10 +3,10 @@
 Examples are SAC's `log_alpha = torch.zeros(1, requires_grad=True)` and the log variances of several
 tasks.
 
-Such tensors aren't in any wrapped model, so they are found through the optimizers that hold them.
-Their gradients are weighted when they are computed, and summed over the ranks at the end of a
-batch's last backward pass. The result is the sum of (n_i / N) * gradient_i over all ranks i, with
-n_i of N rows on rank i.
+Such tensors aren't in any wrapped model, so they are found through their optimizers. Their
+gradients are weighted when they are computed, and summed over the ranks at the end of a batch's
+last backward pass. The result is the sum of (n_i / N) * gradient_i over all ranks i, with n_i of N
+rows on rank i.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Weigh = Callable[[], float | None]
 
 
 class UnownedTensors:
-    """The tensors of this process that an optimizer trains and no module owns, in groups.
+    """The tensors of this process that an optimizer trains and no module owns.
 
-    The tensors of a group have the same optimizer, dtype and device.
+    They are in groups with the same optimizer, dtype and device.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class UnownedTensors:
         self.syncs = True  # True if backward passes end with an all-reduce
 
     def find(self) -> None:
-        """Find unowned tensors that optimizers hold now, and group those in no group yet."""
+        """Find unowned tensors in the optimizers that exist now, and group new ones."""
         known = {id(each) for group in self._groups for each in group.alive()}
         modules, optimizers = _list_alive(torch.nn.Module, Optimizer)
         known |= {*_owned_by(modules), *exchanged_parameters()}
@@ -57,11 +57,10 @@ class UnownedTensors:
                 self._groups.append(TensorGroup(same, self))
 
     def check(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the parameters among `parameters` that belong to modules.
+        """Return the parameters that belong to modules.
 
         Every rank calls this before an optimizer applies the parameters' gradients. Raises
-        RequestError if a parameter in no module has a gradient that comes only from this rank's
-        rows.
+        RequestError if one that belongs to no module has a gradient of this rank's rows only.
         """
         owned = _owned_by(*_list_alive(torch.nn.Module))
         unowned = [parameter for parameter in parameters if id(parameter) not in owned]
@@ -78,7 +77,7 @@ class UnownedTensors:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context that accumulates gradients, to be summed over the ranks later."""
+        """Accumulate gradients within this context, to be summed over the ranks later."""
         before, self.syncs = self.syncs, False
         try:
             yield
@@ -94,10 +93,7 @@ class UnownedTensors:
         return None if weigh is None else weigh()
 
     def _are_alike(self, gradients: Sequence[Any]) -> bool:
-        """True if these gradients are equal on all ranks.
-
-        Every rank has to call this.
-        """
+        """True if these gradients are equal on all ranks; all call this."""
         # for example, a loop copies them from a wrapped model after its gradients were summed
         flat = torch.cat([gradient.detach().reshape(-1).to(self.device) for gradient in gradients])
         least = -flat
@@ -137,7 +133,7 @@ class TensorGroup:
         return any(self._tensors[place]() is tensor for place in self._summed)
 
     def note(self, place: int, gradient: torch.Tensor) -> None:
-        """Save the gradient of the tensor at index `place`, and the tensor's earlier `.grad`."""
+        """Save the gradient of the tensor at index `place`, and its earlier `.grad`."""
         # this is called before the gradient is accumulated, so that `take` can undo that;
         # torch.autograd.grad accumulates nothing and doesn't lead to `take`
         task = backward_number()
@@ -150,10 +146,11 @@ class TensorGroup:
             self._before[place] = before, gradient.detach()
 
     def take(self, place: int, tensor: torch.Tensor) -> None:
-        """Undo the accumulation of a tensor's gradient, and save it, weighted, for the all-reduce.
+        """Replace a tensor's `.grad` by its earlier value, and save the new gradient for the
+        all-reduce.
 
-        `place` is the index of `tensor` in the group. Outside of training, `.grad` stays. Raises
-        RequestError if the gradient is sparse.
+        The saved gradient is weighted. `place` is the index of `tensor` in the group. Outside of
+        training, `.grad` stays. Raises RequestError if the gradient is sparse.
         """
         weight = self._unowned.weight()
         if weight is None or place not in self._before:
@@ -169,12 +166,9 @@ class TensorGroup:
         self._came[place] = self._came[place] + own if place in self._came else own
 
     def _call_at_the_end(self, task: int) -> None:
-        """Schedule this group's all-reduce for the end of a backward pass.
-
-        `task` is the number of the backward pass.
-        """
-        # The gradients of all wrapped models are summed first, so the order of collectives is the
-        # same on every rank.
+        """Schedule this group's all-reduce for the end of a backward pass."""
+        # `task` is the number of the backward pass. The gradients of all wrapped models are summed
+        # first, so the order of collectives is the same on every rank.
         own = weakref.ref(self)
 
         def end() -> None:
@@ -197,10 +191,7 @@ class TensorGroup:
             self._sum()
 
     def _sum(self) -> None:
-        """Sum the waiting gradients over the ranks, and update each `.grad`.
-
-        The sums are added. A `.grad` stays unchanged if no rank has a gradient for its tensor.
-        """
+        """Sum the waiting gradients over the ranks, and add them to `.grad`."""
         if self._begins:
             self._begins = False
             self._check_starts()
@@ -217,6 +208,7 @@ class TensorGroup:
         *sums, came_anywhere = flat.to(kind.device).split([*self._sizes, len(parts)])
         self._waiting = {}
         for place, (tensor, total) in enumerate(zip(alive, sums, strict=True)):
+            # if no rank has a gradient, `.grad` stays as it is
             if tensor is None or not came_anywhere[place]:
                 continue
             total = total.view_as(tensor)
@@ -268,7 +260,7 @@ def _owned_by(modules: Iterable[Any]) -> set[int]:
 
 
 def _list_alive(*kinds: type) -> list[list[Any]]:
-    """Return the existing objects of each class, a list per class."""
+    """Return the existing objects of each class, one list per class."""
     # all objects are searched only once
     alive = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
     return [[each for each in alive if issubclass(type(each), kind)] for kind in kinds]

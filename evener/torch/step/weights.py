@@ -1,6 +1,6 @@
 """Weight a rank's gradients in each batch by the rank's fraction of the batch's rows.
 
-The loader reports the rows of each rank, and the weight is set when a backward pass begins.
+The loader reports the rows of each rank. The weight is set when a backward pass begins.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ NUMBERS = 4
 
 
 class BatchWeights(BatchTracker):
-    """Each rank's rows in a batch, and the resulting weight of this rank.
+    """Each rank's rows in a batch, and this rank's weight.
 
     - `shares`: the current shares.
     - `weigh`: "gradients" to weight gradients before they are summed, "loss" to weight losses by
@@ -101,7 +101,7 @@ class BatchWeights(BatchTracker):
             self.look_for_tensors()
 
     def leave(self) -> None:
-        """Stop weighting batches. The models' gradients are averaged over the ranks from now on."""
+        """Stop weighting batches; the models' gradients are averaged over the ranks from now on."""
         if BatchTracker.newest() is self:
             BatchTracker.newest = staticmethod(lambda: None)
             UNOWNED.weigh = lambda: None
@@ -126,7 +126,7 @@ class BatchWeights(BatchTracker):
     def weigh_tensors(self) -> float | None:
         """Return the weight for gradients of trained tensors that belong to no module.
 
-        Return None if nothing is being trained, or during an audit.
+        Return None if nothing is trained, and during an audit.
         """
         if self._auditing:
             return None
@@ -141,9 +141,9 @@ class BatchWeights(BatchTracker):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of rows of each rank in the current batch.
+        """Each rank's number of rows in the current batch.
 
-        After an epoch, this is the epoch's last batch. Before the first epoch, it is a full batch.
+        After an epoch, it is the epoch's last batch. Before the first epoch, it is a full batch.
         """
         batch = self.current or self.last
         return self.shares.batches if batch is None else batch.sizes
@@ -157,10 +157,7 @@ class BatchWeights(BatchTracker):
         return self._find_weight(self.sizes)
 
     def _find_weight(self, sizes: Sequence[int]) -> float:
-        """Return this rank's weight in a batch.
-
-        `sizes` are the ranks' numbers of rows.
-        """
+        """Return this rank's weight in a batch."""
         if self.are_sums:
             return 1.0 / self.shares.world
         return gradient_weight(sizes, self._rank)
@@ -176,7 +173,7 @@ class BatchWeights(BatchTracker):
     def exchange_gradients(self, model: Any) -> list[Exchange]:
         """Sum the gradients of a trainer's model over the ranks from now on.
 
-        Return a list with the Exchange that sums them, or an empty one if another library does.
+        Return a list with the Exchange that sums them, or [] if another library does.
         """
         # with a single rank, the exchange only makes it possible to undo a failed pass
         if self.shares.world == 1:
@@ -192,9 +189,9 @@ class BatchWeights(BatchTracker):
         return [] if exchange is None else [exchange]
 
     def weigh_sharded(self, model: Any, sharded: Any, device: torch.device) -> None:
-        """Weight a sharded model's gradients before they are reduced, and watch its forward passes.
+        """Weight a sharded model's gradients before they are reduced.
 
-        `sharded` is the model's Sharded object. Inputs are moved to `device`.
+        `sharded` is the model's Sharded object. Inputs of the model are moved to `device`.
         """
         sharded.begun = partial(self._begin_backward, weakref.proxy(sharded))
         if self.by_loss:
@@ -205,8 +202,8 @@ class BatchWeights(BatchTracker):
     def weigh_exchange(self, model: Any, exchange: Exchange | None) -> None:
         """Weight a wrapped model's gradients before its exchange sums them.
 
-        `exchange` is None if DistributedDataParallel itself sums them. Raises RequestError if the
-        noise scale was requested in that case.
+        `exchange` is None if DistributedDataParallel itself sums them. Then a request for the noise
+        scale raises RequestError.
         """
         # if losses are weighted already, the exchange averages
         self.models.add(model)
@@ -229,7 +226,7 @@ class BatchWeights(BatchTracker):
     def _attach_noise_scale(self, exchange: Exchange) -> None:
         """Measure the noise scale from this exchange's sums, if requested.
 
-        Raises RequestError if another model's gradients are already being measured.
+        Raises RequestError if another model's gradients are already measured.
         """
         # an earlier exchange of the same model is no longer used for this
         if self.noise is None:
@@ -250,9 +247,9 @@ class BatchWeights(BatchTracker):
         return self._own_exchanges[model]
 
     def watch_forward(self, model: Any, device: torch.device) -> None:
-        """Find the batch of each forward pass of `model`; the batch determines gradients' weights.
+        """Find the batch of each forward pass of a model, which determines the gradients' weights.
 
-        Inputs of the model are moved to `device`.
+        The model's inputs are moved to `device`.
         """
         self.models.add(model)
         hook_forward(model, device, self.forward)
@@ -262,10 +259,10 @@ class BatchWeights(BatchTracker):
     ) -> None:
         """Set the weight of a batch's gradients when its backward pass starts.
 
-        `batch` is the result of `forward`. `before` is the batch that the backward pass reached
-        earlier, if any. Raises RequestError if the batch is unknown, or if both batches have
-        different weights.
+        Raises RequestError if the batch is unknown, or weighted unlike `before`.
         """
+        # `batch` is the result of `forward`; `before` is the batch that this backward pass reached
+        # earlier, if any
         if isinstance(batch, RequestError):
             raise batch
         if batch is None:
@@ -291,8 +288,8 @@ class BatchWeights(BatchTracker):
     def begin_parts(self, batch: Any) -> TakenBatch:
         """Begin the passes of a batch, and return its TakenBatch.
 
-        `batch` is the data that the loader yielded. Raises RequestError if the batch is unknown,
-        other passes are running, or a trainer's adapter computes the passes.
+        `batch` is the data that the loader yielded. Raises RequestError if the batch is unknown, if
+        other passes are running, or if a trainer's adapter computes the passes.
         """
         self.refuse_in_parts("parts")
         if self.weigh == "trainer":
@@ -308,8 +305,8 @@ class BatchWeights(BatchTracker):
     def list_models(self, given: Sequence[Any] | None, batch: TakenBatch) -> list[Any]:
         """Return the models that all-reduce the batch's gradients: `given`, or all wrapped models.
 
-        Raises RequestError if there are none, or if a model doesn't support different numbers of
-        passes on different ranks.
+        Raises RequestError if there are none, or if a model needs the same number of passes on all
+        ranks.
         """
         models, by_length = list(self.models if given is None else given), batch.origin.by_length
         if self.shares.world == 1 or not (self.shares.in_passes or by_length):
@@ -341,10 +338,8 @@ class BatchWeights(BatchTracker):
         return list(map(self._exchange_of_one_rank, self.models))
 
     def _count_passes(self, batch: TakenBatch) -> list[int]:
-        """Return the number of passes that each rank needs for a batch.
-
-        The batch must not have rows assigned by length.
-        """
+        """Return how many passes each rank needs for a batch."""
+        # its rows mustn't be assigned by length
         return [
             max(1, count_passes(*each))
             for each in zip(batch.sizes, self.shares.micros, strict=True)
@@ -353,8 +348,8 @@ class BatchWeights(BatchTracker):
     def count_equal_passes(self, batch: TakenBatch) -> int:
         """Return the number of passes that every rank runs, or 0 if the numbers may differ.
 
-        If ranks synchronize in each pass, as with a sharded model, the numbers have to be equal. In
-        this case, raises RequestError if the batch's rows are assigned by length.
+        They must be equal if ranks synchronize in each pass, as with a sharded model. Then rows
+        assigned by length raise RequestError.
         """
         # the rank that needs the most passes determines the number
         if not self.equal_passes:
@@ -389,10 +384,7 @@ class BatchWeights(BatchTracker):
 
     @contextmanager
     def auditing(self) -> Iterator[None]:
-        """Return a context in which forward passes don't count for a step.
-
-        Audits run in this context.
-        """
+        """Within this context, forward passes don't count for a step; audits run in it."""
         self._auditing = True
         try:
             yield
@@ -400,11 +392,11 @@ class BatchWeights(BatchTracker):
             self._auditing = False
 
     def forward(self, model: Any, inputs: Any) -> TakenBatch | RequestError | None:
-        """Return the batch of a wrapped model's forward pass.
+        """Return the batch of a wrapped model's forward pass, which determines the gradients'
+        weights.
 
-        The batch determines the weight of the gradients. `inputs` are the model's nested arguments.
-        Return None if no weight is needed. If the batch is unknown, raise RequestError in training
-        mode, and return the error otherwise.
+        `inputs` are the model's nested arguments. Return None if no weight is needed. If the batch
+        is unknown, raise RequestError in training mode, and otherwise return the error.
         """
         # outside of training mode, there may be no backward pass
         if self._auditing:
@@ -464,8 +456,8 @@ class BatchWeights(BatchTracker):
     def weigh_backward(self, losses: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
         """Return the weighted initial gradients for a backward pass from several losses.
 
-        `gradients` are the gradients to weight, one for each loss; None stands for a gradient of
-        ones. All are multiplied by the same factor as in `scale`.
+        `gradients` has a gradient to weight for each loss; None stands for ones. All are multiplied
+        by the factor of `scale`.
         """
         weight = self.shares.world * self.weight
         made = []
@@ -526,10 +518,8 @@ def _scale_forgotten() -> RequestError:
 
 
 def _not_wrapped(wrapped: int, missing: int) -> RequestError:
-    """Return the error for an optimizer with parameters outside all wrapped models.
-
-    `wrapped` and `missing` are the numbers of parameters inside and outside.
-    """
+    """Return the error for an optimizer that trains unwrapped parameters."""
+    # the numbers of its parameters in and outside of wrapped models
     if not wrapped:
         return RequestError(
             "The optimizer trains a model whose gradients aren't weighted: the ranks "

@@ -32,7 +32,7 @@ from ..sums.exchange import Exchange
 def model_digest(model: Any) -> str:
     """Return a digest of a module's parameters and buffers, of 16 hexadecimal digits.
 
-    Shapes, dtypes and whether a parameter is trained affect it, but names don't.
+    It depends on shapes, dtypes and which parameters are trained, but not on names.
     """
     parameters = [
         f"{tuple(parameter.shape)}:{parameter.dtype}:{parameter.requires_grad}"
@@ -84,7 +84,7 @@ class Exchanged(torch.nn.Module):  # type: ignore[misc]  # torch isn't followed
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context that accumulates gradients, to be summed over the ranks later."""
+        """Accumulate gradients within this context, to be summed over the ranks later."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
@@ -102,9 +102,7 @@ def wrap_model(
     options: dict[str, Any],
     by_loss: bool,
 ) -> tuple[Any, Exchange | None]:
-    """Wrap a model if needed; return the model and its exchange.
-
-    The exchange sums the model's gradients.
+    """Wrap a model if needed; return it with the exchange that sums its gradients.
 
     - `device`, `forward`: passed to `hook_forward`.
     - `options`: passed to `wrap_module`.
@@ -154,11 +152,11 @@ def wrap_module(
 
 
 def replace_all_reduce(model: Any, by_loss: bool) -> Exchange | None:
-    """Replace a DistributedDataParallel's all-reduce with an exchange, and return the exchange.
+    """Replace a DistributedDataParallel's all-reduce by an exchange, and return the exchange.
 
-    A model with a communication hook or mixed_precision needs its own all-reduce. Return None for
-    such a model, or for sparse gradients, if losses are weighted (`by_loss`). If gradients are
-    weighted, raise RequestError for a communication hook or mixed_precision.
+    With a communication hook or mixed_precision, the model needs its own all-reduce. Then return
+    None if losses are weighted (`by_loss`), and otherwise raise RequestError. Also return None for
+    sparse gradients if losses are weighted.
     """
     # A model for which None is returned keeps its own all-reduce. For others it is replaced: it
     # can't be weighted, or repeated after a failure. The model stays a DistributedDataParallel, and
@@ -190,8 +188,8 @@ def hook_forward(
 ) -> None:
     """Call `forward` with the model and its inputs before each forward pass.
 
-    `forward` returns the batch that is computed. The model's exchange gets this batch together with
-    the outputs. Inputs are moved to `device` unless it is None.
+    `forward` returns the batch, which the model's exchange gets together with the outputs. Inputs
+    are moved to `device` unless it is None.
     """
     hook = _hooks.get(model)
     if hook is None:
@@ -202,10 +200,7 @@ def hook_forward(
 
 
 class _ForwardHook:
-    """The hooks before and after a wrapped model's forward passes.
-
-    They do nothing in a copy of the model.
-    """
+    """The hooks before and after a wrapped model's forward passes."""
 
     def __init__(self) -> None:
         self.forward: Callable[[Any, Any], Any] | None = None
@@ -240,6 +235,7 @@ class _ForwardHook:
         return outputs if leaves else None
 
     def __reduce__(self) -> Any:
+        # in a copy of the model, the hooks do nothing
         return (type(self), ())
 
 
@@ -282,8 +278,8 @@ def is_sharded(model: Any) -> bool:
 def has_own_work(model: Any, rebalances: bool) -> bool:
     """True if a rank's compute time (own work) can be measured.
 
-    It can't if ranks wait for each other within a pass. In this case, raises RequestError if
-    `rebalances` is True.
+    It can't if ranks wait for each other within a pass. Then RequestError is raised if
+    `rebalances`.
     """
     # ranks wait in FSDP2's layers and in SyncBatchNorm; rebalancing needs these times
     if not (
@@ -342,10 +338,10 @@ def check_normalization(model: Any, weigh: str, world: int, passes: Iterable[int
 
     - `weigh`: see BatchWeights.
     - `world`: number of ranks.
-    - `passes`: the rows of each pass of a full batch, for all ranks.
+    - `passes`: the rows of each pass of a full batch, on all ranks.
 
-    Raises RequestError for SyncBatchNorm if it would mix the ranks' gradients before they are
-    weighted, or if ranks run several passes.
+    Raises RequestError for SyncBatchNorm if ranks run several passes, or if it would mix the ranks'
+    gradients before they are weighted.
     """
     kinds = [
         type(module)
@@ -376,10 +372,7 @@ def check_normalization(model: Any, weigh: str, world: int, passes: Iterable[int
 
 
 def _warn_of_single_rows(rows: Sequence[int]) -> None:
-    """Warn if a pass has a single row, too few for BatchNorm.
-
-    `rows` are the passes' numbers of rows.
-    """
+    """Warn if a pass has a single row, too few for BatchNorm."""
     if min(rows, default=2) < 2:
         warnings.warn(
             "Each batch has a pass of a single row, of which BatchNorm1d takes no statistics, "
@@ -428,7 +421,7 @@ def watch_frozen(model: Any) -> None:
 
 
 def forget_frozen() -> None:
-    """Undo `watch_frozen` for all models: parameters that were frozen may get gradients."""
+    """Undo `watch_frozen` for all models: their frozen parameters may get gradients."""
     for handle in _frozen_hooks.values():
         handle.remove()
     _frozen_hooks.clear()
