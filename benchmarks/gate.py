@@ -41,7 +41,7 @@ SHORTER = (10.0, 20.0)  # seconds from the start for which the gate is judged, t
 
 
 def train(seconds: float, slowdown: float) -> None:
-    """Train for `seconds`; each step waits a fraction `slowdown` of its compute time longer."""
+    """Train for `seconds`; each step computes a fraction `slowdown` longer."""
     import torch
 
     from evener.torch import Split
@@ -53,15 +53,16 @@ def train(seconds: float, slowdown: float) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     data = torch.utils.data.TensorDataset(torch.randn(100 * ROWS, WIDTH))
     end = time.monotonic() + seconds
+    began = time.thread_time()
     while time.monotonic() < end:
         for (inputs,) in split.loader(data):
-            began = time.thread_time()
             model(inputs).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             until = time.thread_time() + slowdown * (time.thread_time() - began)
             while time.thread_time() < until:
                 pass
+            began = time.thread_time()
     split.close()
 
 
@@ -109,13 +110,19 @@ def choose_pairs(equal: Sequence[str], slower: Sequence[str]) -> list[tuple[str,
 
 
 def find_cores() -> list[int]:
-    """Return a CPU of each physical core but one, which the rest of the machine may use."""
-    cores = [group[0] for group in core_groups(allowed_cpus())]
+    """Return a CPU of each physical core but one, which the rest of the machine may use.
+
+    On a virtual machine that doesn't show which CPUs share a core, it is every second CPU.
+    """
+    groups = core_groups(allowed_cpus())
+    cores = [group[0] for group in groups]
+    if max(map(len, groups)) == 1:
+        cores = cores[::2]
     return cores[:-1] or cores
 
 
 def describe_windows(run: str, slowdown: float) -> str:
-    """Return the times of a run's windows: of quick steps in ms, and of the core's loop in us."""
+    """Return the times of a run's windows: of quick steps in ms, and of a core's product in us."""
     windows = [each for each in load(run).entries if isinstance(each, StepsEntry)]
     quick = _describe_range([1e3 * each.quick_s for each in windows])
     core = _describe_range([1e6 * each.core_s for each in windows])

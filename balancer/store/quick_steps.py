@@ -5,15 +5,17 @@ its other hardware thread is busy, for seconds at a time. So equal steps take un
 every training has moments at full speed. Therefore a training is represented by its fastest
 windows: a low percentile of the windows' quick steps.
 
-Each window also has the time of a fixed loop on the same core (`evener/system/core_speed.py`). The
-same percentile of these times shows whether the core was at full speed in the fastest windows. The
-fastest loop of both trainings defines full speed. A training's steps are corrected if its core was
-slower, and its interval is then wider, because different code is slowed differently. If a
-training's core was never at full speed, the interval is so wide that a slowdown is rarely certain.
+Each window also has the time of a fixed matrix product on the same core
+(`evener/system/core_speed.py`). The same percentile of these times shows whether the core was at
+full speed in the fastest windows. Full speed is that of the fastest product of both trainings. A
+training's steps are corrected if its core was slower. How much of a core's slowdown the steps have
+is estimated from the windows of both trainings: steps that wait for a GPU have none. The interval
+is then wider, because different code is slowed differently. If a training's core was never at full
+speed, the interval is so wide that a slowdown is rarely certain.
 
-The loop and the quick steps of a single window aren't compared, because both were timed at
-different moments. On a machine with 24 cores, the loop was slow in half of the windows whose quick
-steps were as fast as any.
+The product and the quick steps of a single window aren't compared, because both were timed at
+different moments. On a machine whose 44 CPUs were all busy, the mean of windows corrected one by
+one differed by 4 to 6 % between equal trainings of a minute; corrected fastest windows by 2 %.
 
 The functions have no side effects.
 """
@@ -22,31 +24,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import fmean
 from typing import NamedTuple
 
-FAST_PART = 0.1  # fraction of the windows that are faster than the one that counts
+FAST_PART = 0.03  # fraction of the windows that are faster than the one that counts
 # fractions of the windows between which the fastest steps lie; half of their difference is an error
-FASTEST_PART, LESS_FAST_PART = 0.0, 0.15
-# Logarithm of the loop's time relative to its fastest time: a core this much slower is still at
+FASTEST_PART, LESS_FAST_PART = 0.0, 0.08
+# Logarithm of the product's time relative to its fastest time: a core this much slower is still at
 # full speed, and its clock differs a little.
 FULL_RANGE = 0.1
-# How much of a core's slowdown a step has: its mean, and its standard deviation at full speed. With
-# 1, a step slows as much as the loop does. Steps of layers and of Python had 0.5 to 1.1 on an EPYC.
-# Steps that wait for a GPU have less.
+# How much of a core's slowdown a step has, before any windows are known: its mean, and its standard
+# deviation. With 1, a step slows as much as the product does. Steps of layers had 0.7 to 1 on a
+# Xeon. Steps that wait for a GPU have none.
 SLOPE_MEAN, SLOPE_DEVIATION = 0.6, 0.3
-# The standard deviation on slower cores: beside some programs, layers took 1.65 times as long where
-# the loop took 1.25 times as long, as the core's units for vectors were busy.
-SLOWED_DEVIATION = 1.2
+# The standard deviation on slower cores, whose other hardware threads run unlike programs.
+SLOWED_DEVIATION = 0.9
+# standard deviation of a window's product beside the core's speed: both are timed at other moments
+PRODUCT_NOISE = 0.05
+# number of consecutive windows that are alike, because a disturbance lasts for several
+ALIKE_WINDOWS = 4
 
 
 class QuickWindow(NamedTuple):
-    """The times of one window: a quick step's, and the fixed loop's.
+    """The times of one window: of a quick step, per sample, and of the fixed product.
 
-    The time of the loop is 0 if unknown.
+    The time of the product is 0 if unknown.
     """
 
     step_s: float  # of a quick step, per sample
-    core_s: float  # of the fixed loop
+    core_s: float  # of the fixed product
 
 
 class QuickStep(NamedTuple):
@@ -60,39 +66,86 @@ class QuickStep(NamedTuple):
     error: float
 
 
+class Slope(NamedTuple):
+    """How much of a core's slowdown a step has; with 1, it slows as much as the fixed product."""
+
+    mean: float
+    deviation: float  # standard deviation
+
+
 def compare_quick_steps(
-    trainings: Sequence[Sequence[QuickWindow]], same_loop: bool
+    trainings: Sequence[Sequence[QuickWindow]], same_product: bool
 ) -> tuple[list[QuickStep], float]:
     """Return each training's quick step at full speed, and an error.
 
     The error is of the ratio of both steps, and comes from correcting them for slow cores. It is
     half of the width of the 95 % interval, as a fraction of the ratio.
 
-    `trainings` has the windows of two trainings. In each window, a fixed loop measures the speed of
-    the CPU core. With `same_loop`, the loop takes equally long in both trainings on equally fast
-    cores. Otherwise, for example with another version of Python, the cores are assumed to be
-    equally fast.
+    `trainings` has the windows of two trainings. In each window, a fixed matrix product measures
+    the speed of the CPU core. With `same_product`, it takes equally long in both trainings on
+    equally fast cores. Otherwise, for example with another version of numpy, the cores are assumed
+    to be equally fast.
     """
-    slowed = _find_slowed(trainings, same_loop)
+    slowed = _find_slowed(trainings, same_product)
+    slope = find_slope(trainings) if any(slowed) else Slope(0.0, 0.0)
     steps = []
     for windows, slow in zip(trainings, slowed, strict=True):
         times = [math.log(window.step_s) for window in windows]
-        seconds = math.exp(_find_quantile(times, FAST_PART) - SLOPE_MEAN * slow)
+        seconds = math.exp(_find_quantile(times, FAST_PART) - slope.mean * slow)
         apart = _find_quantile(times, LESS_FAST_PART) - _find_quantile(times, FASTEST_PART)
         by_core = 2 * SLOWED_DEVIATION * max(0.0, slow - FULL_RANGE)
         steps.append(QuickStep(seconds, math.hypot(apart / 2, by_core)))
     clocks = [min(slow, FULL_RANGE) for slow in slowed]
-    return steps, 2 * SLOPE_DEVIATION * (max(clocks) - min(clocks))
+    return steps, 2 * slope.deviation * (max(clocks) - min(clocks))
 
 
-def _find_slowed(trainings: Sequence[Sequence[QuickWindow]], same_loop: bool) -> list[float]:
-    """Return how slow each training's core was at best, as logarithms."""
-    if not same_loop or not all(window.core_s > 0 for training in trainings for window in training):
+def _find_slowed(trainings: Sequence[Sequence[QuickWindow]], same_product: bool) -> list[float]:
+    """Return how slow the CPU core of each training was at best.
+
+    The values are logarithms of the factor by which the core was slower than at full speed. The
+    time of a fixed product measures a core's speed; the shortest of all times is full speed. All
+    values are 0 if no product was timed, or if they timed different ones (`same_product` is False).
+    """
+    if not same_product or not all(
+        window.core_s > 0 for training in trainings for window in training
+    ):
         return [0.0] * len(trainings)
     logs = [[math.log(window.core_s) for window in windows] for windows in trainings]
     # the shortest loop of both trainings is full speed
     full = min(map(min, logs))
     return [_find_quantile(log, FAST_PART) - full for log in logs]
+
+
+def find_slope(trainings: Sequence[Sequence[QuickWindow]]) -> Slope:
+    """Estimate how much of a core's slowdown a step has, from the windows of both trainings.
+
+    It is the common slope of the logarithms of the steps over those of the product within each
+    training (analysis of covariance; Snedecor and Cochran, Statistical Methods, chapter 18). It is
+    combined with what is known before, `SLOPE_MEAN` and `SLOPE_DEVIATION`, weighted by precision
+    (Gelman et al., Bayesian Data Analysis, section 2.5).
+    """
+    steps = [step for windows in trainings for step in _center([each.step_s for each in windows])]
+    cores = [core for windows in trainings for core in _center([each.core_s for each in windows])]
+    freedom = len(cores) - len(trainings) - 1
+    # only what the core's speed adds to the noise tells how steps follow it (correction for
+    # attenuation; Fuller, Measurement Error Models, section 1.2)
+    spread = math.fsum(core * core for core in cores) - PRODUCT_NOISE**2 * len(cores)
+    if spread <= 0 or freedom < 1:
+        return Slope(SLOPE_MEAN, SLOPE_DEVIATION)
+    fitted = math.fsum(step * core for step, core in zip(steps, cores, strict=True)) / spread
+    rest = math.fsum((step - fitted * core) ** 2 for step, core in zip(steps, cores, strict=True))
+    # steps that differ by less than the noise tell no more
+    variance = max(rest / freedom, PRODUCT_NOISE**2) * ALIKE_WINDOWS / spread
+    known, found = SLOPE_DEVIATION**-2, 1 / variance
+    mean = (known * SLOPE_MEAN + found * fitted) / (known + found)
+    return Slope(mean, (known + found) ** -0.5)
+
+
+def _center(values: Sequence[float]) -> list[float]:
+    """Return the logarithms of the values minus their mean."""
+    logs = [math.log(value) for value in values]
+    mean = fmean(logs)
+    return [log - mean for log in logs]
 
 
 def _find_quantile(values: Sequence[float], part: float) -> float:

@@ -22,7 +22,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ..errors import RequestError
-from ..system.core_speed import PYTHON, CoreSpeed
+from ..system.core_speed import CoreSpeed, name_product
 from ..system.files import new_run_id, runs_folder, trusted_folder
 from ..training.launched import launched_run, restart_reason
 from ..training.noise_scale import NoiseScale
@@ -53,7 +53,7 @@ class StartEntry(msgspec.Struct, frozen=True, tag="started", tag_field="entry"):
     pid: int  # of the first rank
     ticks: int  # its start in clock ticks since boot
     reason: str = ""  # why the launcher restarted it
-    python: str = ""  # version, such as "3.12"; empty: unknown
+    product: str = ""  # what computes the core's product, such as "numpy 2.3.1"; empty: unknown
     plan_created: str = ""  # the plan's creation time, which identifies it; empty: no plan
 
 
@@ -80,7 +80,7 @@ class StepsEntry(msgspec.Struct, frozen=True, tag="steps", tag_field="entry"):
     samples: Count  # of all devices
     sums: StepSums = StepSums()  # sums over the steps that the first rank timed
     quick_s: Rate = 0.0  # 5th percentile of its step times; 0: unknown
-    core_s: Rate = 0.0  # time of a fixed loop on its core (system/core_speed.py); 0: unknown
+    core_s: Rate = 0.0  # time of a fixed product on its core (system/core_speed.py); 0: unknown
 
 
 class ChangeEntry(msgspec.Struct, frozen=True, tag="changed", tag_field="entry"):
@@ -333,7 +333,7 @@ class TrainingJournal:
                 pid,
                 start_ticks(pid) or 0,
                 restart_reason(),
-                PYTHON,
+                name_product(),
                 self._plan_created,
             )
         )

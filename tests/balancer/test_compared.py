@@ -11,6 +11,13 @@ import msgspec
 import pytest
 
 from evener.balancer.store.compared import compare_trainings
+from evener.balancer.store.quick_steps import (
+    SLOPE_DEVIATION,
+    SLOPE_MEAN,
+    QuickWindow,
+    compare_quick_steps,
+    find_slope,
+)
 from evener.balancer.store.runs import run_folder
 from evener.errors import RequestError
 from evener.live.journal import TRAINING_JOURNAL, RecordedTraining, StartEntry, StepsEntry
@@ -38,13 +45,14 @@ def make_training(
     The speed varies by 2 % and drifts by up to 2 %, and the first windows take longer. Other
     programs slow most steps by up to `disturbed`, differently in each window. A `rare` slowdown
     isn't in its quick steps. `shared` is the fraction of windows in which the core is slow, for
-    about five of them in a row. In some windows only the loop that measures the core is slow.
+    about five of them in a row, and each time by another factor. In some windows only the product
+    that measures the core is slow. Both are as measured on a machine of 44 busy CPUs.
     """
-    draw, loop = random.Random(seed), random.Random(-seed)
+    draw, product = random.Random(seed), random.Random(-seed)
     load = draw.uniform(0, disturbed)
     start = draw.gauss(0, 0.01) if disturbed else 0.0
     wander, drift, at = 0.0, draw.uniform(-0.02, 0.02), 1e9
-    slow = draw.random() < shared
+    slow, busy = draw.random() < shared, draw.uniform(1.3, 1.65)
     entries: list[StartEntry | StepsEntry] = [START]
     for window in range(windows):
         wander = 0.8 * wander + draw.gauss(0, 0.02 * math.sqrt(1 - 0.8**2))
@@ -57,10 +65,10 @@ def make_training(
         parts = {"own_work_s": own_s, "meeting_s": 0.002}
         parts[phase] = parts.get(phase, 0.0) + slowdown * 0.022
         if draw.random() < 0.2:
-            slow = draw.random() < shared
-        pace *= 1.3 if slow else 1.0
-        core_s = 7e-6 * (1.45 if slow else 1.0) * draw.uniform(0.96, 1.04)
-        core_s *= loop.uniform(1.3, 1.9) if loop.random() < 0.3 else 1.0
+            slow, busy = draw.random() < shared, draw.uniform(1.3, 1.65)
+        pace *= busy if slow else 1.0
+        core_s = 7e-6 * (busy ** draw.uniform(0.7, 1.2) if slow else 1.0) * draw.uniform(0.96, 1.04)
+        core_s *= product.uniform(1.2, 1.6) if product.random() < 0.11 else 1.0
         quick_s = 0.0
         if disturbed:
             quick_s = 0.021 * pace * draw.uniform(0.99, 1.01) * (1 + slowdown * (not rare))
@@ -110,12 +118,42 @@ def test_a_window_in_which_no_step_was_timed_is_left_out() -> None:
     assert found.slowdown == pytest.approx(timed.slowdown, abs=0.02)
 
 
-@pytest.mark.parametrize("shared", [0.1, 0.5])
-def test_a_core_that_others_slow_makes_a_training_no_slower(shared: float) -> None:
-    """In some seconds the core's other thread is busy: steps take 30 % longer, the loop 45 %."""
+@pytest.mark.parametrize(("shared", "found"), [(0.1, 180), (0.5, 180), (0.8, 90)])
+def test_a_core_that_others_slow_makes_a_training_no_slower(shared: float, found: int) -> None:
+    """In some seconds the core's other thread is busy, and steps take 30 to 65 % longer."""
     options: dict[str, Any] = {"windows": 60, "disturbed": 0.1, "shared": shared}
-    assert count_beyond(0.0, range(40), **options) <= 2
-    assert count_beyond(0.1, range(40, 60), **options) >= 17
+    assert count_beyond(0.0, range(400), **options) <= 20
+    assert count_beyond(0.1, range(400, 600), **options) >= found
+
+
+def test_a_core_s_clock_counts_as_much_as_it_slows_the_steps() -> None:
+    """Steps on a CPU follow the core's clock; those that wait for a GPU don't."""
+    draw = random.Random(0)
+    for follows, same in ((1.0, True), (0.0, False)):
+        windows = []
+        for clock in (1.0, 1.08):
+            speeds = [clock * draw.choice([1.0, 1.4]) for _ in range(60)]
+            windows.append(
+                [
+                    QuickWindow(0.02 * speed**follows * draw.uniform(0.99, 1.01), 6e-6 * speed)
+                    for speed in speeds
+                ]
+            )
+        slope = find_slope(windows)
+        assert slope.mean == pytest.approx(follows, abs=0.15)
+        assert slope.deviation < 0.2
+        steps, _ = compare_quick_steps(windows, same_product=True)
+        assert steps[1].seconds == pytest.approx(steps[0].seconds, rel=0.03)
+        steps, _ = compare_quick_steps(windows, same_product=False)
+        assert (steps[1].seconds > 1.05 * steps[0].seconds) == same
+
+
+def test_a_core_that_never_changes_tells_nothing_of_how_steps_follow_it() -> None:
+    draw = random.Random(0)
+    windows = [
+        [QuickWindow(0.02, 6e-6 * draw.uniform(0.97, 1.03)) for _ in range(60)] for _ in range(2)
+    ]
+    assert find_slope(windows) == (SLOPE_MEAN, SLOPE_DEVIATION)
 
 
 def test_a_core_that_is_never_free_leaves_the_answer_open() -> None:
@@ -125,9 +163,9 @@ def test_a_core_that_is_never_free_leaves_the_answer_open() -> None:
     assert not found.is_beyond(MOST)
     assert found.low < 0 < found.high
     assert found.high - found.low > 0.1
-    unlike = (msgspec.structs.replace(START, python="3.13"), *busy.entries[1:])
+    unlike = (msgspec.structs.replace(START, product="numpy 3"), *busy.entries[1:])
     other = compare_trainings(free, msgspec.structs.replace(busy, entries=unlike))
-    assert other.slowdown == pytest.approx(0.3, abs=0.06), "the loops can't be compared"
+    assert other.slowdown == pytest.approx(0.3, abs=0.06), "the products can't be compared"
 
 
 def test_what_only_some_steps_have_more_of_counts_by_its_mean() -> None:

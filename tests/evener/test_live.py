@@ -171,8 +171,8 @@ def test_counted_steps_are_as_reported_ones(steps: list[float], reported: int) -
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(live, "time", turned)
             patched.setattr(Reporter, "_write", lambda _, record: written.append(record))
-            loops = iter(range(1, 1 << 30))
-            patched.setattr(core_speed, "time_loop", lambda: float(next(loops)))
+            products = iter(range(1, 1 << 30))
+            patched.setattr(core_speed, "time_product", lambda: float(next(products)))
             journal = Windows(("CPU:0",), (32,))
             made = Reporter(journal=journal)
             written: list[LiveRecord] = []
@@ -184,7 +184,7 @@ def test_counted_steps_are_as_reported_ones(steps: list[float], reported: int) -
             made.close()
             assert not made.count(32), "after its end"
         records = [(each.step, each.samples_per_second, each.padding) for each in written]
-        return records, windows, next(loops)
+        return records, windows, next(products)
 
     assert train_by(1) == train_by(max(1, reported)) == train_by(len(steps))
 
