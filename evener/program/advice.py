@@ -19,6 +19,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler, default_collate
 
+from ..torch.private import leave_uncompiled
 from .exchanges import is_installed
 
 # options that the suggested DataLoader copies, unless they have these defaults
@@ -35,6 +36,7 @@ _LOADER_OPTIONS: dict[str, Any] = {
 MOST_LISTED = 16  # elements of a script's list that may be models
 
 
+@leave_uncompiled
 def advise(optimizer: Any, loader: Any) -> str:
     """Return a message with code that makes a script train on all GPUs.
 

@@ -135,6 +135,7 @@ def _register() -> None:
     for module in hooks:
         register_post_import_hook(partial(_wrap, hooks), module)
     register_post_import_hook(_time_updates, "torch")
+    register_post_import_hook(_leave_uncompiled, "torch._dynamo.trace_rules")
     if not alone:
         register_post_import_hook(_watch_steps, "torch")
         register_post_import_hook(_watch_loader_classes, "torch")
@@ -187,6 +188,10 @@ def _time_updates(_: Any) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     register_optimizer_step_post_hook(_import_later("unchanged:UNCHANGED.end_update"))
+
+
+def _leave_uncompiled(_: Any) -> None:
+    import_module("evener.torch.hooks").leave_hooks_uncompiled()
 
 
 def _watch_loader_classes(torch: Any) -> None:
@@ -251,7 +256,14 @@ def _import_later(target: str) -> Any:
     def call(*given: Any) -> Any:
         nonlocal module
         if module is None:
-            module = import_module(f"evener.program.{name}")
+            module = _import_uncompiled(f"evener.program.{name}")
         return find(module)(*given)
 
     return call
+
+
+def _import_uncompiled(name: str) -> Any:
+    """Import a module, and compile nothing of it if a compiled function of the program does so."""
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        return import_module(name)
+    return sys.modules["torch"].compiler.disable(import_module)(name)

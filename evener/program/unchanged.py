@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ..live.reporter import is_reported_elsewhere
-from ..torch.private import backward_number, wrap_next_batch
+from ..torch.private import backward_number, leave_uncompiled, wrap_next_batch
 from ..torch.ranks.own_work import StepReporter, StepTimer, make_clock
 from ..torch.ranks.ranks import describe_own_rows
 from ..training.first_rank import is_eveners_rank, is_released
@@ -304,6 +304,7 @@ class UnchangedTraining:
                 self._end_step(timer)
                 timer.begin((0,))
 
+    @leave_uncompiled
     def _begin(self, device: torch.device) -> None:
         """Begin to time the program's steps, unless something else reports them."""
         if not self._is_own_thread:

@@ -10,15 +10,33 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from types import CodeType
 from typing import Any
 
 import torch
 
+from .private import leave_modules_uncompiled, leave_uncompiled
+
+# Packages and modules whose functions PyTorch calls in a step, from hooks or replaced functions. A
+# program that compiles its whole step, or its optimizer's step, would compile them, too.
+UNCOMPILED = (
+    *("evener.live", "evener.plan", "evener.program", "evener.shares", "evener.system"),
+    *("evener.training", "evener.torch.audit", "evener.torch.hooks", "evener.torch.planned"),
+    *("evener.torch.private", "evener.torch.ranks", "evener.torch.rebalancing"),
+    *("evener.torch.rows", "evener.torch.split", "evener.torch.training_audits", "wrapt"),
+)
+
 # Removing a hook while PyTorch iterates over its hooks would raise an error there.
 _CALLERS = {
     each.__code__.co_filename for each in (torch.optim.Optimizer.__init__, torch.nn.Module.__init__)
 }
+
+
+@cache
+def leave_hooks_uncompiled() -> None:
+    """Exclude evener's own hooks from a program's torch.compile."""
+    leave_modules_uncompiled(UNCOMPILED)
 
 
 class ProcessHooks:
@@ -33,6 +51,7 @@ class ProcessHooks:
         self._holders = 0
         _EVERY.append(self)
 
+    @leave_uncompiled
     def hold(self, holder: Any) -> Callable[[], Any]:
         """Keep the hooks registered until `holder` is garbage-collected.
 
@@ -42,6 +61,7 @@ class ProcessHooks:
             each._remove_unneeded()
         self._holders += 1
         if not self._handles:
+            leave_hooks_uncompiled()
             self._handles = list(self._register())
         released = weakref.finalize(holder, self._release)
         released.atexit = False

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evener.torch import private
 from tests.support.python_path import python_path
+from tests.support.uncompiled import add_three
 
 COMPILES = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile
 
@@ -134,6 +135,23 @@ def test_a_function_and_what_it_calls_are_left_uncompiled() -> None:
     assert torch.compile(compute, backend=count)(torch.ones(1)) == 97
     assert torch.compile(called, backend=count)(torch.ones(1)) == 24
     assert compiled == [1, 1, 3]
+
+
+@COMPILES
+def test_functions_of_modules_are_left_uncompiled() -> None:
+    """Those that they call aren't, and it makes no difference whether the compiler is imported."""
+    private.leave_modules_uncompiled(["tests.support.uncompiled"])
+    compiled: list[int] = []  # operations of each graph
+
+    def count(graph: Any, _: Any) -> Any:
+        compiled.append(sum(node.op == "call_function" for node in graph.graph.nodes))
+        return graph.forward
+
+    def compute(rows: torch.Tensor) -> torch.Tensor:
+        return add_three(rows + 1) * 2
+
+    assert torch.compile(compute, backend=count)(torch.ones(1)) == 10
+    assert compiled == [1, 1], "the three are added in between"
 
 
 @pytest.mark.usefixtures("group")

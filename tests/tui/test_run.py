@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -84,6 +85,27 @@ def test_an_unchanged_program_learns_the_same_by_other_shares(
     assert difference(first["weights"], evenly[0]["weights"]) <= 1e-12
     assert first["evaluated"] == evenly[0]["evaluated"]
     assert "6+2 = 8 rows a step, by DistributedDataParallel and DataLoader" in errors
+
+
+@pytest.mark.slow
+@two_cores
+def test_a_compiled_step_has_the_graphs_of_the_program_alone(tmp_path: Path) -> None:
+    """evener's hooks are called between them, and aren't compiled."""
+    skip_without("torch")
+    variables = {**os.environ, **make_variables(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    variables["PYTHONPATH"] = str(ROOT)  # the compiler is imported as in users' processes
+    program = [sys.executable, "-W", "ignore", str(ROOT / "tests/support/compiled_program.py")]
+    found = []
+    for words in ([], [sys.executable, "-m", "evener", "run", "--"]):
+        ended = subprocess.run(
+            [*words, *program], env=variables, cwd=tmp_path, capture_output=True, text=True
+        )
+        assert not ended.returncode, ended.stderr
+        found.append(json.loads(ended.stdout.splitlines()[-1]))
+    alone, timed = found
+    assert all(each["graphs"] for each in alone)
+    assert timed == alone
+    assert " steps in " in ended.stderr, "they were timed"
 
 
 @pytest.mark.slow
