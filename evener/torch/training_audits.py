@@ -1,8 +1,8 @@
 """The audits of a training run with a plan: compare gradients of a few rows, whole and in parts.
 
 An audit checks that shares don't change what the model learns. It runs after the step's backward
-pass, when its activations are freed, and before the optimizer uses the gradients, which the audit
-doesn't change.
+pass, when its activations are freed, and before the optimizer uses the gradients. These stay
+unchanged.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ OTHER_NUMBERS = (
 
 
 class RankVerdict(msgspec.Struct):
-    """One rank's result of an audit, as it is sent to the other ranks."""
+    """One rank's result of an audit, as sent to the other ranks."""
 
     message: str = ""  # describes a difference, if any
     remedy: str = ""
@@ -115,7 +115,7 @@ class RankVerdict(msgspec.Struct):
 
 
 class TrainingAudits:
-    """Runs audits on one rank, and compares the results with other ranks'.
+    """Runs audits on one rank, and compares their results with other ranks'.
 
     Every rank has to call each method equally often. `training` is the PlannedTraining.
     """
@@ -159,7 +159,7 @@ class TrainingAudits:
 
     @property
     def is_due(self) -> bool:
-        """True if the current batch is audited, which makes its step slower."""
+        """True if the current batch is audited, so that its step is slower."""
         return self._due
 
     @property
@@ -169,17 +169,17 @@ class TrainingAudits:
 
     @property
     def have_agreed(self) -> bool:
-        """True once ranks have compared an audit, and no difference is waiting for confirmation."""
+        """True once ranks have compared an audit, and found no difference to confirm."""
         # a difference that may come from rounding is confirmed by the next audits
         return self._compared and not self._doubted
 
     @property
     def _measures(self) -> bool:
-        """True if audits have to measure how much rounding changes the gradient."""
+        """True if audits have to measure how rounding changes the gradient."""
         return not self.judge.over and self.judge.step <= self._measures_until
 
     def report(self, fault: str) -> None:
-        """Send the other ranks the result of a check of the loss that isn't an audit.
+        """Send the other ranks the result of another check of the loss than an audit.
 
         `fault` is the reason why shares have to become equal, or "".
         """
@@ -188,7 +188,7 @@ class TrainingAudits:
     def begin(self, batch: Any) -> bool:
         """Count a batch, compare earlier audits' results, and return True if an audit is due.
 
-        A batch is counted only once.
+        Calls with a batch that is counted already change nothing.
         """
         # a single device that computes a batch at once needs no audit
         if self._is_single_device:
@@ -206,8 +206,8 @@ class TrainingAudits:
     def note_loss(self, loss: Any, made_of: tuple[Any, ...], caller: FrameType) -> None:
         """Make the next audit due if this loss is computed in another way than earlier ones.
 
-        The way differs if the loss comes from other operations, or if a setting that it uses has
-        changed. `made_of` identifies the operations. `caller` is the frame that calls backward.
+        That is so if it comes from other operations, or if a setting that it uses has changed.
+        `made_of` identifies the operations. `caller` is the frame that calls backward.
         """
         if self.judge.over:
             return
@@ -224,7 +224,7 @@ class TrainingAudits:
         self._changed |= changed and not self._due
 
     def follow_launcher(self, go_even: Callable[[str], None]) -> None:
-        """Use the program's own launcher, with equal rows, as the reference.
+        """Make the program's own launcher, with equal rows, the reference of audits.
 
         If an audit finds a difference, `go_even` is called on every rank in the same step. Its
         argument is the reason why shares have to become equal.
@@ -274,10 +274,10 @@ class TrainingAudits:
         Every rank has to call this in each step, before its optimizer uses the gradients. Raises
         RequestError if the gradients differ.
 
-        - `find`: runs the audit. Its argument is True to add noise to weights whose values are all
-          equal.
+        - `find`: runs the audit. Its argument is True to add noise to weights whose elements are
+          all equal.
         - `function`: the program's function that computes the loss.
-        - `holders`: objects whose attributes it reads; if these change, another audit is due.
+        - `holders`: objects whose attributes it reads. If these change, another audit is due.
         """
         if self._is_single_device:
             return
@@ -295,15 +295,17 @@ class TrainingAudits:
             self._share_result(Replayed(self._try_audit(lambda: find(first))))
 
     def expect_function(self) -> None:
-        """Expect the loss from a function passed to `after_step`, and not from a loop."""
+        """Expect the loss from a function passed to `after_step`, not from a loop."""
         self._is_loops = False
 
     def after_step(self, batch: Any, compute: OfPart, counted: OfPart | None) -> None:
         """Audit a batch that `Split.step` has computed, if an audit is due.
 
-        `compute(part)` returns a part's mean loss. `counted(part)` returns the count that weights
-        it; None weights it by rows. Every rank has to call this after the batch's passes. Raises
-        RequestError if the gradients differ.
+        Every rank has to call this after the batch's passes. Raises RequestError if the gradients
+        differ.
+
+        - `compute(part)`: returns a part's mean loss.
+        - `counted(part)`: returns the count that weights this loss; None weights it by rows.
         """
         training = self._training
         self.close()
@@ -340,9 +342,11 @@ class TrainingAudits:
     ) -> None:
         """Check that a pass may be computed in parts of up to `rows` rows.
 
-        `part` is the pass, which ran out of memory, and `compute(part)` returns the loss of a part.
-        `make_sketcher` returns the GradientSketcher for a library's trainer. Raises RequestError,
-        on this rank only, if the parts' gradients don't add up to the pass's.
+        - `compute(part)`: returns the loss of a part.
+        - `part`: the pass, which ran out of memory.
+        - `make_sketcher`: returns the GradientSketcher for a library's trainer.
+
+        Raises RequestError, on this rank only, if the parts' gradients don't add up to the pass's.
         """
         most = min(rows, part.rows)
         few = self._move_rows(choose_few_rows(cut_rows(part.batch, 0, most, part.rows), most))
@@ -407,7 +411,7 @@ class TrainingAudits:
     def _after_backward(self, recorder: Recorder, loss: torch.Tensor) -> None:
         """Audit a loss on which the program's loop has called backward.
 
-        `recorder` has recorded its computation. Raises RequestError if the gradients differ.
+        Raises RequestError if the gradients differ.
         """
         weights = self._training.weights
         if not weights.is_loops:
@@ -440,10 +444,7 @@ class TrainingAudits:
             self._pending = self._audit_record(record, counted, 1.0)
 
     def _note_fault(self, replayed: Replayed) -> None:
-        """Warn if a loss wasn't audited, or if an audit couldn't try other padding.
-
-        It couldn't if its parts keep the whole batch's padding.
-        """
+        """Warn if a loss, or other padding of its rows, couldn't be audited."""
         # with that padding, the audit can't show whether other padding would change the loss
         fault = replayed.fault
         if replayed.cut and replayed.audited is not None and replayed.audited.difference is None:
@@ -465,7 +466,7 @@ class TrainingAudits:
     def _trace_loss(self, recorder: Recorder, loss: torch.Tensor) -> LossRecord | str:
         """Return the record of how a loss was computed from its batch.
 
-        If the loss can't be computed again, return the reason as a part of a message.
+        If it can't be computed again, return the reason as a part of a message.
         """
         if count_foreign() != self._met_before:
             return "its ranks exchange values before its backward pass"
@@ -480,13 +481,10 @@ class TrainingAudits:
         return fault or record
 
     def _audit_record(self, record: LossRecord, counted: OfPart | None, factor: float) -> Replayed:
-        """Audit a recorded loss, and return the result.
+        """Audit a recorded loss; `audited` is None if that isn't possible."""
 
-        The program had multiplied the loss by `factor` on this rank. `counted` returns the count
-        that weights a part's mean loss; None weights by rows. The result's `audited` is None if the
-        loss can't be computed again, or if memory ran out.
-        """
-
+        # The program had multiplied the loss by `factor` on this rank. `counted` returns the count
+        # that weights a part's mean loss; None weights by rows.
         weights = self._training.weights
 
         def computations(few: FewRows, compute: Compute) -> Computations:
@@ -516,7 +514,7 @@ class TrainingAudits:
             return Replayed(None)
 
     def _list_rows(self, record: LossRecord) -> list[FewRows]:
-        """Return several choices of a few rows of the current batch, in the order to try them."""
+        """Return choices of a few rows of the batch, in order of preference."""
         # fetched from the data set if possible, then cut from the batch
         taken = self._training.weights.current
         every = [self._take_rows(None, taken, record)]
@@ -556,12 +554,10 @@ class TrainingAudits:
     def _take_rows(
         self, batch: Any, taken: Any, record: LossRecord | None = None
     ) -> FewRows | None:
-        """Return a few rows of the current batch on this rank's device, or None if that fails.
-
-        `taken` is the batch as its loader yielded it; None without a loader. `batch`, or the batch
-        of `record`, is cut if the rows can't be fetched from the data set.
-        """
-        # fetched rows are the same on every rank
+        """Return a few rows of the current batch on this rank's device."""
+        # `taken` is the batch as its loader yielded it; None without a loader. `batch`, or the
+        # batch of `record`, is cut if rows can't be fetched from the data set. None if that fails,
+        # too. Fetched rows are the same on every rank.
         loader = None if taken is None else taken.origin.loader()
         given = list(map(id, tensors_in(batch)))
         same = record is not None or (
@@ -580,7 +576,7 @@ class TrainingAudits:
         return self._move_rows(few)
 
     def _move_rows(self, few: FewRows | None) -> FewRows | None:
-        """Return the rows moved to this rank's device; None if `few` is None."""
+        """Move a few rows to this rank's device; None stays None."""
         if few is None:
             return None
         device = self._training.device
@@ -636,20 +632,19 @@ class TrainingAudits:
 
     @property
     def _most_rows(self) -> int:
-        """The maximum number of rows that an audit of this step computes."""
+        """The maximum number of rows that this step's audit computes."""
         return ROWS if self.judge.thorough or self.judge.step <= EARLY else FEWER
 
     def take_rows(self, dataset: Any, collate: Any, numbers: Sequence[int]) -> FewRows | None:
-        """Return a few rows of a data set on this rank's device.
+        """Return a few rows of a data set on this rank's device, or None if there are too few.
 
-        Return None if there are too few. `numbers` are the indices of the rows to choose from.
-        `collate` makes a batch of rows.
+        `numbers` are the row indices to choose from. `collate` makes a batch of rows.
         """
         return self._move_rows(fetch_rows(dataset, collate, numbers, self._most_rows))
 
     @contextmanager
     def _paused_exchanges(self) -> Iterator[None]:
-        """Return a context in which gradient exchanges ignore backward passes."""
+        """Make gradient exchanges ignore backward passes within this context."""
         # an audit's backward passes must not be all-reduced
         exchanges = self._training.weights.list_exchanges()
         for exchange in exchanges:
@@ -668,9 +663,9 @@ class TrainingAudits:
 
         - The reference computes all rows on one device. In place of the program's own launcher, it
           computes equal parts on two devices, and takes the mean of both.
-        - The other one divides the rows by shares between two devices. They compute in passes if a
-          rank of the plan does. For a training run on a single device, that device computes the
-          rows in passes.
+        - The other one divides the rows by shares between two devices, which compute in passes if a
+          rank of the plan does. In a training run on one device, that device computes the rows in
+          passes.
         """
         in_passes = self._training.ranks.in_passes
         loss = refuse_collectives(compute)
@@ -687,15 +682,13 @@ class TrainingAudits:
     # ------------------------------------------------------------------ what follows
 
     def _try_audit(self, find: Callable[[], Audited | None]) -> Audited | None:
-        """Run an audit, and return its result, or None if it fails.
-
-        `find` runs the audit. A warning tells why it failed, unless memory ran out.
-        """
+        """Run an audit, and return its result, or None if it fails."""
         try:
             return find()
         except WholeBatchLoss:
             return None  # each rank has the whole batch's loss, which is exact
         except RequestError as error:
+            # a warning tells why, unless memory ran out
             self._warn_once(NOT_AUDITED.format(error.message.rstrip(".")) + self.question)
         except Exception as error:
             if is_out_of_memory(error):
@@ -709,15 +702,13 @@ class TrainingAudits:
     def _share_result(
         self, replayed: Replayed, numbers: list[Number] | None = None, survives: bool = False
     ) -> None:
-        """Send this rank's result to the other ranks without waiting for theirs.
+        """Send this rank's result to the other ranks, and act on a difference.
 
-        A difference leads to a warning, RequestError or a request for equal shares.
-
-        - `numbers`: the numbers used in the loss, if known.
-        - `survives`: True if the audited passes may be retried in smaller ones.
+        A difference leads to a warning, RequestError or equal shares.
         """
-        # With `survives`, passes are retried if memory runs out. A retry needs no further check if
-        # this audit found no difference.
+        # This doesn't wait for the other ranks' results. `numbers` are those used in the loss, if
+        # known. With `survives`, passes are retried if memory runs out. A retry needs no further
+        # check if this audit found no difference.
         own = RankVerdict() if replayed.audited is None else self._judge_result(replayed.audited)
         own.numbers, own.certain = numbers, replayed.certain
         if not (replayed.certain and replayed.closed):
@@ -739,7 +730,7 @@ class TrainingAudits:
             self._warn_once(f"{verdict.message} {verdict.remedy}")
 
     def _publish(self, own: RankVerdict) -> None:
-        """Write this rank's verdict to the store, for the other ranks to read."""
+        """Write this rank's verdict to the store for the other ranks."""
         # ranks usually audit the same step, so all verdicts on it can be compared
         training = self._training
         if not self._can_exchange:
@@ -752,21 +743,19 @@ class TrainingAudits:
 
     @property
     def _can_exchange(self) -> bool:
-        """True if this rank can exchange results with others through the group's store."""
+        """True if ranks can exchange results through their group's store."""
         world: int = self._training.world
         return world > 1 and dist.is_initialized() and dist.get_world_size() == world
 
     def _compare_left_out(self) -> None:
-        """Warn if only some ranks have left out a batch.
-
-        With `strict`, raise RequestError. If the reference is the program's own launcher, shares
-        become equal instead. All ranks do this in the same step.
-        """
+        """Warn if only some ranks left out a batch, or raise RequestError."""
         if self.judge.over or not self._can_exchange:
             return
         found = self._left_out.begin(self.judge.step + 1, self._training.ranks.batches)
         if found is None:
             return
+        # all ranks do the following in the same step; with the program's own launcher as the
+        # reference, shares become equal instead
         step, ranks = found
         message = LEFT_OUT.format(step, _list_ranks(ranks))
         if self._go_even is not None:
@@ -778,7 +767,7 @@ class TrainingAudits:
             self._apply(Action.REFUSE if strict else Action.WARN, verdict)
 
     def _compare_verdicts(self) -> None:
-        """Read and compare the results of earlier audits that all ranks have written."""
+        """Compare the results of earlier audits that all ranks have written."""
         # READ_AFTER steps after an audit, all ranks have written: each step in between has an
         # all-reduce, which no rank completes before the others take part
         for step, keys in list(self._published.items()):
@@ -792,7 +781,7 @@ class TrainingAudits:
                 del self._published[step]
 
     def _compare_results(self, every: Sequence[RankVerdict], step: int) -> None:
-        """Compare all ranks' results for an audited step, in the same step on every rank."""
+        """Compare all ranks' results for a step, on every rank at once."""
         if self.judge.over:
             return
         self._compared = True
@@ -810,7 +799,7 @@ class TrainingAudits:
         self._apply(Action.REFUSE if strict else Action.WARN, worst)
 
     def _warn_of_guesses(self, every: Sequence[RankVerdict]) -> None:
-        """Warn if a difference may come from a count of rows that wasn't recognized in the loss."""
+        """Warn if a difference may come from an unrecognized count of rows."""
         guessed = any(each.message and not each.certain for each in every)
         if guessed and not any(each.fine for each in every):
             self._warn_once(NOT_AUDITED.format(MAY_COUNT) + self.question)
@@ -859,11 +848,9 @@ class TrainingAudits:
         return RankVerdict(message, self.remedies["state"], difference.relative)
 
     def _compare_numbers(self, every: Sequence[list[Number]]) -> None:
-        """Warn if ranks compute their losses with different numbers.
-
-        `every` has the numbers of each rank, in the order in which its loss uses them.
-        """
-        # not compared if some ranks have used more numbers than others
+        """Warn if ranks compute their losses with different numbers."""
+        # `every` has each rank's numbers, in the order in which its loss uses them. Not compared if
+        # some ranks have used more numbers than others.
         if len({len(each) for each in every}) != 1:
             return
         for line in zip(*every, strict=True):
@@ -874,14 +861,14 @@ class TrainingAudits:
                 return
 
     def _warn_once(self, words: str) -> None:
-        """Print the warning `words` unless it was printed before."""
+        """Print a warning unless it was printed before."""
         if words not in self._warned:
             self._warned.add(words)
             warnings.warn(words, stacklevel=2)
 
 
 def describe_error(error: Exception) -> str:
-    """Return why an error prevents the comparison of a loss, as a part of a message."""
+    """Return why an error prevents comparing a loss, as a part of a message."""
     return CANT.format(type(error).__name__, str(error).partition("\n")[0])
 
 
@@ -890,11 +877,8 @@ def _list_ranks(ranks: Sequence[int]) -> str:
 
 
 def _read_verdicts(keys: Sequence[str]) -> list[RankVerdict]:
-    """Return the verdicts that ranks have written to the store.
-
-    `keys` are the verdicts' keys. The result is empty until all have written, and if the rank that
-    hosts the store has exited.
-    """
+    """Return all ranks' verdicts from the store, or []."""
+    # [] until all ranks have written theirs, and if the rank that hosts the store has exited
     store = default_store()
     try:
         if not store.check(keys):
@@ -905,7 +889,7 @@ def _read_verdicts(keys: Sequence[str]) -> list[RankVerdict]:
 
 
 def is_sharded_model(models: Iterable[Any]) -> bool:
-    """True if another library shards the weights, and so the gradients, of one of the models."""
+    """True if another library shards the weights of one of the models."""
     return any(map(is_sharded, models))
 
 
@@ -914,8 +898,9 @@ def make_share_computations(
 ) -> Computations:
     """Return the computations of a few rows on one device and on two, for an audit to compare.
 
-    `loss(part)` returns the mean loss of a part, over rows or over the items that `counted(part)`
-    counts. The two devices compute passes of up to `micro` rows; 0 means a single pass.
+    - `loss(part)`: returns the mean loss of a part, over rows or over the items that
+      `counted(part)` counts.
+    - `micro`: maximum rows per pass on the two devices; 0 means a single pass.
     """
     computation = partial(_make_computation, loss, counted)
     whole = computation([few.whole], [few.rows], 0)
@@ -959,7 +944,7 @@ def make_launcher_computations(
 
 
 def add_unweighted(computations: Computations) -> Computations:
-    """Return the computations with equal weights of all parts, for a loss that sums over rows."""
+    """Give all parts equal weights, for a loss that sums over rows."""
     # causes that only apply to a mean are left out
     trained = computations.changes["sum"].trained
     changes = {"sum": AuditChange(trained)}
@@ -972,7 +957,7 @@ def add_unweighted(computations: Computations) -> Computations:
 
 
 def weigh_gradients(computations: Computations, scale: float) -> Computations:
-    """Return the computations with weighted gradients instead of weighted losses.
+    """Weight gradients instead of losses in these computations.
 
     `scale` is the number of audited rows divided by the rows of the batch.
     """
@@ -1004,11 +989,9 @@ def weigh_gradients(computations: Computations, scale: float) -> Computations:
 def _make_computation(
     loss: OfPart, counted: OfPart | None, batches: Sequence[Any], sizes: Sequence[int], micro: int
 ) -> Computation:
-    """Return the computation of several batches, each on its own device.
-
-    `sizes` are their numbers of rows. Passes have up to `micro` rows; 0 means a single pass. Losses
-    are weighted by rows or, if `counted` isn't None, by its counts.
-    """
+    """Return the passes of several batches, each on its own device."""
+    # `sizes` are the batches' numbers of rows. Passes have up to `micro` rows; 0 means a single
+    # pass. Losses are weighted by rows or, if `counted` isn't None, by its counts.
     parts: list[Part] = []
     for rank, (batch, rows) in enumerate(zip(batches, sizes, strict=True)):
         own = make_parts(batch, rows, micro or rows, _unscaled)
@@ -1032,7 +1015,7 @@ def _unscaled(loss: Any) -> Any:
 
 
 def _place(error: BaseException) -> str:
-    """Return the program's line that raised an error, in parentheses, or "" if it is unknown."""
+    """Return the program's line that raised an error, or "" if unknown."""
     own = [
         each
         for each in traceback.extract_tb(error.__traceback__)
@@ -1044,7 +1027,7 @@ def _place(error: BaseException) -> str:
 
 
 def _compute(loss: OfPart, part: Part) -> Any:
-    """Return the loss of a part, computed from a shallow copy of its batch."""
+    """Return the loss of a part, from a shallow copy of its batch."""
     # a part is computed more than once, and the program may remove items from the batch
     own = copy.copy(part)
     own.batch = each_tensor(lambda tensor: tensor, part.batch)

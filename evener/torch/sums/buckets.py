@@ -32,12 +32,12 @@ GRADIENT, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
 
 
 class Bucket:
-    """A flat tensor with some parameters' gradients and values for ranks to compare.
+    """A flat tensor with the gradients of some parameters, to sum over the ranks.
 
-    All of these are summed over the ranks together. Behind the gradients is a flag for each
-    parameter, 1 if it has a gradient. The tail at the end has the values to compare: whether
-    buffers changed, the batch's number, and a few of the model's weights. `last` is the parameter
-    whose gradient is expected last.
+    Behind the gradients are values that are summed with them: a flag for each parameter, 1 if it
+    has a gradient, and the tail. The tail has values that ranks compare: whether buffers changed,
+    the batch's number, and a few of the model's weights. `last` is the parameter whose gradient is
+    expected last.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:
@@ -65,8 +65,8 @@ class Bucket:
     def has_come(self, came: set[int] | None) -> bool:
         """True if all gradients of the bucket have been computed.
 
-        `came` has the ids of the parameters with computed gradients. Without it, every `.grad` that
-        isn't None counts.
+        `came` has the ids of the parameters with computed gradients. If it is None, every `.grad`
+        that isn't None counts.
         """
         if came is None:
             return all(map(is_not, map(GRADIENT, self._parameters), repeat(None)))
@@ -98,12 +98,9 @@ class Bucket:
             self._forget(place)
 
     def _gather_new(self, gradients: list[Any], flags: torch.Tensor, weight: float) -> None:
-        """Copy all gradients, times `weight`, and `flags` into the bucket.
-
-        No gradient may be a view of the bucket yet. `flags` has a flag for each gradient, then the
-        control values that ranks compare.
-        """
-        # with as few calls of PyTorch as possible
+        """Copy all gradients, times `weight`, and their flags into the bucket."""
+        # With as few calls of PyTorch as possible. No gradient may be a view of the bucket yet.
+        # `flags` also has the values that ranks compare.
         if self._fuses and weight not in (0.0, 1.0):
             self._copy_weighted(self._views, gradients, weight)
             self._flags.copy_(flags)
@@ -115,9 +112,9 @@ class Bucket:
     def _copy_weighted(
         self, views: list[torch.Tensor], gradients: list[Any], weight: float = 1.0
     ) -> None:
-        """Copy gradients, multiplied by the weight, into views of the bucket.
+        """Copy gradients, times `weight`, to views of the bucket.
 
-        Raises RequestError if gradients are sparse, of another dtype or differentiable.
+        Raises RequestError if gradients are sparse, differentiable or of another dtype.
         """
         if torch.is_grad_enabled() and any(each.requires_grad for each in gradients):
             raise RequestError(
@@ -147,14 +144,14 @@ class Bucket:
             torch.mul(gradient, factor, out=view)
 
     def _multiply(self, weight: float) -> None:
-        """Multiply the gradients by a weight; 0 clears them, even if they are infinite."""
+        """Multiply the gradients; a weight of 0 clears even infinite ones."""
         if weight == 0.0:
             self.gradients.zero_()
         elif weight != 1.0:
             self.gradients.mul_(weight)
 
     def fold(self, weight: float) -> None:
-        """Multiply the accumulated gradients by `weight`, and set them aside until `weigh`."""
+        """Set the accumulated gradients aside, times `weight`, until `weigh` adds them."""
         # this is necessary before the weight changes
         self.weigh(weight, 0)
         self._hold = self.flat.clone()
@@ -193,7 +190,7 @@ class Bucket:
     def receive(self) -> None:
         """Wait for the all-reduce, and set gradients that only other ranks have.
 
-        Parameters that no rank used get no gradient.
+        A parameter that no rank used gets none.
         """
         self._work.wait()
         self._work = None
@@ -204,17 +201,13 @@ class Bucket:
                     self._parameters[place].grad = self._views[place]
 
     def _forget(self, place: int) -> None:
-        """Clear the gradient at index `place` among the gradients that `fold` has set aside."""
+        """Clear the gradient at index `place` that `fold` set aside."""
         # the loop may have cleared the parameter's gradient in the meantime
         if self._hold is not None:
             self._held_views[place].zero_()
 
     def _make_flags(self, number: int, counts: bool) -> torch.Tensor:
-        """Return the values that follow a bucket's gradients.
-
-        They are a flag for each gradient, or 0 if `counts` is False, and the control values with
-        the batch's `number`.
-        """
+        """Return a bucket's flags and tail, for a batch's number."""
         # `counts` is False if this rank's weight is 0.
         key = (number, counts, *self._absent)
         if key not in self._patterns:
@@ -266,7 +259,7 @@ def _cut(flat: torch.Tensor, parameters: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _set_gradients(parameters: Sequence[Any], gradients: Sequence[torch.Tensor]) -> None:
-    """Set the `.grad` of each parameter to the gradient with the same index."""
+    """Set the `.grad` of each parameter."""
     # `deque` calls `setattr` faster than a loop would
     deque(map(setattr, parameters, repeat("grad"), gradients), maxlen=0)
 
@@ -277,8 +270,8 @@ _FORMATS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 def warn_of_hooks(parameters: Sequence[Any], own: set[int]) -> None:
     """Warn if parameters have gradient hooks other than evener's.
 
-    `own` has the handle ids of evener's hooks. Other hooks get the gradient of this rank's rows
-    instead of the whole batch's.
+    Such a hook gets the gradient of this rank's rows instead of the whole batch's. `own` has the
+    handle ids of evener's hooks.
     """
     if any(set(gradient_hooks(parameter)) - own for parameter in parameters):
         warnings.warn(
@@ -310,7 +303,7 @@ class HostCopy:
 
 
 class TailReader:
-    """Reads and checks the values behind a summed bucket's gradients."""
+    """Reads and checks the values behind the gradients of a summed bucket."""
 
     # on a GPU, all tails but the first are read one step late, so that the host doesn't wait
 
@@ -322,8 +315,8 @@ class TailReader:
         """Check a summed tail; return True if any rank's buffers have changed.
 
         `expected` is the sum of the ranks' batch numbers if all ranks sum the same batch. On a GPU,
-        each call after the first checks the tail of the call before. Raises RequestError if ranks
-        have summed different batches, or if the model's weights differ between ranks.
+        each call but the first checks the previous call's tail. Raises RequestError if ranks have
+        summed different batches, or if the model's weights differ between ranks.
         """
         # The host then needn't wait for the GPU.
         copied, self._copied = self._copied, HostCopy(tail) if tail.is_cuda else None
@@ -356,7 +349,7 @@ class TailReader:
 
 
 class Buffers:
-    """Detects when a module's buffers change, except the buffers named in `ignored`."""
+    """Detects changes of a module's buffers, except those named in `ignored`."""
 
     def __init__(self, module: Any, ignored: Collection[str] = ()) -> None:
         self._members, self._ignored = Members(module), ignored
@@ -366,14 +359,14 @@ class Buffers:
         self._known: list[tuple[list[torch.Tensor], torch.Tensor]] = []
 
     def all(self) -> list[torch.Tensor]:
-        """Return the buffers, each only once."""
+        """Return the buffers, each once."""
         every = self._members.buffers()
         return list({id(each): each for name, each in every if name not in self._ignored}.values())
 
     def keep(self) -> bool:
-        """Copy the buffers' values, with which `add_changes` compares later values.
+        """Copy the buffers' values, for `add_changes` to compare.
 
-        Return False, without a copy, if they have more than MOST_KEPT bytes.
+        If they have more than MOST_KEPT bytes, nothing is copied, and the result is False.
         """
         self._kept_at = self._members.buffers_at()
         self._places = self._find_places()
@@ -387,9 +380,9 @@ class Buffers:
         return True
 
     def add_changes(self, flag: torch.Tensor) -> None:
-        """Add 1 to `flag` if buffers differ from the copies of `keep`.
+        """Add 1 to `flag`, a tensor of one value, if buffers differ from the copies of `keep`.
 
-        `flag` is a tensor with one value. The host doesn't wait for a GPU.
+        The host doesn't wait for a GPU.
         """
         # Values are compared, because PyTorch's version counter misses changes by BatchNorm and
         # through `buffer.data`. If `may_differ` is false, there are no buffers.
@@ -409,7 +402,7 @@ class Buffers:
 
 
 def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of the storage that a buffer spans, without a copy."""
+    """Return the storage that a buffer spans, as bytes, without a copy."""
     last = sum(
         (size - 1) * stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
     )
@@ -419,8 +412,8 @@ def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
 class EarlierGradients:
     """Saves the gradients of earlier passes, because a pass may be retried.
 
-    - `final`: ids of the parameters whose gradients a failed pass computed for all its rows; the
-      retry leaves them unchanged.
+    - `final`: ids of the parameters whose gradients a failed pass has computed for all its rows.
+      The retry leaves them unchanged.
     - `late`: True if gradients can only be sent after the pass.
     - `apart`: True if the gradients of earlier passes are set aside until the pass ends.
     """
@@ -437,9 +430,9 @@ class EarlierGradients:
         self.opened = self.late = self.apart = False
 
     def open(self, dependent: bool) -> None:
-        """Prepare for the backward pass of a pass that may have to be retried.
+        """Prepare for a backward pass that may have to be retried.
 
-        `dependent` is True if the results of rows depend on random draws or on one another.
+        `dependent` is True if a row's result depends on random draws or on other rows.
         """
         self.opened, self.late = True, dependent or self.final is not None
         self.apart = self.late and (
@@ -452,7 +445,7 @@ class EarlierGradients:
                 parameter.grad = None
 
     def merge(self) -> None:
-        """Add the pass's gradients, except final ones, to those that `open` has set aside."""
+        """Add the pass's gradients, except final ones, to those that `open` set aside."""
         if self._kept is None:
             return
         kept = [

@@ -1,4 +1,4 @@
-"""Collectives other than the sum of gradients, such as gathering rows and summing metrics.
+"""Collectives besides the sum of gradients, such as gathering rows and summing metrics.
 
 If memory runs out, a rank computes a pass as several smaller ones. The program's own collectives in
 a pass would then run more often on this rank than on others. To detect this, collectives that
@@ -25,7 +25,7 @@ _own = 0  # number of collectives that evener has started
 
 
 def count_foreign() -> int:
-    """Return the number of collectives, over several ranks, that the program itself has started."""
+    """Return how many collectives the program itself has started, over several ranks."""
     # all collectives of this process, except evener's own
     return sum(count_exchanges().values()) - _own
 
@@ -38,7 +38,7 @@ def note_own() -> None:
 
 @contextmanager
 def own_collectives() -> Iterator[None]:
-    """Return a context in which collectives count as evener's, and not as the program's."""
+    """Count collectives within this context as evener's, not as the program's."""
     global _own
     before = count_foreign()
     try:
@@ -51,9 +51,9 @@ _sizes: dict[Hashable, int] = {}  # numbers of collectives that calls of `run_ow
 
 
 def run_own(kind: Hashable, start: Callable[[], Result]) -> Result:
-    """Call `start`, which starts collectives of evener's, and return its result.
+    """Call `start`, which starts some of evener's collectives, and return its result.
 
-    All calls with an equal `kind` have to start the same number of collectives.
+    All calls with an equal `kind` have to start the same number of them.
     """
     # counting takes longer than starting, so they are counted in the first call only
     global _own
@@ -79,7 +79,7 @@ COLLECTIVES_REMEDY = (
 
 
 def refuse_collectives(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper of `compute` that raises CollectiveError if it starts a collective."""
+    """Wrap `compute` so that it raises CollectiveError if it starts a collective."""
     # the other ranks may not call `compute`, so they wouldn't take part
 
     def checked(*arguments: Any) -> Any:
@@ -98,7 +98,7 @@ def refuse_collectives(compute: Callable[..., Any]) -> Callable[..., Any]:
 def count_exchanges() -> dict[str, int]:
     """Return how many collectives this process has started, by process group and device type.
 
-    See `count_collectives`. The result is empty without a process group.
+    See `count_collectives`. The result is {} without a process group.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return {}
@@ -114,12 +114,12 @@ def gather_rows(
 
     - `sizes`: the n_i; a rank with 0 rows may pass any row.
     - `by_loss`: True if losses are weighted, False if the model's gradients are weighted later.
-    - `timer`: the StepTimer, which then doesn't count the collectives as compute time (own work).
+    - `timer`: the StepTimer, which doesn't count the collectives as compute time (own work).
 
     A row's gradient is the sum of its gradients from the losses of all ranks, each weighted by the
-    number of rows on the loss's rank. That is exact if every rank computes the whole batch's loss,
-    or the mean over its own rows. Raises RequestError if the number of rows is wrong, or if shapes
-    or dtypes differ between ranks.
+    rows of the loss's rank. That is exact if every rank computes the whole batch's loss, or the
+    mean over its own rows. Raises RequestError if the number of rows is wrong, or if shapes or
+    dtypes differ between ranks.
     """
     if len(rows) not in {sizes[rank], max(1, sizes[rank])}:
         raise RequestError(
@@ -136,11 +136,13 @@ def gather_rows(
 
 
 def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Tensor:
-    """Return the sum of a value over the ranks, as a tensor.
+    """Return the sum of a number or tensor over the ranks, as a tensor.
 
-    `world` is the number of ranks, and `device` is the tensor's device. `value` is a number or a
-    tensor. The result is int64 for integer tensors with dimensions, else float64. The `timer`
-    doesn't count the all-reduce as compute time (own work).
+    The result is int64 for integer tensors with dimensions, else float64.
+
+    - `device`: the result's device.
+    - `world`: number of ranks.
+    - `timer`: the StepTimer, which doesn't count the all-reduce as compute time (own work).
     """
     total = torch.as_tensor(value).detach()
     whole = total.ndim and not total.is_floating_point()
@@ -152,11 +154,12 @@ def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Te
 
 
 def average(value: Any, sizes: Sequence[int], device: Any, timer: Any) -> Any:
-    """Return the mean over a batch's rows from each rank's own mean.
+    """Return the mean over a batch's rows, given each rank's own mean.
 
-    `value` is this rank's mean; it is returned without rounding if it is the same on all ranks.
-    `sizes` are the ranks' numbers of rows. The collective runs on `device`, and the `timer` doesn't
-    count it as compute time (own work).
+    - `value`: this rank's mean. If it is the same on all ranks, it is returned without rounding.
+    - `sizes`: the ranks' numbers of rows.
+    - `device`: the device of the collective.
+    - `timer`: the StepTimer, which doesn't count the collective as compute time (own work).
     """
     own = torch.as_tensor(value).detach().to(device, torch.float64).reshape(1)
     every = [torch.empty_like(own) for _ in sizes]
@@ -172,8 +175,8 @@ def average(value: Any, sizes: Sequence[int], device: Any, timer: Any) -> Any:
 def is_equal_everywhere(value: int, device: torch.device | None, group: Any = None) -> bool:
     """True if all ranks of `group` pass the same `value`.
 
-    Every rank has to call this. `device` is the device of the collective. `group` None means all
-    ranks.
+    Every rank of the group has to call this; None is the default group. `device` is the device of
+    the collective.
     """
     pair = torch.tensor([value, -value], device=device)
     dist.all_reduce(pair, dist.ReduceOp.MAX, group=group)
@@ -183,8 +186,8 @@ def is_equal_everywhere(value: int, device: torch.device | None, group: Any = No
 def spread(tensors: Sequence[torch.Tensor], group: Any = None, source: int = 0) -> None:
     """Broadcast tensors from one rank of a group to all its ranks.
 
-    Every rank has to call this. `source` is the sender's rank within the group. `group` None means
-    all ranks.
+    Every rank of the group has to call this; None is the default group. `source` is the sender's
+    rank within the group.
     """
     for device in {tensor.device for tensor in tensors}:
         own = [tensor.detach() for tensor in tensors if tensor.device == device]
@@ -216,7 +219,7 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch is not fo
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        """Sum the ranks' weighted gradients, and return this rank's rows of the sum."""
+        """Sum the ranks' weighted gradients, and return this rank's rows."""
         # divided by this rank's weight, by which the model's gradients are multiplied afterwards
         total = gradient * ctx.weight if ctx.weight else torch.zeros_like(gradient)
         with ctx.timer.collective():

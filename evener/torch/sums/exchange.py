@@ -67,18 +67,12 @@ def _find_normalizers(module: Any) -> list[Any]:
 
 
 def _list_taking_part(named: Iterable[tuple[str, Any]], ignored: set[str]) -> list[Any]:
-    """Return a module's tensors, each once, without those named in `ignored`.
-
-    `named` are the module's parameters or buffers with their names.
-    """
+    """Return the named tensors, each once, except those in `ignored`."""
     return list({id(each): each for name, each in named if name not in ignored}.values())
 
 
 def _choose_bytes(parameters: Sequence[torch.Tensor]) -> int:
-    """Return the size in bytes of one of about BUCKETS buckets.
-
-    The size is from LEAST_BYTES to MOST_BYTES. `parameters` are those of all buckets.
-    """
+    """Return a bucket's size in bytes, for about BUCKETS buckets."""
     whole = sum(int(parameter.numel()) * int(parameter.element_size()) for parameter in parameters)
     return min(max(LEAST_BYTES, whole // BUCKETS), MOST_BYTES)
 
@@ -86,12 +80,12 @@ def _choose_bytes(parameters: Sequence[torch.Tensor]) -> int:
 class Exchange:
     """Sums a module's weighted gradients over the ranks of a group.
 
-    This rank's gradients are multiplied by `weight`. The model's outputs are passed to `watch`. A
-    backward pass through them ends in a sum if `watch` was called with `sync`.
+    This rank's gradients are multiplied by `weight`. `watch` gets the model's outputs. A backward
+    pass through them ends in a sum if `watch` was called with `sync`.
 
-    - `group`: the processes; None for all.
+    - `group`: the process group; None for all ranks.
     - `bucket_bytes`: size of a bucket; None to choose it.
-    - `broadcast_buffers`: copy changed buffers of the first rank to all ranks after each sum.
+    - `broadcast_buffers`: after each sum, copy changed buffers of the first rank to all ranks.
     - `single_rank`: True without other ranks. Nothing is summed, but a failed pass can be undone.
     - `begun(batch, before)`: called when a backward pass reaches watched outputs of `batch`.
       `before` is the batch of the outputs that it reached earlier, or `batch` itself.
@@ -175,15 +169,14 @@ class Exchange:
     def has_any(self, parameters: set[int]) -> bool:
         """True if this exchange sums the gradient of any of these parameters.
 
-        `parameters` has the parameters' ids.
+        `parameters` are their ids.
         """
         return not self.single_rank and not parameters.isdisjoint(map(id, self.parameters))
 
     def _agree(self, tensors: list[torch.Tensor]) -> None:
-        """Copy the model's tensors from the first rank to all ranks.
+        """Copy the model's parameters and buffers from the first rank to all.
 
-        `tensors` are the parameters and buffers. Raises RequestError if ranks wrap different
-        models.
+        Raises RequestError if ranks wrap different models.
         """
         with torch.no_grad():
             digest = crc32(str([tensor.numel() for tensor in tensors]).encode())
@@ -196,7 +189,7 @@ class Exchange:
     def weigh(self, weight: float) -> None:
         """Set the weight of gradients that are computed from now on.
 
-        Earlier gradients that aren't summed yet keep the earlier weight.
+        Earlier gradients that aren't summed yet keep theirs.
         """
         if weight != self.weight and self._unsent:
             for bucket in self._buckets:
@@ -208,9 +201,8 @@ class Exchange:
     def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
         """Detect backward passes through these outputs of the model.
 
-        With `sync`, such a pass ends in a sum. `batch` is the batch of the outputs, and is passed
-        to `begun`. Raises RequestError if an earlier backward pass failed after some of its
-        gradients were sent.
+        With `sync`, such a pass ends in a sum. `batch` is the outputs' batch, for `begun`. Raises
+        RequestError if an earlier backward pass failed after some of its gradients were sent.
         """
         if self.resting:
             return
@@ -231,11 +223,9 @@ class Exchange:
             self._watch_parameters(sync, batch)
 
     def _watch_parameters(self, sync: bool, batch: Any) -> None:
-        """Detect backward passes by parameters' gradients, for outputs with hidden tensors.
-
-        Such outputs are of unknown classes. `sync` and `batch` mean the same as in `watch`.
-        """
-        # a backward pass is assumed to start with the first gradient
+        """Detect backward passes by parameters' gradients, if outputs hide their tensors."""
+        # Such outputs are of unknown classes. A backward pass is assumed to start with the first
+        # gradient.
         reference = weakref.ref(self)
 
         def begin(_: Any) -> None:
@@ -259,7 +249,7 @@ class Exchange:
         own_hooks.update(each.id for each in self._begins)
 
     def _listen(self) -> None:
-        """Register the hooks that record the order in which gradients are computed."""
+        """Register the hooks that record in which order gradients are computed."""
         # They aren't needed if the order is known and no parameter has a gradient: any gradient
         # after the backward pass was then computed in it.
         if not self._hooks and (self._order is not None or self.has_gradients()):
@@ -268,8 +258,8 @@ class Exchange:
     def arm(self, sync: bool, batch: Any) -> None:
         """Prepare for a backward pass that has reached outputs of the model.
 
-        A backward pass may reach several outputs. `sync` and `batch` are the arguments of `watch`
-        for these outputs. Raises RequestError if another wrapped model in this backward pass shares
+        `sync` and `batch` are the arguments of `watch` for these outputs; the pass may reach
+        several. Raises RequestError if another wrapped model in this backward pass shares
         parameters.
         """
         task = backward_number()
@@ -294,7 +284,7 @@ class Exchange:
         self._sync |= sync
 
     def _note_arrived(self) -> None:
-        """Record which gradients were computed, and whether a parameter got several of them."""
+        """Record which gradients were computed, and whether any was computed twice."""
         # reentrant checkpoints that share a layer give it several gradients in a backward pass
         if not self._hooks:
             self._came = {
@@ -310,7 +300,7 @@ class Exchange:
         self._repeats |= len(self._came) < count
 
     def _send_ready_buckets(self, bucket: Bucket) -> None:
-        """Send complete buckets; called when the last gradient expected in `bucket` is computed."""
+        """Send complete buckets, when the gradient expected last in `bucket` is computed."""
         # before the order is known, gradients are only copied into the bucket
         if not self._armed or self.held.apart:
             return
@@ -322,7 +312,7 @@ class Exchange:
             bucket.gather()
 
     def _send_complete(self) -> None:
-        """Send the complete buckets, in an order that is the same on all ranks."""
+        """Send complete buckets, in the same order on all ranks."""
         # none while another model that began earlier in this backward pass has buckets to send
         for other in _open:
             if other is self:
@@ -349,14 +339,11 @@ class Exchange:
             self.noise.send(self.group)
 
     def _write_tail(self, tail: torch.Tensor) -> None:
-        """Write the values that ranks compare to a bucket's last elements.
-
-        `tail` has these elements. The values tell whether buffers have changed and, in some sums, a
-        few weights.
-        """
-        # Weights are included in one of EVERY sums, for ranks to compare. The first rank multiplies
-        # its own by the number of other ranks, and the others by -1, so equal weights add up to 0.
-        # The tail also has the sum of their magnitudes.
+        """Write the values that ranks compare to the tail of a bucket."""
+        # They tell whether buffers have changed and, in some sums, have a few weights. Weights are
+        # included in one of EVERY sums, for ranks to compare. The first rank multiplies its own by
+        # the number of other ranks, and the others by -1, so equal weights add up to 0. The tail
+        # also has the sum of their magnitudes.
         if self._compares:
             self._common.add_changes(tail[:1])
         turn, left = divmod(self.sums, EVERY)
@@ -385,10 +372,7 @@ class Exchange:
         self.held.close()
 
     def _wait_for_sums(self) -> None:
-        """Wait for the sums of this backward pass, and set the gradients.
-
-        Return at once if the pass has started no sum.
-        """
+        """Wait for this backward pass's sums, if any, and set the gradients."""
         # read the tail, learn the order of gradients after the first sum, broadcast changed buffers
         self._armed = False
         if not (self._sync and self._sent and self._sent == len(self._buckets)):
@@ -413,12 +397,9 @@ class Exchange:
         self.done()
 
     def _learn_order(self, seen: list[int]) -> None:
-        """Create new buckets, in the order of the first rank's gradients.
-
-        `seen` has the ids of the parameters in the order in which this rank's gradients were
-        computed.
-        """
-        # from now on, buckets are sent early, unless a parameter got several gradients on some rank
+        """Create new buckets, in the order of the first rank's gradients."""
+        # `seen` has this rank's parameters, by id, in the order of their gradients. From now on,
+        # buckets are sent early, unless a parameter got several gradients on some rank.
         place_of = {id(parameter): place for place, parameter in enumerate(self.parameters)}
         places = list(
             dict.fromkeys([*map(place_of.__getitem__, seen), *reversed(place_of.values())])
@@ -468,7 +449,7 @@ class Exchange:
         return not all(map(is_, map(GRADIENT, self.parameters), repeat(None)))
 
     def fail(self) -> None:
-        """Abandon a pass that ran out of memory: discard its gradients, except final ones.
+        """Abandon a pass that ran out of memory, and discard its gradients, except final ones.
 
         Final gradients are complete, and may have been sent; see `EarlierGradients`.
         """
@@ -490,7 +471,7 @@ def _look_for(reference: weakref.ref[Exchange], bucket: Bucket, _: Any) -> None:
 
 
 def _end(task: int) -> None:
-    """Finish the backward pass with the number `task` for all models in it."""
+    """Finish a backward pass for all models in it."""
     # all models send their remaining buckets before any waits for its sum
     ended = [exchange for exchange, number in _open.items() if number == task]
     for exchange in ended:
@@ -501,7 +482,7 @@ def _end(task: int) -> None:
 
 
 def is_in_backward(task: int) -> bool:
-    """True if a wrapped model is still in the backward pass with the number `task`."""
+    """True if a wrapped model is still in the backward pass with this number."""
     return task in _open.values()
 
 
@@ -531,15 +512,12 @@ def _hook(parameter: Any, function: Callable[[Any], None]) -> Any:
 
 
 def _forget_failed_passes() -> None:
-    """Reset the exchanges in backward passes that ended with an error.
-
-    An exchange that had sent some gradients is broken for good. Nothing is done inside a backward
-    pass.
-    """
+    """Reset the exchanges whose backward passes ended with an error."""
     if backward_number() != -1:
         return
     for each in _open:
         each._armed = False
+        # after some gradients were sent, an exchange can't be used any more
         each._broken = each._sent > 0
     _open.clear()
 

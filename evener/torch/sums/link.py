@@ -25,7 +25,7 @@ class LinkSums(NamedTuple):
 
     - `bytes_per_second`: bandwidth of a link. As in nccl-tests, an all-reduce over n ranks counts
       as 2 (n - 1) / n times the tensor's bytes.
-    - `wrong`: how the result of an all-reduce differed from the expected one; "" if it didn't.
+    - `wrong`: how an all-reduce's result differed from the expected one; "" if it didn't.
     """
 
     latency_seconds: float
@@ -46,10 +46,10 @@ class LinkMember:
     def join(
         self, file: str, world: int, seconds: float, groups: Sequence[tuple[int, ...]]
     ) -> None:
-        """Join the process group of `world` ranks, which meet through the file at the path `file`.
+        """Join the process group of `world` ranks, which meet through a `file` at this path.
 
-        Then create the process groups `groups`, each from its ranks. All ranks pass the same ones
-        in the same order. Collectives fail after a timeout of `seconds`.
+        Then create the process groups in `groups`, each from its ranks. All ranks pass the same
+        ones in the same order. Collectives fail after a timeout of `seconds`.
         """
         dist.init_process_group(
             "nccl" if self._device.type == "cuda" else "gloo",
@@ -64,9 +64,9 @@ class LinkMember:
             self._groups[members] = dist.new_group(list(members))
 
     def measure(self, members: tuple[int, ...]) -> LinkSums:
-        """Measure the link between the ranks in `members`, one of the groups given to `join`.
+        """Measure the link between `members`, the ranks of one of the groups of `join`.
 
-        All of these ranks have to call this at once.
+        All of them have to call this at once.
         """
         return measure_sums(self._groups[members], self._rank, members, self._device)
 
@@ -120,7 +120,7 @@ def find_wrong(
 
 
 def _time(call: Callable[[], None], times: int) -> float:
-    """Return the median duration of a call, in seconds, after WARM_UP calls."""
+    """Return a call's median duration in seconds, after WARM_UP calls."""
     for _ in range(WARM_UP):
         call()
     seconds = []

@@ -29,7 +29,7 @@ _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 class RankNoise:
     """Measures the noise scale of one model's gradient, in rows, from the ranks' gradients.
 
-    The result is equal on all ranks. `window` collects the samples, and one in `every` sums is
+    The result is equal on all ranks. `window` collects the samples, and one of `every` sums is
     sampled.
     """
 
@@ -54,7 +54,7 @@ class RankNoise:
         self._sample: _Sample | None = None  # sample of a batch that may not be over
 
     def begin(self, sizes: Sequence[int], updates: int) -> None:
-        """Begin a batch; from now on, the previous batch's sample can be read.
+        """Begin a batch, so that the previous batch's sample can be read.
 
         `sizes` are the ranks' numbers of rows, or empty if unknown. `updates` is the number of
         weight updates before this batch.
@@ -66,7 +66,7 @@ class RankNoise:
         self._updates = updates
 
     def note(self, batch: Any) -> None:
-        """Record the batch to which the gradients of the current backward pass belong.
+        """Record the batch whose gradients the current backward pass computes.
 
         `batch.sizes` are the ranks' numbers of rows.
         """
@@ -79,10 +79,9 @@ class RankNoise:
             self._own.append(_norm(bucket.gradients))
 
     def send(self, group: Any) -> None:
-        """Start the all-reduce for sum_i n_i |g_i|^2 once all gradients are sent.
+        """Start the all-reduce for sum_i n_i |g_i|^2 over `group`, once all gradients are sent.
 
-        g_i is the mean gradient of rank i's n_i rows; rank i has sent n_i / N * g_i. `group` are
-        the ranks that sum gradients.
+        g_i is the mean gradient of rank i's n_i rows; rank i has sent n_i / N * g_i.
         """
         if self._is_sampled():
             sizes = self._rows()
@@ -122,19 +121,16 @@ class RankNoise:
     def describe(self) -> str:
         """Return a message with the noise scale and the last batch's rows.
 
-        Return "" if there aren't enough samples yet.
+        Return "" until there are enough samples.
         """
         found = self.scale()
         return "" if found is None else describe(found, self._batch, self.steps)
 
     def _is_sampled(self) -> bool:
-        """True if the noise scale is sampled in this step.
-
-        One in `every` steps is sampled, if the norms of the ranks' gradients can be compared in it.
-        """
-        # a step isn't sampled if its gradients are added to those of an earlier sum (no update in
-        # between), if its batches have different rows on a rank, or if fewer than two ranks have
-        # rows
+        """True if the noise scale is sampled in this step."""
+        # One in `every` steps is sampled. A step isn't sampled if its gradients are added to those
+        # of an earlier sum (no update in between), if its batches have different rows on a rank, or
+        # if fewer than two ranks have rows.
         if self.steps % self.every or self._updates == self._summed_at:
             return False
         batches = self._batches()
@@ -145,29 +141,26 @@ class RankNoise:
         return [batch.sizes for batch in self._noted] or self._begun
 
     def _rows(self) -> tuple[int, ...]:
-        """Return each rank's number of rows in all batches whose gradients are summed next."""
+        """Return each rank's rows in all batches of the next sum."""
         batches = self._batches()
         return tuple(size * len(batches) * self.accumulated for size in batches[0])
 
 
 def _norm(gradients: torch.Tensor) -> torch.Tensor:
-    """Return the norm of gradients, accumulated in float32 or wider, on their device."""
+    """Return the norm of gradients, computed in float32 or wider."""
     # in one kernel, because launching several might delay the step
     return torch.linalg.vector_norm(gradients, dtype=_WIDER.get(gradients.dtype))
 
 
 def _add_squares(norms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of squared norms as a float64 tensor with one element.
-
-    The tensor is on the device of the first norm.
-    """
+    """Return the sum of squared norms, as a one-element float64 tensor."""
     if len({(norm.device, norm.dtype) for norm in norms}) > 1:
         norms = [norm.to(norms[0].device, torch.float64) for norm in norms]
     return torch.stack(list(norms)).double().square().sum(0, keepdim=True)
 
 
 def refuse_noise(library: str) -> RequestError:
-    """Return the error for a noise scale when `library` sums the gradients."""
+    """Return the error for a noise scale if `library` sums the gradients."""
     # the noise scale compares the ranks' gradients; only the library sees them before their sum
     return RequestError(
         f"{library} sums the gradients itself, so a rank's own can't be compared for the "
