@@ -4,7 +4,7 @@ The kind of a value says how: as a mean weighted by rows, as a sum, and so on. `
 determines a model's kinds.
 
 The whole batch's loss can't simply be computed at once. The activations of a pass are freed before
-the next pass, and processes would have to wait for each other between their forward and backward
+the next pass. Processes would have to wait for each other between their forward and backward
 passes.
 """
 

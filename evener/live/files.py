@@ -1,8 +1,8 @@
 """The files in which training runs report their speed: format, folders and reading.
 
-Files aren't trusted. A file is read only if it is small, regular and well-formed, if only this user
-can access it and its folder, and if the process whose id is in its name is alive. Files of dead
-processes are removed.
+Files aren't trusted. A file is read only if it is small, regular and well-formed. It and its folder
+must be accessible to this user only. The process whose id is in its name must be alive. Files of
+dead processes are removed.
 """
 
 from __future__ import annotations

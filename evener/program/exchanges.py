@@ -343,7 +343,7 @@ def _module(frame: FrameType) -> str:
 
 
 def is_between(frame: FrameType) -> bool:
-    """True if a frame runs a wrapper through which a program calls a collective (see _BETWEEN)."""
+    """True if a frame runs one of the wrappers around collectives (see _BETWEEN)."""
     name = _module(frame)
     return any(name == each or name.startswith(f"{each}.") for each in _BETWEEN)
 

@@ -51,9 +51,9 @@ _place: GroupRank | None = None
 
 
 def current_rank() -> int:
-    """Return this process's rank in its group or, without a group, its rank from the launcher.
+    """Return this process's rank in its process group.
 
-    Return 0 if neither is known.
+    Without a group, it is the rank from the launcher, or 0.
     """
     if _place is not None:
         return _place.rank

@@ -2,8 +2,8 @@
 
 An audit runs before shares become unequal, and at intervals afterwards. It records the functions
 with which the program computes the loss. Then it runs these functions and their backward pass twice
-on a few rows: in equal parts, as the program's own launcher would divide them, and in parts
-proportional to the shares. The program's own code runs only once, and its state is restored.
+on a few rows. The first run has equal parts, like the program's own launcher. The second has parts
+in proportion to the shares. The program's own code runs only once, and its state is restored.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Guard(Recorder):
             self._origins.follow(function, arguments, keywords, result, self)
 
     def read_loss(self, loss: torch.Tensor) -> float:
-        """Return the loss as a number, as it was before any collective overwrote it in place."""
+        """Return the loss as a number, from before any collective overwrote it."""
         # only the earlier value can be compared with what the recorded calls compute
         return super().read_loss(self._before.get(address(loss), loss))
 
@@ -203,7 +203,10 @@ class Guard(Recorder):
             self._before.setdefault(address(tensor), tensor.detach().clone())
 
     def treat_as_input(self, tensor: torch.Tensor) -> None:
-        """Treat a tensor as an input from now on; called after a collective has overwritten it."""
+        """Treat a tensor as an input from now on.
+
+        This is called after a collective has overwritten the tensor.
+        """
         # the recorded calls that computed its previous contents no longer apply
         if tensor.grad_fn is None:
             self._made.pop(id(tensor), None)
@@ -213,7 +216,10 @@ class Guard(Recorder):
         return self._find_computing_calls(tensor)[1]
 
     def goes_by_rows(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor is known to be computed from the batch or from its number of rows."""
+        """True if the tensor was computed from the batch or its number of rows.
+
+        It is False if that isn't known.
+        """
         places, reached, _ = self._find_computing_calls(tensor)
         return reached or any(
             isinstance(each, RowNumber)
@@ -222,9 +228,9 @@ class Guard(Recorder):
         )
 
     def is_sum_over_rows(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor is a sum over the batch's rows, such as a count of labels.
+        """True if the tensor sums over the batch's rows, like a count of labels.
 
-        False if the tensor has a gradient or the calls that computed it are unknown.
+        It is False if the tensor has a gradient, or if the calls that computed it are unknown.
         """
         # the calls are repeated for a few rows, at once and in two parts, to see whether the parts
         # add up
@@ -269,7 +275,10 @@ class Guard(Recorder):
         return torch.nn.ModuleList(getattr(model, "module", model) for model in self.models)
 
     def is_flag(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor is an integer or boolean 0 or 1, not computed from the batch."""
+        """True if the tensor is a 0 or 1 that wasn't computed from the batch.
+
+        Its type is integer or boolean.
+        """
         # programs exchange such a flag, for example to stop all ranks together
         if tensor.numel() != 1 or tensor.is_floating_point() or tensor.is_complex():
             return False
@@ -443,7 +452,7 @@ class Guard(Recorder):
 
     @property
     def divides_sums(self) -> bool:
-        """True if losses are sums over rows and the program may divide gradients by a row count."""
+        """True if losses are sums and gradients may be divided by a row count."""
         # such a program changes weights or gradients with a number that may count rows
         return self.are_sums and any(may_count(self.rows, each) for each in self.uses)
 

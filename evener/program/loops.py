@@ -38,7 +38,7 @@ _SHARDS = (("rank", "num_replicas"), ("process_index", "num_processes"))
 
 
 def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
-    """Start an iteration over a DataLoader; return it as a Loop if the program trains in it."""
+    """Start an iteration over a DataLoader, as a Loop if the program trains in it."""
     PROGRAM.note_loader(loader)
     opened = getattr(loader.batch_sampler, "opens", False)  # set by an outer loop
     return (
@@ -146,7 +146,7 @@ class Loop:
 
     @property
     def batch_maker(self) -> str:
-        """The name of the class that chooses a batch's rows; empty if it is PyTorch's class."""
+        """The class that chooses a batch's rows, by name; "" for PyTorch's own."""
         return name_own_sampler(self.shared_batches.given)
 
     def follow(self, training: Any) -> None:
@@ -176,7 +176,7 @@ class Loop:
         return same_data.summarize(self._loader.dataset, self._loader.collate_fn, self.sampler)
 
     def count_rows(self) -> int:
-        """Return the number of rows that the loader took for the current batch; 0 if unknown."""
+        """Return how many rows the loader took for the current batch; 0 if unknown."""
         return 0 if self.sampler is None else len(self.sampler.rows_at(self._step))
 
     def few_rows(self) -> FewRows | None:
@@ -461,9 +461,9 @@ def _chain(sampler: Any) -> Iterator[Any]:
 
 
 def begin_dispatcher(wrapped: Any, outer: Any, *_: Any) -> Any:
-    """Yield the batches of an iteration in which one rank reads the rows of all ranks.
+    """Yield batches whose rows one rank reads for all ranks.
 
-    If the program trains in it, report that shares stay equal.
+    If the program trains in this iteration, report that shares stay equal.
     """
     if PROGRAM.trains(outer):
         PROGRAM.stay_even(DISPATCHED)

@@ -18,9 +18,9 @@ _FORGET = 1000  # expired storages are dropped once there are this many
 
 
 class TensorMarks:
-    """Marks of tensors; a mark is the place in the program that a tensor's values come from.
+    """Marks that say where in the program a tensor's values come from.
 
-    A place names a collective and its line, such as "all_reduce (train.py:12)".
+    A mark names a collective and its line, such as "all_reduce (train.py:12)".
     """
 
     def __init__(self) -> None:

@@ -199,7 +199,10 @@ class Program:
 
     @property
     def is_uneven(self) -> bool:
-        """True once ranks have had different numbers of rows in a step or in the current batch."""
+        """True once ranks have had different numbers of rows.
+
+        The current batch counts, too.
+        """
         return self._uneven > 0 or len(set(self.sizes)) > 1
 
     def note_own_iteration(self, loader: Any) -> None:
@@ -290,7 +293,7 @@ class Program:
 
     @property
     def is_single_rank(self) -> bool:
-        """True while the other ranks of `evener run` wait for this one to create a process group.
+        """True while the other ranks wait for this one to create a process group.
 
         Until then, this process trains alone.
         """
@@ -298,9 +301,9 @@ class Program:
         return not has_group and is_eveners_rank() and not is_released()
 
     def report_single_device(self, advice: str) -> None:
-        """Report that the program trains on one device, followed by `advice` on how to use more.
+        """Report that the program trains on one device, and how to use more.
 
-        Raises RequestError if `evener run` was started with `--strict`.
+        `advice` says how. Raises RequestError if `evener run` was started with `--strict`.
         """
         self.notebook.stay_even(views.FOR_ONE, f". {advice}")
         self._end_strictly(views.FOR_ONE)
@@ -500,7 +503,7 @@ class Program:
         self._drop_guard()
 
     def end(self, loop: Any) -> None:
-        """End a loop; if it trained by shares, check that the ranks agree about its last steps."""
+        """End a loop; if it trained by shares, compare the ranks' last steps."""
         self._drop_guard()
         if loop.is_over:
             return

@@ -70,7 +70,7 @@ def follow(training: Any, model: Any) -> None:
 
 
 def find_fault(model: Any) -> str:
-    """Return why a model whose gradients a library averages can't train by shares; "" if it can."""
+    """Return why a model in FSDP or DeepSpeed can't train by shares, or ""."""
     # a model can if each rank computes its own rows, and the library averages all gradients over
     # ranks
     match find_library(model):

@@ -25,12 +25,18 @@ class Rows(Protocol):
     has_asked_length: bool
 
     def goes_by_rows(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor is known to be computed from the batch or its number of rows."""
+        """True if the tensor was computed from the batch or its number of rows.
+
+        It is False if that isn't known.
+        """
         ...
 
 
 class Totals:
-    """Tracks tensors that are sums over all ranks' rows, or are computed only from such sums."""
+    """Tracks tensors that are sums over all ranks' rows.
+
+    Tensors that are computed only from such sums count, too.
+    """
 
     def __init__(self) -> None:
         self._whole = TensorMarks()
@@ -38,7 +44,10 @@ class Totals:
         self._parts = TensorMarks()  # the sum over one rank's rows
 
     def write(self, tensor: torch.Tensor, place: str) -> None:
-        """Record that the collective at `place` wrote a sum over all ranks' rows into a tensor."""
+        """Record that a collective wrote a sum over all ranks' rows into a tensor.
+
+        `place` names the collective.
+        """
         self._mark_only(self._whole, tensor, place)
 
     def write_gathered(self, data: Any, place: str) -> None:

@@ -1,9 +1,9 @@
 """Find the fastest shares from the devices' curves and the synchronization cost.
 
 The method is water-filling: all devices get the same finish time, and each computes as many samples
-as it can until then. A step of a set A of k devices takes T = max over i in A of t_i(b_i) + c_k,
-where c_k is the time of the gradient exchange. By a finish time tau, device i can compute b_i(tau)
-= max{b <= M_i : t_i(b) <= tau} samples. So the best k devices for tau are those with the largest
+as it can until then. A step of a set A of k devices takes T = max over i in A of t_i(b_i) + c_k.
+Here c_k is the time of the gradient exchange. By a finish time tau, device i can compute b_i(tau) =
+max{b <= M_i : t_i(b) <= tau} samples. So the best k devices for tau are those with the largest
 b_i(tau), and sorting replaces the enumeration of subsets. This is exact because c depends only on
 the number of devices.
 

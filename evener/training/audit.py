@@ -11,18 +11,20 @@ The part for a framework (`evener/torch/audit` for PyTorch) uses it like this:
 
 1. It creates one `Audits` for each training run. In each step, once the step's gradients are
    computed and before the optimizer uses them, it calls `audits.begin(signature)`. The signature is
-   any hashable object that changes with the program: which weights are trained, which function
-   computes the loss, the types of the batch's tensors (not lengths that vary from batch to batch).
+   any hashable object that changes with the program. It says which weights are trained, which
+   function computes the loss, and which types the batch's tensors have. It leaves out lengths that
+   vary from batch to batch.
 2. If that returns True, it computes the gradient of some rows both ways and makes a `Sketch` of
-   each: `PROJECTIONS` random sums of every tensor's gradient. All sketches of an audit use the same
-   random signs, so sums over parts can simply be added (`Sketch.add`). Nothing of the gradient's
-   size is kept. Random numbers, buffers and metrics are restored.
+   each. A sketch has `PROJECTIONS` random sums of every tensor's gradient. All sketches of an audit
+   use the same random signs, so sums over parts can simply be added (`Sketch.add`). Nothing of the
+   gradient's size is kept. Random numbers, buffers and metrics are restored.
 3. `compare(reference, trained)` returns the largest `GradientDifference` that isn't certainly
    rounding; usually there is none. If there is one, the reference is computed again in `REPEATS`
-   other ways that are equal except for rounding (each product disturbed by the precision of its
-   type, rows in another order, more padding), and `compare(reference, trained, repeats)` decides.
-4. For a difference it looks for the likeliest cause by changing one thing at a time, and names the
-   cause by a key of `CAUSES`; `find_cause` has the order of the questions.
+   other ways that are equal except for rounding. For example, each product is disturbed by the
+   precision of its type, rows are in another order, or there is more padding. Then
+   `compare(reference, trained, repeats)` decides.
+4. For a difference it looks for the likeliest cause by changing one thing at a time. A key of
+   `CAUSES` names the cause; `find_cause` has the order of the questions.
 5. `audits.decide(difference)` returns what follows. The result is the same on every rank if all
    ranks pass the largest difference of any rank. `describe` writes the message.
 6. `compare_ranks` compares the references of ranks that have computed the same rows. If they

@@ -1,9 +1,9 @@
-"""Start the first rank of a program by itself; other ranks wait until it creates a process group.
+"""Start a program's first rank alone; the others wait for a process group.
 
-So a script for one GPU runs only once, and a launcher in the program can use all devices. Whether
-evener or such a launcher started a process is found from its environment variables. The launcher
-sets values other than evener's for the rank, the number of ranks or the id of an elastic run (a run
-of PyTorch's elastic agent).
+So a script for one GPU runs only once, and a launcher in the program can use all devices.
+Environment variables show whether evener or such a launcher started a process. The launcher sets
+another rank, number of ranks or id of an elastic run than evener. An elastic run is a run of
+PyTorch's elastic agent.
 """
 
 from __future__ import annotations

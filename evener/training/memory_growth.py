@@ -1,12 +1,13 @@
 """Predict how many rows fit in a rank's memory, from measured peaks.
 
-The memory of a pass is modelled as fixed + rows * per_row: weights and optimizer state don't depend
-on the rows, and activations do. If the peak of only one pass size is known, all memory is assumed
-to grow with the rows, which overestimates the memory of larger passes. Otherwise per_row is the
-steepest slope from a smaller size's peak to the largest size's peak. That slope is too flat if a
-smaller size's peak was too high, for example because evener checked the loss in that step. So
-per_row has a lower limit: the largest size's peak, minus the memory that is held between steps,
-divided by the rows of that size.
+The memory of a pass is modelled as fixed + rows * per_row. Weights and optimizer state don't depend
+on the rows, and activations do. If only one pass size has a peak, all memory is assumed to grow
+with the rows. That overestimates the memory of larger passes.
+
+Otherwise per_row is the steepest slope from a smaller size's peak to the largest size's peak. That
+slope is too flat if a smaller size's peak was too high, for example because evener checked the loss
+in that step. So per_row has a lower limit: the largest size's peak, minus the memory that is held
+between steps, divided by the rows of that size.
 
 This module has no side effects.
 """

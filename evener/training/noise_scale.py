@@ -1,7 +1,7 @@
-"""The gradient noise scale of a training run: the batch size beyond which more rows gain little.
+"""The gradient noise scale: the batch size beyond which more rows gain little.
 
 It is computed from squared norms of gradients. A gradient of n rows is the true gradient G plus
-noise of variance tr(S) / n, where S is the covariance of one row's gradient. The noise scale is
+noise of variance tr(S) / n. Here S is the covariance of one row's gradient. The noise scale is
 tr(S) / |G|^2, in rows (McCandlish et al. 2018, arXiv 1812.06162). A step of B rows makes B / (B +
 noise scale) of the progress of a step with infinitely many rows.
 """

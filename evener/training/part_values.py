@@ -1,7 +1,8 @@
-"""Find out how the value of a whole batch is computed from the values of its parts.
+"""Find out how a whole batch's value is computed from its parts' values.
 
-The value, such as a loss, can be the sum of the parts' values, or their mean, weighted by the
-number of rows (or of another unit) in each part. Each of these ways is called a kind.
+Such a value is, for example, a loss. It can be the sum of the parts' values. Or it is their mean,
+weighted by the number of rows, or of another unit, in each part. Each of these ways is called a
+kind.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class Pass(NamedTuple):
 
     @property
     def part(self) -> float:
-        """The fraction of the planned pass's rows in this pass; 1 unless it is a piece.
+        """The fraction of the planned pass's rows in this pass; below 1 for a piece.
 
         It is also the weight of this pass's mean loss in the mean loss of the planned pass.
         """

@@ -1,21 +1,21 @@
 """Adapt the shares of a training run to the speed of its ranks, window by window.
 
-A rank's speed is measured by its compute time (own work): the time until its last gradient, without
-the time that it waits for other ranks. A window is a number of consecutive steps. Its result for a
-rank is the median compute time in the window, divided by the time that the curve of the rank's
-device predicts. Because of the median, a single slow step has no effect.
+A rank's speed is measured by its compute time (own work). That is the time until its last gradient,
+without the time that it waits for other ranks. A window is a number of consecutive steps. Its
+result for a rank is the median compute time in the window, divided by the time that the curve of
+the rank's device predicts. Because of the median, a single slow step has no effect.
 
 New shares are proposed if they would have made the steps of the last windows sufficiently faster in
-total, and also faster in most of these windows, including both of the last two. A large change of
-speed is detected after two windows, a small one after up to 64. The first change of a training
-run's shares requires a larger gain than later changes.
+total. They must also be faster in most of these windows, including both of the last two. A large
+change of speed is detected after two windows, a small one after up to 64. The first change of a
+training run's shares requires a larger gain than later changes.
 
 A change that the next change soon reverses was a mistake. After a mistake, a change needs 32
 windows, and after each further mistake twice as many, until a change lasts.
 
 If no curve was measured, compute time is assumed to be proportional to rows. The effect of a change
 of rows then shows which part of the compute time is fixed. A pass costs the host about the same
-time however few rows it has, so the cost of a further pass is measured when the number of a rank's
+time however few rows it has. So the cost of a further pass is measured when the number of a rank's
 passes changes.
 
 This module has no side effects.

@@ -16,7 +16,7 @@ _SIGNS = re.compile(  # in error messages of libraries that have no exception ty
 
 
 def says_out_of_memory(text: str) -> bool:
-    """True if an error message says that a device or the CPU ran out of memory."""
+    """True if an error message says that a GPU or CPU ran out of memory."""
     return bool(_SIGNS.search(text))
 
 

@@ -1,10 +1,10 @@
 """The parts of a rank's steps, as sums over many steps.
 
-A step has five parts: input, compute time (own work), waiting for other ranks, the exchange
-of gradients (the all-reduce), and the time between the exchange and the next batch. A single
-rank can't distinguish its waiting from the exchange, so `divide_steps` needs the sums of all
-ranks. Means are used instead of medians, so that work in only every tenth step, such as
-writing a checkpoint, counts too.
+A step has five parts: input, compute time (own work), waiting for other ranks, exchange, and the
+time until the next batch. The exchange is the all-reduce of the gradients. A single rank can't
+distinguish its waiting from the exchange, so `divide_steps` needs the sums of all ranks. Means are
+used instead of medians, so that work in only every tenth step, such as writing a checkpoint, counts
+too.
 
 This module has no side effects.
 """
