@@ -16,7 +16,10 @@ from .private import own_parameters
 
 
 def is_packed(tensor: Any) -> bool:
-    """True for a parameter with 4-bit weights, packed already or by its next move to a device."""
+    """True for a 4-bit parameter of bitsandbytes, whether packed yet or not.
+
+    It is packed when it first moves to a device.
+    """
     return hasattr(tensor, "bnb_quantized") and hasattr(tensor, "quant_state")
 
 

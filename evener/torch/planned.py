@@ -276,16 +276,16 @@ class PlannedTraining:
     def wrap(self, model: Any, **options: Any) -> Any:
         """Move a model to this process's device, and sum its gradients over the ranks.
 
-        Each rank's gradients are weighted by its rows. The result is a DistributedDataParallel
-        around the model. The model isn't wrapped
+        Each rank's gradients are weighted by its rows. The model is returned in a wrapper with
+        `module` and `no_sync`, as DistributedDataParallel has them. It isn't wrapped
 
         - if the program has wrapped it already;
         - if FSDP shards it (with `weigh="loss"`);
         - if it trains on one device.
 
-        Of DistributedDataParallel's `options`, only `bucket_cap_mb`, `broadcast_buffers` and
-        `process_group` have an effect. Raises RequestError if the model's gradients can't be
-        weighted.
+        `options` are those of DistributedDataParallel, but only `bucket_cap_mb`,
+        `broadcast_buffers` and `process_group` have an effect. Raises RequestError if the model's
+        gradients can't be weighted.
         """
         self.check_whole()
         weigh = self.weights.weigh

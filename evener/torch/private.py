@@ -60,7 +60,7 @@ leave_uncompiled: Callable[[Callable[..., Any]], Callable[..., Any]] = torch._di
 
 
 def leave_modules_uncompiled(names: Iterable[str]) -> None:
-    """Exclude the functions of modules, and of all modules in packages, from torch.compile.
+    """Exclude the functions of these modules and packages from torch.compile.
 
     A compiled function that calls one of them is compiled in parts, around that call. Unlike with
     `leave_uncompiled`, a call takes no more time, and functions of other modules that they call are
@@ -75,7 +75,7 @@ def leave_modules_uncompiled(names: Iterable[str]) -> None:
 
 
 def take_apart(outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the items of nested outputs, and a function that nests a list of items alike.
+    """Return the items of nested outputs, and a function that nests such a list again.
 
     An object that PyTorch can't flatten is a single item.
     """
@@ -144,7 +144,7 @@ def is_loader_iterator(iterator: Any) -> bool:
 def wrap_next_batch(wrapper: Callable[..., Any]) -> None:
     """Call `wrapper` each time that a DataLoader's iterator yields a batch.
 
-    As wrapt passes them, it gets the original method, the iterator and the arguments.
+    It gets the original method, the iterator and the arguments, as wrapt passes them.
     """
     wrap_function_wrapper(_BaseDataLoaderIter, "__next__", wrapper)
 
@@ -256,8 +256,8 @@ def broadcast_each(
 ) -> None:
     """Broadcast tensors from one rank, `source`, to all ranks of a group.
 
-    All tensors are on one device. Each collective sends up to `most_bytes`. None is the default
-    group.
+    All tensors are on one device. Each collective sends up to `most_bytes`. A `group` of None is
+    the default group.
     """
     chosen = dist.group.WORLD if group is None else group
     dist._broadcast_coalesced(chosen, list(tensors), most_bytes, source)

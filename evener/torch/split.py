@@ -178,7 +178,7 @@ class Split(PlannedTraining):
 
         Read it on every rank after each step; all ranks get the same value. When it is True, save a
         checkpoint and leave the loop. From the first read on, SIGTERM no longer kills the process.
-        The value changes at the end of a step. If steps are short, that is up to a quarter of a
+        The value changes at the end of a step. With short steps, it may change a quarter of a
         second later.
         """
         if self._stop_signal is None:
@@ -258,7 +258,7 @@ class Split(PlannedTraining):
         return state if rebalancing is None else {**state, **rebalancing.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume the training loaders from a `state` of `state_dict`.
+        """Resume the training loaders from a `state` that `state_dict` returned.
 
         Create the loaders in the same order as in the saved run. The plan may be another.
         """

@@ -56,7 +56,7 @@ def replace_rendezvous() -> None:
 
 
 def _rendezvous(original: Handler, url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    """Yield a store in the launcher's file, the rank, and the world size."""
+    """Yield the launcher's store, this process's rank, and the world size."""
     place = dict(parse_qsl(urlsplit(url).query))
     rank = place.get("rank", os.environ.get("RANK"))
     world = place.get("world_size", os.environ.get("WORLD_SIZE"))
@@ -112,7 +112,7 @@ def _choose_prefix() -> str:
 
 
 def _limit_tcp_stores() -> None:
-    """Make the TCPStores that this process serves listen only on their own addresses."""
+    """Make the TCPStores of this process listen only on their own addresses."""
     original = dist.TCPStore.__init__
     if hasattr(original, "__wrapped__"):
         return

@@ -179,7 +179,7 @@ class TrainingAudits:
         return not self.judge.over and self.judge.step <= self._measures_until
 
     def report(self, fault: str) -> None:
-        """Send the other ranks the result of another check of the loss than an audit.
+        """Send the other ranks the result of a check of the loss that isn't an audit.
 
         `fault` is the reason why shares have to become equal, or "".
         """
@@ -444,7 +444,7 @@ class TrainingAudits:
             self._pending = self._audit_record(record, counted, 1.0)
 
     def _note_fault(self, replayed: Replayed) -> None:
-        """Warn if a loss, or other padding of its rows, couldn't be audited."""
+        """Warn if a loss, or other padding of its rows, wasn't audited."""
         # with that padding, the audit can't show whether other padding would change the loss
         fault = replayed.fault
         if replayed.cut and replayed.audited is not None and replayed.audited.difference is None:
@@ -514,7 +514,7 @@ class TrainingAudits:
             return Replayed(None)
 
     def _list_rows(self, record: LossRecord) -> list[FewRows]:
-        """Return choices of a few rows of the batch, in order of preference."""
+        """Return several choices of a few rows, the preferred one first."""
         # fetched from the data set if possible, then cut from the batch
         taken = self._training.weights.current
         every = [self._take_rows(None, taken, record)]
@@ -702,13 +702,11 @@ class TrainingAudits:
     def _share_result(
         self, replayed: Replayed, numbers: list[Number] | None = None, survives: bool = False
     ) -> None:
-        """Send this rank's result to the other ranks, and act on a difference.
-
-        A difference leads to a warning, RequestError or equal shares.
-        """
-        # This doesn't wait for the other ranks' results. `numbers` are those used in the loss, if
-        # known. With `survives`, passes are retried if memory runs out. A retry needs no further
-        # check if this audit found no difference.
+        """Send this rank's result to the other ranks; act on a difference."""
+        # A difference leads to a warning, RequestError or equal shares. This doesn't wait for the
+        # other ranks' results. `numbers` are those used in the loss, if known. With `survives`,
+        # passes are retried if memory runs out. A retry needs no further check if this audit found
+        # no difference.
         own = RankVerdict() if replayed.audited is None else self._judge_result(replayed.audited)
         own.numbers, own.certain = numbers, replayed.certain
         if not (replayed.certain and replayed.closed):
@@ -827,7 +825,7 @@ class TrainingAudits:
         return verdict
 
     def _compare_ranks(self, every: Sequence[RankVerdict], step: int) -> RankVerdict | None:
-        """Return a verdict if ranks' gradients of the same rows differ, else None."""
+        """Return a verdict if ranks' gradients of the same rows differ."""
         # for a difference that may come from rounding, the next audits measure rounding
         if len({each.rows for each in every}) > 1:
             return None
@@ -861,7 +859,6 @@ class TrainingAudits:
                 return
 
     def _warn_once(self, words: str) -> None:
-        """Print a warning unless it was printed before."""
         if words not in self._warned:
             self._warned.add(words)
             warnings.warn(words, stacklevel=2)
@@ -1027,7 +1024,7 @@ def _place(error: BaseException) -> str:
 
 
 def _compute(loss: OfPart, part: Part) -> Any:
-    """Return the loss of a part, from a shallow copy of its batch."""
+    """Return the loss of a part, computed from a shallow copy."""
     # a part is computed more than once, and the program may remove items from the batch
     own = copy.copy(part)
     own.batch = each_tensor(lambda tensor: tensor, part.batch)

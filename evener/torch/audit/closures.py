@@ -32,8 +32,8 @@ _FOREIGN = {
 def keep_closure(function: Callable[..., Any] | None) -> Callable[[], None]:
     """Save what `function` may change, and return a function that restores it.
 
-    Saved are its global variables, its closure's variables, and the objects that these refer to.
-    The returned function may be called several times. It does nothing if `function` is None.
+    These are its global variables, its closure's variables, and the objects that they refer to. The
+    returned function may be called several times. It does nothing if `function` is None.
     """
     kept = _SavedValues()
     kept.look_at(function, DEPTH)
@@ -141,7 +141,8 @@ def _is_data(value: Any) -> bool:
 def is_own_object(value: Any) -> bool:
     """True if the class of `value` is the program's own, not a library's.
 
-    Always False for classes, Python modules, tensors, arrays, nn.Modules, optimizers and data sets.
+    It is always False for classes, Python modules, tensors, arrays, nn.Modules, optimizers and data
+    sets.
     """
     if isinstance(value, type | ModuleType | torch.Tensor | numpy.ndarray):
         return False

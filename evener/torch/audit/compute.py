@@ -217,8 +217,8 @@ class GradientSketcher:
     def add(self, loss: torch.Tensor, **options: Any) -> None:
         """Add the gradient of a loss to the current piece.
 
-        A piece with several backward passes calls this for each, instead of returning a loss.
-        `options` go to `GradientSums.add`.
+        A piece with several backward passes calls this for each of its losses, instead of returning
+        one. `options` go to `GradientSums.add`.
         """
         assert self._adds is not None
         self._adds(loss, **options)

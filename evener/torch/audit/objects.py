@@ -27,7 +27,7 @@ def unfold(data: Any) -> Any:
 
 
 def _unfold_nested(data: Any, seen: set[int]) -> Any:
-    """Return the tensors in `data` in nested dicts and lists; None without any."""
+    """Return the tensors in `data`, in nested dicts and lists, or None."""
     # `seen` has the ids of the objects around `data`. Objects in `seen` are skipped, because
     # objects may refer to each other in a circle.
     if isinstance(data, torch.Tensor):

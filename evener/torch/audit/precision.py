@@ -11,9 +11,10 @@ import torch
 
 @contextmanager
 def full_precision(keeps_autocast: bool = False) -> Iterator[None]:
-    """Turn off autocast and TF32, and the like, within this context.
+    """Turn off autocast and TF32 within this context.
 
-    The program's settings are restored on exit. With `keeps_autocast`, autocast stays as it is.
+    Other reduced precision in float32 operations is turned off as well. The program's settings are
+    restored on exit. With `keeps_autocast`, autocast stays as it is.
     """
     with ExitStack() as stack:
         if not keeps_autocast:
@@ -72,7 +73,7 @@ def _without_tf32() -> Iterator[None]:
 
 
 def _read(setting: Callable[[], Any]) -> Any:
-    """Return a precision setting of PyTorch, or None if it can't be read."""
+    """Return a precision setting of PyTorch; None if it can't be read."""
     # Older settings can't be read once the program has changed a newer one. PyTorch then raises an
     # error when `setting` reads the older one.
     try:

@@ -77,7 +77,7 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         return result
 
     def _run_equal_per_row(self, function: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
-        """Run an operation without dropout, and with equal random numbers for every row."""
+        """Run an operation without dropout, with equal random numbers for every row."""
         # This is called only for operations that may drop values or draw random numbers.
         places = _find_dropout(function)
         if places:  # without dropout, these draw nothing
@@ -131,7 +131,7 @@ def _each(result: Any) -> Sequence[Any]:
 
 
 def _count_terms(name: str, arguments: Any, place: int) -> int:
-    """Return how many terms each value of a result sums; 0 for none."""
+    """Return the number of terms summed in each value of a result."""
     # `place` is the index of the result. `name` is the operation's name, and `arguments` are its
     # arguments. An operation may have several results.
     if name in _PRODUCTS:
@@ -147,6 +147,7 @@ def _count_terms(name: str, arguments: Any, place: int) -> int:
             argument.shape for argument in arguments[:4] if isinstance(argument, torch.Tensor)
         ]
         return max(int(max(shape[-2:])) for shape in shapes if len(shape) > 1)
+    # 0 for operations that don't sum
     return SUM_TERMS if name in _SUMS else 0
 
 
@@ -171,7 +172,6 @@ class _Draw(msgspec.Struct, frozen=True, eq=False):
         return [argument.name for argument in self.function._schema.arguments]
 
     def call(self) -> Any:
-        """Return the operation's result for `arguments` and `keywords`."""
         return self.function(*self.arguments, **self.keywords)
 
 
@@ -226,7 +226,7 @@ def _draw_by_arguments(draw: _Draw) -> Any:
 
 
 def _draw_size(draw: _Draw) -> Any:
-    """Draw equal rows for an operation with a `size`; None for any other."""
+    """Draw equal rows for an operation with a `size`; otherwise return None."""
     names = draw.names()
     if "size" not in names:
         return None
@@ -240,10 +240,7 @@ def _draw_size(draw: _Draw) -> Any:
 
 
 def _fill_equal_rows(draw: _Draw) -> Any:
-    """Draw equal rows into the only tensor argument, or one like it.
-
-    Return None for other operations, and if several arguments are tensors.
-    """
+    """Draw equal rows for an operation with one tensor argument; otherwise None."""
     # A new tensor has the argument's shape. With several tensor arguments, the result depends on
     # all of them.
     arguments = draw.arguments
@@ -258,7 +255,7 @@ def _fill_equal_rows(draw: _Draw) -> Any:
 
 @cache
 def _find_dropout(function: Any) -> tuple[tuple[int, str], ...]:
-    """Return the index and name of each dropout rate among an operation's arguments."""
+    """Return the index and name of each dropout rate among the arguments."""
     # fused attention and recurrent layers have such arguments, and so do their backward passes
     if function.overloadpacket.__name__ == _CUDNN:
         return ()
@@ -318,7 +315,7 @@ def _shorten(line: Any, like: Any) -> Any:
 
 
 def _stable_length(length: int) -> int:
-    """Return how many random values to draw for a row, at least LONGEST."""
+    """Return the number of random values to draw for a row."""
     # PyTorch's random values depend on how many are drawn at once. The same number is drawn for all
     # rows of up to LONGEST values, so that rows of different lengths start with the same values.
     return max(LONGEST, length)
@@ -402,7 +399,7 @@ class _NumpyState:
         self._state: Any = None
 
     def read(self) -> Any:
-        """Return the state for `numpy.random.set_state`; the same object until a draw."""
+        """Return the state; it is the same object until numbers are drawn."""
         generator: Any = numpy.random.get_bit_generator()  # type: ignore[attr-defined] # in no stub
         if not isinstance(generator, numpy.random.MT19937):
             self._generator = None
@@ -424,7 +421,6 @@ class _NumpyState:
         return bool(now[1][0] == state[1][0] and now[2:] == state[2:])
 
     def restore(self, state: Any) -> None:
-        """Restore the generator to a saved state."""
         numpy.random.set_state(state)
         self._generator = None  # later draws could produce the compared memory again
 

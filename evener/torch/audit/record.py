@@ -272,7 +272,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             self.uses += tuple(numbers)
 
     def _has_at(self, places: set[int]) -> bool:
-        """True if a weight or gradient of a model has one of these addresses."""
+        """True if a model's weight or gradient has one of these addresses."""
         # The addresses are those of the tensors' storages.
         weights = (weight for model in self.models for weight in model.parameters())
         own = (each for weight in weights for each in (weight, weight.grad))
@@ -360,13 +360,13 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _is_after_read(self, place: int) -> bool:
-        """True for calls made after the program read a model's result."""
+        """True if the program read a model's result before this call."""
         # `place` is the index of the call. The program reads a number of the result, for example,
         # with `item()`.
         return self._first_read is not None and place >= self._first_read
 
     def _may_use_read(self, place: int) -> bool:
-        """True if a call may use a number read from a model's result."""
+        """True if a call may use a number from a model's result."""
         # `place` is the index of the call. The program reads it with `item()`, for example, and may
         # compute a number for the call.
         entry = self._tape[place]
@@ -392,7 +392,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return [Number(number, entry.place) for number in numbers]
 
     def _is_given(self, tensor: torch.Tensor) -> bool:
-        """True for a small tensor made before the batch, such as task weights."""
+        """True for a small tensor from before the batch, like task weights."""
         # Tensors of the batch don't count, and neither do parameters and buffers of models.
         if id(tensor) in self._made or not 0 < tensor.numel() <= FEW_NUMBERS:
             return False
@@ -403,7 +403,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
 
 def _sum_up(tensor: torch.Tensor) -> list[float]:
-    """Return one or two sums of a small tensor, to compare ranks."""
+    """Return sums of a small tensor's values, for ranks to compare."""
     values = [float(each) for each in tensor.detach().reshape(-1).tolist()]
     if len(values) == 1:
         return values
@@ -548,8 +548,9 @@ def _find_place() -> str:
 
 
 def _scale_row_count(counts: int, was: int, now: int, number: Any) -> Any:
-    """Convert a recorded number from `was` to `now` rows, if it counts rows."""
-    # `counts` selects which numbers are counts; see `LossRecord.compute`.
+    """Convert a number that counts rows from `was` to `now` rows."""
+    # Other numbers are returned unchanged. `counts` selects which numbers are counts; see
+    # `LossRecord.compute`.
     is_plain = _is_number(number)
     if counts == AS_WRITTEN or not is_plain or not number or was < 2:
         return number
@@ -567,8 +568,8 @@ def _scale_row_count(counts: int, was: int, now: int, number: Any) -> Any:
 def may_count(rows: int, number: float) -> bool:
     """True if `number` may be a count of `rows` rows.
 
-    That is a multiple of `rows`, or the inverse of a multiple. Such a number must be converted when
-    a loss is computed again for another number of rows.
+    It may if it is a multiple of `rows`, or the inverse of one. It must then be converted when a
+    loss is computed again for another number of rows.
     """
     return bool(_scale_row_count(MULTIPLES, rows, 2 * rows, number) != number)
 

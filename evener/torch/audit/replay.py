@@ -83,7 +83,7 @@ def audit_record(
 
 
 class _Interpretations:
-    """Audits a loss with different readings of which numbers count rows."""
+    """Audits a loss under several guesses of which numbers count rows."""
 
     # An assumption says which numbers in the record are counts of rows. The rows are the same.
 
@@ -103,11 +103,9 @@ class _Interpretations:
         count: int,
         moves: bool,
     ) -> None:
-        """Audit the loss with one reading of its numbers, and set `found`.
-
-        `count` is AS_WRITTEN, ROW_COUNTS or MULTIPLES.
-        """
-        # See `audit_record` for the other parameters.
+        """Audit the loss under one guess, `count`, and set `found`."""
+        # `count` is AS_WRITTEN, ROW_COUNTS or MULTIPLES. See `audit_record` for the other
+        # parameters.
         try:
             found = audit(
                 sketcher(), computations(self._few, partial(_compute, self._record, count)), moves
@@ -131,7 +129,7 @@ def _compute(record: LossRecord, counts: int, batch: Any, rows: int) -> Any:
 
 
 def _ignores_last_row(record: LossRecord, few: FewRows, sketcher: GradientSketcher) -> bool:
-    """True if neither the loss nor its gradient depends on the last row."""
+    """True if the last row changes neither the loss nor its gradient."""
     # The row is the last one in `few`. If the loss doesn't depend on this row, the recorded calls
     # don't cover all rows. To find out, the last row is replaced by a copy of the first one.
 

@@ -122,7 +122,7 @@ def copy_dataset(dataset: Any, copies: dict[int, Any] | None = None) -> Any:
 
 
 def _copy_member(name: str, value: Any, copies: dict[int, Any]) -> Any:
-    """Copy an attribute of a data set, unless the copy may share it."""
+    """Copy an attribute of a data set, unless it may be shared."""
     if name == "dataset" or isinstance(value, Dataset):
         # a file that is opened for the first row must not be inherited by worker processes
         return copy_dataset(value, copies)
@@ -171,7 +171,7 @@ def _rows_of_first_part(rows: int) -> int:
 
 
 def _choose(items: Sequence[Any], signs: Sequence[tuple[float, ...]], most: int) -> list[Any]:
-    """Return up to `most` of the items, chosen to differ in their `signs`."""
+    """Return up to `most` items whose `signs` differ."""
     # `signs` has numbers for each item, such as its class and length. The chosen items are evenly
     # spaced when sorted by these numbers.
     places = spread_places(signs, most)

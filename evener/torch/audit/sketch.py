@@ -195,7 +195,7 @@ def _project_sparse(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
 class GradientSums:
     """Adds up random sums of the gradients of several losses.
 
-    `at_once` says that the memory suffices for all gradients of a loss together.
+    With `at_once`, there is memory for all gradients of a loss together.
     """
 
     # Without `at_once`, each gradient is summed and freed as soon as it is computed. The host waits

@@ -681,7 +681,7 @@ class StepTimer:
         self._choose_at = 0 if self._choice is None else self._choice.find_next(number)
 
     def _finish_timed(self, done: Any, counts: bool) -> None:
-        """Save the marks of a timed batch, which ended at the mark `done`."""
+        """Save the marks of a timed batch that ended at the mark `done`."""
         # A batch is a step if its gradients were computed or an optimizer stepped.
         step = _MarkedStep(
             self.sizes,
@@ -707,7 +707,7 @@ class StepTimer:
             self._count_written()
 
     def _note_validated(self) -> None:
-        """Add the duration of a validation after an untimed batch."""
+        """Add the duration of a validation that followed an untimed batch."""
         # The validation has just ended.
         begun, ended = self._validated
         whole_s = time.perf_counter() - begun
@@ -757,7 +757,7 @@ class StepTimer:
                 self._clock.reuse(_list_marks(marked))
 
     def _add_to_sums(self, marked: _MarkedStep, spent: _StepDurations) -> None:
-        """Add a timed batch's times to `sums`, also for untimed batches before it."""
+        """Add a timed batch to `sums`, also for the untimed ones before."""
         # `marked` is the batch, and `spent` has its times. They are weighted by the number of
         # batches that the timed one represents. But files and validation are measured in every
         # batch, and each measurement of idle time covers all batches since the previous one. So

@@ -379,7 +379,10 @@ def find_shares(
 
 
 def describe_own_rows(device: Any, rows: int, world: int) -> RankShares:
-    """Return equal shares for an unchanged program: `rows` rows on each of `world` processes."""
+    """Return the shares of an unchanged program, whose processes train `rows` rows each.
+
+    `world` is the number of processes.
+    """
     # As their device, all shares name this process's `device`, or the CPU slice on which evener
     # started this process.
     name = _name_gpu(device, visible_gpus()) if device.type == "cuda" else launched_device()
@@ -455,7 +458,7 @@ def _share_by_plan(
     ranks: Sequence[RankInfo],
     device: Any,
 ) -> RankShares:
-    """Return the shares of all ranks by a plan, and print its warnings."""
+    """Return all ranks' shares of a plan, and warn of `differences`."""
     # `differences` are the warnings on how the plan differs from this training run. Shares are
     # matched to ranks by their host and device.
     active = plan.layout.active

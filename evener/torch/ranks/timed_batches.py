@@ -17,7 +17,7 @@ GOLDEN, RANGE = 2654435761, 1 << 32  # multiples of the golden ratio are spread 
 
 
 class Rate(NamedTuple):
-    """How often batches are timed: every `seconds`, but at least one of `most_stride`."""
+    """How often batches are timed: every `seconds`, and at least every `most_stride` batches."""
 
     seconds: float
     most_stride: int  # a power of 2

@@ -243,7 +243,7 @@ class _CopyStream:
         return context
 
     def send(self, batch: Any) -> tuple[Any, Any]:
-        """Send a batch to the device; return it with an event for its arrival."""
+        """Send a batch to the device; return it and an arrival event."""
         pinned = each_tensor(_pin, batch)
         try:
             sent = self._send(pinned)

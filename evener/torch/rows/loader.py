@@ -40,7 +40,7 @@ class Epoch:
     """One iteration over a loader.
 
     - `training`: False for validation.
-    - `tail`: which batches have other weights of ranks than a full batch (see
+    - `tail`: tells in which batches the ranks' weights differ from a full batch's (see
       `UnevenBatchSampler.rows_of_odd_tail`).
     - `by_length`: True if rows are assigned by length.
     - `loader()`: returns the loader, or None if it no longer exists.
@@ -72,7 +72,7 @@ class Epoch:
 
 
 class StepListener:
-    """A loader calls these methods at its steps; this base class does nothing."""
+    """Callbacks that a loader calls in each step; in this base class they do nothing."""
 
     def compare(self, digest: int) -> None:
         """Called when an epoch begins, if the user gave the rows' order or lengths.

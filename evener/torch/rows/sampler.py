@@ -382,7 +382,7 @@ class UnevenBatchSampler:
         return self.shuffle if self.order is None else f"order {self.order.digest(epoch):08x}"
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next iteration continue at the position in a `state` of `state_dict`.
+        """Make the next iteration continue at the position in a `state` from `state_dict`.
 
         Shares and the number of ranks may differ from the saved ones. Raises RequestError if the
         order of rows differs.
@@ -541,7 +541,7 @@ class LengthSampler(UnevenBatchSampler):
         return map(self._passes, self._firsts(), repeat(self.epoch))
 
     def _firsts(self) -> range:
-        """Return the first row's position of each remaining batch of this epoch."""
+        """Return where each remaining batch begins in the epoch's order."""
         return range(self.position, self.length, self.global_batch)[: self.steps_left]
 
     def _passes(self, first: int, epoch: int) -> list[torch.Tensor]:

@@ -145,7 +145,7 @@ def _cut_tensor(data: Any, shape: Any, start: int, stop: int, rows: int) -> Any:
 
 
 def _has_an_item_for_each_row(data: Any, rows: int) -> bool:
-    """True for a list or tuple with one item, such as a text, per row."""
+    """True for a list or tuple with one plain item per row."""
     # Texts are plain items, for example.
     if not isinstance(data, (list, tuple)) or not data or len(data) != rows:
         return False

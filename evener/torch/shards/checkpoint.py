@@ -125,7 +125,7 @@ def _whole_slots(sharded: AnyModel) -> list[Slot]:
 
 
 def _parameters(sharded: AnyModel, wanted: Collection[str]) -> Iterator[Tensors]:
-    """Yield dicts of whole parameters by name, on rank 0 in host memory."""
+    """Yield whole parameters in dicts, on rank 0 in host memory."""
     # Other ranks yield empty dicts. If `wanted` has names, Flats without these parameters are
     # skipped. There is one dict for each Flat. The last dicts have the unsharded parameters.
     for flat in _flats(sharded):
@@ -136,7 +136,7 @@ def _parameters(sharded: AnyModel, wanted: Collection[str]) -> Iterator[Tensors]
 
 
 def _copy_to_host(sharded: AnyModel, tensors: Mapping[str, torch.Tensor]) -> Iterator[Tensors]:
-    """Copy tensors to host memory on rank 0, and yield them in dicts."""
+    """Copy tensors to host memory on rank 0; yield them in dicts."""
     # Each dict has at least FILE_BYTES, except the last one.
     if sharded.place.rank:
         return
@@ -153,10 +153,8 @@ def _copy_to_host(sharded: AnyModel, tensors: Mapping[str, torch.Tensor]) -> Ite
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def _gather_parameters(flat: Flat, shard: torch.Tensor) -> Tensors:
-    """Gather a Flat's whole tensors by name, on rank 0 in host memory.
-
-    `shard` is this rank's part of the parameters or of an optimizer state.
-    """
+    """Gather a Flat's whole tensors by name, in rank 0's host memory."""
+    # `shard` is this rank's part of the parameters or of an optimizer state
     whole = torch.empty(flat.cuts[-1][1], dtype=shard.dtype, device=shard.device)
     for work in flat.collect(whole, shard):
         work.wait()
@@ -192,7 +190,7 @@ def _states(sharded: AnyModel, optimizer: Any) -> Iterator[Tensors]:
 
 
 def _gather_optimizer_states(flat: Flat, optimizer: Any) -> Iterator[Tensors]:
-    """Yield a Flat's whole optimizer state, a dict for exp_avg and so on."""
+    """Yield a dict of each whole optimizer state, such as exp_avg."""
     slots = [slot for slot in flat.slots if optimizer.state.get(slot.piece)]
     kinds = [kind for slot in slots for kind in _shard_kinds(optimizer.state[slot.piece])]
     for kind in dict.fromkeys(kinds):
@@ -215,7 +213,7 @@ def _shard_kinds(state: Mapping[str, Any]) -> list[str]:
 
 
 def _counters(sharded: AnyModel, optimizer: Any) -> dict[str, float]:
-    """Return the optimizer's scalar state, such as step counters, by "parameter/kind"."""
+    """Return the optimizer's step counters and other scalars, by name."""
     return {
         f"{slot.names[0]}/{kind}": float(value)
         for slot in sharded.slots
@@ -237,10 +235,8 @@ def _names(sharded: AnyModel, optimizer: Any) -> list[str]:
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups as JSON-serializable dicts.
-
-    "params" is the number of parameters in a group.
-    """
+    """Return the optimizer's parameter groups as JSON-serializable dicts."""
+    # "params" becomes the number of parameters in the group
     return [
         {key: value.item() if torch.is_tensor(value) else value for key, value in group.items()}
         | {"params": len(group["params"])}

@@ -269,14 +269,12 @@ class Flat:
         return self._grad_shard
 
     def _add_reduced(self, summed: torch.Tensor, keeps: bool = False) -> None:
-        """Add reduced gradients to those of this rank's shard.
-
-        With `keeps`, `summed` itself may become the gradient.
-        """
+        """Add reduced gradients to those of this rank's shard."""
         for slot in self.slots:
             if slot.received or slot.piece.grad is not None:
                 self._add_to_earlier(summed)
                 return
+        # with `keeps`, `summed` itself becomes the gradient
         shard = self._make_views(summed if keeps else None)
         if shard is not summed:
             shard.copy_(summed)

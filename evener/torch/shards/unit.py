@@ -166,9 +166,9 @@ def _check_kind(name: str, tensor: Any) -> None:
 def choose_dtype(slot: Slot, dtype: Any, casts: Any) -> Any:
     """Return the dtype in which a parameter is gathered.
 
-    - `dtype`: the requested dtype for all floating-point parameters, or None.
-    - `casts`: dtype of an autocast around the model, or None. Without `dtype`, float32 parameters
-      of linear layers get it.
+    - `dtype`: the requested dtype of all floating-point parameters, or None.
+    - `casts`: dtype of an autocast around the model, or None. It applies to float32 parameters of
+      linear layers, if `dtype` is None.
 
     Other parameters keep their dtype.
     """
@@ -187,7 +187,7 @@ def choose_dtype(slot: Slot, dtype: Any, casts: Any) -> Any:
 def is_lookup(module: Any) -> bool:
     """True for an embedding whose backward pass doesn't read its parameters.
 
-    With `max_norm`, it does read them.
+    An embedding with `max_norm` reads them.
     """
     return type(module) is torch.nn.Embedding and module.max_norm is None
 

@@ -243,7 +243,7 @@ def _list_waiting(epoch: Epoch) -> list[TakenBatch]:
 
 
 def _weigh_the_same(epochs: Sequence[Epoch]) -> bool:
-    """True if each rank has the same weight in all of these epochs."""
+    """True if all of these epochs give each rank the same weight."""
     # the current batch may be from any of them
     newest = epochs[-1].batches[-1]
     if not all(batch.can_share_backward(newest) for epoch in epochs for batch in epoch.batches):

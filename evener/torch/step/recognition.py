@@ -31,7 +31,7 @@ def match_addresses(inputs: Any, batches: Sequence[TakenBatch]) -> list[TakenBat
 
 
 def _count_among(inputs: Sequence[torch.Tensor], batch: TakenBatch) -> tuple[int, int]:
-    """Count the inputs that share a batch's storage, and its addresses."""
+    """Count the inputs that share memory with a batch, in two ways."""
     # The second number counts inputs that begin at the address of one of the batch's tensors.
     # Batches can be views of one tensor, such as a data set in memory. They share its storage, but
     # only the batch that the model computes begins at the inputs' addresses.

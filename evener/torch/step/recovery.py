@@ -142,7 +142,7 @@ class Recovery:
         self.limit.begin_batch(self._held_by_others)
 
     def open(self, part: Part, exchanges: Sequence[Exchange]) -> RunningPass:
-        """Save what a pass may change, before it starts.
+        """Save what a pass may change, before it starts, and return it as a RunningPass.
 
         `exchanges` sum the gradients of the pass.
         """
@@ -153,8 +153,8 @@ class Recovery:
     ) -> str:
         """Return an error as text if the running pass can be computed again, otherwise "".
 
-        It can be if memory ran out before any of its backward passes ended. If no `exchanges` sum
-        the gradients, raises DeviceError when memory ran out.
+        It can be if memory ran out before any of its backward passes ended. Raises DeviceError if
+        memory ran out and another library sums the gradients, so that `exchanges` is empty.
         """
         # another library then sums the gradients, so the pass can't be undone
         if not is_out_of_memory(error) or running.ended:

@@ -146,11 +146,10 @@ class TensorGroup:
             self._before[place] = before, gradient.detach()
 
     def take(self, place: int, tensor: torch.Tensor) -> None:
-        """Replace a tensor's `.grad` by its earlier value, and save the new gradient for the
-        all-reduce.
+        """Put back a tensor's earlier `.grad`, and save its new gradient for the all-reduce.
 
         The saved gradient is weighted. `place` is the index of `tensor` in the group. Outside of
-        training, `.grad` stays. Raises RequestError if the gradient is sparse.
+        training, `.grad` stays as it is. Raises RequestError if the gradient is sparse.
         """
         weight = self._unowned.weight()
         if weight is None or place not in self._before:

@@ -202,8 +202,8 @@ class BatchWeights(BatchTracker):
     def weigh_exchange(self, model: Any, exchange: Exchange | None) -> None:
         """Weight a wrapped model's gradients before its exchange sums them.
 
-        `exchange` is None if DistributedDataParallel itself sums them. Then a request for the noise
-        scale raises RequestError.
+        `exchange` is None if DistributedDataParallel itself sums them. Raises RequestError in this
+        case if the noise scale was requested.
         """
         # if losses are weighted already, the exchange averages
         self.models.add(model)
@@ -259,7 +259,7 @@ class BatchWeights(BatchTracker):
     ) -> None:
         """Set the weight of a batch's gradients when its backward pass starts.
 
-        Raises RequestError if the batch is unknown, or weighted unlike `before`.
+        Raises RequestError if the batch is unknown, or has another weight than `before`.
         """
         # `batch` is the result of `forward`; `before` is the batch that this backward pass reached
         # earlier, if any
@@ -348,8 +348,8 @@ class BatchWeights(BatchTracker):
     def count_equal_passes(self, batch: TakenBatch) -> int:
         """Return the number of passes that every rank runs, or 0 if the numbers may differ.
 
-        They must be equal if ranks synchronize in each pass, as with a sharded model. Then rows
-        assigned by length raise RequestError.
+        They must be equal if ranks synchronize in each pass, as with a sharded model. Raises
+        RequestError in this case if rows are assigned by length.
         """
         # the rank that needs the most passes determines the number
         if not self.equal_passes:

@@ -154,9 +154,9 @@ def wrap_module(
 def replace_all_reduce(model: Any, by_loss: bool) -> Exchange | None:
     """Replace a DistributedDataParallel's all-reduce by an exchange, and return the exchange.
 
-    With a communication hook or mixed_precision, the model needs its own all-reduce. Then return
-    None if losses are weighted (`by_loss`), and otherwise raise RequestError. Also return None for
-    sparse gradients if losses are weighted.
+    A model with a communication hook or mixed_precision needs its own all-reduce. Return None for
+    it if losses are weighted (`by_loss`); otherwise raise RequestError. Also return None for sparse
+    gradients if losses are weighted.
     """
     # A model for which None is returned keeps its own all-reduce. For others it is replaced: it
     # can't be weighted, or repeated after a failure. The model stays a DistributedDataParallel, and
@@ -278,8 +278,8 @@ def is_sharded(model: Any) -> bool:
 def has_own_work(model: Any, rebalances: bool) -> bool:
     """True if a rank's compute time (own work) can be measured.
 
-    It can't if ranks wait for each other within a pass. Then RequestError is raised if
-    `rebalances`.
+    It can't if ranks wait for each other within a pass. Raises RequestError in this case if
+    `rebalances` is True.
     """
     # ranks wait in FSDP2's layers and in SyncBatchNorm; rebalancing needs these times
     if not (

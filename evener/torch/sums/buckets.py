@@ -259,7 +259,6 @@ def _cut(flat: torch.Tensor, parameters: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _set_gradients(parameters: Sequence[Any], gradients: Sequence[torch.Tensor]) -> None:
-    """Set the `.grad` of each parameter."""
     # `deque` calls `setattr` faster than a loop would
     deque(map(setattr, parameters, repeat("grad"), gradients), maxlen=0)
 

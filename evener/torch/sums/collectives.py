@@ -79,7 +79,7 @@ COLLECTIVES_REMEDY = (
 
 
 def refuse_collectives(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `compute` so that it raises CollectiveError if it starts a collective."""
+    """Wrap `compute` so that it raises CollectiveError if it calls a collective."""
     # the other ranks may not call `compute`, so they wouldn't take part
 
     def checked(*arguments: Any) -> Any:

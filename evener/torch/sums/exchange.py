@@ -189,7 +189,7 @@ class Exchange:
     def weigh(self, weight: float) -> None:
         """Set the weight of gradients that are computed from now on.
 
-        Earlier gradients that aren't summed yet keep theirs.
+        Earlier gradients that aren't summed yet keep their weight.
         """
         if weight != self.weight and self._unsent:
             for bucket in self._buckets:
@@ -357,7 +357,7 @@ class Exchange:
         tail[-1:].copy_(own.abs().sum())
 
     def _finish_pass(self) -> None:
-        """End a backward pass; if it ends in a sum, send the remaining buckets."""
+        """End a backward pass; send the remaining buckets if it syncs."""
         if self._hooks:
             self._note_arrived()
         came = self._came if self._hooks else self.has_gradients()

@@ -46,7 +46,7 @@ class LinkMember:
     def join(
         self, file: str, world: int, seconds: float, groups: Sequence[tuple[int, ...]]
     ) -> None:
-        """Join the process group of `world` ranks, which meet through a `file` at this path.
+        """Join the process group of `world` ranks, which meet through the file at this path.
 
         Then create the process groups in `groups`, each from its ranks. All ranks pass the same
         ones in the same order. Collectives fail after a timeout of `seconds`.

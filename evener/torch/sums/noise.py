@@ -79,7 +79,7 @@ class RankNoise:
             self._own.append(_norm(bucket.gradients))
 
     def send(self, group: Any) -> None:
-        """Start the all-reduce for sum_i n_i |g_i|^2 over `group`, once all gradients are sent.
+        """Start the all-reduce of sum_i n_i |g_i|^2 over `group`, once all gradients are sent.
 
         g_i is the mean gradient of rank i's n_i rows; rank i has sent n_i / N * g_i.
         """
