@@ -17,7 +17,7 @@ ITEMS, ROWS = "num_items_in_batch", "rows"
 
 
 class TrainerLoss(msgspec.Struct, frozen=True):
-    """What a trainer's loss is a mean over.
+    """The unit that a trainer's loss averages over: rows, labels or items.
 
     - `mean_over`: "num_items_in_batch" (the trainer passes this divisor to its loss), "rows",
       "labels" or "shifted labels" (see `count_labels`).

@@ -73,7 +73,7 @@ def find_loss(
     ignores: bool,
     in_parts: bool = False,
 ) -> TrainerLoss:
-    """Return what the trainer's loss is a mean over.
+    """Find out whether the trainer's loss averages over rows, labels or items.
 
     If the rows don't show it, return what transformers assumes. Every rank has to call this
     function.
@@ -123,7 +123,7 @@ def find_loss(
 
 
 class LossFinder:
-    """Determines what a trainer's loss is a mean over, from a few rows.
+    """Finds out from a few rows what a trainer's loss averages over.
 
     `gathering_in_passes` is the trainer's Gathering if batches are computed in several passes;
     otherwise, None. With several passes, a loss that depends on gathered values is refused. In a
@@ -154,7 +154,7 @@ class LossFinder:
         self._difference: GradientDifference | None = None  # between the last compared losses
 
     def find(self) -> TrainerLoss | None:
-        """Return what the loss is a mean over; None if these rows don't show it.
+        """Return what the loss averages over; None if these rows don't show it.
 
         The result is also None if ranks communicate in the loss. Such a loss raises RequestError if
         ranks have different numbers of passes, or if it has to stay as under the program's own

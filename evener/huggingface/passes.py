@@ -38,7 +38,7 @@ def weigh_passes(
 ) -> PassWeights:
     """Return the weights of an optimizer step's passes.
 
-    The weights depend on `loss`, which says what the loss is a mean over.
+    The weights depend on `loss`, which says what the loss averages over.
 
     - `passes`: this rank's batches.
     - `sizes`: this rank's number of rows in each pass, by global batch.
@@ -149,7 +149,7 @@ class TrainerPasses:
         """Train on the passes of a batch; return the summed results of `train`.
 
         - `parts`: the passes.
-        - `loss`: returns what the loss is a mean over.
+        - `loss`: returns what the loss averages over.
         - `train`: computes and backpropagates the loss of a pass, or of a piece of it if memory has
           run out. Its second argument is True in the last call for the batch.
 

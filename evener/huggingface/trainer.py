@@ -282,7 +282,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return items
 
     def _find_loss(self, ignores: bool, in_parts: int = 0) -> TrainerLoss:
-        """Return what the loss is a mean over, judged by few rows."""
+        """Find out from a few rows what the loss averages over."""
         # `in_parts` is 0, except if a single process is about to use smaller passes for the first
         # time. Then it is the number of rows to check.
         world = self._shares.world

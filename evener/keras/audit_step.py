@@ -456,10 +456,8 @@ def _draw_signs(count: int, seed: Any) -> dict[Any, Any]:
 
 
 def _read_scalars(logs: Any) -> dict[str, float]:
-    """Return the scalars in a step's logs by name.
-
-    A metric whose result is a dictionary adds the names in it, as in Keras' own logs.
-    """
+    """Return the scalars in a step's logs by name."""
+    # A metric whose result is a dictionary adds the names in it, as in Keras' own logs.
     scalars: dict[str, float] = {}
     for name, given in logs.items() if isinstance(logs, dict) else ():
         if isinstance(given, dict):

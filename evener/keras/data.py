@@ -149,7 +149,7 @@ def pad_steps(outputs: Tensors, x: Tensors) -> Tensors:
 
 
 def check_padding(model: Any, batch: AssignedArrays) -> None:
-    """Check that padding of rows doesn't change what is learned.
+    """Check that the rows' padding doesn't change what the model learns.
 
     Raises RequestError if a row of the batch gives other outputs without its padding, or if the
     loss doesn't ignore the padding.

@@ -342,8 +342,8 @@ def part_of_loss(
     - `losses`: the losses that layers added, then the regularizers' losses.
     - `batch`: (x, y, outputs, weight) of these rows.
     - `parts`: the weights of `losses` and of the model's own loss. The first is the fraction of the
-      whole batch's rows. The second is the fraction of what the own loss is a mean over, such as
-      tokens. Both are 0 for a filler row.
+      whole batch's rows. The second is the fraction of the units that the own loss averages over,
+      such as tokens. Both are 0 for a filler row.
     """
     own = own_loss(model, losses, batch, training)
     total = own * tf.cast(parts[1], own.dtype)

@@ -59,7 +59,7 @@ def main_part(kind: str, part: Any) -> Any:
 def count_units(model: Any, y: Any, outputs: Any, weight: Any) -> dict[str, Any]:
     """Return the numbers of units in these tensors, by the units' names.
 
-    A unit is something that a loss may be a mean over, such as unmasked steps. Only units in COUNTS
+    A unit is something that a loss may average over, such as unmasked steps. Only units in COUNTS
     that occur in the tensors are counted. The numbers are float64 tensors.
     """
     found = {}

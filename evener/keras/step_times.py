@@ -132,7 +132,7 @@ class StepTimes:
         self.sums.add(astuple(step), whole_s)
 
     def read_input_s(self) -> float | None:
-        """Return the time that all counted steps together have waited for input, in seconds.
+        """Return how many seconds all counted steps together waited for input.
 
         Return None if the steps don't record this, for example with XLA.
         """

@@ -94,7 +94,7 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names by which this host's processes are distinguished in their output.
+        """The names of this host's processes in their output.
 
         They are "rank 0" and so on; with several hosts, they are device labels. Empty for a single
         process.
@@ -122,7 +122,7 @@ class HostJob(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, plan=plan, processes=processes)
 
     def environment(self, more: Sequence[dict[str, str]] = ()) -> dict[str, str]:
-        """Return the environment variables with which to start this host's processes.
+        """Return the environment variables for starting this host's processes.
 
         All processes get the same variables. `more` holds further variables for each process, which
         are passed in the variable STARTS.

@@ -77,7 +77,7 @@ class ProgramCommand(msgspec.Struct, frozen=True):
     def name(self) -> str:
         """The program's name in messages: the file name of its script.
 
-        If the command is a launcher's, such as torchrun's, it is the script that this starts.
+        For a launcher such as torchrun, it is the script that the launcher starts.
         """
         started = _find_script(self.arguments) if self._is_launcher else ""
         return Path(started or self.identity).name
@@ -177,7 +177,7 @@ def _skip_options(words: Sequence[str]) -> list[str]:
 
 
 def choose_plan(given: Path | None, devices: str, command: ProgramCommand) -> ChosenPlan:
-    """Return the plan with which a program starts.
+    """Choose the plan that a program starts with.
 
     It is the first of these that exists:
 

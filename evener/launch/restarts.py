@@ -36,7 +36,7 @@ def run_job(first: HostJob, max_restarts: int) -> int:
 
     A process is lost if it was killed or aborted; with several hosts, any failure is a loss.
     Training then starts again on the devices that work, at most `max_restarts` times. Raises
-    DeviceError if none works, or if one of a job on several hosts doesn't.
+    DeviceError if no device works. With several hosts, it is raised if any device doesn't.
     """
     # Training ends when all processes succeed, a script raises an exception, or the restarts are
     # used up. After a loss, all devices of the job `first` are checked. With several hosts, no

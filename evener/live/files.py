@@ -178,7 +178,7 @@ def read_trainings(folders: Sequence[Path] | None = None) -> tuple[Training, ...
 
 
 def live_folders() -> tuple[Path, ...]:
-    """Return the folders in which reports may be, the preferred one first.
+    """Return the folders that may hold reports, the preferred one first.
 
     EVENER_LIVE_DIR overrides the default: the user's runtime folder, which is usually in memory,
     then the state folder.

@@ -303,7 +303,7 @@ def _ordered(plan: Plan) -> dict[str, Any]:
 
 
 def with_current_schema(plan: Plan) -> Plan:
-    """Return the plan converted to the schema in which it is written today.
+    """Convert a plan to the schema in which it would be written today.
 
     Plans with sharded layouts need the newest schema, `SCHEMA`. All others get the one before it.
     """

@@ -263,7 +263,8 @@ def _import_later(target: str) -> Any:
 
 
 def _import_uncompiled(name: str) -> Any:
-    """Import a module, and compile nothing of it if a compiled function of the program does so."""
+    """Import a module without letting PyTorch compile any of it."""
     if "torch._dynamo.eval_frame" not in sys.modules:
         return import_module(name)
+    # a compiled function of the program may import it
     return sys.modules["torch"].compiler.disable(import_module)(name)

@@ -76,7 +76,7 @@ class Origins:
         return ""
 
     def find_made(self, tensor: torch.Tensor) -> str:
-        """Return the place of the exchange that a tensor was computed from, or "".
+        """Return where the program exchanged the values behind a tensor, or "".
 
         The result is also "" for tensors that the exchange itself wrote, such as an all-reduce's
         result.

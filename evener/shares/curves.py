@@ -137,7 +137,7 @@ class Curve(msgspec.Struct, frozen=True):
         return (ceiling if most >= ceiling else int(most)) // quantum * quantum
 
     def most_rows(self, seconds: float) -> float:
-        """Return the largest, possibly fractional, number of samples that takes at most `seconds`.
+        """Return how many samples take at most `seconds`; it may be a fraction.
 
         Returns 0 below the time of the first knot, and infinity if the curve never exceeds
         `seconds`.
@@ -205,7 +205,7 @@ class PassCurve(msgspec.Struct, frozen=True):
         return self.curve.error
 
     def passes(self, share: float) -> int:
-        """Return the number of passes in which a share of this size is computed.
+        """Return how many passes a share of this size takes.
 
         It is 1 if the share fits in one pass, or else the smallest number of passes of at most
         `rows` rows. One pass fewer is used if that fits in memory (`fits`) and is faster.

@@ -46,7 +46,7 @@ class Cut:
         return bool(self.micros)
 
     def passes(self, device: int, rows: Any) -> Any:
-        """Return the number of passes that the device at index `device` needs for `rows` rows.
+        """Return how many passes the device at index `device` needs for `rows` rows.
 
         `rows` is an int or an int64 scalar tensor, and so is the result.
         """

@@ -151,9 +151,9 @@ def _find_idle(before: CoreTimes, last: CoreTimes, cores: int) -> float:
 
 
 def read_core_seconds(cores: Collection[int], stat: Path = PROC / "stat") -> tuple[float, float]:
-    """Return how long these cores were busy and stolen, in seconds.
+    """Return the busy time and the steal time of these cores, in seconds.
 
-    Stolen time was taken by the hypervisor. Both are sums over the cores since boot, and 0 if
+    Steal time was taken by the hypervisor. Both are sums over the cores since boot, and 0 if
     unknown.
     """
     busy = stolen = 0

@@ -170,7 +170,7 @@ class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
 class StepPart(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a step's time that a remedy can shorten.
 
-    - `seconds`: the part's duration in a step, of which the remedy saves the fraction `spared`.
+    - `seconds`: the part's duration in a step; the remedy saves the fraction `spared` of it.
     - `without_s`: the duration of a step without the part, if that was measured.
     - `remaining_s`: the seconds that may remain after the usual remedy, or that it may add.
     """

@@ -16,7 +16,7 @@ SUM = "sum"
 def find_fitting(
     whole: float, parts: Sequence[float], counts: Mapping[str, Sequence[float]], rounding: float
 ) -> list[str]:
-    """Return the kinds by which the parts' values combine to the whole's.
+    """Return the kinds that give the whole's value from the parts' values.
 
     `counts` maps each unit to its number in each part, such as `{"rows": (3, 5), "labels": (20,
     61)}`. The result contains each unit whose weighted mean of `parts` equals `whole`. It contains

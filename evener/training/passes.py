@@ -51,7 +51,7 @@ def count_smaller_passes(rows: int, most: int, least: int = 1) -> int:
 
 
 def count_equal_passes(rows: Sequence[int], most: Sequence[int]) -> int:
-    """Return the number of passes that every rank runs if each pass has collectives.
+    """Return how many passes every rank runs if each pass has collectives.
 
     `rows` are the ranks' rows, and `most` their maximum rows per pass.
     """
