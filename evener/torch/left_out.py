@@ -1,4 +1,4 @@
-"""Detect batches that only some ranks leave out, for example because their rows have a NaN.
+"""Detect batches that only some ranks leave out, for example because of a NaN.
 
 On one device, the program would leave out the whole batch or none of it. It leaves one out by
 training with a loss of 0, such as `loss * 0`. Audits don't notice this, because most steps compute
@@ -58,10 +58,11 @@ class LeftOutBatches:
         return bool(self._usual)
 
     def begin(self, step: int, shares: Sequence[int]) -> tuple[int, list[int]] | None:
-        """Begin a step; return the first step that only some ranks left out, and these ranks.
+        """Begin a step; return an earlier step that only some ranks left out, and these ranks.
 
-        Return None if no such step is known. Every rank must call this for the same steps, and gets
-        the same result. `shares` are the ranks' rows; ranks without rows are ignored.
+        It is the first such step, or None if none is known. Every rank must call this for the same
+        steps, and gets the same result. `shares` are the ranks' rows; ranks without rows are
+        ignored.
         """
         if self._learns is False:
             self._left.append(step - 1)

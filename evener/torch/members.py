@@ -1,4 +1,4 @@
-"""List a model's parameters and buffers, and cache both lists until it registers a new tensor.
+"""List a model's parameters and buffers, and cache the lists until it registers another.
 
 PyTorch's `parameters()` and `buffers()` visit every module. In each step, that would take longer
 than a small model's forward pass.

@@ -1,4 +1,4 @@
-"""A training run with a plan on one rank: the base class of Split and of the trainers' adapters."""
+"""A training run with a plan on one rank, for Split and the trainers' adapters."""
 
 from __future__ import annotations
 
@@ -430,5 +430,8 @@ class PlannedTraining:
             self.audits.close()
 
     def add_up(self, value: Any) -> torch.Tensor:
-        """Return the sum of a number or tensor over the ranks; every rank has to call this."""
+        """Return the sum of a number or tensor over the ranks.
+
+        Every rank has to call this.
+        """
         return add_up(value, self.device, self.world, self.timer)

@@ -347,7 +347,7 @@ class Split(PlannedTraining):
         return _checkpoints().load(folder, model, optimizer)
 
     def scale(self, loss: Any) -> Any:
-        """Scale this rank's mean loss, so that DDP's mean over ranks is a mean over rows.
+        """Scale this rank's mean loss so that DDP's mean over ranks is one over rows.
 
         Raises RequestError if `weigh` isn't "loss", because gradients are then weighted already.
         """

@@ -36,7 +36,7 @@ Handler = Callable[..., Iterator[tuple[Any, int, int]]]
 
 
 def open_file_store(path: str) -> Any:
-    """Return a store in the file at `path`, for any number of processes on this host."""
+    """Return a store in a file, for any number of processes on this host."""
     # with a fixed number of processes, they would delete the file when they exit
     return dist.FileStore(path, -1)
 

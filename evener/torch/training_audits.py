@@ -1,8 +1,8 @@
-"""The audits of a training run with a plan: compare gradients of a few rows, whole and in parts.
+"""The audits of a training run with a plan, which compare gradients of a few rows.
 
-An audit checks that shares don't change what the model learns. It runs after the step's backward
-pass, when its activations are freed, and before the optimizer uses the gradients. These stay
-unchanged.
+A gradient is computed whole and in parts, to check that shares don't change what the model learns.
+An audit runs after the step's backward pass, when its activations are freed, and before the
+optimizer uses the gradients. These stay unchanged.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class TrainingAudits:
 
     @property
     def follows_change(self) -> bool:
-        """True if the current batch is audited because the loss or a setting has just changed."""
+        """True if the batch is audited because the loss or a setting has just changed."""
         return self._due and not is_audited(self.judge.step)
 
     @property
@@ -179,7 +179,7 @@ class TrainingAudits:
         return not self.judge.over and self.judge.step <= self._measures_until
 
     def report(self, fault: str) -> None:
-        """Send the other ranks the result of a check of the loss that isn't an audit.
+        """Send the other ranks the result of a check other than an audit.
 
         `fault` is the reason why shares have to become equal, or "".
         """
@@ -204,10 +204,10 @@ class TrainingAudits:
         return self._due
 
     def note_loss(self, loss: Any, made_of: tuple[Any, ...], caller: FrameType) -> None:
-        """Make the next audit due if this loss is computed in another way than earlier ones.
+        """Make the next audit due if this loss is computed in a new way.
 
-        That is so if it comes from other operations, or if a setting that it uses has changed.
-        `made_of` identifies the operations. `caller` is the frame that calls backward.
+        That is so if it comes from other operations than before, or if a setting that it uses has
+        changed. `made_of` identifies the operations. `caller` is the frame that calls backward.
         """
         if self.judge.over:
             return
@@ -636,9 +636,10 @@ class TrainingAudits:
         return ROWS if self.judge.thorough or self.judge.step <= EARLY else FEWER
 
     def take_rows(self, dataset: Any, collate: Any, numbers: Sequence[int]) -> FewRows | None:
-        """Return a few rows of a data set on this rank's device, or None if there are too few.
+        """Return a few rows of a data set on this rank's device.
 
-        `numbers` are the row indices to choose from. `collate` makes a batch of rows.
+        Return None if there are too few. `numbers` are the row indices to choose from. `collate`
+        makes a batch of rows.
         """
         return self._move_rows(fetch_rows(dataset, collate, numbers, self._most_rows))
 
@@ -893,7 +894,7 @@ def is_sharded_model(models: Iterable[Any]) -> bool:
 def make_share_computations(
     few: FewRows, loss: OfPart, counted: OfPart | None = None, micro: int = 0
 ) -> Computations:
-    """Return the computations of a few rows on one device and on two, for an audit to compare.
+    """Return an audit's computations of a few rows, on one device and on two.
 
     - `loss(part)`: returns the mean loss of a part, over rows or over the items that
       `counted(part)` counts.

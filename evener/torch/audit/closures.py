@@ -1,7 +1,7 @@
-"""Save the variables and objects that a function of the program may change, and restore them.
+"""Save the variables and objects that a function may change, and restore them.
 
 They are the function's global variables, its closure's variables, and the objects that these refer
-to. An audit calls the function several times, and restores them after each call.
+to. An audit calls the program's loss function several times, and restores them after each call.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class _SavedValues:
 
 
 def is_foreign(module: str) -> bool:
-    """True if a module belongs to a library, so that its functions and objects aren't inspected."""
+    """True if a module belongs to a library, whose functions and objects aren't inspected."""
     return module.partition(".")[0] in _FOREIGN
 
 

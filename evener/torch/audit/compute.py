@@ -1,4 +1,4 @@
-"""Compute the gradient of a few rows in several ways, without side effects on the training run.
+"""Compute the gradient of a few rows in several ways, without side effects on the training.
 
 Gradients are computed without autocast, in the precision of the weights. Each row gets the same
 random numbers whatever batch it is in. Batch normalization uses its running statistics, because
@@ -40,7 +40,7 @@ COPIED, SAMPLED = 1 << 14, 64
 
 
 class Piece(msgspec.Struct, frozen=True, eq=False):
-    """A loss to compute, and the weight of its gradient in the sum over all pieces."""
+    """A loss to compute, and its gradient's weight in the sum over all pieces."""
 
     loss: Callable[[], Any]  # returns the loss of the pass
     weight: Any = 1.0  # factor of the pass's gradient in the sum
@@ -186,7 +186,7 @@ class GradientSketcher:
         return sums
 
     def sketch_fast(self, computation: Sequence[Piece]) -> Sketch:
-        """Return the same sketch as `sketch`, in half the time if no random numbers are drawn."""
+        """Return what `sketch` returns, in half the time if no random numbers are drawn."""
         # quick passes take about half the time, but mustn't draw random numbers
         sums = None if self._known.draws else self.sum_quickly(computation)
         return self.sketch(computation) if sums is None else self.read(sums)

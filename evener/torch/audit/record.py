@@ -47,10 +47,10 @@ AS_WRITTEN, ROW_COUNTS, MULTIPLES = range(3)  # which numbers in a record are co
 
 
 class RowNumber(int):
-    """A number of rows that the program read from a tensor's size, or a multiple of it.
+    """A multiple of the batch's number of rows, which the program read from a tensor's size.
 
-    `each` is its ratio to the batch's number of rows. If the calls are repeated with other rows, it
-    becomes `each` times their number.
+    `each` is its ratio to the number of rows. If the calls are repeated with other rows, it becomes
+    `each` times their number.
     """
 
     each = 1
@@ -481,7 +481,7 @@ class LossRecord:
         return any(may_count(self.rows, number.value) for number in self.numbers)
 
     def has_other_rows(self) -> bool:
-        """True if the calls use a tensor outside the batch that has one entry per row."""
+        """True if the calls use a tensor outside the batch with one entry per row."""
         # a replay can't replace the rows of such a tensor
         known = {id(each) for each in self.batch}
         for model in self.models:

@@ -1,4 +1,4 @@
-"""Audit a recorded loss: repeat its calls for a few rows, as one batch and in parts."""
+"""Audit a recorded loss: repeat its calls for a few rows, whole and in parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choose a few rows for an audit, and collate them as one batch and as parts for two devices."""
+"""Choose a few rows for an audit, and collate them whole and in parts."""
 
 from __future__ import annotations
 

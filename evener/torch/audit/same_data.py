@@ -1,4 +1,4 @@
-"""Check that all ranks have the same data set, because a plan divides rows by their indices.
+"""Check that all ranks have the same data set, as a plan divides rows by index.
 
 An index has to mean the same row on every rank. It doesn't if each rank draws its own data set, as
 by random_split or a shuffle without a common seed. It doesn't either if the program has already
@@ -126,7 +126,7 @@ def find_difference(every: Sequence[RankData]) -> str:
 
 
 class RowRead(NamedTuple):
-    """A row as it was read: the sums of its tensors, and whether reading it drew random numbers."""
+    """The sums of a row's tensors, and whether reading it drew random numbers."""
 
     sums: list[TensorSums]
     is_drawn: bool

@@ -2,11 +2,11 @@
 
 torch.autograd.grad computes the gradients. It runs none of the hooks that accumulate gradients, so
 the step's own gradients stay unchanged, and no all-reduce starts. If memory is short, a hook on
-each tensor sums its gradient at once, and returns an expanded zero in its place to free the memory.
+each tensor sums its gradient at once. It returns an expanded zero instead, which frees the memory.
 
 A gradient is reshaped to a matrix, whose rows are called lines here, and multiplied by random signs
-(projected). Small gradients wait until several can be projected together, because a GPU sums many
-of them in the time that it takes to launch the kernels for one.
+(projected). Small gradients wait until several can be projected together. A GPU sums many of them
+in the time that it takes to launch the kernels for one.
 """
 
 from __future__ import annotations

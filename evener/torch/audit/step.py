@@ -1,6 +1,6 @@
-"""The audit of one step: compute the gradient of a few rows in two ways, and explain a difference.
+"""The audit of one step: compute a gradient in two ways, and explain a difference.
 
-The reference is the gradient of all rows at once, as on a single device. The other gradient is
+The reference is the gradient of a few rows at once, as on a single device. The other gradient is
 computed in parts, as in the training run.
 """
 

@@ -1,8 +1,8 @@
-"""Time the steps of one rank: its compute time (own work), and its waits for ranks and for data.
+"""Time the steps of one rank: its own work, and its waits for ranks and data.
 
-The backward pass ends with an all-reduce, at the same time on every rank. So a rank's compute time
-ends when its last gradient is ready. A step is divided into phases (`Phase`). The timer records a
-mark, a point in time, where each phase begins.
+Own work is the time in which the rank computes. It ends when the rank's last gradient is ready; the
+backward pass ends later, with an all-reduce, at the same time on every rank. A step is divided into
+phases (`Phase`). The timer records a mark, a point in time, where each phase begins.
 """
 
 from __future__ import annotations
@@ -654,7 +654,7 @@ class StepTimer:
         return self._computed or self._applied
 
     def start_loop(self) -> None:
-        """Record that a loop begins, so that the time until its first batch is input time.
+        """Record that a loop begins; the time until its first batch is input time.
 
         The loader may start its workers in that time. Nothing happens if another loop's batch
         hasn't ended.
@@ -781,7 +781,7 @@ class StepTimer:
         )
 
     def behind_part(self) -> float:
-        """Return the fraction of steps in which the GPU was behind the host; -1 if unknown."""
+        """Return the fraction of steps with the GPU behind the host; -1 if unknown."""
         known = [step.behind for step in self.last() if not math.isnan(step.behind)]
         return sum(known) / len(known) if known else -1.0
 
@@ -1034,7 +1034,7 @@ class StepReporter:
             self._journal.note_change(change)
 
     def note_retreat(self, retreat: Retreat) -> None:
-        """Print and record that a pass ran out of memory and is repeated in smaller passes."""
+        """Print and record that a pass ran out of memory and is repeated in smaller ones."""
         line = retreat.describe(self.shares.share.label)
         self.retreats, self.retreat = self.retreats + 1, line
         self._timer.disturb()

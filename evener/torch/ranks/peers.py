@@ -1,7 +1,7 @@
-"""Detect that another rank has exited: each rank writes a note to the group's store as it exits.
+"""Detect that another rank has exited, by the note that each writes as it exits.
 
-NCCL waits for an exited rank for minutes, and reports nothing. On GPUs, a thread of each rank reads
-the store once a second, which doesn't slow the steps.
+The notes are in the process group's store. NCCL waits for an exited rank for minutes, and reports
+nothing. On GPUs, a thread of each rank reads the store once a second, which doesn't slow the steps.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class PeerWatcher:
                 self._store.set(self._key("ended", self._rank), msgspec.json.encode(note))
 
     def leave(self) -> None:
-        """Write this rank's exit note once its GPU is done, then wait for the others' notes.
+        """Write this rank's exit note once its GPU is done, and wait for the others' notes.
 
         It waits for the notes for up to WAIT_SECONDS.
         """
@@ -239,7 +239,7 @@ class PeerWatcher:
 
 
 def watch_peers(device: torch.device, read_progress: Callable[[], tuple[int, Any]]) -> None:
-    """Detect the exit of other ranks from now on, and tell them when this rank exits.
+    """From now on, detect other ranks' exits, and tell the others when this rank exits.
 
     This process then leaves the process group at exit. `read_progress` is PeerWatcher's argument.
     """

@@ -1,8 +1,8 @@
 """Detect SIGTERM on any rank, and stop all ranks at the same step.
 
 SLURM, Kubernetes and spot machines send SIGTERM some time before they kill a job, perhaps to one
-rank only. Ranks that stop at different steps would wait for each other forever. Therefore the ranks
-check four times a second whether one of them has received the signal, with an all-reduce of 16
+rank only. Ranks that stop at different steps would wait for each other forever. So the ranks check
+four times a second whether one of them has received the signal. A check is an all-reduce of 16
 bytes over gloo on the host. Steps between two checks aren't slowed.
 """
 

@@ -1,8 +1,8 @@
 """Choose the batches whose phases are timed, so that timing takes little host time.
 
-Recording a GPU event takes the host 5 to 30 us, and a batch has five or six events: 1 to 2 % of a
-step of 10 ms. On a CPU, adding up a batch's phases takes 3 to 15 us. It takes longer if the step
-has replaced more of the CPU's cache.
+Recording a GPU event takes the host 5 to 30 us, and a batch has five or six events. That is 1 to 2
+% of a step of 10 ms. On a CPU, adding up a batch's phases takes 3 to 15 us. It takes longer if the
+step has replaced more of the CPU's cache.
 """
 
 from __future__ import annotations

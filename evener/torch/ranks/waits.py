@@ -1,7 +1,7 @@
-"""Measure how long a rank waits for other ranks within its passes, as in FSDP's layers.
+"""Measure how long a rank waits for other ranks within its passes.
 
-Ranks that synchronize in each layer end a step together. So a rank's compute time (own work) is the
-time of its passes without the waits for collectives.
+Ranks that synchronize in each layer, as with FSDP, end a step together. So a rank's compute time
+(own work) is the time of its passes without the waits for collectives.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The rows that a PyTorch process trains on: their order, the fetching of batches, and loaders."""
+"""The rows that a PyTorch process trains on: their order, batches and loaders."""

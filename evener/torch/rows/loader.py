@@ -1,4 +1,4 @@
-"""Loaders for one rank of an uneven split, which can resume in the middle of an epoch.
+"""Loaders for one rank of an uneven split; they can resume in mid-epoch.
 
 `Loader` reports each rank's rows per step to a listener, which weights gradients accordingly.
 `StepLoader` is for the loops of trainers, which report their steps themselves.

@@ -2,8 +2,7 @@
 
 Every rank draws the same global order, which has each row once per epoch, and takes its slice of
 each global batch. Slices differ in size; no communication is needed. A rank without a row in a
-short last batch gets a filler row with weight 0, so that it runs the same collectives as the
-others.
+short last batch gets a filler row with weight 0. So it runs the same collectives as the others.
 """
 
 from __future__ import annotations
@@ -196,7 +195,7 @@ class UnevenBatchSampler:
             schedule.change(ahead * self.global_batch, shares)
 
     def warn_of_short_batches(self, planned: int) -> None:
-        """Warn if an epoch's last step has no row for a rank, or the data set is too small.
+        """Warn if the last step lacks rows for a rank, or the data set is too small.
 
         It is too small if it has fewer rows than the plan's global batch, `planned`. 0 skips this
         check.
@@ -366,7 +365,7 @@ class UnevenBatchSampler:
         return (0, 0)
 
     def digest(self, epoch: int) -> int | None:
-        """Return a digest of the user's row order in an epoch, or None if there is none."""
+        """Return a digest of the user's row order in an epoch; None without one."""
         return None if self.order is None else self.order.digest(epoch)
 
     def state_dict(self, steps: int = 0) -> dict[str, Any]:

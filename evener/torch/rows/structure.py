@@ -1,4 +1,4 @@
-"""Find the tensors in a batch and cut out rows; hold batches with rows assigned by length."""
+"""Find the tensors in a batch, cut out rows, and hold rows assigned by length."""
 
 from __future__ import annotations
 

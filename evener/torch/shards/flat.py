@@ -118,7 +118,7 @@ class Flat:
     # ------------------------------------------------------------------ gradients
 
     def send_as_computed(self) -> None:
-        """From now on, send gradients in the dtype they were computed in, if that saves bytes.
+        """From now on, send gradients in the dtype of their computation, if that saves bytes.
 
         Such gradients can't be accumulated, so each backward pass must end in a reduction.
         """

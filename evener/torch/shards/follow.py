@@ -1,4 +1,4 @@
-"""A rank without rows: it holds a part of a sharded model's state, and computes nothing.
+"""A rank without rows, which holds a part of a sharded model's state and computes nothing.
 
 All ranks of a sharded model run the same gathers and reductions in the same order. A rank without
 rows gets a filler row, whose gradients have weight 0. It computes that row until two consecutive

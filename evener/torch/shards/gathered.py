@@ -1,4 +1,4 @@
-"""The memory in which a unit's whole parameters are gathered, in one collective for all dtypes."""
+"""The memory for a unit's whole parameters, which one collective gathers in all dtypes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Gathered:
         raise KeyError(slot.computes)
 
     def gather(self) -> list[Any]:
-        """Allocate the block, and start to gather into it; return the work handles to wait for."""
+        """Allocate the block and start to gather into it; return the work handles to wait for."""
         self._storage.resize_(self.size)
         for target, source in self._copies:  # neither is known to autograd
             target.copy_(source)

@@ -1,4 +1,4 @@
-"""Shard a model over ranks, and make clipping, loss scaling and optimizers work with its shards.
+"""Shard a model over ranks, and make clipping, loss scaling and optimizers fit its shards.
 
 Clipping and loss scaling include the gradients of all ranks. An optimizer trains only this rank's
 part of each parameter (its piece). The result is the same as in one process if the optimizer
@@ -161,7 +161,7 @@ def cut_model(
 
 
 def trains_shards_only(model: Any) -> bool:
-    """True if a model is sharded, and each rank holds only pieces of all trained parameters.
+    """True if a model is sharded and each rank holds only pieces of its trained parameters.
 
     False if some are held whole, as adapters are.
     """

@@ -1,4 +1,4 @@
-"""Divide a tensor among ranks in parts of any sizes, and run collectives over the parts."""
+"""Divide a tensor among ranks in unequal parts, and run collectives over them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Parts:
         self.own = self._parts[rank]
 
     def gather(self) -> list[Any]:
-        """Start to fill the tensor with all ranks' parts; return the work handles to wait for."""
+        """Start to fill the tensor from all ranks' parts; return the work handles to wait for."""
         return run_own(("gather", *self._kind), self._gather)
 
     def _gather(self) -> list[Any]:

@@ -40,7 +40,7 @@ class DtypeRange(NamedTuple):
     byte: int
 
     def find_in(self, part: torch.Tensor) -> torch.Tensor:
-        """Return these elements as a view of `part`, the bytes of the rank that owns them."""
+        """Return these elements as a view of `part`, the bytes of their rank."""
         size = (self.stop - self.start) * int(self.dtype.itemsize)
         return part[self.byte : self.byte + size].view(self.dtype)
 
@@ -201,7 +201,7 @@ def bound_received(ranks: int) -> float:
 
 
 def saves_memory(ranges: Sequence[tuple[int, int]]) -> bool:
-    """True if received gradients need no more memory than a sum in float32, on any rank.
+    """True if received gradients never need more memory than a sum in float32.
 
     `ranges` are the ranks' ranges of a flat tensor's elements.
     """

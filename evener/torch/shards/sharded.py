@@ -1,8 +1,9 @@
-"""Run the passes of a sharded model: prefetch units, free them after use, reduce their gradients.
+"""Run the passes of a sharded model: gather units, free them, reduce their gradients.
 
-Each rank receives the sums for its own shard. A rank holds only its shard of a gradient, so each
-backward pass ends with a reduction, also with several backward passes per optimizer step. All ranks
-compute the same units in the same order.
+The next unit is prefetched while one computes. Each rank receives the sums for its own shard. A
+rank holds only its shard of a gradient, so each backward pass ends with a reduction. That is so
+also with several backward passes per optimizer step. All ranks compute the same units in the same
+order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A parameter of a sharded model: its names, its whole tensor, and this rank's piece of it.
+"""A parameter of a sharded model: its names, whole tensor, and this rank's piece.
 
 The piece is the part of the parameter that lies in this rank's shard.
 """

@@ -1,7 +1,7 @@
 """Notify listeners of each loss on which a training loop calls backward.
 
-Listeners also get the last operations that computed the loss. If these change, the loop computes
-its loss in another way than before, for example with a term that it adds in a later epoch.
+Listeners also get the last operations that computed the loss. These change if the loop computes its
+loss in another way than before, for example with a term that it adds in a later epoch.
 """
 
 from __future__ import annotations

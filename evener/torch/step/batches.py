@@ -54,7 +54,7 @@ class TakenBatch:
         )
 
     def can_share_backward(self, other: TakenBatch) -> bool:
-        """True if both batches can be in one backward pass, with the same weight of each rank.
+        """True if both batches can be in one backward pass, as ranks have the same weights.
 
         For batches of different epochs, the weights in both epochs' last batches must be equal,
         too.

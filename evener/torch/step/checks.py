@@ -156,7 +156,7 @@ def check_memory(optimizer: Any, trained: list[Any]) -> None:
 
 
 def update_one_by_one(optimizer: Any, tensors: int = 0) -> None:
-    """Make a step update parameters one by one if memory is too short for all at once.
+    """Make a step update parameters one by one if memory is too short for all.
 
     For each parameter, the step needs one tensor of its size, and `tensors` state tensors.
     """

@@ -1,4 +1,4 @@
-"""The rows of one pass over a rank's batch, which a loop or a trainer computes."""
+"""The rows of one pass over a rank's batch, for a loop or a trainer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Part:
 
     @property
     def is_piece(self) -> bool:
-        """True if this part has only some rows of a planned pass that ran out of memory."""
+        """True for only some rows of a planned pass, after it ran out of memory."""
         return self.rows < self.turn.planned
 
     def __enter__(self) -> Part:

@@ -58,7 +58,7 @@ from .unowned import UNOWNED
 
 @dataclass
 class LoaderSteps(StepListener):
-    """Begins a step with each batch of a loader, and ends it when the loop requests the next.
+    """Begins a step with each batch of a loader, and ends it with the next request.
 
     - `training`: the PlannedTraining of the loader.
     - `trains`: False for a validation loader, whose steps aren't timed or reported.

@@ -346,7 +346,7 @@ class BatchWeights(BatchTracker):
         ]
 
     def count_equal_passes(self, batch: TakenBatch) -> int:
-        """Return the number of passes that every rank runs, or 0 if the numbers may differ.
+        """Return the number of passes of every rank, or 0 if the numbers may differ.
 
         They must be equal if ranks synchronize in each pass, as with a sharded model. Raises
         RequestError in this case if rows are assigned by length.

@@ -379,7 +379,7 @@ class Buffers:
         return True
 
     def add_changes(self, flag: torch.Tensor) -> None:
-        """Add 1 to `flag`, a tensor of one value, if buffers differ from the copies of `keep`.
+        """Add 1 to `flag`, a one-element tensor, if buffers differ from `keep`'s copies.
 
         The host doesn't wait for a GPU.
         """

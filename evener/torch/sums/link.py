@@ -1,4 +1,4 @@
-"""Measure and check the link between ranks, by all-reduces of a small and a large tensor."""
+"""Measure and check the link between ranks, by all-reduces of two sizes."""
 
 from __future__ import annotations
 
