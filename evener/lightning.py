@@ -105,7 +105,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def planned(self) -> PlannedTraining:
-        """The PlannedTraining with which this strategy was created."""
+        """This strategy's PlannedTraining."""
         return self._planned
 
     @property

@@ -122,7 +122,7 @@ def _list_weights(module: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def _kept_steps(strategy: Any) -> Iterator[None]:
-    """Return a context in which no optimizer, schedule or counter advances."""
+    """Keep optimizers, schedules and counters as they are within a `with` block."""
     # the audit copies them
     weights = _list_weights(strategy.lightning_module)
     if sum(weight.nbytes for weight in weights) > MOST_BYTES:

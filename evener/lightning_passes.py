@@ -90,7 +90,7 @@ def loss_of(result: Any) -> Any:
 
 @contextmanager
 def silent(module: Any) -> Iterator[None]:
-    """Return a context in which the module doesn't log."""
+    """Stop the module from logging within a `with` block."""
     trainer = module.trainer
     loggers, trainer.loggers = trainer.loggers, [DummyLogger() for _ in trainer.loggers]
     module.log = module.log_dict = lambda *_, **__: None
@@ -181,7 +181,7 @@ class PassMetrics:
 
     @contextmanager
     def counting(self, part: Part, rows: Any) -> Iterator[None]:
-        """Return a context for a part's forward pass, in which metrics have the weight `rows`.
+        """Give metrics the weight `rows` during a part's forward pass, in a `with` block.
 
         Metrics don't count if the part's weight is 0.
         """

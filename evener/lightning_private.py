@@ -17,7 +17,7 @@ AROUND_STEPS = ("_on_before_step", "_on_after_step")
 
 
 def loaders(fit_loop: Any) -> list[Any]:
-    """Return the loaders from which a fit loop fetches its batches."""
+    """Return the loaders that a fit loop fetches its batches from."""
     found: list[Any] = fit_loop._combined_loader.flattened
     return found
 

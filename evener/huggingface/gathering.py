@@ -20,7 +20,7 @@ from ..torch.rows.structure import each_tensor
 
 @contextmanager
 def pretend_processes(accelerator: Any, number: int) -> Iterator[None]:
-    """Return a context in which transformers, accelerate and torch see `number` processes."""
+    """Make transformers, accelerate and torch see `number` processes in a `with` block."""
     states = [accelerator.state.__dict__, vars(PartialState())]
     before, asked = [state["num_processes"] for state in states], dist.get_world_size
     try:
@@ -111,7 +111,7 @@ class Gathering:
 
     @contextmanager
     def local(self, shift: float = 0.0) -> Iterator[None]:
-        """Return a context in which a rank gathers only its own values.
+        """Let a rank gather only its own values within a `with` block.
 
         Each value is increased by `shift`, which shows whether a loss depends on gathered values.
         """

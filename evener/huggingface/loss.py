@@ -60,12 +60,12 @@ class TrainerLoss(msgspec.Struct, frozen=True):
 
 
 def silent(trainer: Any) -> Any:
-    """Return a context in which a trainer doesn't log."""
+    """Stop a trainer from logging within a `with` block."""
     return replaced(trainer, "log", lambda *_, **__: None)
 
 
 def assume_loss(trainer: Any, world: int) -> TrainerLoss:
-    """Return what the loss is a mean over according to transformers, without checking it.
+    """Return what the loss averages over according to transformers, unchecked.
 
     `world` is the number of processes.
     """

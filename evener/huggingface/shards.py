@@ -108,7 +108,7 @@ HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def find_autocast(accelerator: Any) -> torch.dtype | None:
-    """Return the dtype to which accelerate's autocast casts; None if autocast is off.
+    """Return the dtype of accelerate's autocast; None if autocast is off.
 
     Autocast casts the operands of linear layers to this dtype.
     """

@@ -95,7 +95,7 @@ class CallTensors:
             _fill(container, content)
 
     def put(self, leaves: Leaves) -> None:
-        """Replace tensors that the last call stored by those of the same name in `leaves`."""
+        """Replace the tensors that the last call stored by `leaves`, by name."""
         for slot in self._find_slots([]):
             flat = [leaves.get(name, leaf) for name, leaf in slot.leaves().items()]
             value = tf.nest.pack_sequence_as(slot.container[slot.key], flat)

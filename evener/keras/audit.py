@@ -371,7 +371,7 @@ class StepAudit:
 
     @contextmanager
     def _in_small_passes(self, rows: int) -> Iterator[None]:
-        """Return a context in which each device computes two passes."""
+        """Make each device compute two passes within a `with` block."""
         # The passes divide a device's part of `rows` rows. The context has no effect if the engine
         # doesn't use passes.
         cut = self._engine.cut
@@ -872,7 +872,7 @@ def _is_finite(gradients: Sketch) -> bool:
 
 @contextmanager
 def _plain_float32() -> Iterator[None]:
-    """Return a context without TensorFloat-32."""
+    """Turn off TensorFloat-32 within a `with` block."""
     # GPUs then multiply float32 at full precision.
     before = tf.config.experimental.tensor_float_32_execution_enabled()
     tf.config.experimental.enable_tensor_float_32_execution(False)

@@ -203,7 +203,7 @@ class TracedStep:
         return sums, logs, margins, outputs, call
 
     def _note_types(self, variables: Sequence[Any]) -> None:
-        """Set `_kinds` to the types in which these gradients are computed."""
+        """Set `_kinds` to the types that these gradients are computed in."""
         # They are the gradients of these variables.
         names, half = _name_weights(self._model), computes_in_half(self._model)
         self._kinds.clear()
@@ -481,7 +481,7 @@ def _name_weights(model: Any) -> dict[int, str]:
 
 
 def computes_in_half(model: Any) -> str:
-    """Return the 16-bit type in which some layer computes; "" if there is none."""
+    """Return the 16-bit type that some layer computes in, or ""."""
     kinds = {layer.compute_dtype for layer in (model, *all_layers(model))}
     return next((kind for kind in ("bfloat16", "float16") if kind in kinds), "")
 
@@ -535,7 +535,7 @@ def _is_draw(operation: str) -> bool:
 
 @contextmanager
 def _without_graph_optimization() -> Iterator[None]:
-    """Return a context in which TensorFlow doesn't optimize this thread's graphs."""
+    """Stop TensorFlow from optimizing this thread's graphs within a `with` block."""
     now = context.context()
     before = now.function_call_options
     config = tf.compat.v1.ConfigProto.FromString(before.config_proto_serialized)

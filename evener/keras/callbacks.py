@@ -165,7 +165,7 @@ def _save_backup(backup: Any) -> None:
 
 
 def _match_epoch(backup: Any) -> None:
-    """Set the model's initial epoch to that of the restored weights."""
+    """Set the model's initial epoch to the restored weights' epoch."""
     # `backup` has restored the weights.
     with suppress(OSError):
         note = json.loads(Path(backup._training_metadata_path).read_text())

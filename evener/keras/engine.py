@@ -42,7 +42,7 @@ class Engine(Protocol):
         """Return the scope for Keras' own steps, on the device of the weights."""
 
     def sharing_failures(self) -> AbstractContextManager[None]:
-        """Return a context in which an error makes the whole group fail."""
+        """Make an error in a `with` block fail the whole group."""
 
     def check_model(self) -> None:
         """Raise RequestError at the start of `fit` if the engine can't train this model."""

@@ -36,7 +36,7 @@ _kept_seeds: ContextVar[frozenset[int] | None] = ContextVar("_kept_seeds", defau
 
 @contextmanager
 def equal_rows(model: Any) -> Iterator[None]:
-    """Return a context in which random numbers and normalization don't depend on other rows.
+    """Make random numbers and normalization ignore other rows in a `with` block.
 
     Keras draws the same numbers for each row. Normalization layers use their moving averages
     instead of the batch's statistics.
@@ -120,7 +120,7 @@ def _drop_equally(drop: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def draws_alike(model: Any) -> Iterator[None]:
-    """Return a context in which parts of a batch draw equal random numbers.
+    """Let parts of a batch draw equal random numbers within a `with` block.
 
     A step traced in this context gives comparable results on a part and on the whole batch. The
     context includes `equal_rows` and fixes TensorFlow's seed. The model's own seed generators keep

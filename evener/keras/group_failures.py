@@ -35,7 +35,7 @@ class GroupFailures:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Return a context in which a failure also stops the other processes.
+        """Make a failure in a `with` block stop the other processes, too.
 
         Raises DeviceError if another process has failed. A nested context does nothing.
         """

@@ -12,7 +12,7 @@ from typing import Any
 
 @contextmanager
 def replaced(instance: Any, name: str, value: Any) -> Iterator[None]:
-    """Return a context in which an object's attribute or method is replaced.
+    """Replace an object's attribute or method within a `with` block.
 
     Keras doesn't track `value`. The earlier value is restored on exit.
     """

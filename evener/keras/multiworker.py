@@ -118,7 +118,7 @@ class Workers:
         return nullcontext()
 
     def sharing_failures(self) -> AbstractContextManager[None]:
-        """Return a context whose errors also make the other processes fail."""
+        """Make an error in a `with` block fail the other processes, too."""
         shared: AbstractContextManager[None] = self.group.failures.shared()
         return shared
 
@@ -650,7 +650,7 @@ def _pack(outputs: Tensors, leaves: Sequence[Any]) -> Tensors:
 
 @contextmanager
 def whole_statistics(model: Any, group: Group, size: Any) -> Iterator[None]:
-    """Return a context in which BatchNormalization layers use the statistics of the whole batch.
+    """Let BatchNormalization layers use the whole batch's statistics in a `with` block.
 
     This applies to layers with `synchronized=True`. `size` is the number of this process's rows; 0
     for a filler row.

@@ -96,7 +96,7 @@ class StepTimes:
 
     @contextmanager
     def apart(self, name: str) -> Iterator[None]:
-        """Return a context whose duration counts as `name` instead of as callbacks.
+        """Count a `with` block's duration as `name` instead of as callbacks.
 
         `name` is "validation" or "files".
         """

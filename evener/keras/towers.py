@@ -54,7 +54,7 @@ class Tower(NamedTuple):
     attributes: Leaves  # tensors that the call stored in attributes
 
     def heads(self) -> list[Any]:
-        """Return the tensors from which a loss may be computed, without duplicates.
+        """Return the tensors that a loss may use, without duplicates.
 
         They are the floating-point outputs, logits and attributes, and the layers' losses.
         """

@@ -46,14 +46,14 @@ LAUNCHER_MODULES = (
 
 
 class SavedShares(msgspec.Struct, frozen=True):
-    """Identifies the program and training run to which the plan in the same folder belongs."""
+    """Says which program and training run the plan in the same folder belongs to."""
 
     command: str  # a digest of the program, its arguments and its devices
     origin: SharesOrigin
 
 
 class ChosenPlan(msgspec.Struct, frozen=True):
-    """The plan with which a program starts."""
+    """The plan that a program starts with."""
 
     plan: Plan
     given: bool = False  # given by the user, so its shares are kept

@@ -52,7 +52,7 @@ class SingleAgentRendezvous(RendezvousHandler):  # type: ignore[misc]
         return SINGLE_AGENT
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the next rendezvous, in which only this agent takes part, without waiting."""
+        """Return the next rendezvous at once; only this agent takes part in it."""
         self._rounds += 1
         store = PrefixStore(str(self._rounds), self._store)
         return RendezvousInfo(store, 0, 1, self._store_info)

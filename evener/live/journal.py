@@ -270,7 +270,7 @@ class TrainingJournal:
 
     @property
     def due_at(self) -> float:
-        """The monotonic time from which the next step has to be counted by `count`."""
+        """The monotonic time when `count` next has to count a step."""
         return min(self.window_ends_at, self._core.due_at)
 
     def note_change(self, change: ShareChange) -> None:

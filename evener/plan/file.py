@@ -334,7 +334,7 @@ def _upgrade_layout(layout: PlanLayout) -> PlanLayout:
 
 
 def as_unicode(data: Any) -> Any:
-    """Return a copy of the data in which a question mark replaces each undecodable byte."""
+    """Return a copy of the data with "?" in place of each undecodable byte."""
     # file names may contain such bytes, which neither TOML nor JSON can store
     if isinstance(data, str):
         return data.encode("utf-8", "replace").decode()

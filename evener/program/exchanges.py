@@ -183,7 +183,7 @@ class Exchanges:
 
     @contextmanager
     def handling_rows(self) -> Iterator[None]:
-        """Return a context for a function that itself handles ranks' different numbers of rows."""
+        """Let a function itself handle ranks' row counts within a `with` block."""
         # in this context, collectives are called unchanged, and exchanging rows is no fault
         before, self._knows_rows = self._knows_rows, True
         try:
@@ -334,7 +334,7 @@ def find_caller(frame: FrameType | None) -> str:
 
 
 def name_package(frame: FrameType) -> str:
-    """Return the name of the top-level package whose code a frame runs, such as "torch"."""
+    """Return the top-level package of a frame's code, such as "torch"."""
     return _module(frame).partition(".")[0]
 
 

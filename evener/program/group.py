@@ -225,7 +225,7 @@ def begin_processes(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 
 @contextmanager
 def _without_rank() -> Iterator[None]:
-    """Return a context without RANK and similar environment variables."""
+    """Remove RANK and similar environment variables within a `with` block."""
     # With these variables, child processes would act as ranks that evener started. They stay if
     # evener didn't start this process, or if other ranks run the program by now.
     alone = is_eveners_rank() and (os.environ.get("WORLD_SIZE") == "1" or not is_released())

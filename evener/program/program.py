@@ -705,7 +705,7 @@ class Program:
         return training
 
     def choose_plan(self, models: Sequence[Any], global_batch: int) -> Plan | None:
-        """Return the plan with which to start training these models.
+        """Return the plan that training of these models starts with.
 
         None means the plan of `evener run`. `global_batch` is the number of rows per step.
         """
@@ -811,7 +811,7 @@ class Program:
 
     @contextmanager
     def left_unchanged(self) -> Iterator[None]:
-        """Return a context in which the hooks for plain loops are inactive.
+        """Turn off the hooks for plain loops within a `with` block.
 
         Trainers with their own hooks train in it.
         """
@@ -861,7 +861,7 @@ def share_state(trainer: Any, kind: type[Any]) -> Any:
 
 @contextmanager
 def stays_if_refused(trainer: Any) -> Iterator[None]:
-    """Return a context in which a trainer can be prepared to train by shares.
+    """Restore a trainer if preparing it to train by shares fails in a `with` block.
 
     On an EvenerError, the trainer's attributes are restored and the program trains unchanged.
     """

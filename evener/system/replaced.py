@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Return a context in which the attribute `name` of `owner` has this value.
+    """Give the attribute `name` of `owner` this value within a `with` block.
 
     The earlier value is restored on exit.
     """

@@ -35,10 +35,10 @@ def restored_signals() -> Iterator[None]:
 
 @contextmanager
 def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
-    """Return a context in which Ctrl-C, SIGTERM and SIGHUP call `handle` with the signal's number.
+    """Make Ctrl-C, SIGTERM and SIGHUP call `handle` within a `with` block.
 
-    A SIGHUP that is ignored, for example under `nohup`, stays ignored. The earlier handlers are
-    restored on exit.
+    `handle` gets the signal's number. A SIGHUP that is ignored, for example under `nohup`, stays
+    ignored. The earlier handlers are restored on exit.
     """
     with restored_signals():
         for number in ENDING:
@@ -49,7 +49,7 @@ def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """Return a context in which Ctrl-C, SIGTERM and SIGHUP don't end the process.
+    """Keep Ctrl-C, SIGTERM and SIGHUP from ending the process in a `with` block.
 
     Its value is a list that collects the numbers of received signals.
     """

@@ -220,7 +220,7 @@ def find_noises(reference: Sketch, repeats: Sequence[Sketch]) -> dict[str, float
 
 
 def _scale(name: str, one: Sketch, other: Sketch, largest: float) -> float:
-    """Return the norm by which a tensor's difference is divided."""
+    """Return the norm that a tensor's difference is divided by."""
     # The quotient is the relative difference. The norm is at least SMALL times `largest`, the norm
     # of the largest gradient. A gradient that is 0 except for rounding, such as that of a bias
     # before a softmax, has no meaningful norm, and its rounding is a fraction of the summed terms,

@@ -130,7 +130,7 @@ class AssignmentSearch:
         return stops[::-1]
 
     def _list_places(self) -> Iterator[int]:
-        """Yield the row indices at which the sorted batch may be cut."""
+        """Yield where the sorted batch may be cut, as row indices."""
         # The last index is the batch's end. So that there are few indices, the row at each is at
         # least 3 % shorter than at the previous one.
         next_length = _NEXT_PLACE * self._lengths[0]
