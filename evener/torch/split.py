@@ -347,7 +347,7 @@ class Split(PlannedTraining):
         return _checkpoints().load(folder, model, optimizer)
 
     def scale(self, loss: Any) -> Any:
-        """Scale this rank's mean loss so that DDP's mean over ranks is one over rows.
+        """Scale this rank's mean loss; DDP's mean over ranks is then the mean over rows.
 
         Raises RequestError if `weigh` isn't "loss", because gradients are then weighted already.
         """

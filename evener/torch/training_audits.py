@@ -444,7 +444,7 @@ class TrainingAudits:
             self._pending = self._audit_record(record, counted, 1.0)
 
     def _note_fault(self, replayed: Replayed) -> None:
-        """Warn if a loss, or other padding of its rows, wasn't audited."""
+        """Warn if a loss wasn't audited, or only with its batch's padding."""
         # with that padding, the audit can't show whether other padding would change the loss
         fault = replayed.fault
         if replayed.cut and replayed.audited is not None and replayed.audited.difference is None:

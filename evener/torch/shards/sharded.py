@@ -413,7 +413,7 @@ class Sharded:
         return [slot.fired for slot in self.whole.slots]
 
     def _find_used(self, fired: list[bool]) -> list[bool]:
-        """Return which parameters any rank used, and spread buffers meanwhile."""
+        """Return which parameters any rank used, and broadcast buffers meanwhile."""
         # `fired` has this rank's own flags
         if self.place.single_rank:
             return fired

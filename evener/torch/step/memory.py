@@ -1,4 +1,4 @@
-"""Measure the memory of a rank's passes, to predict which rows per pass fit."""
+"""Measure the memory of a rank's passes, to predict how many rows will fit."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Part:
 
     @property
     def is_piece(self) -> bool:
-        """True for only some rows of a planned pass, after it ran out of memory."""
+        """True if this part has only some rows of a pass that ran out of memory."""
         return self.rows < self.turn.planned
 
     def __enter__(self) -> Part:

@@ -1,4 +1,4 @@
-"""Recover from a pass that ran out of memory, by smaller passes of its rows.
+"""Recover from a pass that ran out of memory: compute its rows in smaller passes.
 
 `Passes` in step.py uses this module. The memory of the pass is freed. Gradients, buffers and random
 numbers return to their state before the pass, so that no row is lost or counted twice. Only
@@ -27,7 +27,7 @@ from .part import Part
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """True if an error of PyTorch, or of a library below it, is out-of-memory."""
+    """True if an error means that PyTorch, or a library below it, ran out of memory."""
     # libraries' errors are recognized by their messages
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
