@@ -392,7 +392,7 @@ class Split(PlannedTraining):
         return gather_rows(rows, self.weights.sizes, self.rank, self.weights.by_loss, self.timer)
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
-        """Return a context in which gradients aren't all-reduced, for gradient accumulation.
+        """Don't all-reduce gradients in a `with` block, for gradient accumulation.
 
         Use it for all but the last step of an accumulation. It does nothing for a model without
         `no_sync`, as with a single rank.

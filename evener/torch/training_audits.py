@@ -645,7 +645,7 @@ class TrainingAudits:
 
     @contextmanager
     def _paused_exchanges(self) -> Iterator[None]:
-        """Make gradient exchanges ignore backward passes within this context."""
+        """Make gradient exchanges ignore backward passes in a `with` block."""
         # an audit's backward passes must not be all-reduced
         exchanges = self._training.weights.list_exchanges()
         for exchange in exchanges:

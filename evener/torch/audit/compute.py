@@ -52,7 +52,7 @@ class Piece(msgspec.Struct, frozen=True, eq=False):
 class GradientSketcher:
     """Computes sketches of gradients: a few random sums of each, enough to compare them.
 
-    Call its methods inside the context `open`. sketch.py computes the sums.
+    Call its methods in `with sketcher.open():`. sketch.py computes the sums.
 
     - `tensors`: the tensors to differentiate by, by name.
     - `holders`: objects that computing a loss changes, such as a trainer; they are restored.
@@ -103,10 +103,10 @@ class GradientSketcher:
 
     @contextmanager
     def open(self, moves: bool = False) -> Iterator[GradientSketcher]:
-        """Return a context in which computing gradients changes nothing in the program.
+        """Compute gradients in a `with` block without changing anything in the program.
 
-        The context's value is this sketcher. With `moves`, weights whose elements are all equal get
-        noise inside the context.
+        The context manager's value is this sketcher. With `moves`, weights whose elements are all
+        equal get noise in the block.
         """
         # Weights with only equal values, as in a head initialized to zero, can make the gradients
         # of others zero.
@@ -260,7 +260,7 @@ def _measure_room(device: torch.device) -> int:
 
 @contextmanager
 def _without_ddp(model: Any) -> Iterator[None]:
-    """Call the module inside a DistributedDataParallel directly, within this context."""
+    """In a `with` block, call the module inside a DistributedDataParallel directly."""
     # an audit must not trigger the wrapper's all-reduce, which belongs to the training step
     inner = unwrap_compiled(model)
     if not isinstance(inner, DistributedDataParallel):
@@ -278,7 +278,7 @@ def _without_ddp(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _fixed_statistics(modules: Iterable[Any]) -> Iterator[None]:
-    """Make BatchNorm layers use their running statistics within this context."""
+    """Make BatchNorm layers use their running statistics in a `with` block."""
     fixed = [
         (module, module.training)
         for module in modules
@@ -295,7 +295,7 @@ def _fixed_statistics(modules: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def _with_noisy_weights(tensors: Iterable[Any]) -> Iterator[None]:
-    """Add noise to weights whose elements are all equal, within this context."""
+    """In a `with` block, add noise to weights with equal elements."""
     # Each weight is refilled with its single value on exit, so no copies are needed.
     moved: list[tuple[torch.Tensor, float]] = []
     seed_torch(SEED)

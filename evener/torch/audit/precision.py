@@ -11,10 +11,10 @@ import torch
 
 @contextmanager
 def full_precision(keeps_autocast: bool = False) -> Iterator[None]:
-    """Turn off autocast and TF32 within this context.
+    """Turn off autocast and TF32 in a `with` block.
 
     Other reduced precision in float32 operations is turned off as well. The program's settings are
-    restored on exit. With `keeps_autocast`, autocast stays as it is.
+    restored afterwards. With `keeps_autocast`, autocast stays as it is.
     """
     with ExitStack() as stack:
         if not keeps_autocast:
@@ -25,7 +25,7 @@ def full_precision(keeps_autocast: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    """Keep autocast off within this context."""
+    """Keep autocast off in a `with` block."""
     # Code inside the context that enables autocast has no effect.
     autocast = torch.amp.autocast_mode.autocast
     entered = autocast.__enter__, autocast.__exit__
@@ -43,7 +43,7 @@ def _without_autocast() -> Iterator[None]:
 
 @contextmanager
 def _without_tf32() -> Iterator[None]:
-    """Compute float32 operations without TF32 or bfloat16 within this context."""
+    """In a `with` block, compute float32 operations without TF32 or bfloat16."""
     # PyTorch has older settings for this (such as `allow_tf32`) and newer ones (`fp32_precision`,
     # since 2.9); both are changed. Reading an older one raises an error if a newer one disagrees.
     backends = torch.backends

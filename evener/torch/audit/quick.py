@@ -65,7 +65,7 @@ class QuickPass:
 
 @contextmanager
 def without_dropout() -> Iterator[None]:
-    """Make PyTorch's Python functions for dropout drop nothing within this context."""
+    """Make PyTorch's Python functions for dropout drop nothing in a `with` block."""
     # it is used in quick passes and in passes with EvenRandomness, so that their results are equal
     with ExitStack() as stack:
         for owner, name, function in _list_replacements():

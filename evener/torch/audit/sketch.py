@@ -345,7 +345,7 @@ def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:
 
 @contextmanager
 def _only_hook(tensor: torch.Tensor, function: Callable[[Any], Any] | None) -> Iterator[None]:
-    """Make `function` a tensor's only gradient hook, within this context."""
+    """Make `function` a tensor's only gradient hook in a `with` block."""
     # None means no hook. The tensor's other hooks, which belong to the training step, are restored
     # on exit.
     own = dict(tensor._backward_hooks or {})

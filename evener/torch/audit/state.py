@@ -37,7 +37,7 @@ class _Items(msgspec.Struct, frozen=True, eq=False):
 
 @contextmanager
 def kept_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Iterator[None]:
-    """Restore the holders' attributes and frozen weights when this context ends.
+    """Restore the holders' attributes and frozen weights after a `with` block.
 
     See `keep_with_frozen`.
     """
@@ -101,7 +101,7 @@ def keep_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], No
 
 @contextmanager
 def kept_state(holders: Iterable[Any] = (), apart: Iterable[Any] = ()) -> Iterator[None]:
-    """Restore the holders' attributes and all random states when this context ends.
+    """Restore the holders' attributes and all random states after a `with` block.
 
     A module's submodules are restored, too. Objects in `apart` are left out.
     """

@@ -475,7 +475,7 @@ class StepTimer:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Count the time in this context as file time, because the program writes a file.
+        """Count the time of a `with` block as file time, because the program writes a file.
 
         This matters during own work. In other phases, the timer notices files by the bytes written.
         """
@@ -567,7 +567,7 @@ class StepTimer:
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Exclude the time in this context from own work: this rank waits for others."""
+        """Exclude the time of a `with` block from own work: the rank waits for others."""
         if self._validates:  # the validation continues
             with own_collectives():
                 yield

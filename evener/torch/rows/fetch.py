@@ -238,7 +238,7 @@ class _CopyStream:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def context(self) -> AbstractContextManager[None]:
-        """Make the copy stream the current stream within this context."""
+        """Make the copy stream the current stream in a `with` block."""
         context: AbstractContextManager[None] = torch.cuda.stream(self._stream)
         return context
 

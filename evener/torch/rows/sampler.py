@@ -420,7 +420,7 @@ class _CudnnAttention:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Turn off cuDNN's attention within this context; contexts may overlap."""
+        """Turn off cuDNN's attention in a `with` block; such blocks may overlap."""
         # The last one to end restores the setting from before the first.
         if not self._loops:
             self._before = torch.backends.cuda.cudnn_sdp_enabled()

@@ -175,7 +175,7 @@ def _same(value: Any) -> Any:
 
 @contextmanager
 def _without_sums(models: Sequence[Any]) -> Iterator[None]:
-    """Don't all-reduce the models' gradients in backward passes within this context."""
+    """Don't all-reduce gradients in backward passes in a `with` block."""
     with ExitStack() as stack:
         stack.enter_context(UNOWNED.no_sync())
         for model in models:

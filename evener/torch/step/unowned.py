@@ -77,7 +77,7 @@ class UnownedTensors:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients within this context, to be summed over the ranks later."""
+        """Accumulate gradients in a `with` block, to be summed over the ranks later."""
         before, self.syncs = self.syncs, False
         try:
             yield

@@ -384,7 +384,7 @@ class BatchWeights(BatchTracker):
 
     @contextmanager
     def auditing(self) -> Iterator[None]:
-        """Within this context, forward passes don't count for a step; audits run in it."""
+        """Don't count forward passes in a `with` block as parts of a step, for audits."""
         self._auditing = True
         try:
             yield

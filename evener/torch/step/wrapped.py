@@ -84,7 +84,7 @@ class Exchanged(torch.nn.Module):  # type: ignore[misc]  # torch isn't followed
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients within this context, to be summed over the ranks later."""
+        """Accumulate gradients in a `with` block, to be summed over the ranks later."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield

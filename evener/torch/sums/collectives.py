@@ -38,7 +38,7 @@ def note_own() -> None:
 
 @contextmanager
 def own_collectives() -> Iterator[None]:
-    """Count collectives within this context as evener's, not as the program's."""
+    """Count collectives in a `with` block as evener's, not as the program's."""
     global _own
     before = count_foreign()
     try:
