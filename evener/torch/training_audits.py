@@ -169,7 +169,7 @@ class TrainingAudits:
 
     @property
     def have_agreed(self) -> bool:
-        """True once ranks have compared an audit, and found no difference to confirm."""
+        """True once ranks have compared an audit, and no difference awaits confirmation."""
         # a difference that may come from rounding is confirmed by the next audits
         return self._compared and not self._doubted
 

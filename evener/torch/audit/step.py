@@ -169,7 +169,7 @@ class _Comparison:
         return compare(self._reference, others, self._repeats) is not None
 
     def _is_right(self, change: AuditChange) -> bool:
-        """True if the gradients agree without one possible cause."""
+        """True if the gradients agree once a possible cause is removed."""
         wanted = self._reference
         if change.reference is not None:
             wanted = self._sketcher.sketch(change.reference)

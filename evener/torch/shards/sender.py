@@ -2,8 +2,8 @@
 
 Each rank sends its gradients to the ranks that hold their shards, in the dtype in which they were
 computed. The receiving rank multiplies them by the sender's weight, and adds them up in the dtype
-of its shard. The result is the same as of a reduction in the shard's dtype. But bfloat16 gradients
-of float32 parameters need only half the bytes.
+of its shard. The result equals a reduction in the shard's dtype. But bfloat16 gradients of float32
+parameters need only half the bytes.
 """
 
 from __future__ import annotations

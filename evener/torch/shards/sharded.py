@@ -368,7 +368,7 @@ class Sharded:
             self.done()
 
     def _keep(self) -> None:
-        """End a pass whose gradients a later pass reduces."""
+        """End a pass whose gradients are reduced in a later pass."""
         # until then, parameters stay whole
         self.waits, self._task, self._passing = True, None, None
         self.root.hide()

@@ -54,7 +54,7 @@ class TakenBatch:
         )
 
     def can_share_backward(self, other: TakenBatch) -> bool:
-        """True if both batches can be in one backward pass, as ranks have the same weights.
+        """True if both batches can be in one backward pass, with equal weights of each rank.
 
         For batches of different epochs, the weights in both epochs' last batches must be equal,
         too.

@@ -25,7 +25,7 @@ _own = 0  # number of collectives that evener has started
 
 
 def count_foreign() -> int:
-    """Return how many collectives the program itself has started, over several ranks."""
+    """Return how many collectives over several ranks the program itself has started."""
     # all collectives of this process, except evener's own
     return sum(count_exchanges().values()) - _own
 
