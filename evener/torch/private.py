@@ -97,7 +97,8 @@ def grow_segments() -> None:
     """
     settings = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "unknown")()
     if not settings:
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        with suppress(RuntimeError, ValueError):
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 # -- a module's own dicts, in which tensors can be replaced without registering them again
