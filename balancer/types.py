@@ -178,6 +178,7 @@ class Probe(msgspec.Struct, frozen=True):
 
 Doubt = Literal[  # in the order in which they are reported
     "not_finite",
+    "ran_out",  # of a plan: its layout also ran out of memory
     "disturbed",
     "throttled",
     "capped",

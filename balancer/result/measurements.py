@@ -43,6 +43,8 @@ def find_doubts(
     `error` is the relative error of the samples/s. If given, it decides whether the measurements
     were too noisy. If every probe of the layout timed only a single step, one doubt about this
     replaces the doubts about noise and about short measurements.
+
+    A layout that ran out of memory is chosen only if no other layout is left.
     """
     worst: dict[str, MeasurementDoubt] = {}
     for doubt in chain(_doubts_about(seen, chosen), _compare_repeats(seen)):
@@ -52,6 +54,10 @@ def find_doubts(
         worst["noisy"] = MeasurementDoubt("noisy", error)
         if error <= ROUGH:  # the search required no greater precision
             del worst["noisy"]
+    failures = [each for each in seen if isinstance(each, OutOfMemory)]
+    count = sum(each.probe.layout == chosen for each in failures)
+    if count:
+        worst["ran_out"] = MeasurementDoubt("ran_out", count)
     lone = _count_lone_steps(seen, chosen)
     if lone:
         worst.pop("noisy", None)

@@ -936,6 +936,10 @@ def write_doubt(doubt: VerdictDoubt, on_gpus: bool, longer: str = "a longer --bu
             f"The loss was NaN or infinite at step {value:.0f}, so nothing is learned; check the "
             f"data, the learning rate and the precision."
         ),
+        "ran_out": (
+            f"This layout also ran out of memory, in {value:.0f} of its measurements, and so may a "
+            f"training: free memory, or measure again with {longer}."
+        ),
         "disturbed": (
             f"Other work took CPU time in {percent(value)} of the blocks of steps{taken}; stop it "
             f"and measure again."

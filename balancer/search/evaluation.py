@@ -236,7 +236,7 @@ class Evaluation:
             others = self._seen.spent_seconds(*set(STAGES) - set(SHARDED))
             left = max(0.0, problem.budget_seconds - others)
             problem = msgspec.structs.replace(problem, budget_seconds=left)
-        return Sharding(problem, self._seen.sharded)
+        return Sharding(problem, [*self._seen.sharded, *self._seen.sharded_failures()])
 
     def _lacks_memory(self) -> bool:
         """True if a device ran out of memory in every probe."""

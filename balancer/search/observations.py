@@ -13,6 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from ..types import Failed, Layout, Observation, OutOfMemory, Probe, Problem, Stage, Timed
 from .layouts import is_no_larger
 
@@ -216,6 +218,15 @@ class Observations:
             if one.probe.layout == layout
         )
         return next((one for one in own if not isinstance(one, Timed)), None)
+
+    def sharded_failures(self) -> list[OutOfMemory]:
+        """Return the sharded steps that ran out of memory in the race or in a check.
+
+        Their duration is 0, because it counts for those stages.
+        """
+        late = self.in_stage(Stage.RACE, Stage.KNOBS, Stage.CHECK)
+        found = [one for one in late if isinstance(one, OutOfMemory) and one.probe.layout.state]
+        return [msgspec.structs.replace(one, elapsed_seconds=0.0) for one in found]
 
     def still_fit(self, timed: Iterable[Timed]) -> list[Timed]:
         """Return the observations whose layouts may run again.

@@ -170,7 +170,8 @@ class Sharding:
         # single devices could only be measured again after a new start of their children, which
         # ended for the whole step
         division, problem = self._division, self.policy.problem
-        if not self.parts or not any(self._failures) or self.policy.machine.splits:
+        whole = [one for one in self._that_still_fit(self._seen) if one.probe.layout.state]
+        if not self.parts or not any(self._failures) or whole:
             return None
         smaller = division and propose(division, self._row_demands, self._problem)
         tried = [one.probe.layout for one in self._seen]
@@ -190,7 +191,7 @@ class Sharding:
         They include every measured layout in which some devices have no rows.
         """
         found = self.policy.best_splits() if self.parts else []
-        held = [one.probe.layout for one in self._held if isinstance(one, Timed)]
+        held = [one.probe.layout for one in self._that_still_fit(self._held)]
         return [*(self._shard(one) for one in found if one.traits.together), *held]
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
@@ -334,7 +335,7 @@ class Sharding:
 
     def _may_win(self, wanted: Proposal) -> bool:
         """True if the proposal should beat every sharded training that ran."""
-        ran = [one for one in self._seen if isinstance(one, Timed) and one.probe.layout.state]
+        ran = [one for one in self._that_still_fit(self._seen) if one.probe.layout.state]
         if ran:
             # the time to gather units isn't known: the shortest of those that ran is assumed
             more = min(self._beyond_rows(one) for one in ran)
@@ -349,11 +350,16 @@ class Sharding:
 
     def _surely_loses(self, layout: Layout) -> bool:
         """True if a layout with state-only devices already ran far faster."""
-        rates = [one.samples_per_second for one in self._held if isinstance(one, Timed)]
+        rates = [one.samples_per_second for one in self._that_still_fit(self._held)]
         if not rates or not layout.traits.together:
             return False
         expected = layout.global_batch / expect_seconds(layout, self._row_demands)
         return expected < FAR_SLOWER * max(rates)
+
+    def _that_still_fit(self, seen: Sequence[Observation]) -> list[Timed]:
+        """Return the measurements whose layouts never ran out of memory."""
+        full = [one.probe.layout for one in self._seen if isinstance(one, OutOfMemory)]
+        return [one for one in seen if isinstance(one, Timed) and one.probe.layout not in full]
 
     def _beyond_rows(self, timed: Timed) -> float:
         """Return the measured minus the predicted seconds of a step."""

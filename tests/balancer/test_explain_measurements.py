@@ -24,6 +24,7 @@ from evener.balancer.types import (
     Failed,
     Layout,
     MeasurementDoubt,
+    OutOfMemory,
     Probe,
     Stage,
     Timed,
@@ -175,6 +176,12 @@ def test_single_steps_are_one_doubt_unless_their_noise_was_measured() -> None:
     )
     codes = [doubt.code for doubt in find_doubts([lone, timed()], SPLIT, error=0.08)]
     assert codes == ["noisy", "too_short"]
+
+
+def test_a_plan_whose_layout_also_ran_out_of_memory_is_doubted() -> None:
+    full = OutOfMemory(timed().probe, (0,), "full", 1.0)
+    assert find_doubts([timed(), full, full], SPLIT) == (MeasurementDoubt("ran_out", 2),)
+    assert not find_doubts([timed(), full], EVEN)
 
 
 def test_memory_that_others_hold_is_reported_with_its_maximum() -> None:

@@ -65,6 +65,7 @@ DOUBTS = {  # doubts about a measurement, printed after its samples/s
     "drift": "speed drifting",
     "noisy": "steps vary a lot",
     "few_steps": "single steps",
+    "ran_out": "ran out of memory once",
     "too_short": "timed too briefly",
     "throttled": "steps held back",
     "capped": "at the power limit",

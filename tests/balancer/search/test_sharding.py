@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from evener.balancer.events import Finished, Observed
 from evener.balancer.request import Request
 from evener.balancer.run import open_run
+from evener.balancer.search.search import Search
 from evener.balancer.search.sharding import (
     RowDemand,
     Sharding,
@@ -444,6 +445,28 @@ def test_after_a_whole_step_without_memory_the_next_probe_is_a_smaller_whole_ste
     layout = probe.layout
     ran = Timed(probe, 0.2, 0.2, 0.2, 9, (20 * GIB, 7 * GIB), (0.1, 0.1), 0.2, 10.0)
     assert all(one.layout != layout for one in Sharding(LLAMA, [*seen, ran]).next_probes())
+
+
+def test_where_a_check_runs_out_of_memory_the_card_gets_a_smaller_part() -> None:
+    """More of the card stays free, and the layout's samples/s no longer count."""
+    search = Search(msgspec.structs.replace(LLAMA, budget_seconds=600.0))
+    for position in range(2):
+        layout = Layout("solo", tuple(int(i == position) for i in range(2)))
+        search.tell(OutOfMemory(Probe(layout, Stage.SOLO, 3.0), (position,), "", 1.0))
+    for seen in MEASURED:
+        search.tell(seen)
+    sharding = search.evaluation.sharding
+    assert sharding is not None
+    assert sharding.parts
+    probe = Probe(Layout("shard", (10, 6), state=sharding.parts), Stage.SHARD, 0.2)
+    ran = Timed(probe, 0.2, 0.2, 0.2, 9, (20 * GIB, 7 * GIB), (0.1, 0.1), 0.2, 10.0)
+    check = msgspec.structs.replace(probe, stage=Stage.CHECK, turn=1)
+    for last in (ran, OutOfMemory(check, (1,), "", 3.0)):
+        search.tell(last)
+    (smaller,) = search.ask()
+    assert smaller.stage == Stage.SHARD
+    assert smaller.layout != probe.layout
+    assert smaller.layout.state[1] < probe.layout.state[1]
 
 
 # 8 billion parameters in 4 bits under 5 and 3 GiB, whose children start in 18 s: position, rows,
