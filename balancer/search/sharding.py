@@ -154,7 +154,7 @@ class Sharding:
         return () if whole and not self.parts else tuple(map(self._with_shards, probes))
 
     def _urgent_whole_step(self, budget: Budget) -> Probe | None:
-        """Return a probe of the first whole step if time is short."""
+        """Return a probe of the first whole step if time is short or starts are slow."""
         policy = self.policy
         if not self.parts or policy.machine.splits:
             return None
@@ -163,12 +163,21 @@ class Sharding:
             return None
         # without a whole step there is no plan
         left = budget.seconds - budget.spent
-        return probe if left < URGENT * budget.starts.seconds(probe.layout) else None
+        start_seconds = budget.starts.seconds(probe.layout)
+        # two sizes of each device show its time and memory; other rows are then better measured in
+        # whole steps, by a group that runs already
+        sizes = (self._measured_alone(i) for i in range(self._problem.devices))
+        are_known = all(len(own) >= FEWEST_SIZES for own in sizes)
+        if left < URGENT * start_seconds or (are_known and budget.is_expensive(start_seconds)):
+            return probe
+        return None
 
     def _smaller_whole_step(self, budget: Budget) -> Probe | None:
-        """Return a smaller whole step if all others ran out of memory."""
+        """Return a smaller whole step if all others ran out of memory and starts are slow."""
         # single devices could only be measured again after a new start of their children, which
         # ended for the whole step
+        if not budget.is_expensive(budget.starts.alone):
+            return None
         division, problem = self._division, self.policy.problem
         whole = [one for one in self._that_still_fit(self._seen) if one.probe.layout.state]
         if not self.parts or not any(self._failures) or whole:

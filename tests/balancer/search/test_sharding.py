@@ -433,27 +433,47 @@ LLAMA = Problem(
 )
 
 
+# the same measurements, and a budget, if children take 10 s to start
+STARTED = tuple(
+    msgspec.structs.replace(one, start_seconds=10.0, elapsed_seconds=11.0)
+    if one.probe.turn == 0
+    else one
+    for one in MEASURED
+)
+LLAMA_IN_90_S = msgspec.structs.replace(LLAMA, budget_seconds=90.0)
+
+
+def test_where_starts_are_slow_the_first_whole_step_comes_after_two_sizes_of_each_card() -> None:
+    """Other rows are measured sooner in whole steps, by a group that runs already."""
+    both = STARTED[:4]
+    (probe,) = Sharding(LLAMA_IN_90_S, both).next_probes()
+    assert probe.stage == Stage.SHARD
+    assert {one.stage for one in Sharding(LLAMA_IN_90_S, both[:3]).next_probes()} == {Stage.PART}
+    quick = Sharding(LLAMA_IN_90_S, MEASURED[:4]).next_probes()
+    assert {one.stage for one in quick} == {Stage.PART}
+
+
 def test_after_a_whole_step_without_memory_the_next_probe_is_a_smaller_whole_step() -> None:
     """The children of single cards ended for it, and would have to start again."""
-    parts = Sharding(LLAMA, MEASURED).parts
+    parts = Sharding(LLAMA_IN_90_S, STARTED).parts
     assert parts is not None
-    seen: list[Observation] = [*MEASURED, ran_out(parts, 1)]
-    (probe,) = Sharding(LLAMA, seen).next_probes()
-    smaller = Sharding(LLAMA, seen).parts
+    seen: list[Observation] = [*STARTED, ran_out(parts, 1)]
+    (probe,) = Sharding(LLAMA_IN_90_S, seen).next_probes()
+    smaller = Sharding(LLAMA_IN_90_S, seen).parts
     assert (probe.stage, probe.layout.kind, probe.layout.state) == (Stage.SHARD, "shard", smaller)
     assert min(probe.layout.shares) > 0
     layout = probe.layout
     ran = Timed(probe, 0.2, 0.2, 0.2, 9, (20 * GIB, 7 * GIB), (0.1, 0.1), 0.2, 10.0)
-    assert all(one.layout != layout for one in Sharding(LLAMA, [*seen, ran]).next_probes())
+    assert all(one.layout != layout for one in Sharding(LLAMA_IN_90_S, [*seen, ran]).next_probes())
 
 
 def test_where_a_check_runs_out_of_memory_the_card_gets_a_smaller_part() -> None:
     """More of the card stays free, and the layout's samples/s no longer count."""
-    search = Search(msgspec.structs.replace(LLAMA, budget_seconds=600.0))
+    search = Search(LLAMA_IN_90_S)
     for position in range(2):
         layout = Layout("solo", tuple(int(i == position) for i in range(2)))
         search.tell(OutOfMemory(Probe(layout, Stage.SOLO, 3.0), (position,), "", 1.0))
-    for seen in MEASURED:
+    for seen in STARTED:
         search.tell(seen)
     sharding = search.evaluation.sharding
     assert sharding is not None
