@@ -1,1 +1,1 @@
-"""The result of a search: the plan, its evidence, and the text that explains it."""
+"""Turn what a search measured into a verdict, a plan, and the sentences that users read."""

@@ -1,9 +1,4 @@
-"""Chooses the recommendation of a verdict.
-
-There are five recommendations: use one device, use equal shares without a plan, train with the
-plan, measure again, or fix the user's code first. If layouts are equally fast, the simplest is
-recommended, even if the search chose another one.
-"""
+"""Recommend what to do with the result of a search."""
 
 from __future__ import annotations
 
@@ -21,7 +16,14 @@ REASONS: tuple[tuple[Doubt, float], ...] = (("disturbed", MOSTLY), ("changed", D
 
 
 def advise(verdict: Verdict) -> Recommendation:
-    """Return the recommendation that follows from all other fields of the verdict."""
+    """Return the recommendation for a verdict:
+
+    train by the plan, train without one, or measure again.
+
+    A loss that was NaN or infinite comes first, then reasons to distrust the measurements. If one
+    device is as fast as the plan, or equal shares are right, the recommendation is to train without
+    a plan.
+    """
     chosen = verdict.chosen
     own = Recommendation("plan", chosen.devices, chosen.batches, chosen.description)
 
@@ -47,7 +49,10 @@ def advise(verdict: Verdict) -> Recommendation:
 
 
 def _find_reason(verdict: Verdict) -> str:
-    """Return the code for why to measure again; "" if unneeded."""
+    """Return why the measurements can't be trusted, or "" if they can.
+
+    The reason is the code of a warning, `uncertain` or `uncompared`.
+    """
     for code, most in REASONS:
         if any(doubt.code == code and doubt.value >= most for doubt in verdict.doubts):
             return code
@@ -61,7 +66,7 @@ def _find_reason(verdict: Verdict) -> str:
 
 
 def _lacks_comparison(verdict: Verdict) -> bool:
-    """True if no simpler layout was compared, because time ran out."""
+    """Whether unequal shares were chosen, but time ran out before any comparison."""
     if verdict.chosen.kind != "other_shares":
         return False
     compared = [rival for rival in verdict.rivals if rival.gain is not None]
@@ -69,10 +74,9 @@ def _lacks_comparison(verdict: Verdict) -> bool:
 
 
 def find_single(verdict: Verdict) -> Rival | None:
-    """Return one device that is as fast as the whole plan.
+    """Return the first rival that is a single device and as fast as the plan, or None.
 
-    It must have been measured with the plan's batch, or with a smaller one if the user set no
-    batch. `is_equal` compares its speed with the plan's. Return None if there is no such device.
+    Its global batch equals the plan's. It may be smaller if the search chose the batch.
     """
     batch = verdict.chosen.global_batch
     for rival in verdict.rivals:
@@ -85,7 +89,7 @@ def find_single(verdict: Verdict) -> Rival | None:
 
 
 def is_equal(rival: Rival) -> bool:
-    """True if a rival ties with the plan and differs by at most 3 %."""
+    """Whether the rival ties with the plan and their measured speeds differ by at most 3 %."""
     gap = rival.difference
     return rival.tie and gap is not None and abs(gap.value) <= UNCLEAR
 

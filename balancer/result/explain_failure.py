@@ -1,7 +1,4 @@
-"""Builds the error for a session that ended without a plan.
-
-The error says what failed, what doesn't fit in memory, or that the budget was too short.
-"""
+"""Explain to the user why a search found no plan."""
 
 from __future__ import annotations
 
@@ -44,13 +41,10 @@ REMEDY = "Fix what failed, free memory, or choose another workload or other devi
 def explain_no_plan(
     record: JournalContents, belief: Belief, end: SearchEnd
 ) -> NoLayoutError | DeviceError:
-    """Return the error for a run that ended without a plan.
+    """Return the error to raise after a search that ended without a plan.
 
-    - `record`: the content of the run's journal.
-    - `belief`: what the search predicts for each device.
-    - `end`: the reason why the run ended.
-
-    The error is a DeviceError if no device could be used.
+    It is a `DeviceError` if every device was lost, otherwise a `NoLayoutError`. Both say what was
+    seen and what to do.
     """
     header, seen = record.header, record.observations
     ran = any(isinstance(one, Timed) for one in seen)
@@ -67,7 +61,7 @@ def explain_no_plan(
 def _explain_failures(
     record: JournalContents, failures: Sequence[str], end: SearchEnd
 ) -> NoLayoutError | DeviceError:
-    """Return the error for a run in which all layouts failed."""
+    """Return the error for a search in which probes failed or ran out of memory."""
     header, seen = record.header, record.observations
     if _lost_all(seen):
         remedy = find_backend(header.devices[0].kind).remedy
@@ -89,14 +83,14 @@ def _explain_failures(
 
 
 def _lost_all(seen: Sequence[Observation]) -> bool:
-    """True if all probes failed because their devices couldn't be used."""
+    """Whether every probe failed because its device was lost."""
     return all(
         isinstance(observation, Failed) and observation.cause == "device" for observation in seen
     )
 
 
 def _fails_everywhere(seen: Sequence[Observation]) -> bool:
-    """True if all probes raised the same exception."""
+    """Whether every probe raised the same exception in the user's code."""
     # then neither one device nor its memory can be the cause
     raised = [
         observation
@@ -108,7 +102,7 @@ def _fails_everywhere(seen: Sequence[Observation]) -> bool:
 
 
 def _locate_workload(workload: str, why: str) -> str:
-    """Return the workload's function and line, as an ending for `why`."""
+    """Return text that names the line where the workload's function or class is defined."""
     # "" if the message already names a line of the user's file, or if the file can't be read
     file, _, name = workload.rpartition(":")
     if not file.endswith(".py") or f"{Path(file).name}:" in why:
@@ -125,7 +119,7 @@ def _locate_workload(workload: str, why: str) -> str:
 
 
 def _explain_shards(record: JournalContents) -> Iterator[str]:
-    """Yield why sharding doesn't help either; nothing if it wasn't tried."""
+    """Yield why sharded training didn't work either; nothing if it wasn't tried."""
     tried = [
         observation for observation in record.observations if observation.probe.stage in SHARDED
     ]
@@ -147,7 +141,7 @@ def _explain_shards(record: JournalContents) -> Iterator[str]:
 
 
 def _may_fit_in_shards(record: JournalContents) -> bool:
-    """True if shards should fit but weren't tried on all devices."""
+    """Whether shards may fit in memory, although no step over several devices was tried."""
     tried = [
         observation for observation in record.observations if observation.probe.stage in SHARDED
     ]
@@ -161,7 +155,7 @@ def _may_fit_in_shards(record: JournalContents) -> bool:
 def _write_smallest_steps(
     record: JournalContents, state: ModelState, tried: Sequence[Observation]
 ) -> str:
-    """Return the memory of each device's smallest measured step, as text."""
+    """Describe the memory of the smallest timed step on each device, without its part of the state."""
     held = round(MEASURED_PART * (state.state_bytes - state.gradient_bytes))
     fewest: dict[int, tuple[int, int]] = {}
     for observation in tried:
@@ -183,7 +177,7 @@ def _write_smallest_steps(
 
 
 def _active(seen: Sequence[Observation], outcome: type[Observation]) -> set[int]:
-    """Return the positions of all devices in probes with this outcome."""
+    """Return the positions of all devices that took part in a probe with this outcome."""
     return {
         i
         for observation in seen
@@ -193,7 +187,11 @@ def _active(seen: Sequence[Observation], outcome: type[Observation]) -> set[int]
 
 
 def _explain_end(header: Header, ran: bool, end: SearchEnd) -> NoLayoutError:
-    """Return the error for a run that was stopped or too short."""
+    """Return the error for a search that ended without a failed probe.
+
+    It was interrupted, out of budget, or had nothing to measure. `ran` says whether any probe was
+    timed.
+    """
     budget = header.request.budget_seconds
     what = "a layout of the global batch" if ran else "anything"
     unfinished = [write_unfinished(one) for one in end.unfinished]
@@ -220,11 +218,10 @@ def _explain_end(header: Header, ran: bool, end: SearchEnd) -> NoLayoutError:
 def find_unfinished(
     workload: str, devices: Sequence[Device], running: Sequence[ProbeProgress]
 ) -> tuple[Unfinished, ...]:
-    """Return the phases, such as "building", of probes that haven't timed a step yet.
+    """List the start-up phases in which probes were still running when the search ended.
 
-    `running` are the latest reports of the running probes. Each entry has a phase, its devices'
-    labels, and the longest time that a probe has spent there. It also has the line of the user's
-    code, if known.
+    Each entry has the longest time that a probe had spent in the phase, in seconds, and the labels
+    of the devices.
     """
     found = []
     for phase in ("importing", "loading", "building", "preparing", "warming up"):
@@ -246,7 +243,7 @@ def find_unfinished(
 
 
 def _name_phase(phase: str, workload: str) -> tuple[str, str]:
-    """Return the phase's name for users, and what it builds or imports."""
+    """Return the phase as the user should see it, and the name of what was being loaded or built."""
     home, _, attribute = workload.rpartition(":")
     name = Path(home).name or workload
     if phase != "building":
@@ -256,10 +253,9 @@ def _name_phase(phase: str, workload: str) -> tuple[str, str]:
 
 
 def find_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> list[str]:
-    """Return a clause for each device that failed, with the reason.
+    """Describe the failure with the fewest rows on each device, one text per device.
 
-    Of a device's failures, the one with the fewest rows counts. If all devices failed for the same
-    reason, return a single clause.
+    If several devices failed for the same reason, and none ran out of memory, they share one text.
     """
     smallest = dict(sorted(_find_smallest(seen).items()))
     reasons = []
@@ -274,7 +270,7 @@ def find_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> lis
 
 
 def _find_smallest(seen: Sequence[Observation]) -> dict[int, Failed | OutOfMemory]:
-    """Return each device's failure with the fewest rows, by position."""
+    """Return each device's failed probe with the fewest rows in a pass, by position."""
     smallest: dict[int, Failed | OutOfMemory] = {}
     for observation in seen:
         if isinstance(observation, Timed):
@@ -295,7 +291,10 @@ def _describe(position: int, seen: Failed | OutOfMemory, device: Device) -> str:
 
 
 def _join_phase(why: str) -> str:
-    """Return text after "failed", such as ` while warming up: ValueError`."""
+    """Return the reason as the end of a sentence:
+
+    " while building: …", or ", …" if it names no phase.
+    """
     phase, colon, rest = why.partition(": ")
     return f" while {phase}: {rest}" if colon and phase in PHASES else f", {why}"
 
@@ -307,7 +306,10 @@ def _describe_reason(seen: Failed, device: Device) -> str:
 def _explain_too_large(
     header: Header, largest: Sequence[int], seen: Sequence[Observation]
 ) -> NoLayoutError:
-    """Return the error for a given global batch that doesn't fit."""
+    """Return the error for a global batch that exceeds the memory of all devices together.
+
+    `largest` holds the most rows that fit on each device.
+    """
     taken, most = find_taken_bytes(seen), sum(largest)
     holds = []
     for i, (device, rows) in enumerate(zip(header.devices, largest, strict=True)):

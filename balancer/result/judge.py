@@ -1,4 +1,4 @@
-"""Builds a search's verdict from the search's report, the run's journal and why the run ended."""
+"""Build the verdict of a search: the chosen layout, its rivals, and what is doubtful or missing."""
 
 from __future__ import annotations
 
@@ -63,10 +63,7 @@ COVERS = 0.8  # fraction of a loss that a cause must explain to be named
 
 
 class SearchEnd(msgspec.Struct, frozen=True):
-    """Why and when a run ended, with the phases of the probes that were unfinished then.
-
-    `seconds` is the time on the run's clock.
-    """
+    """Why and when a search ended."""
 
     end: End
     seconds: float
@@ -75,21 +72,17 @@ class SearchEnd(msgspec.Struct, frozen=True):
 
     @property
     def why_stopped(self) -> str:
-        """The reason why the run ended, as text."""
+        """The reason as a sentence for the user."""
         return self.end.words
 
     @property
     def late(self) -> bool:
-        """True if the run ended because its budget was used up."""
+        """Whether the search ended because its budget was spent."""
         return self.end.stop in (Stop.BUDGET, Stop.LATE)
 
 
 def judge(record: JournalContents, report: SearchReport, end: SearchEnd) -> Verdict:
-    """Return the verdict of a run.
-
-    `record` is the content of its journal, `report` the result of its search, and `end` the reason
-    why it ended.
-    """
+    """Return the verdict of a search, with its recommendation."""
     chosen, devices, request = report.chosen, record.header.devices, record.header.request
     labels = tuple(device.label for device in devices)
     rivals = compare_all(chosen, report.ranking, report.results, report.single)
@@ -150,7 +143,7 @@ def judge(record: JournalContents, report: SearchReport, end: SearchEnd) -> Verd
 
 
 def _describe_chosen(report: SearchReport, labels: Sequence[str]) -> Chosen:
-    """Return the verdict's description of the chosen layout."""
+    """Describe the chosen layout with the labels of its devices."""
     layout = report.chosen.layout
     family = find_own_family(layout)
     ratios = find_ratios(layout, report.mean_length)
@@ -170,7 +163,7 @@ def _describe_chosen(report: SearchReport, labels: Sequence[str]) -> Chosen:
 
 
 def find_kind(family: Family, layout: Layout) -> LayoutKind:
-    """Return what the verdict calls a layout of this family, such as "sharded"."""
+    """Return the kind of a layout as verdicts name it, such as "one_device" or "sharded"."""
     traits = layout.traits
     if traits.placed:
         return "placed"
@@ -184,7 +177,7 @@ def find_kind(family: Family, layout: Layout) -> LayoutKind:
 
 
 def _describe_rate(report: SearchReport, layout: Layout, interval: Interval) -> MeasuredRate:
-    """Return the verdict's entry for a layout's samples/s."""
+    """Return the measured samples/s of a layout, with tokens/s and padding if rows have lengths."""
     plain = MeasuredRate(interval.value, interval.low, interval.high, is_known(interval))
     if not report.mean_length:
         return plain
@@ -194,7 +187,7 @@ def _describe_rate(report: SearchReport, layout: Layout, interval: Interval) -> 
 
 
 def _has_equal_shares(layout: Layout) -> bool:
-    """True if the layout is plain data parallelism on all devices."""
+    """Whether the layout is plain data parallelism: equal shares on all devices, in one pass each."""
     if not layout.traits.together or layout.traits.sharded:
         return False
     everywhere = len(layout.active) == len(layout.shares)
@@ -202,10 +195,9 @@ def _has_equal_shares(layout: Layout) -> bool:
 
 
 def find_ratios(layout: Layout, row_tokens: float) -> tuple[float, ...]:
-    """Return each device's fraction of a batch.
+    """Return the fraction of the work that each device of a layout gets.
 
-    It is a fraction of the rows or, if rows are assigned by cost, of the cost of rows of
-    `row_tokens` tokens.
+    If rows are assigned by their cost, the fractions are those for rows of `row_tokens` tokens.
     """
     if layout.costs:
         return cost_ratios(layout.costs, row_tokens)
@@ -213,20 +205,18 @@ def find_ratios(layout: Layout, row_tokens: float) -> tuple[float, ...]:
 
 
 def cost_ratios(costs: Sequence[Cost | None], row_tokens: float) -> tuple[float, ...]:
-    """Return each device's fraction of a batch, so that all finish together.
+    """Return each device's speed as a fraction of the speed of all devices together.
 
-    The fractions are of the batch's cost, for passes of `USUAL_ROWS` rows of `row_tokens` tokens.
-    `costs` are the cost models of the devices; None for an unused one.
+    The speeds are for rows of `row_tokens` tokens. A device whose cost is None gets 0.
     """
     speeds = [1 / cost.seconds(USUAL_ROWS, round(row_tokens)) if cost else 0.0 for cost in costs]
     return tuple(speed / sum(speeds) for speed in speeds)
 
 
 def waiting_share(seen: Sequence[Timed]) -> float | None:
-    """Return the fraction of a step in which the busiest device waits.
+    """Return the mean fraction of a step in which even the slowest device doesn't compute.
 
-    It waits for others or for data. The fraction is the mean over the measurements `seen`. Return
-    None if a device's compute time is unknown.
+    None if a compute time or a step time is missing.
     """
     own = _own_seconds(seen)
     if own is None or any(timed.step_seconds <= 0 for timed in seen):
@@ -237,15 +227,14 @@ def waiting_share(seen: Sequence[Timed]) -> float | None:
 
 
 def padding_share(seen: Sequence[Timed]) -> float:
-    """Return the mean fraction of computed tokens that is padding; 0 if `seen` is empty."""
+    """Return the mean fraction of tokens that are padding; 0 for no measurements."""
     return fmean([timed.padding for timed in seen] or [0.0])
 
 
 def work_gap(seen: Sequence[Timed]) -> float | None:
-    """Return how unequal the devices' compute times are.
+    """Return by what fraction the fastest device's compute time is below the slowest device's.
 
-    The gap between the longest and the shortest time is divided by the longest. The result is the
-    mean over the measurements `seen`. Return None if a compute time is unknown.
+    It is the mean over `seen`, or None if a compute time is unknown.
     """
     own = _own_seconds(seen)
     if own is None or any(max(each) <= 0 for each in own):
@@ -254,7 +243,7 @@ def work_gap(seen: Sequence[Timed]) -> float | None:
 
 
 def _own_seconds(seen: Sequence[Timed]) -> list[list[float]] | None:
-    """Return the compute seconds per measurement and device; None if unknown."""
+    """Return the compute times of each step's devices, in seconds, or None if one is unknown."""
     own = [[timed.device_seconds[i] or 0.0 for i in timed.probe.layout.computing] for timed in seen]
     missing = any(
         timed.device_seconds[i] is None for timed in seen for i in timed.probe.layout.computing
@@ -266,10 +255,10 @@ def _own_seconds(seen: Sequence[Timed]) -> list[list[float]] | None:
 
 
 def list_alone(report: SearchReport) -> list[ComparedLayout]:
-    """Compare each device alone with the plan.
+    """Compare the plan with each device alone.
 
-    A device is compared at the plan's batch or, if that wasn't measured, at its fastest batch. If
-    the plan is one device, that device has the plan's samples/s.
+    A device is taken at the plan's global batch if it was measured there, else at its fastest
+    batch.
     """
     chosen, batch = report.chosen, report.chosen.layout.global_batch
     found = []
@@ -289,10 +278,9 @@ def list_alone(report: SearchReport) -> list[ComparedLayout]:
 
 
 def compare_alone(chosen: Result, result: Result) -> ComparedLayout:
-    """Compare a device alone with the chosen layout.
+    """Compare the plan with one device's result.
 
-    `result` is the device's. If the chosen layout is this device with this batch, the samples/s of
-    `chosen` are used instead.
+    The chosen layout itself gets the samples/s of the plan.
     """
     interval = chosen.throughput if result.layout == chosen.layout else result.throughput
     return compare(chosen, Candidate(SOLO, result.layout), interval)
@@ -301,7 +289,7 @@ def compare_alone(chosen: Result, result: Result) -> ComparedLayout:
 def _name_rivals(
     report: SearchReport, rivals: Sequence[ComparedLayout], labels: Sequence[str]
 ) -> tuple[Rival, ...]:
-    """Return a verdict entry with a distinct name for each rival."""
+    """Describe everything that the plan is compared with, under distinct names."""
     # the single device with which the plan is compared comes first
     chosen = report.chosen
     known = {rival.layout for rival in rivals} | {chosen.layout}
@@ -323,11 +311,7 @@ def _name_rivals(
 
 
 def choose_single(report: SearchReport, rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
-    """Return the single device to compare the plan with; None if there is none.
-
-    It is the fastest one. If the user gave the global batch, only devices that ran alone with that
-    batch count, unless there are none.
-    """
+    """Return the single device to compare the plan with, or None if no other device ran alone."""
     chosen, alone = report.chosen, list_alone(report)
     own = chosen.layout.active if chosen.layout.traits.alone else ()
     others = [compared for compared in alone if compared.layout.active != own]
@@ -348,12 +332,15 @@ def _rate(compared: ComparedLayout) -> float:
 
 
 def _list_singles(rivals: Sequence[ComparedLayout]) -> list[ComparedLayout]:
-    """Return the rivals that use one device and no knobs."""
+    """Return the rivals that are one device without knobs."""
     return [rival for rival in rivals if rival.family and rival.layout.traits.alone]
 
 
 def _find_fastest(report: SearchReport, known: set[Layout]) -> list[ComparedLayout]:
-    """Return the fastest layout, if it beats the plan and isn't `known`."""
+    """Return the fastest measured layout that isn't in `known`, if it is faster than the plan.
+
+    The list has at most one entry.
+    """
     batch, chosen = report.problem.global_batch, report.chosen
     able = [result for result in report.results if batch in (None, result.layout.global_batch)]
     fastest = max(able, key=lambda one: one.throughput.value, default=chosen)
@@ -370,7 +357,10 @@ def _describe_rival(
     labels: Sequence[str],
     alone: Sequence[ComparedLayout],
 ) -> Rival:
-    """Return the verdict's entry for a layout compared with the plan."""
+    """Describe one rival as the verdict stores it.
+
+    `alone` holds the solo measurements, which may have been faster than the later ones.
+    """
     layout, gain = compared.layout, compared.gain_of(report.chosen) if compared.compared else None
     kind: RivalKind = find_kind(compared.candidate.family, layout)
     name = f"{labels[layout.active[0]]} alone" if kind == "one_device" else name
@@ -404,7 +394,7 @@ def _describe_rival(
 
 
 def _why_not_chosen(report: SearchReport, compared: ComparedLayout) -> WhyNotChosen | None:
-    """Return why a layout faster than the plan wasn't chosen."""
+    """Return why a layout with more samples/s isn't the plan, or None if it has no more."""
     chosen, problem = report.chosen, report.problem
     if compared.throughput.value <= chosen.throughput.value or not is_known(compared.throughput):
         return None
@@ -426,7 +416,7 @@ def _why_not_chosen(report: SearchReport, compared: ComparedLayout) -> WhyNotCho
 
 
 def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> SplitLoss | None:
-    """Return why the best split is slower than the chosen device."""
+    """Find out why the best split is slower than the single device that was chosen, or return None."""
     # also None if no times are known
     chosen, split = report.chosen, _best_split(rivals)
     if not chosen.layout.traits.alone or split is None or not _is_surely_slower(split):
@@ -448,7 +438,7 @@ def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> 
 
 
 def _is_surely_slower(split: ComparedLayout) -> bool:
-    """True if a split is certainly slower than the chosen layout."""
+    """Whether the plan is faster than this split by more than the error."""
     return not split.tie and split.gain >= 0
 
 
@@ -456,7 +446,11 @@ NEARLY = 0.9  # fraction of the sum of all devices alone: anything less is expla
 
 
 def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> SumLoss | None:
-    """Return why the plan is slower than all devices' summed speeds."""
+    """Find out why the plan is clearly slower than the sum of all devices alone.
+
+    None if it reaches 90 % of the sum, if input or busy CPU cores limit it, or if rates are
+    missing.
+    """
     chosen = report.chosen
     alone = [compared.throughput.value for compared in list_alone(report)]
     if not chosen.layout.traits.together or not chosen.layout.by_rows:
@@ -479,7 +473,7 @@ def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> Sum
 def _find_cause_of_lost_time(
     lost: float, by_share: float, by_exchange: float
 ) -> Literal["longest_part", "exchange", "both", "unexplained"]:
-    """Return the main cause of the seconds that a step has lost."""
+    """Return which cause accounts for the seconds lost in a step."""
     # `by_share`: seconds lost because the largest share is a small, inefficient batch
     if by_share >= COVERS * lost:
         return "longest_part"
@@ -491,7 +485,7 @@ def _find_cause_of_lost_time(
 
 
 def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[LeftOut]:
-    """Yield each working device without a share in the plan, and why."""
+    """Yield the devices that work but get no share, with the fastest split that used them."""
     chosen = report.chosen
     if not chosen.layout.traits.by_shares:
         return
@@ -520,7 +514,7 @@ def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[
 
 
 def _list_splits_with(report: SearchReport, position: int) -> list[Result]:
-    """Return splits with this device and at least half the plan's batch."""
+    """Return the measured splits that use a device, with at least half of the plan's global batch."""
     least = report.chosen.layout.global_batch / NEAR
     splits = [result for result in report.results if result.layout.traits.together]
     near = [split for split in splits if split.layout.global_batch >= least]
@@ -528,7 +522,7 @@ def _list_splits_with(report: SearchReport, position: int) -> list[Result]:
 
 
 def _best_split(rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
-    """Return the best split that could be compared with the plan."""
+    """Return the best rival over several devices that is comparable with the plan, or None."""
     splits = [
         rival
         for rival in rivals
@@ -539,7 +533,7 @@ def _best_split(rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
 
 
 def _lacks_split(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) -> bool:
-    """True if one device was chosen without measuring a comparable split."""
+    """Whether one of several devices was chosen, and no split was measured to compare it with."""
     if not chosen.layout.traits.alone or devices < 2:
         return False
     splits = [rival for rival in rivals if rival.family and rival.layout.traits.together]
@@ -547,7 +541,10 @@ def _lacks_split(chosen: Result, rivals: Sequence[ComparedLayout], devices: int)
 
 
 def _find_slow_bfloat16(record: JournalContents, layout: Layout) -> tuple[str, ...]:
-    """Return the plan's devices that lack hardware for bfloat16."""
+    """Return the labels of the plan's devices that lack bfloat16 hardware, if others have it.
+
+    Empty if the training doesn't use bfloat16.
+    """
     request = record.header.request
     asked = request.precision == MIXED or "mixed" in layout.knobs
     if not (asked or record.facts.bfloat16):
@@ -563,11 +560,7 @@ def _find_slow_bfloat16(record: JournalContents, layout: Layout) -> tuple[str, .
 
 
 def find_objective_reached(report: SearchReport) -> ObjectiveReached | None:
-    """Return the objective's value for the chosen layout.
-
-    With an objective such as samples per joule, a slower layout may have a higher value. Return
-    None if the objective is speed, or if the value is unknown.
-    """
+    """Return the plan's value of an objective that trades speed, or None for any other objective."""
     objective, chosen = find_objective(report.problem.objective), report.chosen
 
     def value(result: Result) -> float:
@@ -585,7 +578,7 @@ def find_objective_reached(report: SearchReport) -> ObjectiveReached | None:
 
 
 def find_not_compared(report: SearchReport, devices: int) -> Iterator[LeftOut]:
-    """Yield each layout of the race that failed or ran out of memory."""
+    """Yield the layouts that failed or ran out of memory in the final comparison."""
     for candidate, seen in report.failed:
         name = _name_missing(candidate, devices)
         if isinstance(seen, Failed):
@@ -595,10 +588,7 @@ def find_not_compared(report: SearchReport, devices: int) -> Iterator[LeftOut]:
 
 
 def find_unequal_rows(report: SearchReport) -> Iterator[LeftOut]:
-    """Yield the requested families that can't be compared because rows are assigned by cost.
-
-    A family such as packs gives each device a number of rows, without regard to their lengths.
-    """
+    """Yield the layout families that can't be compared, because shares follow the cost of rows."""
     if not report.mean_length:
         return
     for family in report.options.wanted:
@@ -607,10 +597,9 @@ def find_unequal_rows(report: SearchReport) -> Iterator[LeftOut]:
 
 
 def find_unmeasured(report: SearchReport, devices: int, end: SearchEnd) -> Iterator[LeftOut]:
-    """Yield the layouts that weren't measured because the budget ran out.
+    """Yield the layouts that the budget left no time for, with a budget that should be enough.
 
-    Each entry has a budget that should be enough to measure the layout. Yield nothing if the run
-    was interrupted or has no budget.
+    Nothing if the search had no budget, or was interrupted.
     """
     cut = end.end.stop in (Stop.INTERRUPTED, Stop.CUT_OFF)
     if report.problem.budget_seconds is None or cut:
@@ -623,7 +612,7 @@ def find_unmeasured(report: SearchReport, devices: int, end: SearchEnd) -> Itera
 
 
 def _name_missing(candidate: Candidate, devices: int) -> str:
-    """Return the name of a layout that wasn't measured, for a message."""
+    """Name a layout that wasn't measured."""
     if candidate.family.equal_shares and len(candidate.layout.active) == devices:
         # the plan may be an even split over fewer devices
         over = "both" if devices == 2 else f"all {devices}"
@@ -632,7 +621,7 @@ def _name_missing(candidate: Candidate, devices: int) -> str:
 
 
 def find_replaced(report: SearchReport, devices: int) -> tuple[ReplacedLayout, ...]:
-    """Return the layouts that ran out of memory, with their smaller replacements."""
+    """List the layouts that ran out of memory and the ones measured instead."""
     return tuple(
         ReplacedLayout(
             name_layout(wished, devices),
@@ -650,10 +639,7 @@ def _round_enough(report: SearchReport) -> int:
 def find_short_budget(
     report: SearchReport, seen: Sequence[Observation], end: SearchEnd
 ) -> ShortBudget | None:
-    """Return a note if the budget ended before a split was measured.
-
-    The note has the seconds that starting processes took, and a budget that should be enough.
-    """
+    """Return how much of the budget starting processes took, if no split was tried in time."""
     budget = report.problem.budget_seconds
     tried = any(len(observation.probe.layout.active) > 1 for observation in seen)
     wanted = report.problem.devices > 1 and report.options.with_splits
@@ -667,7 +653,7 @@ def find_short_budget(
 
 
 def _find_left_out_hosts(report: SearchReport, devices: Sequence[Device]) -> Iterator[LeftOut]:
-    """Yield the hosts left out because they would slow the plan."""
+    """Yield the hosts that the plan doesn't use, if the fastest layout over more hosts is slower."""
 
     def list_hosts(layout: Layout) -> list[str]:
         return list(dict.fromkeys(devices[i].host for i in layout.active))

@@ -1,7 +1,4 @@
-"""Relates the choice of a batch to learning: larger batches may need more samples.
-
-The effect is known if the noise scale of the gradient was measured in an earlier training.
-"""
+"""Estimate what the chosen batch size means for learning and for the learning rate."""
 
 from __future__ import annotations
 
@@ -20,11 +17,9 @@ Point = tuple[int, float, float]
 
 
 def find_learning(request: Request, report: SearchReport) -> Learning | None:
-    """Return how the plan's batch affects learning.
+    """Return what the plan's global batch means for learning, or None if nothing is known.
 
-    The result includes a learning rate for the batch. Return None if neither the noise scale nor
-    the script's own batch is known. Also return None unless the plan is a single training in which
-    each device computes a share.
+    Needs the noise scale or the script's own batch size in the request.
     """
     layout = report.chosen.layout
     scale = request.noise_scale
@@ -48,7 +43,11 @@ def find_learning(request: Request, report: SearchReport) -> Learning | None:
 
 
 def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Learning:
-    """Return how much less a sample teaches in the plan's batch."""
+    """Return what a sample of the chosen batch is worth, and the same for faster batches.
+
+    If the script's own batch was measured, the result also has the relative speed, and the factor
+    on the samples needed for the same loss.
+    """
     chosen = report.chosen
     batch = chosen.layout.global_batch
     value, low, high = (
@@ -68,7 +67,7 @@ def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Lea
 
 
 def _find_frontier(scale: NoiseScale, report: SearchReport) -> tuple[Point, ...]:
-    """Return the batches that are faster than all smaller ones."""
+    """Return the measured batches that are faster than every smaller batch, in increasing order."""
     # each has two rates: its samples/s, and samples/s in very small batches that improve the model
     # equally fast
     chosen = report.chosen

@@ -1,8 +1,4 @@
-"""Finds what a plan's measurements show besides samples/s.
-
-The findings are doubts about the measurements, memory that other processes hold, devices that can't
-be used, and limits of the user's own code.
-"""
+"""Find warnings, failures and limits in the measurements of a search."""
 
 from __future__ import annotations
 
@@ -35,16 +31,14 @@ CHANGED = 0.1  # relative difference of two measurements of one layout
 def find_doubts(
     seen: Sequence[Observation], chosen: Layout, error: float | None = None
 ) -> tuple[MeasurementDoubt, ...]:
-    """Return the worst doubt of each kind about the chosen layout.
+    """Return the warnings about a search's measurements, the worst of each code.
 
-    The doubts concern its measurements. Two kinds are reported for every measured layout: a loss
-    that was NaN or infinite, and repeated measurements that differ.
+    - A loss that was NaN or infinite, and measurements that disagree, count for every layout.
+      Other warnings count if they concern the chosen one.
+    - `error`: the relative error of the samples/s. It replaces the value of `noisy`, and
+      removes that warning if the search needed no better. None leaves it as measured.
 
-    `error` is the relative error of the samples/s. If given, it decides whether the measurements
-    were too noisy. If every probe of the layout timed only a single step, one doubt about this
-    replaces the doubts about noise and about short measurements.
-
-    A layout that ran out of memory is chosen only if no other layout is left.
+    If the layout was timed by single steps only, `few_steps` replaces `noisy` and `too_short`.
     """
     worst: dict[str, MeasurementDoubt] = {}
     for doubt in chain(_doubts_about(seen, chosen), _compare_repeats(seen)):
@@ -67,7 +61,7 @@ def find_doubts(
 
 
 def _count_lone_steps(seen: Iterable[Observation], chosen: Layout) -> int:
-    """Return how many probes timed one step; 0 if any timed more."""
+    """Return the number of the layout's measurements if each is a single step, otherwise 0."""
     own = [
         observation
         for observation in seen
@@ -77,13 +71,13 @@ def _count_lone_steps(seen: Iterable[Observation], chosen: Layout) -> int:
 
 
 def _weight(doubt: MeasurementDoubt) -> float:
-    """Return how serious a doubt is, among doubts with its code."""
+    """Return how serious a warning is, to compare it with others of the same code."""
     # a loss that was NaN or infinite is more serious, the earlier it happened
     return -doubt.value if doubt.code == "not_finite" else abs(doubt.value)
 
 
 def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[MeasurementDoubt]:
-    """Yield doubts about the layout, and any layout's NaN or infinite loss."""
+    """Yield the warnings of single measurements that concern the chosen layout."""
     for observation in seen:
         if isinstance(observation, Timed):
             yield from (warning for warning in observation.warnings if warning.code == "not_finite")
@@ -104,7 +98,7 @@ def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Measu
 
 
 def _compare_repeats(seen: Iterable[Observation]) -> Iterator[MeasurementDoubt]:
-    """Yield a doubt if measurements of one layout differ too much."""
+    """Yield a `changed` warning for each layout whose measurements disagree beyond their intervals."""
     repeats: defaultdict[Layout, list[Timed]] = defaultdict(list)
     for observation in seen:
         if isinstance(observation, Timed):
@@ -121,7 +115,7 @@ def _compare_repeats(seen: Iterable[Observation]) -> Iterator[MeasurementDoubt]:
 def describe_doubts(
     doubts: Iterable[MeasurementDoubt], devices: Sequence[Device]
 ) -> tuple[VerdictDoubt, ...]:
-    """Return the verdict's entries for these doubts, with the labels of devices."""
+    """Replace the device positions in warnings by labels; "" stands for the whole step."""
     return tuple(
         VerdictDoubt(
             doubt.code,
@@ -136,28 +130,24 @@ def describe_doubts(
 def find_taken_memory(
     seen: Iterable[Observation], devices: Sequence[Device]
 ) -> tuple[TakenMemory, ...]:
-    """Return the devices on which other processes held memory when a probe began.
-
-    Each entry has the largest number of bytes that these processes held.
-    """
+    """List the devices on which other processes held memory, with the largest amount in bytes."""
     found = sorted(find_taken_bytes(seen).items())
     return tuple(TakenMemory(devices[i].label, size) for i, size in found)
 
 
 def find_pass_statistics(chosen: Layout, layer: str) -> PassStatistics | None:
-    """Return a warning if a layer computes statistics of single passes.
+    """Return the layer whose statistics depend on the pass size, and the smallest pass.
 
-    The statistics then don't cover a device's whole share. `layer` names such a layer; "" if the
-    model has none. Return None if every share is one pass.
+    None if there is no such layer, or every share is computed in one pass.
     """
     rows = [chosen.pass_rows[i] for i in chosen.active if chosen.passes(i) > 1]
     return PassStatistics(layer, min(rows)) if layer and rows else None
 
 
 def find_code_limit(seen: Iterable[Observation]) -> CodeLimit | None:
-    """Return the number of rows above which the user's own code raises an exception.
+    """Return the batch size from which the user's code raises, or None.
 
-    Return None unless all errors occurred with more rows than every step that succeeded.
+    An error counts if fewer rows ran on the same devices, and all failures have more.
     """
     ran: defaultdict[int, int] = defaultdict(int)
     failed: defaultdict[str, dict[int, int]] = defaultdict(dict)
@@ -183,10 +173,9 @@ PHASES = ("building", "preparing", "warming up", "measuring")
 
 
 def strip_location(detail: str) -> str:
-    """Return the error alone from a failure's detail.
+    """Return an error message without its device, phase and traceback path.
 
-    The device, the phase and the file are left out. A detail is, for example, `GPU:0, warming up:
-    train.py:12: ValueError: why (traceback in FILE)`.
+    Equal errors from different devices then compare as equal.
     """
     error = detail.partition(" (traceback in ")[0].rstrip(".")
     for phase in PHASES:
@@ -201,10 +190,9 @@ UNEQUAL_RATIO = 1.25
 def find_unequal_devices(
     seen: Iterable[Observation], devices: Sequence[Device]
 ) -> UnequalDevices | None:
-    """Return the two equal devices whose solo speeds differ most.
+    """Find two devices of the same product of which one was much faster alone, at the same batch.
 
-    Equal devices have the same product name, and the same limits on compute and memory. Speeds are
-    compared at the same batch. Return None if no such speeds differ by at least 25 %.
+    Returns the pair with the largest ratio, or None if all ratios are below 1.25.
     """
     best: dict[tuple[int, int], float] = {}
     for observation in seen:
@@ -227,9 +215,9 @@ def find_unequal_devices(
 
 
 def find_taken_bytes(seen: Iterable[Observation]) -> dict[int, int]:
-    """Return the most bytes that other processes held on each device, by device position.
+    """Return the most bytes that other processes held on each device, by position.
 
-    Devices on which they held nothing are left out.
+    Devices on which they held nothing are missing.
     """
     most: dict[int, int] = {}
     for observation in seen:
@@ -247,10 +235,9 @@ Reason = Literal["nothing_ran", "nothing_fits", "failed", "gone"]
 def find_left_out(
     seen: Sequence[Observation], devices: Sequence[Device], chosen: Layout
 ) -> tuple[LeftOut, ...]:
-    """Return the devices that can't be used, with the reasons.
+    """Return the devices that can't be used, with the last failure on each.
 
-    Every probe of such a device since its first failure has failed. If the device had succeeded
-    before, it is returned only if it was lost or the plan doesn't use it.
+    A later successful probe removes the device from the list.
     """
     found: dict[int, LeftOut] = {}
     ran: set[int] = set()
@@ -270,7 +257,7 @@ def find_left_out(
 def _why_left_out(
     failure: Failed | OutOfMemory, position: int, ran: bool, chosen: Layout
 ) -> Reason | None:
-    """Return why a failure excludes the device; None if it doesn't."""
+    """Return why a failed probe excludes a device, or None if the device is still usable."""
     # `ran`: a probe ran on it before
     if not ran:
         return "nothing_ran" if isinstance(failure, Failed) else "nothing_fits"
@@ -282,10 +269,9 @@ def _why_left_out(
 
 
 def find_short_epoch(chosen: Layout, rows: int) -> ShortEpoch | None:
-    """Return a warning if an epoch has fewer than 100 steps.
+    """Return the steps of an epoch if it has fewer than 100 at the plan's global batch.
 
-    The model would learn little in it. `rows` is the number of rows of the training data. Return
-    None if there are enough rows, or if `rows` is 0 (unknown).
+    None for longer epochs, or if `rows` is 0 (unknown).
     """
     batch = chosen.global_batch
     if not 0 < rows < FEW_STEPS * batch:

@@ -1,7 +1,4 @@
-"""Builds the outcome of a run from its journal and its search's report.
-
-The outcome is the plan with its evidence (the measured rivals), and the verdict.
-"""
+"""Write the plan file's content and the result of a finished search."""
 
 from __future__ import annotations
 
@@ -52,10 +49,7 @@ BLOCK_SLACK = 0.002
 
 
 def build_outcome(record: JournalContents, report: SearchReport, end: SearchEnd) -> Finished:
-    """Return the event that ends the run, with its plan and verdict.
-
-    `record` is the content of the run's journal.
-    """
+    """Return the finished result of a search: its plan, verdict and text."""
     header, facts, chosen = record.header, record.facts, report.chosen
     request, knobs = header.request, chosen.layout.knobs
     verdict = judge(record, report, end)
@@ -85,7 +79,7 @@ def build_outcome(record: JournalContents, report: SearchReport, end: SearchEnd)
 
 
 def _as_read(verdict: Verdict) -> Verdict:
-    """Return the verdict as the journal will give it back."""
+    """Return the verdict as it reads after a round trip through JSON."""
     # if a resumed run ends in the same way, the new end equals the recorded one and isn't written
     # again
     return msgspec.json.decode(msgspec.json.encode(verdict), type=Verdict)
@@ -94,7 +88,7 @@ def _as_read(verdict: Verdict) -> Verdict:
 def _list_evidence(
     report: SearchReport, devices: Sequence[Device], facts: Facts
 ) -> tuple[Evidence, ...]:
-    """Return the plan's evidence: all rivals, and each device alone."""
+    """List the measurements that the plan file keeps beside the chosen layout."""
     rivals = compare_all(report.chosen, report.ranking, report.results, report.single)
     found = [*_list_rivals(report, rivals, len(devices)), *_list_alone(report, rivals, devices)]
     return tuple(
@@ -108,7 +102,7 @@ _Named = tuple[str, EvidenceKind, ComparedLayout]
 def _list_rivals(
     report: SearchReport, rivals: Sequence[ComparedLayout], devices: int
 ) -> list[_Named]:
-    """Return all rivals and the best device, with names and kinds."""
+    """Return the compared layouts with the names and kinds under which the plan keeps them."""
     chosen = report.chosen
     names = name_rivals(chosen, rivals, devices)
     found: list[_Named] = [
@@ -131,7 +125,10 @@ def _list_rivals(
 
 
 def _put_first(single: ComparedLayout, found: Sequence[_Named], devices: int) -> list[_Named]:
-    """Return the rivals with `single` before the other devices alone."""
+    """Move the device that the verdict names before all other "best_device" entries.
+
+    It is added if it isn't among `found`.
+    """
     known = [named for named in found if named[2].layout == single.layout]
     name = name_layout(single.candidate, devices, another=True, with_shares=True)
     first = known or [(name, _find_kind(single, devices), single)]
@@ -143,7 +140,10 @@ def _put_first(single: ComparedLayout, found: Sequence[_Named], devices: int) ->
 def _list_alone(
     report: SearchReport, rivals: Sequence[ComparedLayout], devices: Sequence[Device]
 ) -> Iterator[_Named]:
-    """Yield each device alone, at its fastest and at the plan's batch."""
+    """Yield each device alone:
+
+    its fastest batch and, if another one was measured, the plan's batch.
+    """
     fastest = [one for one in report.solos if one is not None]
     for result in fastest:
         # a device that took part in the race has the result of the race
@@ -167,7 +167,7 @@ def _label(layout: Layout, devices: Sequence[Device]) -> str:
 
 
 def _find_kind(compared: ComparedLayout, devices: int) -> EvidenceKind:
-    """Return a rival's kind in the plan's evidence, such as "best_device"."""
+    """Return the kind of an entry in the plan's evidence."""
     traits = compared.layout.traits
     if compared.family is None or traits.sharded or not traits.by_shares:
         return "other"
@@ -186,7 +186,10 @@ def _write_evidence(
     facts: Facts,
     report: SearchReport,
 ) -> Evidence:
-    """Return the plan's evidence for a rival with this name and kind."""
+    """Return an entry of the plan's evidence.
+
+    `contended` marks a device measured alone while the other devices were busy.
+    """
     layout = compared.layout
     contended = layout.traits.alone and len(layout.shares) > 1 and layout not in report.others_idle
     return Evidence(
@@ -214,7 +217,7 @@ def _summarize(record: JournalContents, end: SearchEnd) -> SearchSummary:
 
 
 def _write_chosen(record: JournalContents, layout: Layout, report: SearchReport) -> PlanLayout:
-    """Return the plan's entry for the chosen layout, with curves and memory."""
+    """Return the chosen layout for the plan, with each device's time curve and memory."""
     devices, state = record.header.devices, record.facts.state
     written = _write_layout(layout, devices, record.facts, report)
     ran = [observation for observation in record.observations if isinstance(observation, Timed)]
@@ -233,7 +236,7 @@ def _write_chosen(record: JournalContents, layout: Layout, report: SearchReport)
 def _write_layout(
     layout: Layout, devices: Sequence[Device], facts: Facts, report: SearchReport
 ) -> PlanLayout:
-    """Return the plan's entry for a layout, without curves and memory."""
+    """Return a layout as the plan file stores it."""
     batch, costs = layout.global_batch, layout.costs
     ratios = find_ratios(layout, report.mean_length)
     shares = tuple(
@@ -259,7 +262,7 @@ def _write_layout(
 def _predict_memory(
     layout: Layout, position: int, ran: Sequence[Timed], state: ModelState | None
 ) -> tuple[int, int]:
-    """Return a device's state and peak bytes in sharded training, or zeros."""
+    """Return the state's bytes on a device and its expected peak in bytes; zeros without shards."""
     # the peak is the highest one measured in `ran`, plus BLOCK_SLACK
     if not (layout.traits.sharded and state and position in layout.active):
         return 0, 0
@@ -272,7 +275,7 @@ def _predict_memory(
 
 
 def _write_throughput(interval: Interval, layout: Layout, report: SearchReport) -> Throughput:
-    """Return the plan's entry for a layout's samples/s, tokens/s and energy."""
+    """Return the samples/s for the plan, with tokens/s, padding and power where known."""
     low, high = max(0.0, min(interval.low, interval.value)), max(interval.high, interval.value)
     turns = report.turns_of(layout)
     tokens = (interval.value * report.mean_length, padding_share(turns))

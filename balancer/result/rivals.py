@@ -1,7 +1,4 @@
-"""Names layouts, and compares every other layout that ran with the chosen one.
-
-Layouts are compared by their printed samples/s, or by measurements in alternating turns.
-"""
+"""Compare the chosen layout with the others, and give each a name."""
 
 from __future__ import annotations
 
@@ -32,10 +29,10 @@ KNOBS = {
 def name_layout(
     candidate: Candidate, devices: int, another: bool = False, with_shares: bool = False
 ) -> str:
-    """Return a layout's name for tables, such as `best split, XLA`.
+    """Return a layout's name for users.
 
-    `devices` is the number of devices of the request. With `another`, the name is for a second
-    layout of its family. With `with_shares`, the name includes the samples per device.
+    - `another`: for a layout whose usual name belongs to a better one.
+    - `with_shares`: append the rows per device.
     """
     layout = candidate.layout
     knobs = "".join(f", {KNOBS.get(knob, knob)}" for knob in layout.knobs)
@@ -44,12 +41,7 @@ def name_layout(
 
 
 def name_all(candidates: Sequence[Candidate], devices: int) -> tuple[str, ...]:
-    """Return a distinct name for each layout.
-
-    `candidates` is sorted, the fastest first. Of two layouts of one family, the slower one gets a
-    name such as `another split`. If the first layout is a split of any kind, no later one is named
-    `best split`.
-    """
+    """Return distinct names for layouts that are listed together, best first."""
     names: list[str] = []
     for candidate in candidates:
         name = name_layout(candidate, devices)
@@ -63,10 +55,7 @@ def name_all(candidates: Sequence[Candidate], devices: int) -> tuple[str, ...]:
 
 
 def list_samples(layout: Layout) -> str:
-    """Return the samples of each device that has any, as text such as "820 + 568".
-
-    Several passes are written as in "(820 = 2 × 410) + 568".
-    """
+    """Return the rows per device as text, such as "826 + 571"."""
     return join_shares([(layout.shares[i], layout.pass_rows[i]) for i in layout.computing])
 
 
@@ -76,10 +65,10 @@ NEAR = 2  # relative to a split's batch: the largest batch of a plan with which 
 
 
 class ComparedLayout(msgspec.Struct, frozen=True):
-    """A layout that was measured, compared with the chosen layout.
+    """A layout compared with the plan.
 
-    `gain` is the chosen layout's samples/s divided by this layout's, minus 1. `paired` is True if
-    `gain` was measured in alternating turns.
+    `gain` is the plan's speed relative to it, minus 1. `unclear` marks a tie that may hide a large
+    difference. `paired` is set if the gain comes from alternating measurements.
     """
 
     candidate: Candidate
@@ -94,18 +83,19 @@ class ComparedLayout(msgspec.Struct, frozen=True):
 
     @property
     def layout(self) -> Layout:
-        """The layout itself, without its family."""
+        """The layout itself."""
         return self.candidate.layout
 
     @property
     def family(self) -> Family | None:
-        """The layout's family; None if the layout has knobs."""
+        """The family that proposed the layout; None if it has knobs."""
         return None if self.candidate.layout.knobs else self.candidate.family
 
     def gain_of(self, chosen: Result) -> float:
-        """Return the gain of the chosen layout over this layout.
+        """Return the plan's gain over this layout.
 
-        It was measured in turns, or is computed from the samples/s as they are printed.
+        It comes from alternating measurements if they decided, otherwise from the samples/s as
+        printed.
         """
         return (
             self.gain
@@ -120,13 +110,12 @@ def compare_all(
     results: Sequence[Result] = (),
     single: Result | None = None,
 ) -> tuple[ComparedLayout, ...]:
-    """Compare every layout in the ranking with the chosen one.
+    """Compare the chosen layout with everything measured against it.
 
-    If the chosen layout won the race, the layouts are compared by the turns of the race, and
-    otherwise by their samples/s.
-
-    For a plan of one device or a pack, the fastest split in `results` comes first, even if it
-    wasn't in the race. If no single device was in the race, the best one (`single`) comes last.
+    - `ranking`: the final comparison, best first.
+    - `results`: all measured layouts. The fastest split among them is added if one device won
+      and that split isn't in the ranking.
+    - `single`: the best device alone, added if no single device is in the ranking.
     """
     won = ranking and ranking[0].candidate.layout == chosen.layout
     others = [ranked for ranked in ranking if ranked.candidate.layout != chosen.layout]
@@ -162,13 +151,11 @@ def _fastest_split(
 def compare(
     chosen: Result, rival: Candidate, interval: Interval, in_turn: RankedLayout | None = None
 ) -> ComparedLayout:
-    """Compare a rival with the chosen layout by their samples/s.
+    """Compare the chosen layout with another.
 
-    `interval` is the rival's samples/s. `in_turn` is the rival's result in the race; None if it
-    wasn't raced.
-
-    The gain usually comes from the samples/s. It comes from the turns of the race in two cases:
-    only these turns show which layout is faster, or the samples/s contradict them.
+    `in_turn` is the other layout's place in the ranking; None if the two weren't measured in
+    alternation. Otherwise that comparison decides about ties, and replaces a gain that disagrees
+    with it.
     """
     own, layout = chosen.throughput, rival.layout
     comparable = is_comparable(own, chosen.layout.shares, interval, layout.shares)
@@ -186,14 +173,14 @@ def compare(
 
 
 def _compare_rates(own: Interval, other: Interval) -> RateGap:
-    """Return the gap in samples/s; its interval contains 0 for ties."""
+    """Return the relative gap of two rates, with the bounds that their intervals allow."""
     low = own.low / other.high - 1
     high = own.high / max(other.low, LEAST_RATE) - 1
     return RateGap(printed_gain(own.value, other.value), low, high)
 
 
 def _reverse_gap(against: Interval) -> RateGap:
-    """Return the chosen layout's gain, from the rival's gain `against` it."""
+    """Turn a rival's measured gap to the plan into the plan's gap to the rival."""
     low, value, high = (
         1 / (1 + max(-0.99, each)) - 1 for each in (against.high, against.value, against.low)
     )
@@ -201,31 +188,20 @@ def _reverse_gap(against: Interval) -> RateGap:
 
 
 def find_own_family(layout: Layout) -> Family:
-    """Return the family of a chosen layout.
-
-    A split with equal shares counts as an even split.
-    """
+    """Return the family of a layout; equal shares over several devices count as `EVEN`."""
     whole = layout.traits.together and not layout.traits.sharded
     return EVEN if whole and is_even(layout) else family_of(layout)
 
 
 def name_rivals(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) -> tuple[str, ...]:
-    """Return a distinct name for each rival.
-
-    No rival gets the chosen layout's name. `devices` is the number of devices of the request.
-    """
+    """Return names for the rivals that differ from each other and from the plan's name."""
     layout = chosen.layout
     own = Candidate(find_own_family(layout), layout)
     return name_all([own, *(rival.candidate for rival in rivals)], devices)[1:]
 
 
 def find_larger(chosen: Result, rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
-    """Return the fastest layout with a larger batch than the chosen one.
-
-    It must also be faster than the chosen layout. Layouts of several trainings don't count. Return
-    None if there is no such layout, or if the chosen layout isn't a single training in which each
-    device computes a share.
-    """
+    """Return the fastest rival with a larger global batch that beats the plan, or None."""
     if not chosen.layout.traits.by_shares:
         return None
     faster = [rival for rival in rivals if rival.candidate.synchronous and rival.gain < 0]
@@ -236,16 +212,12 @@ def find_larger(chosen: Result, rivals: Sequence[ComparedLayout]) -> ComparedLay
 def is_comparable(
     own: Interval, own_shares: Sequence[int], other: Interval, shares: Sequence[int]
 ) -> bool:
-    """True if the gain of the chosen layout over another layout can be stated.
+    """Whether a speed comparison between the plan and a rival is meaningful.
 
-    `own` and `own_shares` describe the chosen layout, `other` and `shares` the other layout. If
-    `shares` is empty, `other` is the sum of all devices alone. The gain would be misleading in
-    three cases:
-
-    - One of the rates is too uncertain.
-    - The other layout is a split with less than half of the chosen layout's samples.
-    - A device is faster in the chosen split than alone, so it wasn't measured alone at its best
-      batch.
+    - Both rates must be known, and the rival's above 0.
+    - A split must have at least half of the plan's global batch.
+    - A single device is skipped if it did more samples/s within the plan than it did alone: its
+      solo measurement is then out of date.
     """
     active = [i for i, share in enumerate(shares) if share]
     if not other.value or not is_known(own, other):
@@ -258,16 +230,13 @@ def is_comparable(
 
 
 def printed_gain(own: float, other: float) -> float:
-    """Return the gain of `own` over `other` from the printed rates."""
+    """Return the relative difference of two rates, rounded as they are printed."""
     first, second = (float(rate(one).replace(" ", "")) or one for one in (own, other))
     return first / second - 1
 
 
 def is_rough(*intervals: Interval) -> bool:
-    """True if a gain computed from these values is too uncertain to print with decimals.
-
-    That is so if the relative error of any value is large.
-    """
+    """Whether a rate's relative error is above 2 %, so that gains are printed in whole percents."""
     return any(
         relative_error(interval.value, interval.low, interval.high) > COARSE
         for interval in intervals
@@ -275,9 +244,5 @@ def is_rough(*intervals: Interval) -> bool:
 
 
 def write_gain(gain: float, *intervals: Interval) -> str:
-    """Return a gain as a percentage, such as 36.4 %.
-
-    `intervals` are the values from which the gain was computed, with their errors. If an error is
-    large, a gain of 0.5 % or more has no decimals.
-    """
+    """Return a gain as a percentage, with a decimal if the rates are precise enough."""
     return percent(gain, 0 if is_rough(*intervals) and gain >= 0.005 else 1)

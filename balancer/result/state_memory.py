@@ -1,8 +1,4 @@
-"""Compares the memory of a model's state with the devices' memory.
-
-The state consists of parameters, gradients and optimizer state. The module also estimates how much
-memory training adapters on a frozen model would need.
-"""
+"""Say which devices can hold a model's state, alone, in shards or with adapters."""
 
 from __future__ import annotations
 
@@ -22,11 +18,10 @@ FEW = 0.1  # fraction of a model's parameters: if no more are trained, they are 
 def find_state_memory(
     facts: Facts, seen: Sequence[Observation], devices: Sequence[Device], chosen: Layout | None
 ) -> StateMemory | None:
-    """Return the memory that the model's state takes.
+    """Return where the model's state fits, or None if no sharded workload was built.
 
-    Estimates for training adapters are included, unless the training already trains adapters only.
-    `chosen` is the plan's layout; None without a plan. Return None if no shards were tried: the
-    state's size is then unknown.
+    For a model that is trained in full, the result includes the memory that LoRA and QLoRA would
+    take. `chosen` is None if no plan was found.
     """
     state = facts.state
     if state is None or not state.parameters:
@@ -53,7 +48,7 @@ def find_state_memory(
 
 
 def _holds_whole(observation: Observation) -> bool:
-    """True if each device of an observation can hold the whole model."""
+    """Whether the probe ran with the whole model on each of its devices."""
     layout = observation.probe.layout
     in_parts = observation.probe.stage in SHARDED or layout.traits.sharded or bool(layout.placement)
     return isinstance(observation, Timed) and not in_parts
@@ -68,11 +63,7 @@ def _find_adapters(
 
 
 def write_state_memory(memory: StateMemory) -> str:
-    """Return the memory of the state and of adapters as text.
-
-    Return "" if the whole model ran on one device and the plan isn't sharded: memory is no problem
-    then.
-    """
+    """Return sentences about the state's memory, or "" if memory is no problem."""
     if memory.fits_on and not memory.shard_bytes:
         return ""
     holders = join_words(memory.fits_on) if memory.fits_on else "no device"
@@ -85,10 +76,7 @@ def write_state_memory(memory: StateMemory) -> str:
 
 
 def write_adapters(memory: StateMemory) -> list[str]:
-    """Return one sentence per method of training adapters, such as LoRA.
-
-    A sentence has the memory that the method needs, and the devices that have enough.
-    """
+    """Return a sentence for each kind of adapter, with its memory and the devices that hold it."""
     sentences = []
     for adapter in memory.adapters:
         fits = "no device holds that alone"

@@ -71,10 +71,9 @@ KERAS_INPUT = (
 def find_training_limits(
     report: SearchReport, seen: Sequence[Observation], devices: Sequence[Device]
 ) -> tuple[TrainingLimit, ...]:
-    """Return the limits of the chosen layout, the largest first.
+    """Return what takes time in the chosen layout's step and could be removed, largest first.
 
-    `seen` are all observations of the run. The last limit may be one that the plan has removed: the
-    waiting that equal shares would cause. The result is empty if no parts of a step were measured.
+    Empty if the parts of its step weren't measured, or if it runs several trainings side by side.
     """
     chosen = report.chosen
     layout = chosen.layout
@@ -97,7 +96,7 @@ def find_training_limits(
 
 
 def _find_turns(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
-    """Return a layout's measurements that include the parts of its step."""
+    """Return the timed probes of a layout that know the parts of its step."""
     found = [
         observation
         for observation in seen
@@ -107,14 +106,14 @@ def _find_turns(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
 
 
 def _find_looks(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
-    """Return measurements that also timed steps without input or host waits."""
+    """Return the probes of a layout that also timed steps without input or without launch delays."""
     turns = _find_turns(seen, layout)
     # without input: one batch is reused; without waiting: all kernels are enqueued first
     return [turn for turn in turns if turn.kept is not None or turn.enqueued_seconds is not None]
 
 
 class _Measured:
-    """The measurements of one layout."""
+    """Mean parts of a layout's step, scaled to the step time of the verdict."""
 
     def __init__(
         self, layout: Layout, turns: Sequence[Timed], looks: Sequence[Timed], step_s: float
@@ -126,11 +125,11 @@ class _Measured:
         self.closer = looks[-1] if looks else None
 
     def parts_of(self, position: int) -> list[tuple[Timed, PartSeconds]]:
-        """Return measurements and parts of this device's step, where known."""
+        """Return the probes that know a device's parts of the step, with these parts."""
         return [(turn, part) for turn in self.turns if (part := turn.parts[position]) is not None]
 
     def share(self, position: int, name: str) -> float | None:
-        """Return the mean fraction of a device's step that a part takes."""
+        """Return the mean fraction of a step that a part takes on a device, or None if unknown."""
         # `name`: a field of `PartSeconds`, such as "input_seconds"
         shares = [
             seconds / one.step_seconds
@@ -140,13 +139,13 @@ class _Measured:
         return fmean(shares) if shares else None
 
     def largest_s(self, name: str) -> float | None:
-        """Return a part's seconds per step on its slowest device."""
+        """Return the seconds of a part on the device where it is longest, or None if unknown."""
         shares = [self.share(position, name) for position in self.layout.computing]
         known = [share for share in shares if share is not None]
         return max(known) * self.step_s if known else None
 
     def own_s(self, position: int) -> float:
-        """Return a device's compute seconds per step; 0 if unknown."""
+        """Return a device's compute time per step in seconds; 0 if unknown."""
         known = [
             own / turn.step_seconds
             for turn in self.turns
@@ -155,13 +154,13 @@ class _Measured:
         return fmean(known) * self.step_s if known else 0.0
 
     def lost_s(self, position: int, kind: LimitKind) -> float:
-        """Return the seconds per step that heat or power limits cost."""
+        """Return the seconds of a step that a device lost to heat or to a power limit."""
         own_s = self.own_s(position) or self.step_s
         name = "heat_seconds" if kind is LimitKind.HEAT else "power_seconds"
         return own_s * (self.share(position, name) or 0.0)
 
     def waited_for_neighbours(self, position: int) -> float:
-        """Return the seconds per step that kernels wait for other processes' kernels."""
+        """Return the seconds of a step in which a device's kernels waited for other processes."""
         parts = [part for _, part in self.parts_of(position)]
         parts = [part for part in parts if _is_whole_sample(part)] or parts
         if not parts:
@@ -179,26 +178,26 @@ class _Measured:
         return (self.own_s(position) or self.step_s) * fmean(waits)
 
     def list_last(self) -> list[int]:
-        """Return the positions of the devices with the longest compute time."""
+        """Return the devices that finish last, with a compute time near the longest."""
         longest = max((self.own_s(i) for i in self.layout.computing), default=0.0)
         return [i for i in self.layout.computing if self.own_s(i) >= LONGEST * longest]
 
     def launching_s(self) -> float:
-        """Return the seconds per step that GPUs wait for launches."""
+        """Return the seconds of a step that a GPU waits for kernel launches; 0 if unknown."""
         if self.closer is None or self.closer.enqueued_seconds is None:
             return 0.0
         step = self.closer.kept or self.closer
         return self.scale(max(0.0, step.step_seconds - self.closer.enqueued_seconds))
 
     def scale(self, seconds: float) -> float:
-        """Scale seconds of the measurement `closer` to the verdict's step time."""
+        """Convert seconds in the last closer measurement to seconds of the verdict's step."""
         assert self.closer is not None
         # a measurement that looks at more of a step may be slower
         return seconds * self.step_s / self.closer.step_seconds
 
 
 def _find_input(measured: _Measured) -> Iterator[StepPart]:
-    """Yield a step's wait for rows, and its time without that wait."""
+    """Yield the time that a step waits for rows."""
     seconds = measured.largest_s("input_seconds")
     step = _find_step_without_input(measured)
     if step is None:
@@ -223,7 +222,7 @@ def _find_input(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _find_step_without_input(measured: _Measured) -> tuple[float, float] | None:
-    """Return the seconds and error of a step without waiting for rows."""
+    """Return the step time without input and its error, in seconds, or None if not measured."""
     scaled = []
     errors = []
     for look in measured.looks:
@@ -243,7 +242,7 @@ def _find_step_without_input(measured: _Measured) -> tuple[float, float] | None:
 
 
 def _find_host(measured: _Measured) -> Iterator[StepPart]:
-    """Yield how long a step is delayed by the host."""
+    """Yield the time lost to busy CPU cores, and to kernel launches on a GPU."""
     # other programs use the cores
     starved = measured.largest_s("starved_seconds") or 0.0
     named = [
@@ -275,14 +274,17 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _seconds_saved_by_doubling(step_s: float, waits_s: float) -> float:
-    """Return the seconds per step saved by merging two steps into one."""
+    """Return the seconds per step that twice the batch saves where launches limit it.
+
+    They are per batch of the present size.
+    """
     # the host takes as long as before, and the device twice as long
     after_s = max(step_s, 2 * (step_s - waits_s))
     return step_s - after_s / 2
 
 
 def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
-    """Yield how long exchanging gradients takes, if waiting times are known."""
+    """Yield the exchange time that isn't hidden by computation."""
     layout = measured.layout
     if len(layout.computing) < 2 or not layout.traits.together:
         return
@@ -304,7 +306,7 @@ def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[S
 
 
 def _describe_link(measured: _Measured, devices: Sequence[Device]) -> str:
-    """Return the devices that exchange gradients, and their link if measured."""
+    """Return the link between the devices as text, or the devices' labels if it is unknown."""
     link = find_link(measured.turns, measured.layout, devices)
     if link is None:
         return " – ".join(devices[i].label for i in measured.layout.active)
@@ -314,11 +316,7 @@ def _describe_link(measured: _Measured, devices: Sequence[Device]) -> str:
 def find_link(
     seen: Sequence[Observation], layout: Layout, devices: Sequence[Device]
 ) -> Link | None:
-    """Return the link between a layout's devices.
-
-    The last measurement with the link's speed counts. `seen` are all observations. Return None if
-    the link wasn't measured.
-    """
+    """Return the last measured link between exactly the layout's devices, or None."""
     labels = tuple(devices[i].label for i in layout.active)
     for observation in reversed(seen):
         if not isinstance(observation, Timed) or observation.probe.layout.active != layout.active:
@@ -329,7 +327,7 @@ def find_link(
 
 
 def _waiting_fraction(measured: _Measured, position: int, on_cpu: bool) -> float | None:
-    """Return the fraction of a step in which a device waits."""
+    """Return the fraction of a step in which a device doesn't compute, or None if unknown."""
     shares = []
     for one, part in measured.parts_of(position):
         own = one.device_seconds[position]
@@ -342,7 +340,7 @@ def _waiting_fraction(measured: _Measured, position: int, on_cpu: bool) -> float
 
 
 def _find_update(measured: _Measured) -> Iterator[StepPart]:
-    """Yield how long the optimizer's own step takes."""
+    """Yield the time of the optimizer's step."""
     update = measured.largest_s("update_seconds")
     if update is not None:
         # waiting for the host to launch kernels is another limit
@@ -360,7 +358,7 @@ def _find_update(measured: _Measured) -> Iterator[StepPart]:
 def _find_memory(
     measured: _Measured, seen: Sequence[Observation], devices: Sequence[Device]
 ) -> Iterator[StepPart]:
-    """Yield the time that devices with several passes would save with one."""
+    """Yield the time that gradient accumulation costs the slowest devices."""
     layout = measured.layout
     for position in measured.list_last():
         passes = layout.passes(position)
@@ -377,7 +375,7 @@ def _find_memory(
 
 
 def _list_passes(seen: Sequence[Observation], position: int) -> list[tuple[int, float]]:
-    """Return the rows and seconds of the two largest single passes."""
+    """Return the two largest shares that ran in a single pass on a device, with seconds."""
     fastest: dict[int, float] = {}
     for observation in seen:
         if not isinstance(observation, Timed) or not observation.probe.layout.by_rows:
@@ -392,7 +390,10 @@ def _list_passes(seen: Sequence[Observation], position: int) -> list[tuple[int, 
 def _seconds_saved_by_one_pass(
     known: Sequence[tuple[int, float]], passes: int, on_cpu: bool
 ) -> tuple[float, float]:
-    """Return the seconds that one pass would save, and their error."""
+    """Return the seconds saved if a share fitted in one pass, and their error.
+
+    `known` holds rows and seconds of two single passes.
+    """
     (few, few_s), (many, many_s) = known
     now_s = passes * many_s
     if on_cpu or many > FEW_ROWS:
@@ -409,13 +410,13 @@ def _seconds_saved_by_one_pass(
 
 
 def _is_whole_sample(part: PartSeconds) -> bool:
-    """True if the driver's sample covers the whole measurement."""
+    """Whether the driver's sample of GPU use lies mostly within the measurement."""
     # otherwise, most of the sample is from before the session's kernels began
     return part.busy is None or part.busy >= LEAST_BUSY
 
 
 def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
-    """Yield how much heat, power limits or other processes slow a step."""
+    """Yield the time lost to heat, to a power limit and to other processes on the device."""
     # of the devices that the others wait for, the one that loses most counts
     for kind in (LimitKind.HEAT, LimitKind.POWER):
         lost = {i: measured.lost_s(i, kind) for i in measured.list_last()}
@@ -441,7 +442,10 @@ def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[Ste
 
 
 def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
-    """Return the time that unequal shares save, as a limit already removed."""
+    """Return what equal shares would lose against the plan, as a limit that is already removed.
+
+    Empty unless equal shares of the same batch were measured on the same devices.
+    """
     chosen = report.chosen
     layout = chosen.layout
     rows = [layout.shares[i] for i in layout.computing]
@@ -467,7 +471,7 @@ def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
 
 
 def _find_idle(measured: _Measured) -> Iterator[StepPart]:
-    """Yield the time in which the training's own code must wait."""
+    """Yield the time in which neither input, CPU nor device was busy: the script's own code."""
     seconds = measured.largest_s("idle_seconds")
     if seconds is not None:
         yield StepPart(kind=LimitKind.OWN_CODE, seconds=seconds)

@@ -1,4 +1,4 @@
-"""Messages that explain a search's next step, and why the search ends."""
+"""Explain in a sentence what a search measures, or why it ends."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ WHY_SOLO = (
 
 
 def explain_probe(probe: Probe, split_before: bool, running: int) -> str:
-    """Return a message about the purpose of a probe.
+    """Return a sentence that says what a probe measures and why.
 
-    `split_before` is True if a split was already measured. `running` is the number of layouts in
-    the race.
+    - `split_before`: a split was measured already.
+    - `running`: the number of layouts in the final comparison.
     """
     layout, devices = probe.layout, len(probe.layout.active)
     match probe.stage:
@@ -50,7 +50,7 @@ def explain_probe(probe: Probe, split_before: bool, running: int) -> str:
 
 
 def _explain_solo(probe: Probe) -> str:
-    """Return why solo probes are run, as the end of a sentence."""
+    """Return what a probe of single devices is for."""
     layout = probe.layout
     if layout.length:
         return f"what passes of rows of {layout.length} tokens and others cost"
@@ -60,7 +60,7 @@ def _explain_solo(probe: Probe) -> str:
 
 
 def _explain_split(layout: Layout, split_before: bool) -> str:
-    """Return a message that says which split is probed and why."""
+    """Return a sentence about a measured step over several devices."""
     devices = len(layout.active)
     if layout.costs:
         return f"Measures a real step, its rows assigned to {devices} devices by what they cost."
@@ -69,10 +69,7 @@ def _explain_split(layout: Layout, split_before: bool) -> str:
 
 
 def explain_no_device(model: MachineModel) -> End:
-    """Return the reason for a search's end: no device can be used.
-
-    The message says for each device why it was lost, or at which batch it ran out of memory.
-    """
+    """Return the end of a search in which no device can be used, with the reason for each."""
     words = [
         f"device {i}: {device.lost or f'out of memory at batch {device.memory.smallest_failed}'}"
         for i, device in enumerate(model.devices)
@@ -82,12 +79,10 @@ def explain_no_device(model: MachineModel) -> End:
 
 
 def find_doubt(model: MachineModel, chosen: Result) -> str:
-    """Return a reason to doubt the chosen plan, or an empty string.
+    """Return why the plan may still be clearly off, or "" if nothing suggests it.
 
-    A plan is doubtful in two cases:
-
-    - Its measured samples/s differ clearly from what its devices' curves predict.
-    - One of its devices ran out of memory repeatedly at batches that are not much larger.
+    The reason is a prediction that disagrees with the measurement, or a device whose memory limit
+    is uncertain.
     """
     # called when no further measurement is expected to change the plan
     # In 4,740 hard searches, 1.3 % of the plans without a doubt were more than 3 % off, and 12 % of
@@ -117,6 +112,6 @@ def find_doubt(model: MachineModel, chosen: Result) -> str:
 
 
 def explain_too_long(problem: Problem) -> End:
-    """Return the reason for a search's end: no device can hold the longest row."""
+    """Return the end of a search whose longest row fits on no device."""
     row = "it" if problem.longest_row < 0 else f"row {problem.longest_row}"
     return End(Stop.ROW_TOO_LONG, f"{row} has {problem.lengths[-1]} tokens")

@@ -1,10 +1,4 @@
-"""Conclusions from the observations of a search.
-
-They are the next probes, the best layout, and the reason why the search ends.
-
-A new evaluation is created after each observation. Each of its values is computed once, on first
-access.
-"""
+"""Derive everything a search knows from its observations: next probes, winner and report."""
 
 from __future__ import annotations
 
@@ -51,7 +45,7 @@ from .time_left import TimeLeft
 
 
 class Evaluation:
-    """The conclusions from one set of observations of a problem."""
+    """The state of a search, computed from a fixed set of observations."""
 
     def __init__(self, problem: Problem, options: LayoutOptions, seen: Observations) -> None:
         self.problem = problem
@@ -62,10 +56,9 @@ class Evaluation:
 
     @cached_property
     def next_probes(self) -> tuple[Probe, ...]:
-        """The probes to run now, all at the same time.
+        """The probes to run next; empty if the search is over.
 
-        There are none when the search is over. Probes that failed once, perhaps by chance, are
-        retried first.
+        Several probes are meant to run at the same time, on different devices.
         """
         retries = self._retries()
         if retries:
@@ -77,7 +70,7 @@ class Evaluation:
         return tuple(msgspec.structs.replace(probe, after=turn) for probe in wanted)
 
     def _wanted_probes(self) -> Iterator[tuple[Probe, ...]]:
-        """Yield the next probes of each part of the search, by priority."""
+        """Yield the probes of each part of the search, in order of priority."""
         # exploration interrupts the race until it has spent its part of the budget
         if not self._seen.timed(Stage.CHECK):
             yield self._explore(self.budget)
@@ -95,7 +88,7 @@ class Evaluation:
                 yield self.race.repeat_best(self.best.layout)
 
     def _retries(self) -> tuple[Probe, ...]:
-        """Return the failed probes to retry: a round of solos, or one."""
+        """Return the failed probes to repeat: all solo probes at once, or a single other one."""
         failed = self._seen.failures_to_retry()
         if failed and failed[0].stage == Stage.SOLO:
             return tuple(probe for probe in failed if probe.stage == Stage.SOLO)
@@ -103,28 +96,25 @@ class Evaluation:
 
     @property
     def _check_seconds(self) -> float:
-        """The shortest check of the winner in seconds; 0 before the race."""
+        """Seconds to keep for measuring the winner again."""
         winner = self.race.ranking[:1]
         return sum(self.budget.least_seconds(one.candidate.layout) for one in winner)
 
     def _explore(self, budget: Budget) -> tuple[Probe, ...]:
-        """Return exploration's next probes; empty if none is worth its time."""
+        """Return the next probes of exploration, unless no layout can work."""
         if self._why_none:
             return ()
         return explore(self.policy, budget, self.options.with_splits)
 
     def _explore_rest(self, seconds: float | None) -> tuple[Probe, ...]:
-        """Return exploration's next probes after the race, with a budget of `seconds`."""
+        """Return what exploration would measure with a budget of `seconds`; None: without a limit."""
         # without a limit (None), they show whether the search would go on
         problem = msgspec.structs.replace(self.problem, budget_seconds=seconds)
         rest = Budget(problem, self.options, self._seen, self.machine, race_is_over=True)
         return self._explore(rest)
 
     def belief(self) -> Belief:
-        """Return the search's curves and its next step.
-
-        The app shows them after each probe.
-        """
+        """Return the predicted curves, and a sentence about what is measured next."""
         policy = self.by_rows
         if self.sharding is not None and not self.model.live:
             policy = self.sharding.policy
@@ -132,7 +122,7 @@ class Evaluation:
         return Belief(curves, self._explain_next())
 
     def _explain_next(self) -> str:
-        """Return a message about the next measurement and its purpose."""
+        """Return a sentence about the next probes."""
         if self._seen.failures_to_retry():
             return "Tries once more what failed."
         if not self.next_probes:
@@ -144,16 +134,16 @@ class Evaluation:
     # ------------------------------------------------------------------ why it ends
 
     def ended(self) -> End | None:
-        """Return why the search is over; None if there are more probes to run."""
+        """Return why the search is over, or None if it goes on."""
         return None if self.next_probes else self._why_over()
 
     @cached_property
     def _why_none(self) -> End | None:
-        """Why no device can train; None if at least one can."""
+        """Why no layout can work, or None."""
         return self.policy.why_none() if self.model.live else explain_no_device(self.model)
 
     def _why_over(self) -> End:
-        """Return why the search is over, if there are no more probes."""
+        """Return why nothing is left to measure."""
         if self._why_none and not self.race.running:
             return self._why_none
         if not self.race.ranking:
@@ -165,7 +155,7 @@ class Evaluation:
         return self._why_finished(tied)
 
     def _why_finished(self, tied: bool) -> End:
-        """Return why a search ends that has nothing worthwhile left to measure."""
+        """Return why a search with enough time is over."""
         # `tied`: more measurements couldn't tell which of the two fastest layouts is faster
         best_is_known = self.best is None or is_known(self.best.throughput)
         if tied:
@@ -176,7 +166,7 @@ class Evaluation:
         return self._end_when_settled() if best_is_known else End(Stop.BUDGET)
 
     def _end_when_settled(self) -> End:
-        """Return UNSURE if the plan can be doubted; otherwise, SETTLED."""
+        """Return the end of a search that expects no further gain, with a doubt if there is one."""
         if self.best is None or not self.machine.by_rows:
             return End(Stop.SETTLED)
         doubt = find_doubt(self.model, self.best)
@@ -186,46 +176,39 @@ class Evaluation:
 
     @cached_property
     def time(self) -> TimeLeft:
-        """The remaining time, which limits the batches that the devices' models allow."""
+        """The remaining time of the budget."""
         return TimeLeft(self.problem, self.options, self._seen)
 
     @cached_property
     def model(self) -> MachineModel:
-        """The curves and limits of the devices, assuming that all rows cost the same."""
+        """The model of the devices, for shares counted in rows."""
         return MachineModel(self.problem, self._seen, self.time)
 
     @cached_property
     def by_rows(self) -> RowPolicy:
-        """The policy that chooses layouts if all rows cost the same."""
+        """The policy that assigns rows in the order of the data."""
         return RowPolicy(self.model)
 
     @cached_property
     def policy(self) -> RowPolicy | TextPolicy:
-        """The policy that chooses layouts.
-
-        It is a `TextPolicy` if rows have unequal lengths; otherwise, `by_rows`.
-        """
+        """The policy of this search: by rows, or by the cost of rows if they have lengths."""
         if not self.problem.lengths:
             return self.by_rows
         return TextPolicy(TextModel(self.problem, self._seen, self.time))
 
     @property
     def machine(self) -> MachineModel:
-        """The model of the machine on which `policy` bases its choices."""
+        """The model that the policy uses."""
         return self.policy.machine
 
     @cached_property
     def budget(self) -> Budget:
-        """What is left of the budget, and what probes cost."""
+        """The budget of the search."""
         return Budget(self.problem, self.options, self._seen, self.machine)
 
     @cached_property
     def sharding(self) -> Sharding | None:
-        """The search among sharded layouts.
-
-        None if the workload doesn't support sharding. Also None if sharding wasn't requested and
-        every device can hold the whole model.
-        """
+        """The search for sharded layouts; None if they are impossible, unwanted or needless."""
         problem = self.problem
         asked = any(family.traits.sharded for family in self.options.wanted)
         if not problem.shards or not asked or problem.devices < 2:
@@ -239,7 +222,7 @@ class Evaluation:
         return Sharding(problem, [*self._seen.sharded, *self._seen.sharded_failures()])
 
     def _lacks_memory(self) -> bool:
-        """True if a device ran out of memory in every probe."""
+        """Whether some device can't hold the model although its memory is free."""
         for position, device in enumerate(self.model.devices):
             # a device whose memory other processes use doesn't count
             all_its_own = self._seen.memory_limit(position) == self.problem.memory_bytes[position]
@@ -252,24 +235,23 @@ class Evaluation:
 
     @cached_property
     def offers(self) -> Offers:
-        """The layouts that exploration and families offer for the race."""
+        """The candidates of all wanted families."""
         shards = self.sharding.layouts() if self.sharding else []
         view = FamilyView(self.options, self.policy, self.budget, shards)
         return Offers(view, self.policy)
 
     @cached_property
     def race(self) -> Race:
-        """The race between the layouts that exploration and the families offer."""
+        """The final comparison of the candidates."""
         return Race(self.offers, self.machine, self.budget)
 
     # ------------------------------------------------------------------ who is best
 
     @cached_property
     def best(self) -> Result | None:
-        """The best of all layouts that ran and may still run; None before any measurement.
+        """The chosen layout with its samples/s, or None.
 
-        If the layout was measured again after it was chosen, its samples/s are from the turns since
-        then.
+        Measurements after the choice replace the samples/s that it was chosen for.
         """
         chosen = self._chosen
         if chosen is None:
@@ -287,7 +269,7 @@ class Evaluation:
 
     @cached_property
     def _chosen(self) -> Result | None:
-        """The best layout, according to the measurements that led to its choice."""
+        """The winner with the samples/s that decided, or None."""
         raced = {one.candidate.layout: one.candidate for one in self.race.ranking}
         if not all(candidate.synchronous for candidate in raced.values()):
             return self.race.ranking[0].result  # in the race, packs and placements are compared
@@ -300,7 +282,11 @@ class Evaluation:
         return self._results_that_ran[choose_winner(candidates, turns, self.problem).layout]
 
     def _eligible_layouts(self, raced: dict[Layout, Candidate]) -> Sequence[Layout]:
-        """Return the layouts that the search may choose."""
+        """Return the layouts that can win.
+
+        They have the requested global batch. Measurements from exploration are left out if the
+        layout nearly equals one of the final comparison, or belongs to a family that isn't wanted.
+        """
         fit = [
             one
             for one in self._results_that_ran
@@ -314,7 +300,7 @@ class Evaluation:
 
     @cached_property
     def _results_that_ran(self) -> dict[Layout, Result]:
-        """The results of all single trainings that may run again."""
+        """The measured samples/s of each layout that may run again."""
         found = self._seen.timed(Stage.SOLO, Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.RACE)
         trainings = [one for one in found if one.probe.layout.traits.by_shares]
         ran = [training for training in trainings if self.policy.is_sensible(training.probe.layout)]
@@ -327,7 +313,7 @@ class Evaluation:
         }
 
     def _samples_per_second(self, turns: Turns) -> Interval:
-        """Return the samples/s over some turns, with their interval."""
+        """Return the samples/s over all turns; single steps get the usual error of single steps."""
         interval = throughput(turns)
         if not all(turn.lone for turn in turns.values()):
             return interval
@@ -336,26 +322,25 @@ class Evaluation:
 
     @cached_property
     def _lone_error(self) -> float:
-        """A single step's relative error: half of its 95 % interval."""
+        """The usual relative error of a single step."""
         lone = [timed for timed in self._seen.timed() if timed.lone]
         return lone_error_of([(one.first_step_seconds, one.step_seconds) for one in lone])
 
     def _turns(self, layout: Layout) -> dict[int, Timed]:
-        """Return the measurements that determine a layout's samples/s, by turn number."""
+        """Return the measurements that count for a layout, by turn."""
         # all devices run at once in the solo stage, so its measurements only count without others
         return self._seen.turns(layout) or dict(enumerate(self._seen.timed_in(layout, Stage.SOLO)))
 
     def turns(self, layout: Layout) -> tuple[Timed, ...]:
-        """Return the measurements that determine a layout's samples/s, sorted by turn."""
+        """Return the measurements that count for a layout."""
         return tuple(self._turns(layout).values())
 
     # ------------------------------------------------------------------ the report
 
     def report(self, own_batch: int | None = None) -> SearchReport | None:
-        """Return all data for a plan, a verdict and tables.
+        """Return all that the result needs from the search, or None if nothing was measured.
 
-        Return None before any measurement. `own_batch` is the batch that the user's script uses
-        today, if known. The report then has the samples/s that are predicted for it.
+        `own_batch` is the script's own global batch, for which a speed is predicted.
         """
         if self.best is None:
             return None
@@ -393,10 +378,7 @@ class Evaluation:
         )
 
     def ranking(self) -> tuple[RankedLayout, ...]:
-        """Return every layout of the race, the winner first.
-
-        The best layout has the samples/s of `best`, so that all reports agree.
-        """
+        """Return the final comparison, best first, with the plan's latest samples/s."""
         found = list(self.race.ranking)
         for place, one in enumerate(found):
             if self.best and self.best.layout == one.candidate.layout:
@@ -405,10 +387,7 @@ class Evaluation:
         return tuple(found)
 
     def results(self) -> tuple[Result, ...]:
-        """Return every layout that ran and may run again, the fastest first.
-
-        If none may run again, return all layouts that ran.
-        """
+        """Return all measured layouts, fastest first."""
 
         def order(result: Result) -> tuple[float, int, tuple[int, ...]]:
             return -result.throughput.value, result.layout.global_batch, result.layout.shares
@@ -416,19 +395,15 @@ class Evaluation:
         return tuple(sorted(self._results_that_ran.values(), key=order))
 
     def solos(self) -> tuple[Result | None, ...]:
-        """Return the best result of each device alone, by position.
-
-        The result is None for a device that never ran alone.
-        """
+        """Return each device's fastest result alone, by position; None where nothing ran."""
         alone = [result for result in self.results() if result.layout.traits.alone]
         fastest = {one.layout.active[0]: one for one in reversed(alone)}
         return tuple(fastest.get(i) for i in range(self.problem.devices))
 
     def best_single(self) -> Result | None:
-        """Return the best single device of the race.
+        """Return the best result of a single device, or None.
 
-        If the race has none, return the fastest device alone at the requested batch, or None if no
-        device ran alone at that batch.
+        A result from the final comparison takes precedence.
         """
         for one in self.ranking():
             if one.candidate.layout.traits.alone:
@@ -439,20 +414,20 @@ class Evaluation:
 
     @property
     def _replaced_layouts(self) -> tuple[tuple[Candidate, Candidate], ...]:
-        """Layouts that ran out of memory, each with its smaller replacement."""
+        """Pairs of a layout that ran out of memory and the smaller one measured instead."""
         pairs = self.offers.retreats
         return tuple(pair for pair in pairs if self._seen.turns(pair[1].layout))
 
     @property
     def _growing_packs(self) -> tuple[Candidate, ...]:
-        """The next larger packs that there was no time to measure."""
+        """The next larger packs of the modes in which packs still gained."""
         packings = [packing for _, packing in self.offers.view.packings if packing.still_gains]
         found = [packing.next_layout() for packing in packings]
         return tuple(Candidate(PACK, layout) for layout in found if layout is not None)
 
     @property
     def _enough_seconds(self) -> float:
-        """The budget that would suffice to measure every layout once, in seconds."""
+        """A budget in seconds that should suffice to measure what is missing."""
         budget = self.budget
         live = self.model.live
         missing = [one.layout for one in self.race.unmeasured]
@@ -467,23 +442,23 @@ class Evaluation:
 
     @property
     def mean_length(self) -> float:
-        """The mean tokens per row without padding; 0 if rows have no lengths."""
+        """Mean tokens per row; 0 if rows have no lengths."""
         return fmean(self.problem.lengths) if self.problem.lengths else 0.0
 
     def _network_seconds(self) -> tuple[float, ...]:
-        """Return the extra seconds of an exchange, by number of hosts."""
+        """Return the extra exchange seconds by number of hosts; empty for a single host."""
         exchange = self.machine.exchange
         if len(exchange) < 2:
             return ()
         return tuple(costs[-1] - exchange[1][-1] for costs in exchange)
 
     def _curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return each device's curve, and the rows that surely fit a pass."""
+        """Return the time curve and the most rows of each device of a layout."""
         # without a split of rows, curves are empty and rows are 0
         sharding = self.sharding if layout.traits.sharded else None
         return (sharding or self.policy).curves(layout)
 
 
 def _is_like_any(layout: Layout, others: dict[Layout, Candidate]) -> bool:
-    """True if a measurement couldn't tell `layout` from one of `others`."""
+    """Whether a measurement couldn't distinguish the layout from one of the others."""
     return any(same_measurement(layout, each) for each in others)

@@ -1,4 +1,4 @@
-"""Chooses the next measurement of exploration, from a model of the machine."""
+"""Choose the next probes of exploration."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from .texts import TextPolicy
 
 
 def explore(policy: RowPolicy | TextPolicy, budget: Budget, with_splits: bool) -> tuple[Probe, ...]:
-    """Return the next probes, to be run at the same time.
+    """Return the next probes that improve the model of the machine; empty if none is worth it.
 
-    They are a round in which each device runs alone, if such a round is worth its time. Otherwise,
-    the result is a single probe: of a split (only if `with_splits`), or of one device while the
-    others are idle. It is empty if no measurement is worth its time or fits the budget.
+    Devices are measured alone first, then in steps over several devices if `with_splits`. The
+    function depends on the observations only, so it can be called again after each one.
     """
     if isinstance(policy, TextPolicy):
         return TextStage(policy.machine, budget, with_splits).next_probes()

@@ -1,4 +1,4 @@
-"""The results of exploration from which families choose their layouts (`families.SearchView`)."""
+"""What a layout family may ask the search when it proposes candidates."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from .texts import TextPolicy
 
 
 class FamilyView:
-    """Implements `families.SearchView` for one set of observations.
-
-    Lists of layouts start with the best layout. `shards` are the sharded layouts worth racing.
-    """
+    """The best known layouts of each kind, from which families make candidates."""
 
     def __init__(
         self,
@@ -37,25 +34,17 @@ class FamilyView:
 
     @cached_property
     def singles(self) -> Sequence[Layout]:
-        """The best solo layout; empty if there is none.
-
-        If it has several passes although its whole batch is known to fit in memory, the same layout
-        with one pass comes second.
-        """
+        """The best layouts on a single device."""
         return self._policy.singles()
 
     @cached_property
     def splits(self) -> Sequence[Layout]:
-        """The best split and others worth racing; empty unless splits were requested."""
+        """The best splits; empty if no wanted family uses them."""
         return self._policy.best_splits() if self.options.with_splits else []
 
     @property
     def even_splits(self) -> Sequence[Layout]:
-        """The even splits over all live devices.
-
-        If the options ask for scaling, even splits over fewer devices are included. Empty if splits
-        were requested and exploration hasn't measured any yet.
-        """
+        """Equal shares; empty while a split that they depend on wasn't measured."""
         # a free batch has as many rows per device as the best split, which isn't known yet
         if self.options.with_splits and not self._policy.machine.splits:
             return []
@@ -63,11 +52,9 @@ class FamilyView:
 
     @cached_property
     def common_batch(self) -> int | None:
-        """The global batch for layouts without a measured best batch, such as placements.
+        """The global batch for layouts that have no best batch of their own, or None.
 
-        It is the fixed batch. Without one, it is the batch of the best solo layout, or else the
-        smallest batch that didn't fit on a device alone. None if all are unknown, or if rows are
-        assigned by cost.
+        None if rows have lengths.
         """
         if not self._policy.machine.by_rows:
             return None
@@ -81,10 +68,9 @@ class FamilyView:
 
     @cached_property
     def packings(self) -> tuple[tuple[PackMode, Packing], ...]:
-        """The modes of packs to try, each with its `Packing`.
+        """The search for the best number of trainings on one device, by mode.
 
-        A `Packing` finds the best pack. Empty if no packs were requested, or if no device can train
-        alone in one pass.
+        Empty if packs aren't wanted, or if no device runs its batch in one pass.
         """
         if not any(family.traits.side_by_side for family in self.options.wanted):
             return ()
@@ -96,11 +82,7 @@ class FamilyView:
 
     @property
     def packs(self) -> list[Layout]:
-        """The best measured pack of each mode, or the next one to measure.
-
-        The next one is given if no pack of the mode has run yet. A pack is several trainings on one
-        device. Its mode is how the trainings share the device.
-        """
+        """The best pack of each mode."""
         best = {mode: packing.best_layout() for mode, packing in self.packings}
         plain = best.get("")
         if "logical" in self.options.pack_modes and plain is not None:
@@ -108,7 +90,7 @@ class FamilyView:
         return [layout for layout in best.values() if layout is not None]
 
     def _logical_pack(self, plain: Layout) -> Layout:
-        """Return a pack like `plain`, with a logical device for each training."""
+        """Return the pack in equal memory parts to measure, or the largest one that ran."""
         wanted = pack_on(plain, plain.processes, "logical")
         layouts = (timed.probe.layout for timed in self._seen.timed())
         tried = [layout for layout in layouts if layout.placement == "logical"]

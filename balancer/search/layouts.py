@@ -1,7 +1,4 @@
-"""The layouts that a search may try.
-
-Some are candidates of a race, and some are derived from others.
-"""
+"""Candidate layouts, the options that choose their families, and smaller variants after a failure."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ RETREATS = 4  # number of attempts with smaller batches: down to a quarter of th
 
 
 class LayoutOptions(msgspec.Struct, frozen=True):
-    """The families of layouts that a search considers, and their options on this machine."""
+    """Which layouts a search may try."""
 
     families: tuple[str, ...] = msgspec.field(default_factory=lambda: tuple(FAMILIES))
     placements: tuple[Placement, ...] = ()
@@ -41,22 +38,19 @@ class LayoutOptions(msgspec.Struct, frozen=True):
 
     @property
     def wanted(self) -> tuple[Family, ...]:
-        """The requested families."""
+        """The families with these names."""
         return find_families(self.families)
 
     @property
     def needs_more_children(self) -> bool:
-        """True if the race will start child processes that exploration doesn't start.
-
-        Exploration then gets a smaller part of the budget.
-        """
+        """Whether layouts follow exploration that need new probe processes."""
         return (
             self.scaling or bool(self.knobs) or any(family.more_children for family in self.wanted)
         )
 
     @property
     def with_splits(self) -> bool:
-        """True if exploration measures splits, because a requested family uses them."""
+        """Whether a wanted family needs splits to be explored."""
         return any(family.explored for family in self.wanted)
 
 
@@ -66,10 +60,9 @@ BALANCE = LayoutOptions(
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """One layout in the race, and the family that offers it.
+    """A layout that a family proposes for the final comparison.
 
-    A family's candidates after the first may be `extra`. The report doesn't name an extra candidate
-    that wasn't measured because the budget ran out.
+    `extra` marks one that is tried besides the family's main layouts.
     """
 
     family: Family
@@ -78,20 +71,12 @@ class Candidate(msgspec.Struct, frozen=True):
 
     @property
     def synchronous(self) -> bool:
-        """True for a single training in which each device computes a share, without knobs.
-
-        Only the global batches of such layouts are compared with each other.
-        """
+        """Whether it trains one model by shares, without knobs."""
         return self.layout.traits.by_shares and not self.layout.knobs
 
     @property
     def simplicity(self) -> tuple[int, int, int, int, int]:
-        """The sort key that decides a tie in favor of the simplest layout.
-
-        The simplest has the smallest key. It consists of the number of knobs, and the number of
-        passes beyond one on each device. Then come the family's simplicity, and the numbers of
-        devices and trainings.
-        """
+        """Sort key that puts simpler layouts first, to choose between equally fast ones."""
         layout = self.layout
         further = sum(layout.passes(i) - 1 for i in layout.active) if layout.in_passes else 0
         return (
@@ -104,10 +89,9 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 def shrink(layout: Layout, quantum: int = 1) -> Layout | None:
-    """Return the layout with a smaller batch on every device.
+    """Return the layout with 30 % fewer rows per device, or None if a device would have none.
 
-    It is tried after `layout` didn't fit. Shares are multiples of `quantum`. Return None if a
-    device would have no rows left.
+    Shares stay multiples of `quantum`, and each device keeps its number of passes.
     """
     shares = []
     for share in layout.shares:
@@ -124,10 +108,9 @@ def shrink(layout: Layout, quantum: int = 1) -> Layout | None:
 
 
 def divide(layout: Layout, full: tuple[int, ...]) -> Layout | None:
-    """Return the layout with smaller passes on devices that ran out of memory.
+    """Return the layout with 30 % smaller passes on the devices that ran out of memory.
 
-    `full` are the positions of these devices. If it is empty, they aren't known, and all devices
-    get smaller passes. Return None if a pass already has only one row.
+    An empty `full` means all devices. None if a pass would have no rows.
     """
     rows = list(layout.pass_rows)
     for i in full or layout.active:
@@ -141,10 +124,9 @@ def divide(layout: Layout, full: tuple[int, ...]) -> Layout | None:
 
 
 def same_measurement(one: Layout, other: Layout, near: float = TIE) -> bool:
-    """True if a measurement couldn't distinguish two layouts.
+    """Whether two layouts are too similar for a measurement to tell which one it is.
 
-    They are of the same kind, and have equally many passes on each device. Their shares differ by
-    at most `near`, relative to the larger share.
+    `near` is the largest relative difference of their shares.
     """
     if one.kind != other.kind or any(one.passes(i) != other.passes(i) for i in one.active):
         return False
@@ -153,12 +135,7 @@ def same_measurement(one: Layout, other: Layout, near: float = TIE) -> bool:
 
 
 def is_no_larger(one: Layout, other: Layout) -> bool:
-    """True if layout `one` takes no more memory than layout `other`.
-
-    Both run on the same devices. Their rows per pass, processes and options are compared. If the
-    shares of either layout depend on the lengths of rows, the result is True only for equal
-    layouts.
-    """
+    """Whether one layout needs no more memory than the other on any device."""
     if not (one.by_rows and other.by_rows):
         return one == other
     if (one.placement, one.knobs, one.state) != (other.placement, other.knobs, other.state):

@@ -42,10 +42,9 @@ ExchangeCosts = tuple[Costs, ...]  # [h][k]: seconds of k devices on h hosts
 def fit_exchange_costs(
     samples: Sequence[ExchangeSample], devices: int, hosts: int
 ) -> ExchangeCosts:
-    """Return the exchange costs by number of hosts and number of devices.
+    """Fit the exchange time to measured splits, by number of hosts and of devices.
 
-    They are in seconds, for up to `hosts` hosts and `devices` devices. If no sample is from a
-    single host, all costs are attributed to the network between hosts.
+    The result's item `[h][k]` is in seconds for k devices on h hosts.
     """
     on_one = [(k, cost, error) for k, h, cost, error in samples if h == 1]
     within = fit_sync_costs(on_one, devices)
@@ -59,11 +58,7 @@ def fit_exchange_costs(
 
 
 def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...]:
-    """Return what synchronizing 0 to `most` devices or hosts costs, in seconds.
-
-    The index is the number of devices or hosts. Costs are a linear function of it that never
-    decreases. Without samples, all costs are 0.
-    """
+    """Fit the exchange seconds of 0 to `most` devices, as a line that doesn't fall."""
     # if all samples have the same number, smaller numbers cost less in proportion, and larger ones
     # the same
     # the cost of k devices depends on the number of others, k - 1
@@ -85,7 +80,7 @@ def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...
 
 
 def _weighted_mean(samples: Sequence[tuple[float, float, float]]) -> float:
-    """Return the weighted mean of (_, value, weight) samples; 0 without samples."""
+    """Return the mean of the values, or 0 if there are none."""
     weights = math.fsum(weight for _, _, weight in samples)
     if not weights:
         return 0.0
@@ -93,7 +88,7 @@ def _weighted_mean(samples: Sequence[tuple[float, float, float]]) -> float:
 
 
 class MachineModel:
-    """A model of the machine for rows of equal cost, based on one set of observations."""
+    """Predict step times and memory of any layout from the observations."""
 
     # True: devices take rows in the order of the data, so packs and placements are possible
     by_rows = True
@@ -114,24 +109,18 @@ class MachineModel:
 
     @cached_property
     def splits(self) -> tuple[Timed, ...]:
-        """The splits that exploration measured, if their rows were assigned as this model assumes.
-
-        If `by_rows`, rows are assigned in the order of the data; otherwise, by cost.
-        """
+        """Timed splits of the kind that this model describes."""
         found = self.seen.timed(Stage.SPLIT)
         return tuple(one for one in found if one.probe.layout.by_rows == self.by_rows)
 
     @cached_property
     def fitting_splits(self) -> tuple[Timed, ...]:
-        """The explored splits that still fit, according to all observations since."""
+        """Timed splits that are expected to fit in memory again."""
         return tuple(self.seen.still_fit(self.splits))
 
     @cached_property
     def others_idle(self) -> dict[int, Timed]:
-        """Each device's best measurement while the others were idle, by position.
-
-        Layouts with another batch than the requested one, or that no longer fit, are left out.
-        """
+        """The fastest measurement of each device alone while the others were idle, by position."""
         best: dict[int, Timed] = {}
         for one in self.seen.still_fit(self.seen.timed(Stage.REST)):
             layout = one.probe.layout
@@ -144,16 +133,13 @@ class MachineModel:
 
     @cached_property
     def exchange(self) -> ExchangeCosts:
-        """The seconds of gradient exchange that computation doesn't hide.
-
-        The first index is the number of hosts, the second the number of devices.
-        """
+        """Exchange seconds by number of hosts and of devices."""
         samples = [self._exchange_sample(split) for split in self.splits]
         costs = fit_exchange_costs(samples, self.problem.devices, len(set(self.hosts)))
         return self._with_link(costs, max((k for k, *_ in samples), default=1))
 
     def _with_link(self, costs: ExchangeCosts, widest: int) -> ExchangeCosts:
-        """Raise the costs of large splits to what the link takes."""
+        """Raise the costs of more devices than were measured to what the link's speed suggests."""
         # links between hosts aren't known
         if self.problem.link is None or not self.by_rows or not self.split_curves or costs[2:]:
             return costs
@@ -164,7 +150,7 @@ class MachineModel:
         return (costs[0], tuple(within))
 
     def _unhidden_seconds(self, ranks: int, link: KnownLink) -> float:
-        """Return the least seconds that an exchange adds to a step."""
+        """Return the exchange seconds that computation doesn't hide, by the link's speed."""
         batch = self.problem.global_batch
         # what is left of the exchange on the device that hides most of it behind its computation
         left = []
@@ -183,27 +169,21 @@ class MachineModel:
 
     @cached_property
     def sync_seconds(self) -> float | None:
-        """The exchange time, in seconds, of the measured split with the most devices.
-
-        None if no split was measured.
-        """
+        """Exchange seconds of the widest measured split; None if no split ran."""
         layouts = [split.probe.layout for split in self.splits]
         if not layouts:
             return None
         return self.exchange_seconds(max(layouts, key=lambda layout: len(layout.active)).active)
 
     def exchange_seconds(self, positions: Sequence[int]) -> float:
-        """Return the seconds of these devices' exchange that computation doesn't hide.
-
-        `positions` are the devices that take part. Return 0 for one device.
-        """
+        """Return the exchange seconds between devices, given by position."""
         return self.exchange[self._count_hosts(positions)][len(positions)]
 
     def _count_hosts(self, positions: Sequence[int]) -> int:
         return len({self.hosts[i] for i in positions})
 
     def _exchange_sample(self, split: Timed) -> ExchangeSample:
-        """Return a split's step time minus its longest compute time."""
+        """Return the part of a split's step beyond its longest compute time."""
         active = split.probe.layout.active
         own = [split.device_seconds[i] for i in active]
         parts = [seconds for seconds in own if seconds]
@@ -215,10 +195,9 @@ class MachineModel:
         return len(active), self._count_hosts(active), split.step_seconds - longest, error
 
     def predict_parts(self, split: Timed) -> list[float]:
-        """Return each device's predicted compute time (own work) in a split.
+        """Return the predicted compute seconds of each device in a split.
 
-        The times are in seconds, in the order of the active devices, and are predicted from solo
-        measurements. Devices that never ran alone are left out.
+        Devices without a curve are missing.
         """
         layout = split.probe.layout
         devices = [self.devices[i] for i in layout.active]
@@ -227,10 +206,7 @@ class MachineModel:
         ]
 
     def predicted_rate(self, layout: Layout) -> float:
-        """Return the samples/s of a solo or split layout according to the curves.
-
-        Return 0 if one of its devices has no curve.
-        """
+        """Return the predicted samples/s of a layout; 0 if a device was never measured."""
         devices = [self.devices[i] for i in layout.computing]
         times = []
         for device in devices:
@@ -244,10 +220,9 @@ class MachineModel:
     # ------------------------------------------------------------------ memory
 
     def lay_out(self, shares: tuple[int, ...], surely: bool = False) -> Layout:
-        """Return a layout of these shares.
+        """Return the layout of these shares, in passes that fit.
 
-        A share is divided into passes if it isn't expected to fit in one, or if several are faster.
-        With `surely`, passes only have as many rows as certainly fit.
+        `surely` uses only pass sizes that certainly fit in memory.
         """
         both = zip(self.devices, shares, strict=True)
         return layout_of(
@@ -255,32 +230,22 @@ class MachineModel:
         )
 
     def lay_out_safely(self, shares: tuple[int, ...]) -> Layout | None:
-        """Return a layout of these shares in which every pass certainly fits.
-
-        A pass that has already run fits. Passes have fewer rows than in `lay_out` if its passes
-        aren't safe. Return None if there is no safe layout.
-        """
+        """Return the layout of these shares that surely fits in memory, or None."""
         layouts = (self.lay_out(shares, surely) for surely in (False, True))
         return next((layout for layout in layouts if self.surely_fits(layout)), None)
 
     def fits(self, layout: Layout) -> bool:
-        """True if every pass of the layout is predicted to fit."""
+        """Whether each pass is expected to fit in memory."""
         both = zip(layout.pass_rows, self.devices, strict=True)
         return all(rows <= device.guessed_rows for rows, device in both)
 
     def surely_fits(self, layout: Layout) -> bool:
-        """True if every pass of the layout certainly fits.
-
-        That is, it ran before, or is far below the memory limit.
-        """
+        """Whether each pass certainly fits in memory."""
         return all(layout.pass_rows[i] <= self.devices[i].certain_rows for i in layout.active)
 
     @cached_property
     def split_curves(self) -> tuple[DeviceCurve, ...]:
-        """Each live device's curve in a split, and the largest share that fits in one pass.
-
-        Devices without a curve, or without a share that may fit, are left out.
-        """
+        """The curves of all usable devices within a split, each with the most rows of one pass."""
         found = []
         for position in self.live:
             device = self.devices[position]
@@ -290,10 +255,7 @@ class MachineModel:
 
     @cached_property
     def holds_batch(self) -> bool:
-        """True if the devices can together compute the fixed batch, perhaps in several passes.
-
-        Always True for a free batch.
-        """
+        """Whether the devices together can compute the requested global batch."""
         together = sum(device.limit for device in self.split_curves)
         if together >= (self.problem.global_batch or 0):
             return True

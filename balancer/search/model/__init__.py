@@ -1,1 +1,1 @@
-"""Models of devices, fitted to measurements: step time, memory and the cost of exchange."""
+"""Model time and memory of devices from a few measurements."""

@@ -1,8 +1,4 @@
-"""Collects what exploration measured on each device, and groups indistinguishable devices.
-
-Indistinguishable devices share one curve, fitted to the points of all of them. So they get equal
-shares.
-"""
+"""Read what the observations say about each device."""
 
 from __future__ import annotations
 
@@ -33,10 +29,9 @@ FEWEST_SIZES = 2
 
 
 class DeviceEvidence(msgspec.Struct, frozen=True):
-    """What exploration measured on one device.
+    """Everything that was measured about one device.
 
-    Its step times are given as points, next to its memory use. `rounds` is the number of its probes
-    in the solo stage. `lost` says why the device is left out of the search; "" if it isn't.
+    `rounds` counts its solo probes in one pass. `lost` is the reason why it can't be used, or "".
     """
 
     alone: tuple[
@@ -52,24 +47,20 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
     undivided: bool = False  # a step in passes failed for a reason other than memory
 
     def is_unusable(self, quantum: int) -> bool:
-        """True if the device failed permanently, or ran out of memory at the smallest share."""
+        """Whether the device is lost, or can't even run `quantum` rows."""
         return bool(self.lost) or (
             self.memory.smallest_failed is not None and self.memory.smallest_failed <= quantum
         )
 
     @property
     def best_rate(self) -> float:
-        """The highest samples/s of the device in its own process, or 0.
-
-        Measurements while the other devices were idle don't count.
-        """
+        """The best samples/s of the device while the others computed too; 0 if it never ran."""
         return max((point.batch / point.seconds for point in self.alone), default=0.0)
 
     def solo_points(self, devices: int) -> tuple[Point, ...]:
-        """Return the points measured alone, and points of larger batches.
+        """Return the time points for a curve of the device alone.
 
-        The larger batches were measured in splits or while the other devices were idle. If the
-        number of usable `devices` is 1, all points are returned.
+        With several devices, other measurements count only above the largest solo batch.
         """
         # with a single device, all points were measured under the same conditions
         largest = max((p.batch for p in self.alone), default=0) if devices > 1 else 0
@@ -78,10 +69,7 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
 
 
 def read_device(store: Observations, position: int) -> DeviceEvidence:
-    """Return the evidence about the device at `position`, from the observations of exploration.
-
-    Once a winner has been checked, splits of the race and of checks count too.
-    """
+    """Collect the evidence about one device from all observations."""
     seen = store.explored(position)
     by_rows = [one for one in seen if one.probe.layout.by_rows]
     own = _sort_by_use(by_rows)
@@ -102,7 +90,7 @@ def read_device(store: Observations, position: int) -> DeviceEvidence:
 
 
 class _ObservationsByUse(msgspec.Struct):
-    """A device's observations, by what it did in the probe."""
+    """The observations of a device, sorted by what they are used for."""
 
     # alone in one pass, while the other devices computed too
     rounds: list[Observation] = []
@@ -130,13 +118,13 @@ def _sort_by_use(by_rows: Iterable[Observation]) -> _ObservationsByUse:
 
 
 def _may_blame_passes(position: int, seen: Observation) -> bool:
-    """True if several passes on this device may have caused a failure."""
+    """Whether the probe failed in several passes, so that fewer passes may work."""
     failed = isinstance(seen, Failed) and seen.cause != "device"
     return failed and seen.probe.layout.passes(position) > 1
 
 
 def _read_memory_use(store: Observations, position: int, by_rows: list[Observation]) -> Memory:
-    """Return a device's memory use by rows of a pass."""
+    """Return the device's memory use by rows of a pass, and where it ran out."""
     # a batch size is the number of rows in one pass
     alone: dict[int, int] = {}
     in_splits: dict[int, int] = {}
@@ -161,7 +149,7 @@ def _read_memory_use(store: Observations, position: int, by_rows: list[Observati
 
 
 def _fits_no_rows(store: Observations, position: int, by_rows: Sequence[Observation]) -> bool:
-    """True if the model or its optimizer alone exceeded the memory."""
+    """Whether the device can't even hold the model, without any rows."""
     if any(isinstance(seen, Timed) for seen in by_rows):
         return False
     full = [seen for seen in by_rows if _out_of_memory(store, position, seen)]
@@ -170,7 +158,7 @@ def _fits_no_rows(store: Observations, position: int, by_rows: Sequence[Observat
 
 
 def _out_of_memory(store: Observations, position: int, seen: Observation) -> bool:
-    """True if the device ran out of memory in this observation."""
+    """Whether the device is the one that ran out of memory in a probe, and still would."""
     if isinstance(seen, Failed):
         return _too_large(store, position, seen)
     # other processes may have held memory that they have released since
@@ -188,7 +176,7 @@ def _out_of_memory(store: Observations, position: int, seen: Observation) -> boo
 
 
 def _too_large(store: Observations, position: int, seen: Failed) -> bool:
-    """True if a device alone failed at its largest batch so far."""
+    """Whether a failure is explained by a batch larger than any that ran on this device."""
     layout = seen.probe.layout
     if layout.active != (position,) or layout.in_passes or seen.cause == "device":
         return False
@@ -198,7 +186,7 @@ def _too_large(store: Observations, position: int, seen: Failed) -> bool:
 
 
 def _why_left_out(store: Observations, position: int, explored: Sequence[Observation]) -> str:
-    """Return why the device is left out; "" if it isn't."""
+    """Return why the device can't be used, or ""."""
     if position in store.gone:
         return store.gone[position]
     for seen in explored:
@@ -215,7 +203,7 @@ def _why_left_out(store: Observations, position: int, explored: Sequence[Observa
 
 
 def _throttling_factor(store: Observations, position: int, own: _ObservationsByUse) -> float:
-    """Return the factor by which throttling now slows the device; 1: none."""
+    """Return how much slower the device is while throttled; 1.0 if it isn't."""
     throttled = _list_if_still_throttled(store, position)
     unthrottled = (*_steady_points(own.rounds, position), *_steady_points(own.splits, position))
     unthrottled_curve = fit_curve(unthrottled) if throttled else None
@@ -229,7 +217,7 @@ def _throttling_factor(store: Observations, position: int, own: _ObservationsByU
 
 
 def _list_if_still_throttled(store: Observations, position: int) -> list[Timed]:
-    """Return the throttled measurements; none if throttling has ended."""
+    """Return the throttled measurements of the device, or nothing if throttling has passed."""
     timed = store.timed(Stage.SPLIT, Stage.RACE, Stage.CHECK)
     later = [one for one in timed if one.probe.layout.shares[position]]
     checks = [one for one in later if one.probe.stage == Stage.CHECK]
@@ -242,17 +230,16 @@ def _list_if_still_throttled(store: Observations, position: int) -> list[Timed]:
 
 
 def _steady_points(seen: Sequence[Observation], position: int) -> Iterator[Point]:
-    """Yield the device's points from probes without throttling."""
+    """Yield the time points of measurements in which no device was throttled."""
     timed = (observation for observation in seen if isinstance(observation, Timed))
     return read_points([one for one in timed if not one.held_back()], position)
 
 
 def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0) -> Iterator[Point]:
-    """Yield a point for each measurement of the device.
+    """Yield the time points of a device.
 
-    A point has the batch, the time and its relative error. The time is the device's compute time
-    (own work) in a step or, if the device ran alone, the duration of the whole step. `slower` is
-    the factor by which throttling now prolongs the device's steps.
+    `slower` is the factor of throttling that still lasts; it is applied to unthrottled
+    measurements.
     """
     # if `slower` is 1, measurements in which the device was throttled are used only if there are no
     # others; if it is larger, all are used, and the times without throttling are multiplied by it
@@ -283,7 +270,7 @@ def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0)
 
 
 def _typical_noise(seen: Iterable[Timed]) -> float:
-    """Return the median relative standard error of one step."""
+    """Return the median relative noise of a step."""
     # a probe with a single step doesn't show its noise
     certain = (timed for timed in seen if not timed.lone)
     noises = [relative_error(one) * math.sqrt(max(1, one.steps)) for one in certain]
@@ -300,11 +287,7 @@ def _own_seconds(seen: Timed, position: int) -> float:
 
 
 def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
-    """Return the devices' evidence, with drift added to all relative errors.
-
-    Drift is a change of a device's speed from probe to probe, for example because of heat. The
-    noise within a probe doesn't show it.
-    """
+    """Add the drift between repeated measurements to the error of each point."""
     # without the additional 0, a single pair of points, which one disturbance may have changed,
     # would be taken for drift
     drift = median_low([0.0, *_list_drifts(devices)])
@@ -324,7 +307,7 @@ def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
 
 
 def _list_drifts(devices: Sequence[DeviceEvidence]) -> Iterator[float]:
-    """Yield the unexplained drift between similar measurements of each device."""
+    """Yield how far each pair of points with nearly the same batch differs beyond noise."""
     for device in devices:
         for a, b in combinations((*device.alone, *device.in_splits), 2):
             rows = abs(math.log(a.batch / b.batch))
@@ -335,7 +318,7 @@ def _list_drifts(devices: Sequence[DeviceEvidence]) -> Iterator[float]:
 
 
 def relative_error(seen: Timed) -> float:
-    """Return the relative standard error of a step time, from its 95 % interval."""
+    """Return the relative standard error of a measurement's step time."""
     if seen.step_seconds <= 0:
         return 1.0
     half = (seen.high_seconds - seen.low_seconds) / 2
@@ -343,10 +326,7 @@ def relative_error(seen: Timed) -> float:
 
 
 def step_error(seen: Timed) -> float:
-    """Return the relative standard error of a step time, for fitting curves.
-
-    For a probe that timed a single step, return the typical error of such steps.
-    """
+    """Return the relative standard error of a step time; a fixed value for a single step."""
     return LONE_ERROR if seen.lone else relative_error(seen)
 
 
@@ -354,11 +334,9 @@ def step_error(seen: Timed) -> float:
 
 
 def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ()) -> list[list[int]]:
-    """Return the positions of the devices, in groups of equally fast devices.
+    """Group devices whose speeds can't be distinguished.
 
-    Each device is as fast as the first of its group, except for noise. A lost device is alone in
-    its group. Devices with different `limits` (`Problem.limits`) are never in one group. If
-    `limits` is empty, no device is limited.
+    `limits` are the fractions of the hardware that each may use; only equal ones share a group.
     """
     pace = [device.alone[0].seconds if device.alone else math.inf for device in devices]
     order = sorted(range(len(devices)), key=lambda i: (pace[i], i))
@@ -372,10 +350,9 @@ def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ())
 
 
 def group_by(order: Iterable[int], same: Callable[[int, int], bool]) -> list[list[int]]:
-    """Divide the positions in `order` into groups of equivalent positions.
+    """Put each position into the last group whose first member it is the same as.
 
-    Each position joins the latest group in which the first member is equivalent, according to
-    `same`, or forms a new group. Each group is returned sorted.
+    The groups are sorted inside.
     """
     groups: list[list[int]] = []
     for position in order:
@@ -389,12 +366,7 @@ def group_by(order: Iterable[int], same: Callable[[int, int], bool]) -> list[lis
 
 
 def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
-    """True if noise alone explains how the times of two devices differ.
-
-    The devices must have at least two batches in common, with the same times except for noise.
-    False if one device clearly took longer for a smaller batch than the other for a larger one.
-    Also False if a device is lost.
-    """
+    """Whether two devices differ by no more than noise wherever both were measured."""
     if one.lost or other.lost:
         return False
     pairs = chain(product(one.alone, other.alone), product(one.in_splits, other.in_splits))
@@ -403,13 +375,7 @@ def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
 
 
 def contradict_each_other(one: DeviceEvidence, other: DeviceEvidence) -> bool:
-    """True if no likely curve fits two devices, each measured alone.
-
-    There are two such cases, beyond noise:
-
-    - The device with the smaller batch took longer.
-    - Two batches are nearly equal, but their times differ by a larger ratio than the batches.
-    """
+    """Whether the times of two devices can't come from the same rising curve."""
     for a, b in product(one.alone, other.alone):
         fewer, more = sorted((a, b), key=lambda point: point.batch)
         noise = BATCH_ERRORS * math.hypot(a.sure_error, b.sure_error)
@@ -421,7 +387,7 @@ def contradict_each_other(one: DeviceEvidence, other: DeviceEvidence) -> bool:
 
 
 def _log_ratio(one: Point, other: Point) -> tuple[float, float]:
-    """Return the log ratio of two points' times, with its error."""
+    """Return the logarithm of the ratio of two times, and its error."""
     # corrected for a small difference of the batches: times grow with the square root, between a
     # level curve and proportional growth
     gap = math.log(one.seconds / other.seconds * (other.batch / one.batch) ** 0.5)
@@ -429,10 +395,9 @@ def _log_ratio(one: Point, other: Point) -> tuple[float, float]:
 
 
 def is_noise(gaps: Iterable[tuple[float, float]]) -> bool:
-    """True if noise explains all gaps between two devices.
+    """Whether pairs of a difference and its error are consistent with no difference.
 
-    Noise must also explain the mean gap. A gap is the logarithm of the ratio of their times at one
-    batch, with its standard error. False if there are fewer than two gaps.
+    False for fewer than two pairs.
     """
     total = 0.0
     mean = 0.0

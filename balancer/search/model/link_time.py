@@ -21,9 +21,9 @@ SHARDS_REDUCES = 1.5
 
 
 def all_reduce_seconds(size: int, ranks: int, link: KnownLink) -> float:
-    """Return the seconds of an all-reduce of `size` bytes over `ranks` ranks.
+    """Return the predicted seconds of a ring all-reduce of `size` bytes.
 
-    Return 0 for a single rank, or if the bandwidth of the link is unknown.
+    0 for a single rank, or if the link's speed is unknown.
     """
     # the latency was measured over `link.ranks` ranks, and grows in proportion to the steps of the
     # ring
@@ -35,9 +35,9 @@ def all_reduce_seconds(size: int, ranks: int, link: KnownLink) -> float:
 
 
 def shard_pass_seconds(size: int, ranks: int, link: KnownLink) -> float:
-    """Return the seconds of the collectives in one pass of a sharded training.
+    """Return the predicted transfer seconds of one pass of sharded training, without latency.
 
-    They gather the parameters, of `size` bytes, and reduce the gradients. Latency isn't included.
+    `size` is the bytes of all parameters.
     """
     # the number of collectives depends on how the model is divided into units, which isn't known
     bandwidth = KnownLink(link.ranks, link.bytes_per_second)

@@ -35,12 +35,10 @@ UNBOUNDED = 1 << 30  # samples
 
 
 class Memory(msgspec.Struct, frozen=True, dict=True):
-    """One device's memory use. A batch is the number of rows in one pass.
+    """A device's memory use by batch, and the largest batch that fits.
 
-    - `limit_bytes`: the memory that a training can use; None if unknown.
-    - `points`: pairs (batch, bytes) in rising order of batch.
-    - `largest_ran`: the largest batch that ran; 0 if none did.
-    - `smallest_failed`: the smallest batch that ran out of memory; None if none did.
+    `points` are pairs of a batch and its peak in bytes, in increasing order of batch. A
+    `limit_bytes` of None means that the device's memory is unknown.
     """
 
     limit_bytes: int | None
@@ -51,10 +49,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def distinct_points(self) -> tuple[tuple[int, int], ...]:
-        """The points at clearly distinct batches, in rising order, for fitting lines.
-
-        If only one would be left, they are the first and the last of all points.
-        """
+        """The points whose batches are far enough apart to fit a line."""
         # from the largest batch down, each batch is kept that is clearly smaller than the last one
         # kept
         kept: list[tuple[int, int]] = []
@@ -67,11 +62,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def line(self) -> tuple[float, float] | None:
-        """The line through the two largest distinct batches.
-
-        It is (bytes at 0 samples, bytes per sample). The slope is never negative. None with fewer
-        than two points.
-        """
+        """Fixed bytes and bytes per row, through the last two distinct points; None for fewer."""
         if len(self.distinct_points) < 2:
             return None
         (b0, m0), (b1, m1) = self.distinct_points[-2:]
@@ -79,11 +70,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return m1 - slope * b1, slope
 
     def predict_largest(self) -> int | None:
-        """Return the largest batch that fits according to the memory line.
-
-        Return None if the line or the limit is unknown, or if memory use doesn't grow with the
-        batch.
-        """
+        """Return the predicted largest batch that fits, or None without a usable line or a limit."""
         line = self.line
         if line is None or self.limit_bytes is None:
             return None
@@ -102,7 +89,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return max(0, most - int(MARGIN * most))
 
     def _slope_increase(self) -> float:
-        """Return the increase in bytes per sample at the largest batches."""
+        """Return the growth of bytes per row towards larger batches; 0 if memory grows linearly."""
         if len(self.distinct_points) < 3:
             return 0.0
         (b0, m0), (b1, m1), (b2, m2) = self.distinct_points[-3:]
@@ -111,9 +98,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return last - before if last > before * (1 + LEVEL) else 0.0
 
     def largest_in_proportion(self) -> int | None:
-        """Return the largest batch that fits if memory use is proportional to rows.
+        """Return a batch that surely fits because memory grows at most in proportion, or None.
 
-        Return None unless exactly one batch was measured and none ran out of memory.
+        None unless exactly one batch was measured and none has failed.
         """
         if self.smallest_failed is not None or len(self.points) != 1 or self.limit_bytes is None:
             return None
@@ -122,14 +109,10 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return int(rows * self.limit_bytes / used) if used else None
 
     def largest_to_try(self, cap: int, quantum: int = 1, optimistic: bool = False) -> int:
-        """Return the largest batch size worth trying.
+        """Return the largest batch worth trying alone, at most `cap`, as a multiple of `quantum`.
 
-        The batch is a multiple of `quantum`, up to `cap`. Return 0 if no batch can fit.
-
-        - Before any failure, it is the batch that the memory line predicts or, without a line,
-          `BLIND_GROWTH` times the largest that ran.
-        - After a failure, it is between the largest that ran and the smallest that failed. With
-          `optimistic`, it is just below the smallest that failed, until a second attempt fails.
+        It is the predicted limit or, without one, a step beyond the largest that ran. If a batch
+        failed, it lies between the two. `optimistic` tries just below the first failure.
         """
         narrow = max(quantum, SAME_BATCH * self.largest_ran)
         settled = (
@@ -151,9 +134,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def largest_in_split(self, cap: int, quantum: int = 1, bold: bool = False) -> int:
         """Return the largest batch worth trying in a split.
 
-        The batch is a multiple of `quantum`, up to `cap`. It usually comes from `largest_to_try`,
-        and may not fit. It is only the largest that ran if two failures refute the memory line. So
-        it is if the line or the memory limit is unknown, unless `bold`.
+        Without a prediction, it is the largest that ran, unless `bold`.
         """
         unknown = self.limit_bytes is None or self.line is None
         if (unknown and not bold) or self._line_is_refuted:
@@ -162,18 +143,14 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def _line_is_refuted(self) -> bool:
-        """True if memory ran out twice where the line predicted a fit."""
+        """Whether the device ran out of memory twice, in spite of the prediction."""
         if self.failure_count < 2:
             return False
         guess = self.predict_largest()
         return guess is None or self.smallest_failed is None or guess >= self.smallest_failed
 
     def largest_safe(self, cap: int, quantum: int = 1) -> int:
-        """Return the largest batch that certainly fits, a multiple of `quantum` up to `cap`.
-
-        It is the largest batch that ran, or a little more if that batch used far less memory than
-        the limit.
-        """
+        """Return the largest batch that surely fits: one that ran, or slightly more."""
         safe = self.largest_ran
         guess = self.predict_largest()
         if self.smallest_failed is None and guess is not None and self.largest_ran:
@@ -183,8 +160,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def largest_within(self, limit_bytes: float) -> int:
         """Return the largest batch that takes at most `limit_bytes`.
 
-        Memory use is interpolated between the points, and extrapolated beyond the first and the
-        last. Return `UNBOUNDED` if memory use doesn't grow with the batch.
+        Memory is interpolated between the points. Needs at least one point.
         """
         points = self.points if len(self.points) > 1 else ((0, 0), *self.points)
         above = bisect_left(points, limit_bytes, key=lambda point: point[1])
@@ -204,11 +180,11 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 def read_memory(
     limit_bytes: int | None, points: Mapping[int, int], ran: Iterable[int], full: Collection[int]
 ) -> Memory:
-    """Return a device's memory use, from its memory limit and measurements.
+    """Return the memory model of a device.
 
-    - `points`: the bytes used by each measured batch.
-    - `ran`: the batches that fit.
-    - `full`: the batches that ran out of memory, once for each failure.
+    - `points`: peak bytes by batch.
+    - `ran`: batches that fitted.
+    - `full`: batches that ran out of memory.
     """
     failed = min(full, default=None)
     largest = max((batch for batch in ran if failed is None or batch < failed), default=0)

@@ -19,10 +19,10 @@ from .step_time import LEVEL, Point, fit_stairs, make_rising, merge_points
 
 
 def optimistic_curve(points: Sequence[Point], curve: Curve) -> Curve:
-    """Return the fastest curve that the points allow.
+    """Return the fastest curve that the points still allow.
 
-    `curve` is fitted to the points. It is returned unchanged if no faster curve is likely, because
-    it explains the points well, or if there is only one batch.
+    It goes through the points and, between and beyond them, is as fast as plausible. A batch where
+    it promises much is worth a measurement.
     """
     found = merge_points(points)
     if curve.simple and len(curve.batches) > 2:
@@ -47,7 +47,7 @@ def optimistic_curve(points: Sequence[Point], curve: Curve) -> Curve:
 
 
 def _least_rise(points: Sequence[Point], curve: Curve) -> Curve:
-    """Return a level curve if noise explains the times; else `curve`."""
+    """Return a level curve if two points differ by no more than noise, otherwise `curve`."""
     one, other = points
     error = math.hypot(one.error, other.error) * other.seconds
     if abs(other.seconds - one.seconds) > CLEAR * error:
@@ -59,7 +59,7 @@ def _least_rise(points: Sequence[Point], curve: Curve) -> Curve:
 
 
 def _slope_beyond(points: Sequence[Point], curve: Curve) -> float:
-    """Return the slope beyond the last point, in seconds per sample."""
+    """Return the lowest plausible slope beyond the last point, in seconds per row."""
     first, middle, end = points[-3:]
     before = _slope(first, middle)
     last = _slope(middle, end)
@@ -74,16 +74,13 @@ def _slope_beyond(points: Sequence[Point], curve: Curve) -> float:
 
 
 def bend_is_open(points: Sequence[Point], curve: Curve) -> bool:
-    """True if the points don't determine where the curve bends from level to rising.
-
-    That is so if only one point lies beyond the level part, or if there are only three points.
-    """
+    """Whether the points leave open where a level curve starts to rise."""
     risen = sum(point.seconds > (1 + LEVEL) * curve.times[0] for point in points)
     return curve.bent and (len(points) == 3 or risen == 1)
 
 
 def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | None:
-    """Return an optimistic point in the gap before point `right`."""
+    """Return the lowest plausible point in the gap before `points[right]`, or None."""
     one, other = points[right - 1], points[right]
     own = _slope(one, other)
     before = _slope_before(points, right, own)
@@ -99,7 +96,7 @@ def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | Non
 
 
 def _slope_before(points: Sequence[Point], right: int, own: float) -> float:
-    """Return the lowest likely slope in the gap before point `right`."""
+    """Return the slope with which the curve may enter the gap before `points[right]`."""
     # the time may continue as in the gap before
     # `own`: the slope across that gap
     if right > 1:

@@ -48,11 +48,7 @@ Sample = tuple[float, float, float]  # x, y, weight
 
 
 class Point(msgspec.Struct, frozen=True):
-    """The measured duration of a step of one device.
-
-    The device computes `batch` rows in `passes` passes. `error` is the relative standard error of
-    `seconds`.
-    """
+    """A measured step time: batch, seconds, relative standard error, and number of passes."""
 
     batch: int
     seconds: float
@@ -61,25 +57,24 @@ class Point(msgspec.Struct, frozen=True):
 
     @property
     def sure_error(self) -> float:
-        """The relative standard error, but at least the smallest of a timing."""
+        """The relative error, but at least the usual error of any timing."""
         return max(self.error, LEAST_ERROR)
 
     @property
     def weight(self) -> float:
-        """The point's weight in a fit: 1 / variance of its relative error."""
+        """The weight of the point in a fit."""
         return 1 / self.sure_error**2
 
     @property
     def tolerance_seconds(self) -> float:
-        """The residual, in seconds, up to which a curve still fits the point."""
+        """How far a fitted curve may miss the point, in seconds."""
         return LINE_ERRORS * self.sure_error * self.seconds
 
 
 def fit_curve(points: Iterable[Point], among: int = 1) -> Curve | None:
-    """Return the simplest curve that fits the points; None without points.
+    """Return the step time by batch that fits the points, or None if there are none.
 
-    `among` is the number of devices that share a step. It matters only for a step function, see
-    `Stairs.curve`.
+    `among` is the number of devices in a step. With more devices, stairs are used more cautiously.
     """
     return _fit_points(tuple(points), among)
 
@@ -108,17 +103,16 @@ def _fit_points(points: tuple[Point, ...], among: int) -> Curve | None:
 
 
 def _level_curve(point: Point) -> Curve:
-    """Return the slowest likely curve through a single point."""
+    """Return the curve through a single point: level up to it, then in proportion to the batch."""
     batches = (0.0, float(point.batch))
     times = (point.seconds, point.seconds)
     return Curve(batches, times, point.seconds / point.batch, True, point.error)
 
 
 def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Point]:
-    """Return the points in rising order of batch, with similar points averaged.
+    """Average points whose batches and times hardly differ, in increasing order of batch.
 
-    Points of one batch are always similar. Points of two batches are similar if the batches differ
-    by at most the fraction `near`, and noise explains how their times differ.
+    `near` is the largest relative difference of the batches.
     """
     groups: list[list[Point]] = []
     for point in sorted(points, key=lambda p: (p.batch, p.seconds, p.error)):
@@ -131,7 +125,7 @@ def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Poin
 
 
 def _is_same(one: Point, other: Point, near: float) -> bool:
-    """True if two points' batches nearly match and noise explains their times."""
+    """Whether two points are the same measurement up to noise."""
     errors = LINE_ERRORS * (one.sure_error + other.sure_error)
     # beyond noise, the time may jump between the batches
     larger = other.batch / one.batch - 1
@@ -150,7 +144,7 @@ def _average(group: Sequence[Point]) -> Point:
 
 
 def _simplest_curve(points: Sequence[Point]) -> tuple[Curve, float]:
-    """Return the simplest fitting curve, and its largest residual in standard errors."""
+    """Return a line or a level curve with a knee, and its largest residual in errors."""
     line = _straight_curve(*rising_line(_weighted(points)))
     worst = _worst_residual(points, line)
     if worst <= LINE_ERRORS or len(points) < 3:
@@ -162,7 +156,7 @@ def _simplest_curve(points: Sequence[Point]) -> tuple[Curve, float]:
 
 
 def _knee_curve(points: Sequence[Point], cut: int) -> Curve:
-    """Return a curve that is level before point `cut`, then straight."""
+    """Return the curve that is level through the first `cut` points, then a line."""
     before = points[:cut]
     rest = points[cut:]
     weights = math.fsum(p.weight for p in before)
@@ -178,7 +172,7 @@ def _knee_curve(points: Sequence[Point], cut: int) -> Curve:
 
 
 def _straight_curve(fixed: float, slope: float, flat: float = 0.0) -> Curve:
-    """Return the curve max(flat, fixed + slope * b) in seconds."""
+    """Return the curve of the line `fixed + slope * batch` that is never below `flat`."""
     if slope > 0 and flat > fixed:
         # level up to the knee, where both terms are equal
         return Curve((0.0, (flat - fixed) / slope), (flat, flat), slope)
@@ -195,7 +189,7 @@ def _worst_residual(points: Sequence[Point], line: Curve) -> float:
 
 
 def _bend_factors(points: Sequence[Point], line: Curve) -> list[tuple[int, float]]:
-    """Return (batch, factor) pairs that bend the line towards the points."""
+    """Return by what factor each point deviates from the line beyond noise; empty if none does."""
     residuals = [p.seconds / line.seconds(p.batch) - 1 for p in points]
     noise = math.fsum(p.error**2 for p in points) / len(points)
     spread = max(0.0, math.fsum(r * r for r in residuals) / len(points) - noise)
@@ -209,11 +203,7 @@ def _bend_factors(points: Sequence[Point], line: Curve) -> list[tuple[int, float
 
 
 def make_rising(times: Sequence[float]) -> list[float]:
-    """Return times that never fall.
-
-    Each time is lowered to the smallest of the times after it. `times` belong to batches in rising
-    order. No result is below 0.
-    """
+    """Lower times so that no batch takes longer than a larger one."""
     # a larger batch may take less time with a faster kernel, which smaller batches could then use
     # too
     return [max(time, 0.0) for time in accumulate(reversed(times), min)][::-1]
@@ -222,11 +212,9 @@ def make_rising(times: Sequence[float]) -> list[float]:
 def rising_line(
     samples: Sequence[Sample], intercept_not_negative: bool = True
 ) -> tuple[float, float]:
-    """Return (intercept, slope) of a line fitted by weighted least squares.
+    """Fit intercept and slope by weighted least squares; the slope is never negative.
 
-    The line is y = intercept + slope * x. Its slope is never negative, and neither is its
-    intercept, unless `intercept_not_negative` is False. If all samples have the same x, the line
-    goes through the origin. `samples` must not be empty. Weights are 1 / variance of y.
+    `intercept_not_negative` forces the line through 0 if its intercept would be below.
     """
     total = math.fsum(w for _, _, w in samples)
     mean_x = math.fsum(w * x for x, _, w in samples) / total
@@ -244,10 +232,9 @@ def rising_line(
 
 
 def fit_pass_overhead(steps: Sequence[Point], curve: Curve, rows: int) -> float:
-    """Return the seconds that each further pass takes beyond its rows' time.
+    """Return the seconds that each further pass adds to a step, besides its rows.
 
-    The result is the mean over `steps`, which all have several passes, and may be negative. `curve`
-    is the time of one pass.
+    `rows` is the size of the passes for which it is used, and limits how negative it can be.
     """
     # a pass of `rows` rows is assumed to take at least `LEVEL` (5 %) of the time of these rows, so
     # that further passes never seem nearly free
@@ -267,12 +254,12 @@ def fit_pass_overhead(steps: Sequence[Point], curve: Curve, rows: int) -> float:
 
 
 class Stairs(msgspec.Struct, frozen=True):
-    """A step function: after every 1 / `each` samples, time jumps by `rise` seconds.
+    """A step time that rises in equal stairs, because kernels compute rows in tiles.
 
-    The time of a batch b is max(least, first + rise * ceil(each * b + shift)) seconds. The points
-    don't determine `each` and `shift` exactly. All pairs that put every point on its measured level
-    form a polygon, the feasible region. `corners` has (each, lowest shift, highest shift) for each
-    corner of the polygon.
+    - `first`, `rise`: seconds of level 0, and of each further level.
+    - `least`: the lowest time in seconds.
+    - `corners`: the extreme combinations that fit the points: levels per row, and the lowest
+      and the highest shift in levels.
     """
 
     first: float
@@ -281,10 +268,10 @@ class Stairs(msgspec.Struct, frozen=True):
     corners: tuple[tuple[float, float, float], ...]
 
     def curve(self, largest: int, error: float, among: int = 1) -> Curve:
-        """Return the step function up to `largest`, continued by a straight line.
+        """Return the stairs as a curve up to the batch `largest`.
 
-        `error` is the relative standard error of a typical point. `among` is the number of devices
-        that share a step.
+        The end of a level is known only as a range. With more devices (`among`), a smaller batch of
+        that range is taken, because one late device delays all.
         """
         # the batch at which a level ends is known only to be in a range; the curve assumes a
         # smaller batch of this range for more devices
@@ -311,7 +298,7 @@ class Stairs(msgspec.Struct, frozen=True):
         )
 
     def _range_of_level_end(self, level: int) -> tuple[int, int]:
-        """Return the smallest and largest batch at which a level may end."""
+        """Return the smallest and the largest batch that may be the last one of a level."""
         earliest = min(
             math.floor((level - most) / each + ROUNDING) for each, _, most in self.corners
         )
@@ -323,10 +310,7 @@ class Stairs(msgspec.Struct, frozen=True):
 
 @lru_cache(CURVES_KEPT)
 def fit_stairs(measured: tuple[Point, ...]) -> Stairs | None:
-    """Return the step function with the highest rise that fits the points.
-
-    Return None if none fits, or if the points are too few to show stairs.
-    """
+    """Fit stairs to the points, or return None if fewer than four points or another shape."""
     points = merge_points(measured, 0.0)
     if len(points) < FEWEST:
         return None
@@ -347,14 +331,14 @@ def fit_stairs(measured: tuple[Point, ...]) -> Stairs | None:
 
 
 def _shows_width(points: Sequence[Point], levels: Sequence[int]) -> bool:
-    """True if the points show how wide the levels are, in samples."""
+    """Whether the levels of the points limit the width of a stair."""
     rise = bisect_left(levels, levels[0] + 1)
     # three levels, or two whose nearest batches aren't far apart
     return len(set(levels)) > 2 or points[rise].batch <= WIDE * points[rise - 1].batch
 
 
 def _fit_stairs_to_levels(points: Sequence[Point], levels: Sequence[int]) -> Stairs | None:
-    """Return the step function with each point on its level, if any."""
+    """Return the stairs with these levels, or None if a point is off."""
     # levels are counted from 0 at the smallest batch
     samples = [
         (float(n), p.seconds, 1 / p.tolerance_seconds**2)
@@ -373,7 +357,10 @@ def _fit_stairs_to_levels(points: Sequence[Point], levels: Sequence[int]) -> Sta
 def _find_feasible_region(
     batches: Sequence[int], levels: Sequence[int]
 ) -> tuple[tuple[float, float, float], ...]:
-    """Return the `corners` of `Stairs` with each batch on its level."""
+    """Return the corners of all widths and shifts that give each batch its level.
+
+    Empty if there are none.
+    """
     pairs = list(combinations(zip(batches, levels, strict=True), 2))
     # bounds of 1 / width
     low = 1 / batches[-1]
@@ -402,7 +389,7 @@ def _find_feasible_region(
 
 
 def _shifts(batches: Sequence[int], levels: Sequence[int], each: float) -> tuple[float, float]:
-    """Return the lowest and highest `shift` that put batches on their levels."""
+    """Return the lowest and the highest shift for a given number of levels per row."""
     # no shift is possible if the lowest exceeds the highest
     most = min(n - each * b for b, n in zip(batches, levels, strict=True))
     return max(n - 1 - each * b for b, n in zip(batches, levels, strict=True)), most
