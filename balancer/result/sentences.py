@@ -1,8 +1,7 @@
-"""Writes the verdict as plain text.
+"""Write a verdict as the sentences that users read.
 
-The text has the recommendation, the gains of the plan, remarks that explain them, and warnings. To
-add a sentence, write a function that takes the verdict and yields the sentence. Add the function to
-REMARKS, or to WARNINGS if the sentence is a reason not to trust the measurements.
+To add a sentence, write a generator function of the verdict and list it in `REMARKS`, or in
+`WARNINGS` if it is a reason not to trust the result.
 """
 
 from __future__ import annotations
@@ -62,11 +61,7 @@ PLAIN_PARALLEL = {
 
 
 class VerdictText(msgspec.Struct, frozen=True):
-    """A verdict as text.
-
-    If the devices were simulated, the description and the recommendation begin with a remark that
-    says so.
-    """
+    """The text of a verdict: recommendation, headline, remarks and warnings."""
 
     description: str
     rate: str
@@ -78,19 +73,19 @@ class VerdictText(msgspec.Struct, frozen=True):
 
     @property
     def headline(self) -> str:
-        """The layout, its samples/s and its gains over other layouts, on one line."""
+        """The layout, its speed and its gains in one line."""
         return BETWEEN.join(part for part in (self.description, self.rate, self.gains) if part)
 
     @property
     def text(self) -> str:
-        """The recommendation, the headline and the remarks, one per line."""
+        """The recommendation, the headline and the remarks, one per line; warnings aren't included."""
         return "\n".join(
             (*([self.recommendation] if self.recommendation else []), self.headline, *self.remarks)
         )
 
 
 def write_verdict(verdict: Verdict) -> VerdictText:
-    """Return the verdict as text."""
+    """Return a verdict as text."""
     mark = SIMULATED if verdict.simulated else ""
     knobs = [KNOBS.get(knob, knob) for knob in verdict.chosen.knobs]
     with_knobs = f", with {join_words(knobs)}" if knobs else ""
@@ -109,7 +104,7 @@ def write_verdict(verdict: Verdict) -> VerdictText:
 
 
 def _write_advice(verdict: Verdict) -> str:
-    """Return the recommendation as one sentence."""
+    """Return the recommendation as a sentence; "So far: use …" if the search was stopped early."""
     text = _write_action(verdict)
     stopped = verdict.stopped in ("interrupted", "cut_off")
     # the search ended early, so another layout may be faster
@@ -144,7 +139,7 @@ PLANS: dict[LayoutKind, str] = {
 
 
 def _write_reason(verdict: Verdict, reason: str) -> str:
-    """Return why the user should measure again, as a clause."""
+    """Return why the user should measure again, without a final period."""
     # `reason` is "uncompared", "uncertain", or the code of one of the verdict's doubts
     value = max((doubt.value for doubt in verdict.doubts if doubt.code == reason), default=0.0)
     if reason == "disturbed":
@@ -172,7 +167,7 @@ def _write_reason(verdict: Verdict, reason: str) -> str:
 
 
 def write_error(measured: MeasuredRate) -> str:
-    """Return the relative error of samples/s as text, such as ± 0.4 %."""
+    """Return half of a rate's interval as text, such as "± 3 %"."""
     return f"± {half_width(measured.samples_per_second, measured.low, measured.high)}"
 
 
@@ -192,7 +187,7 @@ def _write_plan_rate(verdict: Verdict) -> str:
 
 
 def _write_gains(verdict: Verdict) -> Iterator[str]:
-    """Yield the gains over the even split, one device and best split."""
+    """Yield the plan's gains over equal shares, the best split and a single device."""
     # only the comparisons that make sense for this kind of plan
     if not verdict.rate.known:
         return
@@ -210,7 +205,7 @@ def _write_gains(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
-    """Yield how much longer a pack's training takes than `single`."""
+    """Yield how much longer each of several trainings on one device takes than it would alone."""
     chosen = verdict.chosen
     if chosen.trainings > 1 and single.gain is not None:
         seconds = chosen.global_batch * chosen.trainings / verdict.rate.samples_per_second
@@ -219,7 +214,7 @@ def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
 
 
 def _find_even_split(verdict: Verdict) -> Rival | None:
-    """Return the even split to compare unequal shares with, if any."""
+    """Return the equal shares to compare an unequal or sharded plan with, or None."""
     chosen, advice = verdict.chosen, verdict.recommendation
     if chosen.kind not in ("other_shares", "sharded"):
         return None
@@ -233,20 +228,15 @@ def _find_even_split(verdict: Verdict) -> Rival | None:
 
 
 def find_best_split(verdict: Verdict) -> Rival | None:
-    """Return the best split to compare with another kind of plan.
-
-    Such a plan is a single device, a pack (several trainings on one device) or a placement. Return
-    None if no split was measured near the plan's batch.
-    """
+    """Return the best rival over several devices that the text can mention, or None."""
     splits = [rival for rival in verdict.rivals if rival.kind in SPLITS]
     return next(filter(_can_be_stated, splits), None)
 
 
 def find_alone(verdict: Verdict) -> Rival | None:
-    """Return the single device to compare the plan with; None if there is none.
+    """Return the single device to compare the plan with, or None.
 
-    A plan with one device is compared with another device. Return None also if nothing can be said
-    about the gain.
+    Only the first one is considered, because it is the one that the verdict chose for comparison.
     """
     alone = [rival for rival in verdict.rivals if rival.kind == "one_device"]
     if verdict.chosen.kind == "one_device":
@@ -255,7 +245,7 @@ def find_alone(verdict: Verdict) -> Rival | None:
 
 
 def _name_split(verdict: Verdict, split: Rival) -> str:
-    """Return the split's name and shares: `the best split (226 + 30)`."""
+    """Return a split's name with its rows per device."""
     # the global batch is added if it isn't the plan's; for many devices, the shares are left out
     name = split.name if split.kind == "equal_shares" else f"the {split.name}"
     other = split.global_batch != verdict.chosen.global_batch
@@ -266,7 +256,7 @@ def _name_split(verdict: Verdict, split: Rival) -> str:
 
 
 def _can_be_stated(rival: Rival) -> bool:
-    """True if the text can name a rival's gain or uncertainty."""
+    """Whether the rival was compared with the plan, or is too uncertain to be."""
     return rival.gain is not None or not rival.rate.known
 
 
@@ -275,7 +265,10 @@ def _interval(measured: MeasuredRate) -> Interval:
 
 
 def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
-    """Return the plan's gain over a rival as text."""
+    """Return the plan's gain over a rival as text, such as "+20 % over equal shares".
+
+    `over` is the rival's name in the text.
+    """
     if not rival.rate.known or rival.gain is None:
         are = "are" if rival.kind == "equal_shares" else "is"
         return f"{over} {are} too uncertain to compare ({write_error(rival.rate)})"
@@ -292,14 +285,14 @@ def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
 
 
 def _write_rough_gain(difference: RateGap, over: str) -> str:
-    """Return a gain as text if its error is larger."""
+    """Return a gain that is smaller than its error as text."""
     if difference.low >= 0.01:
         return f"at least {percent(difference.low, 0)} over {over}"
     return f"whether it is faster than {over} isn't certain"
 
 
 def _write_gain_error(verdict: Verdict, rival: Rival) -> str:
-    """Return a gain's error after ±, in percentage points; "" if precise."""
+    """Return " ± …" for a gain whose rates are rough or doubtful, otherwise ""."""
     intervals = (_interval(verdict.rate), _interval(rival.rate))
     if rival.difference is None or not (is_rough(*intervals) or _is_doubtful(verdict)):
         return ""
@@ -312,14 +305,14 @@ def _is_doubtful(verdict: Verdict) -> bool:
 
 
 def _half_width(difference: RateGap) -> float:
-    """Return a gap's error, which is half of the interval's width."""
+    """Return half of the interval of a relative gap, at least up to its upper end."""
     # the lower end can't be below -1, so the interval may be lopsided: the distance to its upper
     # end counts if it is larger
     return max(difference.high - difference.value, (difference.high - difference.low) / 2)
 
 
 def _write_tie(rival: Rival, over: str) -> str:
-    """Return the difference and error of a tie, as text."""
+    """Return the difference between the plan and a tied rival as text, with its error."""
     gap = rival.difference
     if gap is None:  # from an older version
         return f"as fast as {over}"
@@ -332,7 +325,7 @@ def _write_tie(rival: Rival, over: str) -> str:
 
 
 def _write_why_equal(gap: RateGap) -> str:
-    """Return why a gap is a tie: too close, or very small."""
+    """Return why a difference counts as a tie: it is within its error, or too small to matter."""
     how = f"{ALTERNATELY}: " if gap.alternately else ""
     if gap.low <= 0 <= gap.high:
         return f"{how}too close to call"
@@ -343,7 +336,7 @@ def _write_why_equal(gap: RateGap) -> str:
 
 
 def _describe_limits(verdict: Verdict) -> Iterator[str]:
-    """Yield a sentence and a remedy for each limit of the training."""
+    """Yield a sentence for each part of a step that limits the training, with cause and remedy."""
     for limit in verdict.limits:
         if limit.taken_away:  # the plan's gain already includes it
             continue
@@ -356,7 +349,7 @@ def _describe_limits(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_link(verdict: Verdict) -> Iterator[str]:
-    """Yield the measured speed of the link between the plan's devices."""
+    """Yield the link between the plan's devices, unless another sentence names it."""
     named = any(limit.kind is LimitKind.EXCHANGE for limit in verdict.limits)
     # the sentence about an exchange that limits the training names the link
     if verdict.link is not None and not named:
@@ -367,7 +360,7 @@ MUCH_MORE = 3.0  # relative to a gain: a larger upper bound is meaningless
 
 
 def _write_promise(verdict: Verdict, limit: TrainingLimit) -> str:
-    """Return the samples/s that a training without this limit would reach."""
+    """Return the samples/s to expect without a limit, as a sentence with the gain and its range."""
     speed = verdict.rate.samples_per_second
     low, high = rate(speed * (1 + limit.gain_low)), rate(speed * (1 + limit.gain_high))
     gain = f"+{percent(limit.gain)}"
@@ -396,13 +389,13 @@ def _describe_equal_shares(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_batch(verdict: Verdict) -> Iterator[str]:
-    """Yield a note if evener, not the user, chose the global batch."""
+    """Yield the chosen global batch if the user gave none."""
     if not verdict.batch_given and verdict.chosen.kind in (*SPLITS, "one_device"):
         yield f"You gave no --global-batch: evener chose {_samples(verdict)} a step."
 
 
 def _name_better_known_layouts(verdict: Verdict) -> Iterator[str]:
-    """Yield faster layouts with precise samples/s, if the plan's samples/s are imprecise."""
+    """Yield faster layouts with certain rates if the plan's own rate is uncertain."""
     if verdict.rate.known:
         return
     own = verdict.rate.samples_per_second
@@ -416,7 +409,7 @@ def _name_better_known_layouts(verdict: Verdict) -> Iterator[str]:
 
 
 def _suggest_one_device(verdict: Verdict) -> Iterator[str]:
-    """Yield a remark if one device is as fast as several."""
+    """Yield a sentence if a single device is as fast as a split."""
     if verdict.chosen.kind == "one_device":
         split = find_best_split(verdict)
         if split is not None and split.tie:
@@ -432,7 +425,7 @@ def _suggest_one_device(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_split_loss(verdict: Verdict) -> Iterator[str]:
-    """Yield why several devices are slower than one device."""
+    """Yield why the best split is slower than one device, or that no split was measured."""
     loss = verdict.split_loss
     if verdict.split_unmeasured:
         yield f"No split over several devices was measured near {_samples(verdict)}."
@@ -455,7 +448,7 @@ def _describe_split_loss(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_sum_loss(verdict: Verdict) -> Iterator[str]:
-    """Yield why the plan is slower than all devices' summed speeds."""
+    """Yield why the plan is slower than all devices alone added up."""
     loss = verdict.sum_loss
     if loss is None:
         return
@@ -470,7 +463,7 @@ def _describe_sum_loss(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_cause(loss: SumLoss) -> str:
-    """Return why a step takes longer than the devices' summed speeds suggest."""
+    """Return the cause of time lost against the sum of all devices, with a final period."""
     cost = milliseconds(loss.exchange_seconds or 0.0)
     exchange = f"synchronizing the devices costs {cost} a step"
     longest = milliseconds(loss.longest_seconds or 0.0)
@@ -488,7 +481,7 @@ def _write_cause(loss: SumLoss) -> str:
 
 
 def _describe_state(verdict: Verdict) -> Iterator[str]:
-    """Yield how much memory the model's state and adapters take."""
+    """Yield which devices can hold the model's state."""
     if verdict.state is not None:
         sentences = write_state_memory(verdict.state)
         # memory is no problem if one device ran the whole model and the plan isn't sharded
@@ -497,7 +490,7 @@ def _describe_state(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_idle_devices(verdict: Verdict) -> Iterator[str]:
-    """Yield why the plan leaves out a device that works."""
+    """Yield a sentence for each working device that the plan leaves out."""
     for left_out in verdict.left_out:
         if left_out.reason == "not_faster" and verdict.rate.known:
             whole = ""
@@ -520,7 +513,7 @@ def _describe_idle_devices(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_loss(loss: float) -> str:
-    """Return a loss of speed: `3.1 % less than the plan`."""
+    """Return a relative loss against the plan as text; a negative loss reads as "more"."""
     if abs(loss) < EXACT:
         return "no more than the plan"
     return f"{percent(abs(loss), 1)} {'less' if loss > 0 else 'more'} than the plan"
@@ -531,7 +524,7 @@ def _samples(verdict: Verdict) -> str:
 
 
 def _describe_faster_layouts(verdict: Verdict) -> Iterator[str]:
-    """Yield the layouts faster than the plan, and why each wasn't chosen."""
+    """Yield the layouts with more samples/s than the plan, and why they weren't chosen."""
     if not verdict.rate.known:
         return
     faster = [rival for rival in verdict.rivals if rival.why_not is not None]
@@ -555,7 +548,10 @@ def _describe_faster_layouts(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_faster(verdict: Verdict, rival: Rival) -> str:
-    """Return a faster rival's samples/s and gain over the plan, as text."""
+    """Return a rival's samples/s and its lead over the plan as text.
+
+    A tie also gets the error and, where measured, the gap in alternating measurements.
+    """
     speed = rate(rival.rate.samples_per_second)
     words = f"{speed} samples/s, {percent(_relative_gain(verdict, rival), 1)} more"
     gap = rival.difference
@@ -572,7 +568,7 @@ def _write_faster(verdict: Verdict, rival: Rival) -> str:
 
 
 def _relative_gain(verdict: Verdict, rival: Rival) -> float:
-    """Return a rival's gain over the plan from the printed samples/s."""
+    """Return the rival's speed relative to the plan, minus 1, from the samples/s as printed."""
     return printed_gain(rival.rate.samples_per_second, verdict.rate.samples_per_second)
 
 
@@ -594,7 +590,7 @@ def _write_batches(rival: Rival) -> str:
 
 
 def _explain_plus_minus(verdict: Verdict) -> Iterator[str]:
-    """Explain the sign ± if a gap is smaller than its error."""
+    """Yield what "±" means, if a comparison was too close to call."""
     gaps = [
         rival.difference for rival in verdict.rivals if rival.tie and rival.difference is not None
     ]
@@ -604,7 +600,7 @@ def _explain_plus_minus(verdict: Verdict) -> Iterator[str]:
 
 
 def _explain_use_on_real_devices(verdict: Verdict) -> Iterator[str]:
-    """Yield how to get and use such a plan on real devices."""
+    """Yield how to train by a plan, after a search over simulated devices."""
     planned = verdict.recommendation is not None and verdict.recommendation.action == "plan"
     if verdict.simulated and planned and verdict.chosen.kind in (*SPLITS, "one_device"):
         yield (
@@ -624,7 +620,7 @@ def _describe_earlier_rate(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_knobs(verdict: Verdict) -> Iterator[str]:
-    """Yield the gain or loss of each tried knob, such as XLA."""
+    """Yield the gain or loss of each knob, except loader workers."""
     if not verdict.rate.known:
         return
     for rival in verdict.rivals:
@@ -643,7 +639,10 @@ def _describe_knobs(verdict: Verdict) -> Iterator[str]:
 
 
 def _find_workers(verdict: Verdict, rival: Rival) -> str | None:
-    """Return a rival's number of loader workers, if nothing else differs."""
+    """Return how many loader workers a rival used, as text, or None.
+
+    None unless it is the plan's layout with another number of workers.
+    """
     knobs = (*rival.knobs, *verdict.chosen.knobs)
     same = (rival.devices, rival.batches) == (verdict.chosen.devices, verdict.chosen.batches)
     if rival.kind != "knobs" or not same or not any(knob in WORKERS for knob in knobs):
@@ -652,7 +651,7 @@ def _find_workers(verdict: Verdict, rival: Rival) -> str | None:
 
 
 def _describe_workers(verdict: Verdict) -> Iterator[str]:
-    """Yield the samples/s with each number of loader workers, and advice."""
+    """Yield the samples/s for each number of loader workers, with advice."""
     tried = [
         (how, rival.rate)
         for rival in verdict.rivals
@@ -677,13 +676,13 @@ WORKERS = {f"workers{count}": str(count) for count in (0, 2, 4, 8)}
 
 
 def _write_percent_lost(gain: float) -> str:
-    """Return how much slower a rival is, from the plan's gain."""
+    """Return as a percentage what the rival loses if the plan gains `gain` over it."""
     loss = 1 - 1 / (1 + gain)
     return percent(loss, 0 if loss >= 0.02 else 1)
 
 
 def _describe_packs(verdict: Verdict) -> Iterator[str]:
-    """Yield how much slower the best pack and placement are."""
+    """Yield how several trainings on one device and placements compare with the plan."""
     others = [rival for rival in verdict.rivals if rival.kind in ("side_by_side", "placed")]
     yield from _describe_slower_layouts(verdict, others)
     # ties, and layouts that are too uncertain to compare, have sentences of their own
@@ -697,7 +696,7 @@ def _describe_packs(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_slower_layouts(verdict: Verdict, others: Sequence[Rival]) -> Iterator[str]:
-    """Yield the best layout of each other kind, and its loss."""
+    """Yield the loss of the first slower rival of each kind."""
     mentioned: set[str] = {verdict.chosen.kind}
     for rival in others:
         if rival.kind in mentioned or rival.gain is None or rival.tie or rival.gain < 0:
@@ -743,7 +742,7 @@ def _describe_code_limit(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_learning(verdict: Verdict) -> Iterator[str]:
-    """Yield how the global batch affects learning, and a learning rate."""
+    """Yield what the global batch means for learning, with factors for the learning rate."""
     found = verdict.learning
     if found is None:
         # neither the noise scale nor the script's batch is known
@@ -775,12 +774,12 @@ def _describe_learning(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_range(middle: str, low: str, high: str) -> str:
-    """Return a value with its bounds in brackets, unless they are equal."""
+    """Return "middle (low - high)", or the middle alone if both ends are equal."""
     return middle if low == high else f"{middle} ({low} - {high})"
 
 
 def _describe_short_epoch(verdict: Verdict) -> Iterator[str]:
-    """Yield a warning if an epoch has too few steps to learn."""
+    """Yield that an epoch has few steps, unless the user set the batch."""
     few = verdict.short_epoch
     if few is None or verdict.batch_given:
         return
@@ -848,7 +847,7 @@ def _warn_of_notes(verdict: Verdict) -> Iterator[str]:
 
 
 def _warn_of_left_out(verdict: Verdict) -> Iterator[str]:
-    """Yield the requested layouts that weren't compared with the plan, and why."""
+    """Yield the layouts that weren't compared, and requests that are impossible here."""
     yield from (left_out.detail for left_out in verdict.left_out if left_out.kind == "request")
     families = [left_out.name for left_out in verdict.left_out if left_out.reason == "by_rows"]
     if families:
@@ -890,7 +889,7 @@ def _warn_of_unfinished(verdict: Verdict) -> Iterator[str]:
 
 
 def write_unfinished(unfinished: Unfinished) -> str:
-    """Return which phase hadn't ended when the search ended, as a sentence."""
+    """Return a sentence about a start-up phase that had not ended."""
     what = {
         "importing": "Importing had not ended",
         "loading": f"The import of {unfinished.name} had not ended",
@@ -903,7 +902,10 @@ def write_unfinished(unfinished: Unfinished) -> str:
 
 
 def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
-    """Yield doubts about the measurements, and a warning about unequal devices."""
+    """Yield the warnings about the measurements.
+
+    Noise is left out if repeated measurements differ by more.
+    """
     changed = max((doubt.value for doubt in verdict.doubts if doubt.code == "changed"), default=0.0)
     for doubt in verdict.doubts:
         # repeated measurements differ by more than their noise
@@ -921,10 +923,9 @@ def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
 
 
 def write_doubt(doubt: VerdictDoubt, on_gpus: bool, longer: str = "a longer --budget") -> str:
-    """Return a doubt about a measurement as text, with a remedy.
+    """Return a warning about a measurement as a sentence, after the device's label if it has one.
 
-    `on_gpus` is True if GPUs were measured, so that heat may be a cause. `longer` says how to
-    measure for longer.
+    `on_gpus` allows heat and power as causes. `longer` says how to measure longer.
     """
     value = doubt.value
     part = percent(doubt.taken)
@@ -1042,10 +1043,9 @@ WARNINGS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
 
 
 def write_end(verdict: Verdict, words: str) -> str:
-    """Return why the search ended, as text.
+    """Return why the search ended, or "" if that would contradict advice to measure again.
 
-    The text names the layouts that tie with the plan. `words` is the usual text for the reason.
-    Return "" if the reason would contradict the recommendation.
+    `words` is the reason as the search gave it.
     """
     # the search had nothing left to measure, but the recommendation is to measure again
     again = verdict.recommendation is not None and verdict.recommendation.action == "measure_again"
@@ -1069,11 +1069,10 @@ def write_end(verdict: Verdict, words: str) -> str:
 
 
 def write_next_steps(run: str, finished: Finished, path: str, measured: bool) -> tuple[str, ...]:
-    """Return what to run after a search, the most useful first.
+    """Return the commands that a user may want next, one line each.
 
-    Each line of text is one command or hint. `run` is the run's id. `path` is the plan's file; ""
-    if it wasn't written. `measured` is False if the run had already ended, and this session
-    measured nothing. If the verdict advises against the plan, no line uses it.
+    - `path`: the plan file that was written, or "".
+    - `measured`: False if a resumed run ended without a new measurement.
     """
     steps = [f"plan written to {path}"] if path else []
     if recommends_plan(finished):
@@ -1096,7 +1095,7 @@ def write_next_steps(run: str, finished: Finished, path: str, measured: bool) ->
 
 
 def _needs_time(finished: Finished) -> bool:
-    """True if more measuring time could improve the verdict."""
+    """Whether a longer search could make the result clear."""
     found = finished.found
     if found is None:
         return False
@@ -1105,10 +1104,9 @@ def _needs_time(finished: Finished) -> bool:
 
 
 def recommends_plan(finished: Finished) -> bool:
-    """True if the verdict recommends training with the plan.
+    """Whether the recommendation is to train by the plan.
 
-    False if the devices are simulated. Verdicts of older versions have no recommendation, and count
-    as True.
+    False for simulated devices. True for runs of older versions, which stored no recommendation.
     """
     found = finished.found
     if found is None or found.recommendation is None:
@@ -1117,10 +1115,9 @@ def recommends_plan(finished: Finished) -> bool:
 
 
 def find_one_device_command(finished: Finished) -> str:
-    """Return the command that trains without a plan on the one recommended device.
+    """Return the shell command that trains on the recommended device alone.
 
-    Return "" if something else is recommended, if there is no script, or if the device is simulated
-    or unknown.
+    "" unless the recommendation is one real device and the workload is in a script.
     """
     found = finished.found
     if found is None or found.recommendation is None or found.simulated:
@@ -1141,10 +1138,7 @@ def find_one_device_command(finished: Finished) -> str:
 
 
 def write_training_step(plan: Plan, path: str) -> str:
-    """Return a line that says how to train with a plan.
-
-    `path` is the plan's file. Return "" if there is no script to launch.
-    """
+    """Return how to train by the plan and on which hosts, or "" if it can't be launched."""
     command = find_training_command(plan, path)
     hosts = [host for host in dict.fromkeys(share.host for share in plan.layout.active) if host]
     where = f", on {hosts[0] if len(hosts) == 1 else 'each of its hosts'}" if hosts else ""
@@ -1152,10 +1146,9 @@ def write_training_step(plan: Plan, path: str) -> str:
 
 
 def find_training_command(plan: Plan, path: str) -> str:
-    """Return the command that trains with the plan in the file `path`.
+    """Return the `evener launch` command for a plan.
 
-    Return "" if there is no script to launch, if the plan's layout can't be launched, or if its
-    devices are simulated.
+    "" for simulated devices, built-in workloads, and layouts without shares.
     """
     script = plan.workload.rpartition(":")[0]
     simulated = is_simulated(share.device for share in plan.layout.active)

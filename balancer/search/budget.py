@@ -53,7 +53,7 @@ CERTAIN_TURN = 0.5
 
 
 class Budget:
-    """What is left of a search's budget, and how long probes may take."""
+    """The time of a search: how long each probe may take, and whether it is worth that."""
 
     def __init__(
         self,
@@ -63,10 +63,11 @@ class Budget:
         machine: MachineModel | None = None,
         race_is_over: bool = False,
     ) -> None:
-        """Sum up the time that the probes in `seen` have spent.
+        """Read from the observations how much time is spent, and what probes cost.
 
-        `machine` predicts the steps of layouts that never ran. If `race_is_over`, exploration may
-        use all of the remaining budget.
+        - `machine`: predicts the step time of layouts that weren't measured; None: solo
+          speeds do.
+        - `race_is_over`: let exploration use the time that the final comparison left.
         """
         self._options = options
         self._seen = seen
@@ -83,7 +84,7 @@ class Budget:
 
     @property
     def spent(self) -> float:
-        """The total duration of all probes so far, in seconds."""
+        """Seconds of the budget that probes have taken so far."""
         return self.time.spent
 
     def probe_seconds(
@@ -94,12 +95,11 @@ class Budget:
         step_seconds: float | None = None,
         reserved: float = 0.0,
     ) -> float:
-        """Return how long the next probe may measure, in seconds.
+        """Return the measuring time to give a probe, in seconds, without its warm-up.
 
-        Its start and warm-up aren't included. `reserved` seconds are kept for later probes. In
-        exploration, a probe may take at most 1 / `SURPRISE` of the time left, and in other stages 1
-        / `probes_left` of it. At least two steps are timed, even beyond these limits. A step takes
-        `step_seconds`, by default an estimate.
+        - `probes_left`: the probes that share the time left, including this one.
+        - `step_seconds`: the expected step time; None: measured or predicted.
+        - `reserved`: seconds to keep for other probes.
         """
         # if steps are so slow that a probe should time only one, the result is half of a step's
         # time: a probe that has less time than one step takes then times exactly one
@@ -130,11 +130,9 @@ class Budget:
         reserved: float = 0.0,
         steps: int | None = None,
     ) -> bool:
-        """True if the layout's shortest probe can end before a stage must end.
+        """Whether the shortest useful probe of a layout ends before the stage `ends_with` must.
 
-        The stage is `ends_with`, usually the probe's own. After the probe, `reserved` seconds must
-        remain. The shortest probe has `steps` steps of `step_seconds`; both are estimated by
-        default.
+        `steps` sets how many steps such a probe has; None: as many as the step time calls for.
         """
         # the first turns of the race may use the whole budget, later turns only 95 % of it
         # a probe without which there would be no result may use the time of the race
@@ -144,11 +142,7 @@ class Budget:
     def probes(
         self, layout: Layout, stage: Stage, turn: int, probes_left: int = 1, reserved: float = 0.0
     ) -> tuple[Probe, ...]:
-        """Return a probe of the layout in a turn.
-
-        Of the time left, `reserved` seconds are kept for later. `probes_left` probes, including
-        this one, share the rest. Return an empty tuple if the budget doesn't allow the probe.
-        """
+        """Return one probe of the layout, or nothing if there is no time for it."""
         fewest = FEWEST_STEPS if stage == Stage.CHECK else None
         if not self.affords(layout, stage, turn=turn, reserved=reserved, steps=fewest):
             return ()
@@ -156,11 +150,10 @@ class Budget:
         return (Probe(layout, stage, seconds, turn),)
 
     def has_time(self, seconds: float, after: float = 0.0, step_seconds: float = 0.0) -> bool:
-        """True if exploration may take `seconds` now and leave `after` seconds.
+        """Whether exploration may spend `seconds` now and still have `after` seconds left.
 
-        `seconds` must also be at most the fraction `EXPLORES` of exploration's remaining time, or
-        half of that fraction if `after` isn't 0. Only the first condition counts if steps of
-        `step_seconds` are so slow that a probe times only one.
+        A probe gets only a part of the remaining time, unless its steps are so slow that it times
+        just one.
         """
         left = self._stage_end_seconds(Stage.SOLO) - self.spent
         if self.time.takes_lone_steps(step_seconds):
@@ -169,34 +162,23 @@ class Budget:
         return seconds + after <= left and seconds <= part * left
 
     def is_expensive(self, seconds: float) -> bool:
-        """True if `seconds` are more than 5 % (`PRICE`) of the remaining time."""
+        """Whether `seconds` are more than 5 % of the remaining time."""
         return seconds > PRICE * (self.seconds - self.spent)
 
     def is_cheap(self, seconds: float) -> bool:
-        """True if `seconds` are at most 5 % (`PRICE`) of the remaining time.
-
-        Such a short probe may run even if no gain is expected from it.
-        """
+        """Whether `seconds` are at most 5 % of the remaining time."""
         # after the race of a search without a budget, any probe would be cheap, so none is
         return not self._endless and seconds <= PRICE * (self.seconds - self.spent)
 
     def pays(self, gain: float, seconds: float) -> bool:
-        """True if a probe is worth its time.
-
-        `gain` is the relative gain expected from it, and `seconds` its duration. The required gain
-        grows with the fraction of the remaining time that the probe takes.
-        """
+        """Whether an expected relative gain is worth `seconds` of the remaining time."""
         left = max(self.seconds - self.spent, SHORTEST_PROBE_SECONDS)
         return gain > self.least_gain + PRICE * seconds / left
 
     def least_seconds(
         self, layout: Layout, step_seconds: float | None = None, steps: int | None = None
     ) -> float:
-        """Return the duration of a layout's shortest probe in seconds.
-
-        Warm-up is included, and so is the start of child processes that aren't running yet. The
-        probe has `steps` steps of `step_seconds`; both are estimated by default.
-        """
+        """Return the seconds of the shortest useful probe of a layout, with start and warm-up."""
         step = self._step_seconds(layout) if step_seconds is None else step_seconds
         fewest = steps or self.time.fewest_steps(step)
         measured = max(SHORTEST_PROBE_SECONDS, fewest * step)
@@ -207,19 +189,16 @@ class Budget:
         return self.starts.seconds(layout) + overhead + measured
 
     def turns_left(self, layouts: Iterable[Layout]) -> float:
-        """Return how many more turns, each measuring all of these layouts, fit in the budget.
-
-        The number may be fractional, and is infinite without a budget.
-        """
+        """Return how many more times these layouts can be measured in turn; 0 if there are none."""
         each = sum(max(self.least_seconds(layout), BASE_SECONDS[Stage.RACE]) for layout in layouts)
         if not each:
             return 0.0
         return max(0.0, LATER_TURNS_END_BY * self.seconds - self.spent) / each
 
     def budget_with_more_turns(self, missing_seconds: float) -> float:
-        """Return the budget, in seconds, that allows every layout a first turn.
+        """Return a budget that would leave more time for the final comparison, in seconds.
 
-        `missing_seconds` is how long the first turns that weren't run would have taken.
+        `missing_seconds` is the time that it lacked.
         """
         # exploration uses a fixed part of a budget, so the turns get only a part of the additional
         # time
@@ -228,14 +207,17 @@ class Budget:
         return max(self.spent + missing_seconds, others / kept)
 
     def budget_with_larger_packs(self, grown_seconds: float) -> float:
-        """Return the budget, in seconds, that would have left `grown_seconds` for larger packs."""
+        """Return a budget in seconds that would leave time for larger packs.
+
+        `grown_seconds` is the time to measure them.
+        """
         # packs may grow only until a fixed fraction (GROWS) is spent, which includes exploration
         # and the first turns
         spent = self._seen.spent_seconds(until_turn=FIRST_TURN)
         return (spent + grown_seconds) / GROWS
 
     def _stage_end_seconds(self, stage: Stage, turn: int = FIRST_TURN) -> float:
-        """Return how many seconds a search may take until a stage ends."""
+        """Return how many seconds of the budget may be spent when a stage ends."""
         later = turn > FIRST_TURN and stage in (Stage.RACE, Stage.KNOBS)
         if self.race_is_over or later:  # after the race, exploration may use the rest of the budget
             return LATER_TURNS_END_BY * self.seconds
@@ -248,19 +230,19 @@ class Budget:
     # ------------------------------------------------------------------ what probes cost
 
     def _warm_up_seconds(self, layout: Layout, step_seconds: float) -> float:
-        """Return a layout's shortest warm-up; a typical one if it never ran."""
+        """Return the untimed seconds of a probe, apart from its start."""
         own = [untimed_seconds(timed) for timed in self._seen.timed_in(layout)]
         return min(own, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds)
 
     def _lone_overhead(self, layout: Layout, step_seconds: float) -> float:
-        """Return how many seconds longer first steps take than later ones."""
+        """Return the extra seconds of the first step in a probe that times a single step."""
         own = [first_step_overhead(timed) for timed in self._seen.timed_in(layout)]
         # for a layout that was never measured
         typical = self.time.lone_overhead_seconds + self.time.tuning_steps * step_seconds
         return min(own, default=typical)
 
     def _further_warm_up_seconds(self, layout: Layout) -> float:
-        """Return the warm-up that the next probe still needs, in seconds."""
+        """Return the seconds of the warm-up steps that earlier single-step probes left out."""
         own = self._seen.timed_in(layout)
         if not own or not all(one.lone for one in own):
             return 0.0
@@ -268,7 +250,7 @@ class Budget:
         return WARM_UP_STEPS * median(one.step_seconds for one in own)
 
     def _step_seconds(self, layout: Layout) -> float:
-        """Return the duration of a layout's step; 0 if no device ran."""
+        """Return the expected step time of a layout in seconds; 0 if nothing is known."""
         own = self._seen.timed_in(layout)
         if own:
             return median(one.step_seconds for one in own)
@@ -285,7 +267,7 @@ class Budget:
 
     @cached_property
     def _solo_rates(self) -> dict[int, float]:
-        """The highest measured samples/s of each device alone, by position."""
+        """The best samples/s of each device alone, by position."""
         rates: dict[int, float] = {}
         for seen in self._timed:
             layout = seen.probe.layout

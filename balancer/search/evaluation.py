@@ -387,7 +387,10 @@ class Evaluation:
         return tuple(found)
 
     def results(self) -> tuple[Result, ...]:
-        """Return all measured layouts, fastest first."""
+        """Return the layouts that ran and should fit again, fastest first.
+
+        If none should fit, all layouts that ran are returned.
+        """
 
         def order(result: Result) -> tuple[float, int, tuple[int, ...]]:
             return -result.throughput.value, result.layout.global_batch, result.layout.shares

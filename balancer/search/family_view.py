@@ -34,7 +34,10 @@ class FamilyView:
 
     @cached_property
     def singles(self) -> Sequence[Layout]:
-        """The best layouts on a single device."""
+        """The best layout on a single device; empty if there is none.
+
+        If it has several passes although one would surely fit, the layout with one pass follows.
+        """
         return self._policy.singles()
 
     @cached_property

@@ -112,7 +112,8 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         """Return the largest batch worth trying alone, at most `cap`, as a multiple of `quantum`.
 
         It is the predicted limit or, without one, a step beyond the largest that ran. If a batch
-        failed, it lies between the two. `optimistic` tries just below the first failure.
+        failed, it lies below that one. `optimistic` tries just below the first failure. 0 if no
+        batch can fit.
         """
         narrow = max(quantum, SAME_BATCH * self.largest_ran)
         settled = (
