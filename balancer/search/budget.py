@@ -189,7 +189,10 @@ class Budget:
         return self.starts.seconds(layout) + overhead + measured
 
     def turns_left(self, layouts: Iterable[Layout]) -> float:
-        """Return how many more times these layouts can be measured in turn; 0 if there are none."""
+        """Return how many more times all of these layouts can be measured; may be fractional.
+
+        Infinite without a budget, and 0 without layouts.
+        """
         each = sum(max(self.least_seconds(layout), BASE_SECONDS[Stage.RACE]) for layout in layouts)
         if not each:
             return 0.0
