@@ -155,7 +155,7 @@ def _may_fit_in_shards(record: JournalContents) -> bool:
 def _write_smallest_steps(
     record: JournalContents, state: ModelState, tried: Sequence[Observation]
 ) -> str:
-    """Describe the memory of the smallest timed step on each device, without its part of the state."""
+    """Describe the memory of each device's smallest timed step, without its part of the state."""
     held = round(MEASURED_PART * (state.state_bytes - state.gradient_bytes))
     fewest: dict[int, tuple[int, int]] = {}
     for observation in tried:
@@ -243,7 +243,7 @@ def find_unfinished(
 
 
 def _name_phase(phase: str, workload: str) -> tuple[str, str]:
-    """Return the phase as the user should see it, and the name of what was being loaded or built."""
+    """Return a phase as the user should see it, with the name of the code that was running."""
     home, _, attribute = workload.rpartition(":")
     name = Path(home).name or workload
     if phase != "building":

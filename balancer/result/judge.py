@@ -187,7 +187,7 @@ def _describe_rate(report: SearchReport, layout: Layout, interval: Interval) -> 
 
 
 def _has_equal_shares(layout: Layout) -> bool:
-    """Whether the layout is plain data parallelism: equal shares on all devices, in one pass each."""
+    """Whether the layout is plain data parallelism: equal shares on all devices, in one pass."""
     if not layout.traits.together or layout.traits.sharded:
         return False
     everywhere = len(layout.active) == len(layout.shares)
@@ -416,7 +416,7 @@ def _why_not_chosen(report: SearchReport, compared: ComparedLayout) -> WhyNotCho
 
 
 def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> SplitLoss | None:
-    """Find out why the best split is slower than the single device that was chosen, or return None."""
+    """Find out why the best split is slower than the chosen single device; None if it isn't."""
     # also None if no times are known
     chosen, split = report.chosen, _best_split(rivals)
     if not chosen.layout.traits.alone or split is None or not _is_surely_slower(split):
@@ -514,7 +514,7 @@ def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[
 
 
 def _list_splits_with(report: SearchReport, position: int) -> list[Result]:
-    """Return the measured splits that use a device, with at least half of the plan's global batch."""
+    """Return the measured splits with a device and at least half of the plan's global batch."""
     least = report.chosen.layout.global_batch / NEAR
     splits = [result for result in report.results if result.layout.traits.together]
     near = [split for split in splits if split.layout.global_batch >= least]
@@ -560,7 +560,7 @@ def _find_slow_bfloat16(record: JournalContents, layout: Layout) -> tuple[str, .
 
 
 def find_objective_reached(report: SearchReport) -> ObjectiveReached | None:
-    """Return the plan's value of an objective that trades speed, or None for any other objective."""
+    """Return the plan's value of an objective that trades speed; None for other objectives."""
     objective, chosen = find_objective(report.problem.objective), report.chosen
 
     def value(result: Result) -> float:
@@ -653,7 +653,7 @@ def find_short_budget(
 
 
 def _find_left_out_hosts(report: SearchReport, devices: Sequence[Device]) -> Iterator[LeftOut]:
-    """Yield the hosts that the plan doesn't use, if the fastest layout over more hosts is slower."""
+    """Yield the unused hosts if even the fastest layout over more hosts is slower."""
 
     def list_hosts(layout: Layout) -> list[str]:
         return list(dict.fromkeys(devices[i].host for i in layout.active))

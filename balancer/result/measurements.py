@@ -98,7 +98,7 @@ def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Measu
 
 
 def _compare_repeats(seen: Iterable[Observation]) -> Iterator[MeasurementDoubt]:
-    """Yield a `changed` warning for each layout whose measurements disagree beyond their intervals."""
+    """Yield a `changed` warning for each pair of measurements that clearly disagree."""
     repeats: defaultdict[Layout, list[Timed]] = defaultdict(list)
     for observation in seen:
         if isinstance(observation, Timed):

@@ -78,7 +78,7 @@ class VerdictText(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The recommendation, the headline and the remarks, one per line; warnings aren't included."""
+        """The recommendation, the headline and the remarks, one per line, without warnings."""
         return "\n".join(
             (*([self.recommendation] if self.recommendation else []), self.headline, *self.remarks)
         )

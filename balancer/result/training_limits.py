@@ -106,7 +106,7 @@ def _find_turns(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
 
 
 def _find_looks(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
-    """Return the probes of a layout that also timed steps without input or without launch delays."""
+    """Return the probes that also timed steps without input or without launch delays."""
     turns = _find_turns(seen, layout)
     # without input: one batch is reused; without waiting: all kernels are enqueued first
     return [turn for turn in turns if turn.kept is not None or turn.enqueued_seconds is not None]

@@ -40,10 +40,7 @@ STRIDE = 32
 
 
 class DeviceModel:
-    """A model of one device, based on one set of observations of it.
-
-    Each value is computed on first access. Devices that can't be distinguished share their curves.
-    """
+    """What is known about one device: time curves, memory, and how many rows to give it."""
 
     def __init__(
         self,
@@ -53,10 +50,10 @@ class DeviceModel:
         evidence: Sequence[DeviceEvidence],
         group: Sequence[int],
     ) -> None:
-        """Model the device at `position` from the `evidence` of all devices.
+        """Read the device's own evidence, and the time points of the devices in its group.
 
-        `group` are the positions of this device and of all devices that can't be distinguished from
-        it.
+        `group` holds the positions of devices whose speed can't be distinguished, including this
+        one.
         """
         self.position = position
         self.quantum = problem.multiple_of
@@ -73,33 +70,22 @@ class DeviceModel:
 
     @cached_property
     def points(self) -> tuple[Point, ...]:
-        """This device's points (batches with their step times) from exploration.
-
-        They are all points of the solo stage, and points of larger batches: from splits, or from
-        probes while the other devices were idle.
-        """
+        """Time points of this device alone."""
         return self.evidence.solo_points(self._among)
 
     @cached_property
     def group_points(self) -> tuple[Point, ...]:
-        """The points of this device and of all devices that can't be distinguished from it."""
+        """Time points of all devices in the group, each measured alone."""
         return tuple(point for one in self._group for point in one.solo_points(self._among))
 
     @cached_property
     def solo_curve(self) -> Curve | None:
-        """The device's curve while all devices run alone at the same time.
-
-        The curve is fitted to the points of all devices that are like this one. It is None if there
-        are no points.
-        """
+        """Step time by batch for the device alone; None before its first probe."""
         return fit_curve(self.group_points, self._among)
 
     @cached_property
     def split_curve(self) -> Curve | None:
-        """The device's curve within a split.
-
-        It is fitted to solo points, and to compute times (own work) in splits.
-        """
+        """Compute time by share within a split, also fitted to the steps of measured splits."""
         points: list[Point] = []
         for one in self._group:
             points += dict.fromkeys((*one.solo_points(self._among), *one.in_splits))
@@ -107,16 +93,13 @@ class DeviceModel:
 
     @cached_property
     def optimistic(self) -> Curve | None:
-        """The fastest curve that the points allow; None if there are no points."""
+        """The fastest curve that the solo measurements still allow; None before the first probe."""
         if self.solo_curve is None:
             return None
         return optimistic_curve(self.group_points, self.solo_curve)
 
     def seconds(self, layout: Layout, curve: Curve) -> float:
-        """Return the seconds that the device takes for its share of a layout.
-
-        `curve` is the curve of one pass: `solo_curve` or `split_curve`.
-        """
+        """Return the seconds that a curve predicts for the device's share of a layout."""
         share = layout.shares[self.position]
         return step_in_passes(curve, share, layout.passes(self.position), self.extra_seconds)
 
@@ -124,10 +107,7 @@ class DeviceModel:
 
     @cached_property
     def requested_rows(self) -> int:
-        """The maximum rows of one pass that the request allows, whatever the memory.
-
-        `UNBOUNDED` if the request sets no limit.
-        """
+        """The most rows that the request allows on one device."""
         problem = self._problem
         limits = (problem.largest_share, problem.global_batch, problem.max_global_batch)
         given = [limit for limit in limits if limit is not None]
@@ -135,10 +115,7 @@ class DeviceModel:
 
     @cached_property
     def guessed_rows(self) -> int:
-        """The most rows of one pass worth trying in a split, considering only memory.
-
-        They are a guess, so they may not fit. They are 0 for a device that can't be used.
-        """
+        """The most rows of a pass expected to fit in memory; 0 if the device is unusable."""
         if self.is_unusable:
             return 0
         # the rows of a fixed batch have to be computed somewhere
@@ -147,18 +124,14 @@ class DeviceModel:
 
     @cached_property
     def certain_rows(self) -> int:
-        """The largest share that certainly fits in one pass; 0 if the device never ran."""
+        """The most rows in one pass that surely fit in memory."""
         return self.memory.largest_safe(self.requested_rows, self.quantum)
 
     # ------------------------------------------------------------------ by time, and by what ran
 
     @cached_property
     def trusted_alone_rows(self) -> int:
-        """The largest batch that the next solo probe of the device may measure.
-
-        It exceeds the largest batch that ran by at most a certain factor. It is 0 until the device
-        has run.
-        """
+        """The largest batch worth trying on the device alone, close enough to what ran before."""
         if self.solo_curve is None:
             return 0
         growth = self._growth_factor(self.solo_curve)
@@ -168,11 +141,7 @@ class DeviceModel:
 
     @cached_property
     def guessed_alone_rows(self) -> int:
-        """The largest batch that this device can probably compute alone.
-
-        Memory and the time left limit it. Several rounds of probes may be needed to reach it. It is
-        0 until the device has run.
-        """
+        """The largest batch on the device alone for which the optimistic curve is used."""
         if self.solo_curve is None or self.optimistic is None or not self.memory.largest_ran:
             return 0
         by_memory = self.memory.largest_to_try(self.requested_rows, self.quantum, optimistic=True)
@@ -182,11 +151,7 @@ class DeviceModel:
         return self._limit_by_time(self.solo_curve, by_memory)
 
     def trusted_rows(self, curve: Curve | PassCurve, limit: int) -> int:
-        """Return the largest batch, at most `limit`, for which the curve can be trusted.
-
-        The batch exceeds the largest one that ran by at most a certain factor. If the global batch
-        is free, a step of it must also be quick enough for the time left.
-        """
+        """Return up to how many rows a curve may be trusted, at most `limit`."""
         if self._problem.global_batch is None:
             limit = self._limit_by_time(curve, limit)
         if not self.memory.largest_ran:
@@ -197,7 +162,10 @@ class DeviceModel:
         return max(int(growth * self.memory.largest_ran) // self.quantum, 1) * self.quantum
 
     def _growth_factor(self, curve: Curve | PassCurve) -> float:
-        """Return the factor by which the next batch may grow."""
+        """Return how many times as large as the largest that ran a batch may be.
+
+        Infinite on a rising curve, which predicts the time of larger batches.
+        """
         smallest = self.evidence.alone[0].batch if self.evidence.alone else 0
         first = curve.seconds(smallest)
         last = curve.seconds(self.memory.largest_ran)
@@ -207,7 +175,7 @@ class DeviceModel:
         return math.inf if rises else self._time.growth(last)
 
     def _limit_by_time(self, curve: Curve | PassCurve, limit: int) -> int:
-        """Return `limit`, lowered so that steps fit in the time left."""
+        """Reduce `limit` to the batch whose step the remaining time allows."""
         # not reduced below the largest batch that ran
         if math.isinf(self._time.seconds):
             return limit
@@ -221,7 +189,7 @@ class DeviceModel:
 
     @property
     def _may_use_passes(self) -> bool:
-        """True if the device may compute its share in several passes."""
+        """Whether the device may split its share into several passes."""
         fixed = self._problem.global_batch is not None
         # a free batch is reduced instead; after a failed probe with passes, the passes may be the
         # cause
@@ -229,10 +197,9 @@ class DeviceModel:
 
     @cached_property
     def pass_rows(self) -> int:
-        """The maximum rows per pass of a share that needs several passes.
+        """Rows per pass for gradient accumulation; 0 if shares are computed in one pass.
 
-        They are 0 if passes can't be used. Otherwise, they are the largest batch for which the
-        curve can be trusted, or less if fewer rows were clearly faster per row.
+        Fewer rows than fit are used if they give clearly more samples/s.
         """
         if not self._may_use_passes or self.solo_curve is None:
             return 0
@@ -252,10 +219,7 @@ class DeviceModel:
 
     @cached_property
     def largest_in_one_pass(self) -> int:
-        """The largest share in one pass.
-
-        It is what fits, or less if two smaller passes are faster.
-        """
+        """The largest share that is at least as fast in one pass as in two."""
         rows = self.pass_rows
         if not rows or rows >= self.guessed_rows or self.split_curve is None:
             return self.guessed_rows
@@ -266,10 +230,9 @@ class DeviceModel:
 
     @cached_property
     def extra_seconds(self) -> float:
-        """The seconds that each further pass takes beyond the time for its rows.
+        """Seconds that each further pass adds to a step; 0 if none was measured.
 
-        They are measured in splits or, if no split had several passes, on the device alone. They
-        are 0 before any step in several passes ran.
+        Negative if a part of the step, such as the optimizer's, isn't repeated.
         """
         split = [point for one in self._group for point in one.split_in_passes]
         alone = [point for one in self._group for point in one.alone_in_passes]
@@ -279,11 +242,7 @@ class DeviceModel:
         return 0.0
 
     def in_passes(self, device: DeviceCurve) -> DeviceCurve:
-        """Return the device with a curve that includes steps in several passes.
-
-        The new limit is the whole fixed batch, because any share fits in passes. Return `device`
-        unchanged if passes can't be used, or if its curve already includes such steps.
-        """
+        """Return the device's curve for shares that may exceed its memory, in several passes."""
         rows = min(self.pass_rows, device.limit)
         if not rows or not isinstance(device.curve, Curve):
             return device
@@ -293,10 +252,9 @@ class DeviceModel:
         return DeviceCurve(self.position, passes, most)
 
     def with_best_passes(self, curve: Curve, limit: int) -> DeviceCurve:
-        """Return the device with a curve for the fastest number of passes.
+        """Return the device's curve for any share, with passes of the size that is fastest alone.
 
-        Several passes are only considered for a fixed batch. `curve` is for one pass, and `limit`
-        is the maximum rows of one pass.
+        A free batch, or one that is fastest in one pass, gets the curve unchanged.
         """
         device = DeviceCurve(self.position, curve, limit)
         batch = self._problem.global_batch
@@ -314,11 +272,9 @@ class DeviceModel:
         )
 
     def rows_per_pass(self, share: int, surely: bool) -> int:
-        """Return the maximum rows per pass that the device uses for a share.
+        """Return the rows of each pass of a share; the share itself if one pass is enough.
 
-        The share is one pass if that should fit and isn't slower than several, or if the device
-        can't use passes. Otherwise, passes have about equal sizes. With `surely`, a pass has at
-        most as many rows as certainly fit in memory.
+        `surely` allows only passes that certainly fit in memory.
         """
         if surely:
             at_once = self.certain_rows
@@ -335,10 +291,9 @@ class DeviceModel:
 
 
 def find_largest_in_one_pass(curve: Curve, rows: int, limit: int, extra: float) -> int:
-    """Return the largest share that one pass computes as fast as two.
+    """Return the largest share that one pass computes at least as fast as two.
 
-    The two passes are equal. The share is at least `rows`, the rows of the fastest pass, and at
-    most `limit`, the maximum rows of a pass. `extra` are the seconds that a second pass adds.
+    Shares from `rows` to `limit` are searched. `extra` is the overhead of a second pass in seconds.
     """
     shares = range(rows, max(rows, limit))
 

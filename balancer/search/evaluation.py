@@ -107,7 +107,7 @@ class Evaluation:
         return explore(self.policy, budget, self.options.with_splits)
 
     def _explore_rest(self, seconds: float | None) -> tuple[Probe, ...]:
-        """Return what exploration would measure with a budget of `seconds`; None: without a limit."""
+        """Return what exploration would measure within `seconds`; None: without a limit."""
         # without a limit (None), they show whether the search would go on
         problem = msgspec.structs.replace(self.problem, budget_seconds=seconds)
         rest = Budget(problem, self.options, self._seen, self.machine, race_is_over=True)

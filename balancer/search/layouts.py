@@ -1,4 +1,4 @@
-"""Candidate layouts, the options that choose their families, and smaller variants after a failure."""
+"""Candidate layouts, the options that choose families, and smaller variants after a failure."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return m1 - slope * b1, slope
 
     def predict_largest(self) -> int | None:
-        """Return the predicted largest batch that fits, or None without a usable line or a limit."""
+        """Return the predicted largest batch that fits; None without a limit or a rising line."""
         line = self.line
         if line is None or self.limit_bytes is None:
             return None
