@@ -662,11 +662,25 @@ class StateRoom:
 
     def _parts(self, rows: Sequence[float]) -> StateDivision:
         left = self._bytes_left(rows)
-        least = 10.0**-DIGITS
-        parts = [max(least, round(size / sum(left), DIGITS)) for size in left]
-        largest = parts.index(max(parts))
-        parts[largest] = round(parts[largest] + 1 - sum(parts), DIGITS)
-        return StateDivision(tuple(parts), self._in_passes, rows=tuple(rows))
+        return StateDivision(_round_parts(left), self._in_passes, rows=tuple(rows))
+
+
+def _round_parts(sizes: Sequence[float]) -> tuple[float, ...]:
+    """Return each size's part of their sum, rounded; the parts sum to 1.
+
+    None is larger than its exact part by more than its last decimal, or smaller by more than that.
+    """
+    units = 10**DIGITS
+    exact = [units * size / sum(sizes) for size in sizes]
+    rounded = [max(1, math.floor(part)) for part in exact]
+    # the remaining units go to the parts that lost the most
+    by_loss = sorted(range(len(sizes)), key=lambda i: rounded[i] - exact[i])
+    for i in by_loss[: max(0, units - sum(rounded))]:
+        rounded[i] += 1
+    # parts that were raised to the least one may make the sum too large
+    largest = rounded.index(max(rounded))
+    rounded[largest] += units - sum(rounded)
+    return tuple(part / units for part in rounded)
 
 
 def state_bytes_at_peak(state: ModelState, in_passes: bool) -> int:

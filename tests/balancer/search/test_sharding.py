@@ -20,6 +20,7 @@ from evener.balancer.request import Request
 from evener.balancer.run import open_run
 from evener.balancer.search.search import Search
 from evener.balancer.search.sharding import (
+    DIGITS,
     RowDemand,
     Sharding,
     divide_state,
@@ -99,6 +100,25 @@ def test_state_and_rows_fit_each_device_whenever_a_division_is_returned(
     assert not holders.intersection(layout.computing)
     assert batch in (None, layout.global_batch)
     assert proposal.rate(1.0) < proposal.rate()
+
+
+CARD = st.tuples(st.integers(4, 40), st.floats(0.1, 0.3), st.floats(0.01, 0.1))
+
+
+@given(st.lists(CARD, min_size=2, max_size=8))
+def test_rounded_parts_leave_the_memory_of_the_rows_for_which_they_were_chosen(
+    cards: list[tuple[int, float, float]],
+) -> None:
+    """On two cards as on eight, no part is larger by more than its last decimal."""
+    limits = [size * GIB for size, _, _ in cards]
+    needs = [RowDemand(GIB, row * GIB, 0.01, seconds) for _, row, seconds in cards]
+    state = ModelState(int(0.6 * sum(limits)), GIB)
+    division = divide_state(limits, needs, Problem(len(cards), tuple(limits), state=state))
+    assert division is not None
+    assert sum(division.parts) == pytest.approx(1.0, abs=1e-9)
+    for part, rows, limit, need in zip(division.parts, division.rows, limits, needs, strict=True):
+        least = max(0.0, part - 10.0**-DIGITS) * state.state_bytes
+        assert least + need.base_bytes + need.row_bytes * rows <= limit + 1
 
 
 def test_more_memory_never_makes_it_not_fit() -> None:
