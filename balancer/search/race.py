@@ -20,7 +20,7 @@ import msgspec
 
 from ..families import family_of
 from ..statistics import relative_half_width
-from ..types import Layout, Probe, Result, Stage, Timed
+from ..types import Failed, Layout, Probe, Result, Stage, Timed
 from .budget import BASE_SECONDS, Budget
 from .layouts import Candidate
 from .machine_model import MachineModel
@@ -93,10 +93,12 @@ class Race:
         A check is repeated once if a device was throttled in it. It is also repeated while the
         samples/s are imprecise, up to the largest number of turns. If even that number seems too
         few, the check is repeated only if steps are slow, so that each turn times only a few, or if
-        there is no other layout to race.
+        there is no other layout to race. A check that failed isn't repeated.
         """
         layout = best.layout
         checks = [seen for seen in self._seen.in_stage(Stage.CHECK) if seen.probe.layout == layout]
+        if any(isinstance(seen, Failed) for seen in checks):
+            return ()  # another one would only fail too
         held = len(checks) == 1 and isinstance(checks[0], Timed) and checks[0].held_back()
         width = relative_half_width(best.throughput)
         turns_may_suffice = width <= ROUGH * math.sqrt(MOST_TURNS / best.turns)
@@ -104,7 +106,9 @@ class Race:
         # a check has time for few steps
         slow = FEW_STEPS * layout.global_batch / best.throughput.value > BASE_SECONDS[Stage.CHECK]
         worth_turns = (is_alone or slow) and best.turns < MOST_TURNS
-        rough = width > ROUGH and (turns_may_suffice or worth_turns)
+        # turns in which a device was throttled don't count, so the checks are limited too
+        may_repeat = len(checks) < MOST_TURNS and (turns_may_suffice or worth_turns)
+        rough = width > ROUGH and may_repeat
         compared = any(seen.probe.layout != layout for seen in self._seen.timed())
         if not rough and not held and (checks or not compared):
             return ()

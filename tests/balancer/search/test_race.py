@@ -8,6 +8,7 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from evener.balancer.search.search import Search
 from evener.balancer.statistics import relative_half_width
 from evener.balancer.types import (
     Failed,
+    MeasurementDoubt,
     Observation,
     OutOfMemory,
     Probe,
@@ -332,6 +334,59 @@ def test_a_figure_that_eight_turns_would_leave_rough_is_checked_once() -> None:
     for seed in range(5):
         _, seen = noisy(bench, 0.3, seed, global_batch=256, budget_seconds=200.0)
         assert [one.probe.stage for one in seen].count(Stage.CHECK) == 1
+
+
+def check_roughly(
+    bench: Bench, deviation: float, check: Callable[[Timed, int], Observation]
+) -> tuple[Search, int]:
+    """Return a search with steps that vary by `deviation`, and its number of checks.
+
+    Each check's outcome is that of `check`, called with its measurement and its number from 0.
+    """
+    search, rough, checks = Search(bench.problem(global_batch=256)), random.Random(1), 0
+    while probes := search.ask():
+        for probe in probes:
+            (one,) = bench.measure([probe], rough.lognormvariate(0, deviation))
+            assert isinstance(one, Timed)
+            seconds = one.step_seconds
+            low, high = seconds * (1 - deviation), seconds * (1 + deviation)
+            one = msgspec.structs.replace(one, low_seconds=low, high_seconds=high)
+            is_check = probe.stage == Stage.CHECK
+            search.tell(check(one, checks) if is_check else one)
+            checks += is_check
+        assert checks < 100, "the search does not end"
+    return search, checks
+
+
+ONE_AND_THREE = [Bench(((10.0, 0.1, 0, 4000),) * count, 0.5) for count in (1, 3)]
+
+
+@pytest.mark.parametrize("bench", ONE_AND_THREE)
+@pytest.mark.parametrize("deviation", [0.05, 0.3])
+def test_a_check_that_fails_is_not_repeated_although_the_figure_is_rough(
+    bench: Bench, deviation: float
+) -> None:
+    """Its processes end in each check, as in a training with an error in a later step."""
+
+    def fail(seen: Timed, number: int) -> Failed:
+        return Failed(seen.probe, "exit", "exit code 1", seen.probe.layout.active, 3.0)
+
+    search, checks = check_roughly(bench, deviation, fail)
+    assert 1 < checks < 20
+    assert search.best() is not None
+
+
+@pytest.mark.parametrize("bench", ONE_AND_THREE)
+def test_checks_end_although_a_device_is_throttled_in_all_but_the_first(bench: Bench) -> None:
+    """Such turns don't count, so the samples/s stay rough."""
+
+    def throttle(seen: Timed, number: int) -> Timed:
+        doubts = (MeasurementDoubt("throttled", 0.1, seen.probe.layout.active[0]),)
+        return msgspec.structs.replace(seen, warnings=doubts if number else ())
+
+    search, checks = check_roughly(bench, 0.3, throttle)
+    assert checks <= 2 * MOST_TURNS
+    assert search.best() is not None
 
 
 def test_a_layout_that_breaks_as_it_is_checked_is_not_the_answer() -> None:
