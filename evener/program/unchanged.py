@@ -26,6 +26,7 @@ from ..live.reporter import is_reported_elsewhere
 from ..torch.private import backward_number, leave_uncompiled, wrap_next_batch
 from ..torch.ranks.own_work import StepReporter, StepTimer, make_clock
 from ..torch.ranks.ranks import describe_own_rows
+from ..torch.ranks.timed_batches import ON_GPU
 from ..training.first_rank import is_eveners_rank, is_released
 from ..training.retreat import print_line
 
@@ -49,9 +50,13 @@ class _Iteration:
 
     def __init__(self, loader: Any) -> None:
         self._loader = None if loader is None else weakref.ref(loader)
-        self.batch_size = getattr(loader, "batch_size", None)
+        batch_size = getattr(loader, "batch_size", None)
+        self.batch_size = batch_size if isinstance(batch_size, int) else None
         self.passes = -1  # number of backward passes when the last batch was requested
         self.untrained = 0  # number of batches in a row without a backward pass
+        # how often a loader had been found to be for validation, when this iteration was found to
+        # train; -1: it isn't known to train
+        self.trains_since = -1
 
     @property
     def loader(self) -> Any:
@@ -90,11 +95,19 @@ class _Harmless:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         if not isinstance(error, Exception):
             return False
+        self.end_by(error)
+        return True
+
+    def end_by(self, error: Exception) -> None:
+        """End the timing because of an error of evener.
+
+        Where a program calls evener in each step, an `except` clause with this method takes less
+        time than the context.
+        """
         fault = f"{type(error).__name__}: {error}"
         print_line(f"evener: its steps are no longer timed, by a fault of evener's: {fault}")
         with suppress(Exception):
             self._stop()
-        return True
 
 
 class _UpdateTimer(StepTimer):
@@ -104,20 +117,25 @@ class _UpdateTimer(StepTimer):
 
     def __init__(self, device: torch.device, single_rank: bool, harmless: _Harmless) -> None:
         super().__init__(make_clock(device), single_rank)
+        self.time_fewer(ON_GPU)  # also on a CPU: shares don't depend on these times
         self.thread = get_ident()  # the thread that trains; 0 to ignore all threads
         self._harmless = harmless
 
     def note_update(self) -> None:
         """Begin the phase of an optimizer's step, and count the step."""
         if get_ident() == self.thread:
-            with self._harmless:
+            try:
                 super().note_update()
+            except Exception as error:
+                self._harmless.end_by(error)
 
     def note_updated(self) -> None:
         """End the phase in which the optimizer updates the weights."""
         if get_ident() == self.thread:
-            with self._harmless:
+            try:
                 super().note_updated()
+            except Exception as error:
+                self._harmless.end_by(error)
 
 
 class UnchangedTraining:
@@ -139,7 +157,11 @@ class UnchangedTraining:
         self._iterations: weakref.WeakKeyDictionary[Any, _Iteration] = weakref.WeakKeyDictionary()
         self._training = _Loaders()  # loaders of training loops
         self._validating = _Loaders()  # loaders for validation
-        self._rows: dict[int, int] = {}  # rows of each iteration's batches since the last step
+        self._validations = 0  # how often a loader was found to be for validation
+        self._newest: _Iteration | None = None  # the iteration that was asked for a batch last
+        self._newest_iterator: Callable[[], Any] = lambda: None  # returns its iterator
+        # rows of each iteration's batches since the last step; a step may take several loaders'
+        self._rows: dict[_Iteration, int] = {}
         self._passes = 0  # number of backward passes and updates
         self._has_batch = False  # True from a batch of a DataLoader until the end of its loop
         self._updated = False  # True if an optimizer has stepped since the step began
@@ -175,51 +197,67 @@ class UnchangedTraining:
 
         The time that this takes counts as input time, unless the batch is for validation.
         """
-        if self._timer is None or self._is_without_loader or get_ident() != self._thread:
+        timer = self._timer
+        if timer is None or self._is_without_loader or get_ident() != self._thread:
             return wrapped(*arguments, **keywords)
-        is_training = False
-        with self._harmless:
-            is_training = self._begin_fetch(self._timer, iterator)
-        if not is_training:
+        iteration = None
+        try:
+            iteration = self._begin_fetch(timer, iterator)
+        except Exception as error:
+            self._harmless.end_by(error)
+        if iteration is None:
             return wrapped(*arguments, **keywords)
         try:
             batch = wrapped(*arguments, **keywords)
         except StopIteration:
             with self._harmless:
-                self._end_loop(iterator)
+                self._end_loop(iteration)
             raise
-        with self._harmless:
-            self._begin_step(iterator, batch)
+        try:
+            self._begin_step(iteration, batch)
+        except Exception as error:
+            self._harmless.end_by(error)
         return batch
 
-    def _begin_fetch(self, timer: StepTimer, iterator: Any) -> bool:
-        """End the current step; return False if the next batch validates."""
-        iteration = self._iterations.get(iterator)
-        if iteration is None:
-            iteration = self._iterations[iterator] = _Iteration(None)
+    def _begin_fetch(self, timer: StepTimer, iterator: Any) -> _Iteration | None:
+        """End the current step, because the next batch is requested.
+
+        Return the iteration; None if that batch is for validation.
+        """
+        iteration = self._newest
+        if iteration is None or self._newest_iterator() is not iterator:
+            iteration = self._find_iteration(iterator)
         if not torch.is_grad_enabled() or self._is_validation(iteration):
-            self._rows.pop(id(iterator), None)
+            self._rows.pop(iteration, None)
             timer.note_validation()
-            return False
+            return None
         if self._has_batch:
             self._end_step(timer)
         else:
             timer.start_loop()
-        return True
+        return iteration
 
-    def _begin_step(self, iterator: Any, batch: Any) -> None:
-        """Begin a step with a batch, or add it to the step."""
-        rows = _count_rows(batch, self._iterations[iterator].batch_size)
-        self._rows[id(iterator)] = self._rows.get(id(iterator), 0) + rows
+    def _find_iteration(self, iterator: Any) -> _Iteration:
+        """Return the iteration of an iterator, which becomes the newest one."""
+        iteration = self._iterations.get(iterator)
+        if iteration is None:
+            iteration = self._iterations[iterator] = _Iteration(None)
+        self._newest, self._newest_iterator = iteration, weakref.ref(iterator)
+        return iteration
+
+    def _begin_step(self, iteration: _Iteration, batch: Any) -> None:
+        """Begin a step with a batch, or continue it if several batches belong to it."""
+        rows = _count_rows(batch, iteration.batch_size)
+        self._rows[iteration] = self._rows.get(iteration, 0) + rows
         if self._timer is not None:
             self._has_batch = True
             self._timer.begin((rows,))
 
-    def _end_loop(self, iterator: Any) -> None:
+    def _end_loop(self, iteration: _Iteration) -> None:
         """Stop timing until the next loop begins."""
         self._has_batch = False
-        if self._iterations[iterator].untrained:
-            self._rows.pop(id(iterator), None)
+        if iteration.untrained:
+            self._rows.pop(iteration, None)
         if self._timer is not None:
             self._timer.pause()
 
@@ -227,28 +265,36 @@ class UnchangedTraining:
         """True if the next batch is for validation, not training."""
         # It is if several batches of this iteration, or of an earlier one over the same loader,
         # weren't followed by a backward pass.
+        passes, iteration.passes = iteration.passes, self._passes
+        if iteration.trains_since == self._validations and passes != self._passes:
+            return False  # most batches
         loader = iteration.loader
-        if iteration.passes == self._passes:
+        if passes == self._passes:
             iteration.untrained += 1
+            iteration.trains_since = -1
             if iteration.untrained == MOST_UNTRAINED:
+                self._validations += 1
                 self._validating.add(loader)
-        elif iteration.passes >= 0:
+        elif passes >= 0:
             iteration.untrained = 0
+            iteration.trains_since = self._validations
             self._validating.discard(loader)
             self._training.add(loader)
-        iteration.passes = self._passes
         return iteration.untrained >= MOST_UNTRAINED or loader in self._validating
 
     def run_backward(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
         """Run a backward pass; this wraps `torch.autograd.backward`."""
-        if self._device is not None and self._timer is None and not self._is_over:
+        if self._timer is None and self._device is not None and not self._is_over:
             with self._harmless:
                 self._begin(self._device)
         result = wrapped(*arguments, **keywords)
+        timer = self._timer
         # a backward pass inside another one, as with checkpointing, doesn't count
-        if self._timer is not None and backward_number() == -1 and self._is_own_thread:
-            with self._harmless:
-                self._note_pass(self._timer)
+        if timer is not None and backward_number() == -1 and get_ident() == self._thread:
+            try:
+                self._note_pass(timer)
+            except Exception as error:
+                self._harmless.end_by(error)
         return result
 
     def _note_pass(self, timer: StepTimer) -> None:
@@ -280,14 +326,17 @@ class UnchangedTraining:
         """
         if self._is_over or not self._is_own_thread:
             return
-        with self._harmless:
-            if self._timer is None:
+        timer = self._timer
+        try:
+            if timer is None:
                 self._thread = get_ident()
                 self._device = _find_device(optimizer)
-            elif self._timer.is_captured():
+            elif timer.is_captured():
                 self._stop()
             else:
-                self._note_update(self._timer, optimizer)
+                self._note_update(timer, optimizer)
+        except Exception as error:
+            self._harmless.end_by(error)
 
     def _note_update(self, timer: StepTimer, optimizer: Any) -> None:
         self._updated = True
@@ -344,8 +393,7 @@ class UnchangedTraining:
         self._updated = False
         self._steps += 1
         self._has_loader |= self._has_batch
-        # a step may take batches of several loaders
-        rows = max(self._rows.values(), default=0)
+        rows = max(self._rows.values()) if self._rows else 0
         self._rows.clear()
         if self._reporter is None:
             assert self._device is not None
@@ -416,17 +464,16 @@ def _find_device(optimizer: Any) -> torch.device:
     return torch.device("cpu")
 
 
-def _count_rows(batch: Any, batch_size: Any) -> int:
+def _count_rows(batch: Any, batch_size: int | None) -> int:
     """Return the number of rows in a batch; 0 if unknown."""
-    first = batch[0] if isinstance(batch, list | tuple) and batch else batch
-    if not isinstance(first, torch.Tensor) or not first.ndim:
-        first = _find_tensor(batch)
-    length = 0 if first is None else len(first)
-    if not isinstance(batch_size, int):
-        return length
-    # A batch may be smaller than the loader's batch size, as at an epoch's end. A larger dimension
-    # counts something else, for example tokens or a graph's nodes.
-    return min(batch_size, length) if length else batch_size
+    first = batch[0] if isinstance(batch, list) and batch else batch
+    shape = first.shape if type(first) is torch.Tensor else ()
+    if not shape:
+        found = _find_tensor(batch)
+        shape = () if found is None else found.shape
+    if batch_size is None:
+        return shape[0] if shape else 0
+    return shape[0] if shape and shape[0] < batch_size else batch_size
 
 
 def _find_tensor(batch: Any) -> torch.Tensor | None:

@@ -29,7 +29,13 @@ from evener.torch.ranks.own_work import (
     StepTimer,
     TimedStep,
 )
-from evener.torch.ranks.timed_batches import GOLDEN, ON_GPU, RANGE, TimedBatches
+from evener.torch.ranks.timed_batches import (
+    BLOCK_BATCHES,
+    GOLDEN,
+    ON_GPU,
+    RANGE,
+    TimedBatches,
+)
 from evener.torch.rebalancing import Rebalancing
 from evener.training.bottleneck import RankTimes
 from evener.training.step_limits import judge_training
@@ -860,3 +866,13 @@ def test_a_loops_first_batch_stands_for_no_other(asks: bool) -> None:
     assert sums.mean("input_s") == pytest.approx((4 * 1 + first_s) / 5, rel=0.03)
     assert sums.mean("between_s") == pytest.approx(between_s / 5, rel=0.03)
     assert sums.mean("own_work_s") == pytest.approx(2, rel=0.01)
+
+
+@given(st.integers(0, 3000), st.sampled_from([1, 2, 4, 8, 16, 32]))
+def test_the_next_timed_batch_is_the_first_that_is_chosen(number: int, stride: int) -> None:
+    """Or the first of the next block, where the stride may change."""
+    batches = TimedBatches(ON_GPU, first_stride=stride)
+    following = number + 1
+    while following % BLOCK_BATCHES and not batches._is_chosen(following):
+        following += 1
+    assert batches.find_next(number) == following

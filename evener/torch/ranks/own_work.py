@@ -53,6 +53,7 @@ from ..sums.collectives import own_collectives
 from ..sums.noise import RankNoise
 from .ranks import RankShares
 from .timed_batches import IF_HOST_LIMITS, ON_CPU, ON_GPU, TimedBatches
+from .timed_batches import Rate as TimedRate
 
 KEPT_STEPS = 25  # number of steps over which medians are computed
 KEPT_MARKED = 100  # number of steps that a GPU may be behind its host before marks are dropped
@@ -309,7 +310,7 @@ class StepTimer:
         self._steps: deque[tuple[_MarkedStep, _StepDurations]] = deque(maxlen=KEPT_STEPS)
         self._counted = 0  # number of steps
         self.sums = RunningSums()  # sums over all steps except warm-up
-        _timers.append(weakref.ref(self, _timers.remove))
+        _add_timer(self)
         self.release = _OPTIMIZER_HOOKS.hold(self)  # call it to stop watching optimizers' steps
 
     def begin(self, sizes: tuple[int, ...]) -> None:
@@ -348,6 +349,11 @@ class StepTimer:
     def time_all(self) -> None:
         """Time every batch from now on, because rebalancing needs the times."""
         self._choice, self._choose_at = None, 0
+
+    def time_fewer(self, rate: TimedRate) -> None:
+        """Time batches as often as `rate` says, instead of the device's own rate."""
+        self._choice = TimedBatches(rate)
+        self._choose_at = 0
 
     def time_few(self) -> None:
         """Time few batches from now on, because the host limits a sharded model's steps.
@@ -467,6 +473,10 @@ class StepTimer:
         Compute time (own work) ends here. It excludes what follows, such as clipping.
         """
         # The timer also records whether the GPU is behind its host.
+        if not self._timed:
+            self._doing = BETWEEN
+            self._files_from = time.perf_counter() + LEAST_FILE_SECONDS
+            return
         computed = self._computed
         self.note_gradients()
         self.note_enqueued()
@@ -1109,20 +1119,31 @@ def _read_memory(device: torch.device) -> tuple[int, int]:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10, 0
 
 
-# Reading a list of references takes a microsecond less than reading a WeakSet.
-_timers: list[weakref.ref[StepTimer]] = []
+# Reading a tuple of references takes a microsecond less than reading a WeakSet.
+_timers: tuple[weakref.ref[StepTimer], ...] = ()
+
+
+def _add_timer(timer: StepTimer) -> None:
+    """Notify a timer of updates as long as it exists."""
+    global _timers
+    _timers = (*_timers, weakref.ref(timer, _remove_timer))
+
+
+def _remove_timer(reference: weakref.ref[StepTimer]) -> None:
+    global _timers
+    _timers = tuple(each for each in _timers if each is not reference)
 
 
 def _note_update() -> None:
-    for each in tuple(_timers):
-        timer = each()
+    for reference in _timers:
+        timer = reference()
         if timer is not None:
             timer.note_update()
 
 
 def _note_updated(*_: Any) -> None:
-    for each in tuple(_timers):
-        timer = each()
+    for reference in _timers:
+        timer = reference()
         if timer is not None:
             timer.note_updated()
 
@@ -1133,16 +1154,16 @@ def _notify_timers_of_update(_: Any, arguments: tuple[Any, ...], keywords: dict[
     # before each step; the first of `arguments` is the optimizer. A step's closure computes the
     # gradients. The new arguments have a closure that calls the original one and then notifies the
     # timers.
+    if len(arguments) == 1 and not keywords:
+        _note_update()
+        return None
     closure = keywords.get("closure")
     kind: Any = type(arguments[0])
     is_first = len(arguments) > 1 and _takes_closure_first(kind)
     if is_first:
         closure = arguments[1]
     if closure is None or not _timers:
-        for each in tuple(_timers):
-            timer = each()
-            if timer is not None:
-                timer.note_update()
+        _note_update()
         return None
 
     def compute(*given: Any, **named: Any) -> Any:

@@ -62,14 +62,20 @@ class TimedBatches:
     def find_next(self, number: int) -> int:
         """Return the next batch number for which `is_timed` has to be called."""
         # the next timed batch, or the first of the next block, where the stride may change
-        for following in range(number + 1, number + BLOCK_BATCHES):
-            if following % BLOCK_BATCHES == 0 or self._is_chosen(following):
-                return following
-        return number + BLOCK_BATCHES
+        group = (number + 1) // self.stride
+        chosen = self._find_chosen(group)
+        if chosen <= number:
+            chosen = self._find_chosen(group + 1)
+        next_block = number - number % BLOCK_BATCHES + BLOCK_BATCHES
+        return chosen if chosen < next_block else next_block
+
+    def _find_chosen(self, group: int) -> int:
+        """Return the number of the timed batch in a group of `stride` batches."""
+        part = group * GOLDEN % RANGE
+        return group * self.stride + part * self.stride // RANGE
 
     def _is_chosen(self, number: int) -> bool:
-        part = number // self.stride * GOLDEN % RANGE
-        return number % self.stride == part * self.stride // RANGE
+        return number == self._find_chosen(number // self.stride)
 
     def _choose_stride(self) -> None:
         """Adapt the stride to the mean duration of the last batches."""
