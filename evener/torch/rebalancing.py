@@ -1,9 +1,4 @@
-"""Rebalancing in PyTorch: adapt the shares to each rank's compute time (own work).
-
-This module gathers the measurements of all ranks and changes the shares. `Rebalancer` in
-evener/training/rebalance.py decides when and how, for every framework. Its decisions are the same
-on every rank.
-"""
+"""Rebalancing: change the shares during training as the measured speed of each rank changes."""
 
 from __future__ import annotations
 
@@ -37,7 +32,7 @@ UNKNOWN = -1.0  # stands for NaN in an exchange
 
 
 def raise_no_shares() -> NoReturn:
-    """Raise RequestError: rows assigned by length leave no shares to rebalance."""
+    """Raise the RequestError for rebalancing with rows that are assigned by length."""
     raise RequestError(
         "Rows assigned by length have no shares to rebalance.",
         "Leave rebalance out, or make a new plan.",
@@ -45,11 +40,11 @@ def raise_no_shares() -> NoReturn:
 
 
 class Rebalancing:
-    """Changes the shares of a training run, after the same step on every rank.
+    """Measures the compute time of all ranks during training, and changes their shares.
 
-    Every rank has to create one. Each rank summarizes its step times over a window of some full
-    batches. After EXCHANGED_WINDOWS windows, the ranks gather their summaries and decide on new
-    shares.
+    Arguments:
+
+    - training: the PlannedTraining to rebalance.
     """
 
     def __init__(self, training: Any) -> None:  # a PlannedTraining
@@ -80,9 +75,9 @@ class Rebalancing:
         self._fewest = FEWEST_WINDOWS
 
     def describe_pending(self) -> PendingShares | None:
-        """Return the progress towards the next change of shares, for the monitor.
+        """Return how many measurement windows are done and needed before a change.
 
-        Return None if shares won't change, because compute time (own work) doesn't limit the steps.
+        The result is None if compute time doesn't limit the steps.
         """
         if self._rule is None:
             return PendingShares(0, FEWEST_WINDOWS)
@@ -92,16 +87,16 @@ class Rebalancing:
         return PendingShares(self._rule.windows_seen, needed)
 
     def stop(self) -> None:
-        """Stop changing shares, once a running all-reduce has completed."""
+        """Wait for a running exchange and stop observing steps."""
         if self._exchange is not None:
             self._exchange[0].wait()
         self._training.listeners.remove(self.after_step)
 
     def after_step(self, sizes: Sequence[int]) -> None:
-        """Count a trained batch; `sizes` are each rank's rows in it.
+        """Observe a finished step; `sizes` are the row counts of each rank.
 
-        Every rank has to call this. Every few calls, the ranks gather their measurements and decide
-        on shares.
+        After every two measurement windows the ranks exchange their results, and all make the same
+        change.
         """
         self._step += 1
         if self._training.begins_even:
@@ -121,18 +116,18 @@ class Rebalancing:
                 self._exchange = self._begin_exchange(metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the current shares, and the plan's shares to recognize the plan on loading."""
+        """Return the current and the planned shares, for a checkpoint."""
         shares = self._training.ranks
         return {"shares": shares.batches, "micros": shares.micros, "planned": self._planned.batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the shares in `state` if it belongs to the same plan."""
+        """Restore the shares from a checkpoint, unless it was made with another plan."""
         if tuple(state["planned"]) == self._planned.batches:
             self._rule = self._exchange = None
             self._change(tuple(state["shares"]), tuple(state["micros"]), 0)
 
     def _medians_of_window(self) -> RankTimes:
-        """Return this rank's median step times in the window."""
+        """Return the medians of this rank's step times in the window that has just ended."""
         # Steps in which evener checked a loss, or memory ran out, are left out. An unknown
         # own_work_s is 0. It is unknown in a window in which the rows per pass changed, and in
         # SETTLING_WINDOWS windows after memory ran out: the allocator's cache is then empty, and
@@ -165,7 +160,7 @@ class Rebalancing:
         )
 
     def _rows_that_fit(self) -> int:
-        """Predict the largest share that fits this rank's memory; 0 if unknown."""
+        """Return the estimated largest share of this rank, in rows, that fits in memory."""
         # More memory is left free if rows differ in length, which makes running out of memory
         # likelier, and if the loop computes a batch at once, because that pass can't be repeated in
         # smaller ones.
@@ -178,7 +173,7 @@ class Rebalancing:
         return rows * passes
 
     def _rows_of_several_passes(self) -> int:
-        """Predict the most rows per pass if a share has several passes."""
+        """Return the estimated largest pass, in rows, if the share is computed in several passes."""
         # The result is 0 if it is unknown, or if the share can't be divided into more passes.
         # Memory must then also hold the gradients of earlier passes.
         if not self._divides or self._training.passes.recovery.uses_collectives:
@@ -192,11 +187,11 @@ class Rebalancing:
 
     @property
     def _divides(self) -> bool:
-        """True if a share may be divided into any number of passes."""
+        """Whether a rank may divide its share into more passes."""
         return not self.passes and not self._training.weights.computes_at_once
 
     def _begin_exchange(self, metrics: RankTimes) -> tuple[Any, torch.Tensor]:
-        """Start the all-reduce of all ranks' measurements; return its handle and tensor."""
+        """Start to exchange the measurements of all ranks; return the work handle and the tensor."""
         # Each rank sends its compute time and pass limit of each window, these metrics, the rows
         # that fit in a single and in several passes, and the batches drawn ahead. Ranks have their
         # own positions in the tensor, and send zeros in the others.
@@ -244,7 +239,7 @@ class Rebalancing:
                 break
 
     def _adapt_timing(self, step_s: float, bottleneck: str) -> None:
-        """Choose the length of the next windows, and which batches are timed."""
+        """Set the length of windows, in steps, and whether every step is timed."""
         steps = WINDOW_SECONDS / max(step_s, 1e-6)
         self._window_steps = int(min(max(FEWEST_STEPS, steps), MOST_STEPS))
         if not self._training.weights.are_averaged:
@@ -257,10 +252,7 @@ class Rebalancing:
     def _decide_shares(
         self, end: int, own_work_s: Sequence[float], seen: Mapping[str, Any], batches: int
     ) -> bool:
-        """Decide on shares after a window; return True if they change.
-
-        `end` is the window's last step. A change takes effect after `batches` batches.
-        """
+        """Apply the rule to one window, change the shares if it says so, and return whether it did."""
         before = self._training.ranks.batches
         if self._rule is None:
             self._rule = self._make_rule()
@@ -310,5 +302,4 @@ class Rebalancing:
 
 
 def _read_metrics(exchanged: Sequence[float]) -> RankTimes:
-    """Return a rank's metrics, with NaN for values sent as UNKNOWN."""
     return RankTimes(*(math.nan if each == UNKNOWN else each for each in exchanged))

@@ -1,1 +1,1 @@
-"""The rows that a PyTorch process trains on: their order, batches and loaders."""
+"""Data loading: which rows of each batch a rank gets, how they are fetched, and batch structure."""

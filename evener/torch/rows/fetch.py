@@ -31,14 +31,10 @@ Whole = Callable[[torch.Tensor, bool], Any]  # (row indices, into pinned memory)
 
 
 def whole_fetch(dataset: Any) -> Whole | None:
-    """Return a function that fetches a whole batch in one call, or None.
+    """Return a function that fetches a whole batch from `dataset` at once, or None.
 
-    Its arguments are a tensor of row indices, and True to fetch into pinned memory. These data sets
-    support it:
-
-    - a TensorDataset;
-    - a data set with a method `__getitems__(self, rows: torch.Tensor)`, which has this annotation;
-    - a Subset of such a data set.
+    This is possible for a TensorDataset, for a Subset of one, and for a data set whose
+    `__getitems__` accepts a tensor of row indices.
     """
     # The method `__getitems__` must return the batch as the loop gets it.
     if type(dataset) is TensorDataset:
@@ -56,7 +52,10 @@ def whole_fetch(dataset: Any) -> Whole | None:
 
 
 def select(source: torch.Tensor, rows: torch.Tensor, pinned: bool = False) -> torch.Tensor:
-    """Return `source[rows]`; with `pinned`, a copy in pinned memory if `source` is on the host."""
+    """Return the given rows of `source`, copied into pinned memory if `pinned`.
+
+    Tensors on a GPU or with `requires_grad` are never pinned.
+    """
     if source.device.type != "cpu":
         return source.index_select(0, rows.to(source.device))
     if not pinned or source.requires_grad:
@@ -66,9 +65,13 @@ def select(source: torch.Tensor, rows: torch.Tensor, pinned: bool = False) -> to
 
 
 class Fetch:
-    """Iterates over a sampler's batches in order, each time from the beginning.
+    """Iterable over the collated batches that `sampler` selects from `dataset`.
 
-    With `pinned`, whole batches are fetched into pinned memory.
+    Arguments:
+
+    - dataset: a map-style data set.
+    - options: keyword arguments of DataLoader.
+    - pinned: whether to put batches that are fetched at once into pinned memory.
     """
 
     # Whole batches are fetched if the data set supports it. Otherwise, or if `options` require it,
@@ -100,7 +103,7 @@ class Fetch:
 
 
 class _ListDataset(Dataset):  # type: ignore[misc]  # torch is not followed
-    """Lets DataLoader's workers fetch whole batches by lists of row indices."""
+    """Wrapper of a data set that DataLoader's worker processes can fetch whole batches from."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -133,10 +136,10 @@ DEPTH = 2  # number of batches that wait on the device
 
 
 class Prefetcher:
-    """Prefetches the batches of `source` in a thread, and sends them to `device`.
+    """Iterator that fetches batches in a background thread and copies them to `device`.
 
-    Up to `depth` batches wait to be taken. An exception of `source` is raised in place of the next
-    batch.
+    At most `depth` batches wait on the device. An error of the source is raised in the training
+    loop.
     """
 
     # On a CPU, batches aren't sent. The thread exits when the iterator is exhausted or closed.
@@ -173,14 +176,14 @@ class Prefetcher:
         return self._copies.use_on_current_stream(batch, arrived) if self._copies else batch
 
     def wait_until_full(self) -> None:
-        """Wait until `depth` batches are prefetched, or the source is exhausted."""
+        """Wait until `depth` batches are ready or the source is exhausted."""
         # A probe calls this before and after timed steps. Then as many batches are fetched during
         # these steps as they use, so their time includes the time for fetching.
         with self._change:
             self._change.wait_for(lambda: len(self._ready) >= self._depth or self._ended)
 
     def close(self) -> None:
-        """Stop the thread after its current batch, and drop the prefetched batches."""
+        """Stop prefetching, drop the batches that are ready and wait for the thread to end."""
         with self._change:
             self._ended = True
             self._ready.clear()
@@ -200,7 +203,7 @@ class Prefetcher:
                 self._change.notify_all()
 
     def _send_all(self) -> None:
-        """Fetch and send batches until `source` is exhausted or `close` is called."""
+        """Fetch batches and copy them to the device until the source is exhausted or closed."""
         for number in count():
             with self._change:
                 self._change.wait_for(lambda: len(self._ready) < self._depth or self._ended)
@@ -222,7 +225,7 @@ class Prefetcher:
 
 
 class _CopyStream:
-    """Sends batches to a GPU through pinned memory, on a separate stream."""
+    """CUDA stream that copies batches to the GPU while the training loop computes."""
 
     # events synchronize it with the stream of the training loop
 
@@ -238,12 +241,15 @@ class _CopyStream:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def context(self) -> AbstractContextManager[None]:
-        """Make the copy stream the current stream in a `with` block."""
+        """Return a context manager that makes this stream the current one."""
         context: AbstractContextManager[None] = torch.cuda.stream(self._stream)
         return context
 
     def send(self, batch: Any) -> tuple[Any, Any]:
-        """Send a batch to the device; return it and an arrival event."""
+        """Start to copy a batch to the GPU, and return it with the CUDA event of its arrival.
+
+        If the GPU is out of memory, the result is the batch in pinned host memory, and None.
+        """
         pinned = each_tensor(_pin, batch)
         try:
             sent = self._send(pinned)
@@ -255,13 +261,13 @@ class _CopyStream:
         return sent, arrived
 
     def mark(self) -> Any:
-        """Record an event after all work that the training loop has enqueued."""
+        """Record an event after all work that the training loop has queued on the GPU so far."""
         event = torch.cuda.Event(blocking=True)  # a spinning wait would take a core from the loop
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def use_on_current_stream(self, batch: Any, arrived: Any) -> Any:
-        """Return a batch from `send` for use on the current stream."""
+        """Make a sent batch safe to use on the current stream, and return it."""
         # The loop's stream waits until the batch has arrived. `arrived` is None if the device had
         # too little memory when the batch was prefetched. The batch is then sent now: between
         # steps, the loop's activations have been freed.

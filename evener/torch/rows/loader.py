@@ -1,8 +1,4 @@
-"""Loaders for one rank of an uneven split; they can resume in mid-epoch.
-
-`Loader` reports each rank's rows per step to a listener, which weights gradients accordingly.
-`StepLoader` is for the loops of trainers, which report their steps themselves.
-"""
+"""Data loaders that give each rank its own rows of every global batch."""
 
 from __future__ import annotations
 
@@ -37,13 +33,13 @@ LOADER_OPTIONS = {  # DataLoader's options that the plan doesn't set, with their
 
 
 class Epoch:
-    """One iteration over a loader.
+    """State of one loop over a loader, shared by the batches that it yields.
 
-    - `training`: False for validation.
-    - `tail`: tells in which batches the ranks' weights differ from a full batch's (see
-      `UnevenBatchSampler.rows_of_odd_tail`).
-    - `by_length`: True if rows are assigned by length.
-    - `loader()`: returns the loader, or None if it no longer exists.
+    Arguments:
+
+    - training: False in an evaluation loop.
+    - tail: row count of a last batch that weights ranks differently from the others, or None.
+    - by_length: whether rows are assigned by length.
     """
 
     # If rows are assigned by length, a batch must not be cut into passes.
@@ -60,11 +56,11 @@ class Epoch:
         self.batches: list[Any] = []  # batches that may still be in use; the newest is last
 
     def may_be_computed(self) -> bool:
-        """True if a training loop may still use this epoch's newest batch."""
+        """Return whether a batch of this loop may still be used to compute a step."""
         return self.open or self.unfinished or self.batches[-1].is_alive()
 
     def leaves_one(self) -> bool:
-        """True if the epoch has ended, but a loop may still compute its last batch."""
+        """Return whether the loop has ended with its last batch still unused but referenced."""
         # a loop may fetch the next epoch's first batch before it computes the last batch of this
         # one
         last = self.batches[-1]
@@ -72,46 +68,42 @@ class Epoch:
 
 
 class StepListener:
-    """Callbacks that a loader calls in each step; in this base class they do nothing."""
+    """Callbacks that a loader calls before and after each step; here they do nothing."""
 
     def compare(self, digest: int) -> None:
-        """Called when an epoch begins, if the user gave the rows' order or lengths.
-
-        `digest` identifies these on this rank. It must be equal on all ranks.
-        """
+        """Called with a checksum of the row order, to be compared between ranks."""
 
     def start(self) -> None:
-        """Called when a loop begins, before its worker processes start."""
+        """Called when a loop over the loader begins."""
 
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
-        """Called when the loop gets a batch.
-
-        `sizes` are the ranks' numbers of rows in it, and `origin` is its iteration.
-        """
+        """Called before a batch is yielded, with the row count of each rank."""
 
     def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
-        """Called when the loop is done with a batch.
+        """Called after a step, with the row count of each rank and this rank's token counts.
 
-        `sizes` are the ranks' numbers of rows. `tokens` are the tokens in this rank's rows, without
-        and with padding.
+        `tokens` are the tokens without padding and with padding.
         """
 
     def end(self, origin: Epoch) -> None:
-        """Called when an iteration has ended, or its loop was left early."""
+        """Called when a loop over the loader ends, even if it ends early."""
 
 
 class Loader:
-    """Yields this rank's rows of each global batch, with a DataLoader's attributes.
+    """Data loader that yields this rank's rows of each global batch, on its device.
 
-    Every iteration is a new epoch in a new order, unless `set_epoch` or `load_state_dict` has
-    chosen an epoch or position.
+    It stands in for torch's DataLoader. A new epoch begins with each loop, unless `set_epoch` or
+    `load_state_dict` was called before.
 
-    - `listener`: called for each step.
-    - `options`: options of DataLoader.
-    - `prefetch`: number of batches to prefetch and send to `device`; None for `check_prefetch`'s
-      default.
-    - `training`: False for validation.
-    - `on_host`: keep prefetched batches in host memory.
+    Arguments:
+
+    - sampler: selects this rank's rows.
+    - listener: gets a callback before and after each step.
+    - options: keyword arguments of DataLoader.
+    - device: the device to prefetch to; the CPU by default.
+    - prefetch: number of batches to prefetch; by default 2 on a GPU and 0 on a CPU.
+    - training: False for an evaluation loop.
+    - on_host: whether prefetched batches stay in host memory.
     """
 
     # With a `prefetch` of 0, each batch is fetched when the loop requests it and stays on the host.
@@ -165,22 +157,17 @@ class Loader:
         )
 
     def __len__(self) -> int:
-        """Return the number of steps in a full epoch."""
+        """Return the number of batches in an epoch."""
         return len(self.batch_sampler)
 
     @property
     def sampler(self) -> RowSampler:
-        """A sampler of the loader's row indices, one by one."""
+        """Sampler of this rank's rows, for trainers that call `loader.sampler.set_epoch`."""
         return RowSampler(self)
 
     @property
     def next_epoch(self) -> int:
-        """The epoch number of the next loop.
-
-        - After `set_epoch`: the chosen epoch.
-        - After `load_state_dict`: the loaded epoch, if it has steps left.
-        - Otherwise: the following epoch.
-        """
+        """Number of the epoch that the next loop iterates over."""
         sampler = self.batch_sampler
         return sampler.epoch + (not self._fresh or not (sampler.steps_left or self._chosen))
 
@@ -225,31 +212,25 @@ class Loader:
             listener.end(origin)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy in another process, which doesn't report its steps.
-
-        Such a process is a DataLoader's worker, for example.
-        """
+        """Return the state for pickling, without the listener and the prefetching thread."""
         return {**vars(self), "_listener": StepListener(), "_ahead": None}
 
     def wait_until_full(self) -> None:
-        """Wait until `prefetch` batches are prefetched, or none are left.
+        """Wait until the running loop has prefetched all batches it may.
 
-        Return at once if nothing is prefetched: `prefetch` is 0, or no loop is running.
+        Without prefetching or a running loop, this returns at once.
         """
         if self._ahead is not None:
             self._ahead.wait_until_full()
 
     def prefetched_rows(self) -> list[int]:
-        """Return all ranks' row indices in the loop's newest batch.
-
-        Before the first batch, return those of the first batch.
-        """
+        """Return the row indices, over all ranks, of the loop's newest global batch."""
         return self.batch_sampler.rows_of_all(max(0, self._steps - 1))
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next loop iterate over this epoch, from its first row.
+        """Let the next loop iterate over the given epoch from its first row.
 
-        If a state from the middle of this epoch was just loaded, the loop starts there instead.
+        After `load_state_dict`, setting the same epoch keeps the loaded position.
         """
         if not (self._loaded and epoch == self.batch_sampler.epoch):
             self.batch_sampler.set_epoch(epoch)
@@ -257,16 +238,13 @@ class Loader:
         self._fresh = self._chosen = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the current batch, to save in a checkpoint.
-
-        It is the same on every rank and JSON-serializable.
-        """
+        """Return the epoch and the position in it, for a checkpoint."""
         return self.batch_sampler.state_dict(self._steps)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next loop continue at the position in `state`.
+        """Continue from the position in a state that `state_dict` returned.
 
-        The state may come from a run with another plan.
+        Raises RequestError if the data set's length, its order or the seed differs.
         """
         self.batch_sampler.load_state_dict(state)
         self._steps = 0
@@ -275,7 +253,7 @@ class Loader:
 
 
 class RowSampler(SequentialSampler):  # type: ignore[misc]  # torch isn't followed
-    """Yields a loader's row indices one by one, like the `sampler` of a DataLoader."""
+    """View of a loader's rows as a SequentialSampler, for trainers that inspect `loader.sampler`."""
 
     # a SequentialSampler, so that Lightning doesn't replace it
 
@@ -283,10 +261,7 @@ class RowSampler(SequentialSampler):  # type: ignore[misc]  # torch isn't follow
         self._loader = loader
 
     def __len__(self) -> int:
-        """Return the number of this rank's rows in an epoch, with filler rows.
-
-        A batch in which the rank has no row of its own has one filler row.
-        """
+        """Return the number of rows that this rank loads in an epoch."""
         sampler = self._loader.batch_sampler
         firsts = range(0, len(sampler) * sampler.global_batch, sampler.global_batch)
         return sum(max(1, sampler.sizes_at(first)[sampler.rank]) for first in firsts)
@@ -300,9 +275,9 @@ class RowSampler(SequentialSampler):  # type: ignore[misc]  # torch isn't follow
 
 
 def count_rows(dataset: Any) -> int:
-    """Return the number of rows of a data set.
+    """Return the length of a map-style data set.
 
-    Raises RequestError if the rows have no indices, or if it is a loader.
+    Raises RequestError for a loader, for an IterableDataset and for a data set without a length.
     """
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader | Loader):
@@ -329,10 +304,10 @@ def count_rows(dataset: Any) -> int:
 
 
 def check_prefetch(prefetch: int | None, device: torch.device) -> int:
-    """Return the number of batches to prefetch.
+    """Return how many batches to prefetch to `device`.
 
-    None stands for the default: 2 for a GPU, 0 for a CPU. Raises RequestError if `prefetch` isn't
-    an integer of 0 or more.
+    None means the default: 2 on a GPU, 0 on a CPU. Raises RequestError if `prefetch` is not a valid
+    number.
     """
     # A valid number is an integer of 0 or more. On a CPU, prefetching would take cores away from
     # the computation.
@@ -346,7 +321,10 @@ def check_prefetch(prefetch: int | None, device: torch.device) -> int:
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Raise RequestError for a DataLoader option that the split sets itself."""
+    """Raise a RequestError for DataLoader options that conflict with the plan's choice of rows.
+
+    These are `batch_size`, `sampler` and `batch_sampler`.
+    """
     for name, remedy in _DECIDED.items():
         if options.get(name) is not None:
             shown = (
@@ -363,31 +341,27 @@ _LOADERS = "loaders"
 
 
 class LoaderStates:
-    """The training loaders in use, in order of creation, and their checkpoint states."""
+    """Saves and restores the positions of all loaders of a training script, in order of creation."""
 
     def __init__(self) -> None:
         self._made: list[weakref.ref[Loader]] = []
         self._waiting: list[dict[str, Any]] = []  # states of loaders that aren't created yet
 
     def add(self, loader: Loader) -> Loader:
-        """Register a new loader, and return it.
-
-        If a checkpoint was loaded before, the loader resumes from the first state that no loader
-        has used yet.
-        """
+        """Register a loader, restore its position if a loaded state has one for it, and return it."""
         self._made.append(weakref.ref(loader))
         if self._waiting:
             loader.load_state_dict(self._waiting.pop(0))
         return loader
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all loaders, equal on every rank and JSON-serializable."""
+        """Return the states of the loaders that still exist, for a checkpoint."""
         return {_LOADERS: [loader.state_dict() for loader in self._list()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume each loader from its state, also loaders that are created later.
+        """Restore the loaders, including loaders that will be created later.
 
-        Raises RequestError if `state` doesn't come from `state_dict`.
+        Raises RequestError if `state` wasn't returned by `state_dict`.
         """
         if not isinstance(state.get(_LOADERS), list):
             raise RequestError(
@@ -405,10 +379,7 @@ class LoaderStates:
 
 
 class StepSampler:
-    """A batch sampler of this rank's row indices in each global batch.
-
-    An iteration starts at the batch `first_step` of the epoch.
-    """
+    """Batch sampler for torch's DataLoader that can start in the middle of an epoch."""
 
     def __init__(self, sampler: UnevenBatchSampler) -> None:
         self.sampler, self.drop_last = sampler, sampler.drop_last
@@ -423,34 +394,31 @@ class StepSampler:
         return islice(self.steps(), self.first_step, None)
 
     def steps(self) -> Iterator[Any]:
-        """Iterate over this rank's row indices in each global batch of the epoch."""
+        """Return an iterator over this rank's row indices in each global batch."""
         return iter(self.sampler)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which determines the order of rows, and start at its first row."""
+        """Set the epoch, which determines the order of rows."""
         self.sampler.set_epoch(epoch)
 
     def count_tokens(self, steps: Iterable[int]) -> tuple[int, int]:
-        """Return the tokens in this rank's rows of these global batches, without and with padding.
-
-        Both are 0 if the rows' lengths aren't known.
-        """
+        """Return this rank's token counts in the given steps, without and with padding."""
         rows = self.sampler
         counted = [rows.count_tokens(step * rows.global_batch, rows.epoch) for step in steps]
         return sum(tokens for tokens, _ in counted), sum(padded for _, padded in counted)
 
 
 class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
-    """A DataLoader over this rank's part of each global batch, for a trainer.
+    """DataLoader of this rank's rows, with a position that can be saved, for use inside trainers.
 
-    The trainer sets `done` to the number of this epoch's batches that it has computed.
-    `load_state_dict` resumes in the middle of an epoch, also with other shares.
+    Arguments:
 
-    - `steps`: the batch sampler.
-    - `ahead`: fetch each batch one step early, as accelerate's loader does.
-    - `begins`: called when a loop begins.
-    - `asks`: called when the loop requests a batch, because it has computed the previous one.
-    - `options`: passed to DataLoader.
+    - steps: the batch sampler.
+    - ahead: whether to fetch a batch before the previous one is yielded, as accelerate's loader
+      does.
+    - begins: called when a loop begins.
+    - asks: called before each batch.
+    - options: further keyword arguments of DataLoader.
     """
 
     # The other shares must have the same global batch. With `ahead`, a collator that a callback
@@ -486,34 +454,29 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
 
     @property
     def drawn_ahead(self) -> int:
-        """The maximum number of batches that are drawn before the trainer requests them."""
+        """Maximum number of batches that are drawn before the training loop uses them."""
         drawn: int = self.num_workers * (self.prefetch_factor or 2)
         return drawn + self._ahead
 
     def take(self, step: int) -> tuple[int, ...]:
-        """Return each rank's rows in a global batch that the trainer begins, `step`.
-
-        Later changes of shares take effect after this batch.
-        """
+        """Mark global batch `step` as begun, and return the row count of each rank in it."""
         sizes: tuple[int, ...] = self.batch_sampler.sampler.take(step)
         return sizes
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration."""
+        """Set the epoch, which determines the order of rows."""
         self.batch_sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after `done` global batches, to save in a checkpoint.
-
-        It is the same on all ranks with the same `done`.
-        """
+        """Return the epoch, the position in it and the global batch, for a checkpoint."""
         rows = self.batch_sampler.sampler
         return {**rows.state_dict(self.done), "global_batch": rows.global_batch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next iteration continue at the position in `state`.
+        """Let the next loop start at the position in a state that `state_dict` returned.
 
-        Raises RequestError if the state has another global batch.
+        Raises RequestError if the global batch, the data set's length, its order or the seed
+        differs.
         """
         rows = self.batch_sampler.sampler
         if state.get("global_batch") != rows.global_batch:
@@ -529,7 +492,7 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
 
 
 def _loop(batches: Iterator[Any], rows: UnevenBatchSampler) -> Iterator[Any]:
-    """Yield the batches inside the sampler's `loop_context`."""
+    """Yield `batches` inside the sampler's loop context."""
     with rows.loop_context():
         yield from batches
 
@@ -544,7 +507,7 @@ def _fetch_ahead(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 class _CountedRequests:
-    """A DataLoader's iterator that calls `asks` before each batch."""
+    """Iterator wrapper that calls `asks` before each batch."""
 
     def __init__(self, batches: Any, asks: Callable[[], None]) -> None:
         self._batches, self._asks = batches, asks

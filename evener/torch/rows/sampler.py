@@ -26,9 +26,10 @@ Order = Iterable[int] | Callable[[int], Sequence[int]]
 
 
 class RowOrder:
-    """Draws the rows of each epoch from the user's `order` (see `Split.loader`).
+    """Order of rows in each epoch, taken from a user's sampler, list or function of the epoch.
 
-    Raises RequestError if `order` yields anything but row indices from 0 to `rows` - 1.
+    All ranks draw the same order, because PyTorch's random generator is seeded first. Raises
+    RequestError if the result isn't a list of valid row numbers.
     """
 
     # The random seed depends on `seed` and the epoch. RequestError is also raised if two epochs
@@ -44,7 +45,7 @@ class RowOrder:
         return len(self._drawn)
 
     def draw(self, epoch: int) -> torch.Tensor:
-        """Return the epoch's row indices as an int64 tensor of shape (rows,)."""
+        """Return the row indices of an epoch as an int64 tensor of shape (rows,)."""
         if epoch != self._epoch:
             drawn = self._draw(epoch)
             if len(drawn) != len(self._drawn):
@@ -57,7 +58,7 @@ class RowOrder:
         return self._drawn
 
     def digest(self, epoch: int) -> int:
-        """Return a digest of an epoch's row order, for ranks to compare."""
+        """Return a CRC-32 checksum of an epoch's order, to compare it between ranks."""
         drawn = self.draw(epoch)
         if self._digest is None:
             self._digest = crc32(drawn.numpy().tobytes())
@@ -90,7 +91,7 @@ class RowOrder:
 
 
 def _whole_numbers(given: Any) -> torch.Tensor | None:
-    """Return a 1-d int64 copy of integers; None for other values."""
+    """Return `given` as a one-dimensional int64 tensor on the CPU, or None if it isn't integers."""
     try:
         found = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError):
@@ -101,7 +102,7 @@ def _whole_numbers(given: Any) -> torch.Tensor | None:
 
 
 def mix_seed(seed: int, epoch: int) -> int:
-    """Return the random seed of an epoch, computed from the training run's `seed`."""
+    """Return the random seed of an epoch."""
     return (seed * 1_000_003 + epoch) % (1 << 63)
 
 
@@ -111,40 +112,41 @@ _STATE_KEYS = ("epoch", "position", "length", "shuffle", "seed")
 
 
 class ShareSchedule:
-    """The shares of one loop over a sampler, and their changes during the loop.
-
-    The loop begins with `shares`, at row `position` of its epoch.
-    """
+    """Shares by row of an epoch, for a loop during which shares may change."""
 
     def __init__(self, shares: tuple[int, ...], position: int) -> None:
         self.begun = position  # the row after the loop's newest batch
         self._changes = [(position, shares)]
 
     def at(self, first: int) -> tuple[int, ...]:
-        """Return the shares of the batch that begins at row `first` of the epoch's order."""
+        """Return the shares of the global batch whose first row is `first`."""
         return next(
             (own for start, own in reversed(self._changes) if first >= start), self._changes[0][1]
         )
 
     def change(self, rows: int, shares: tuple[int, ...]) -> None:
-        """Use other shares for batches that begin `rows` rows or more after the newest batch."""
+        """Change the shares from `rows` rows after the newest batch on."""
         self._changes.append((self.begun + rows, shares))
 
 
 class UnevenBatchSampler:
-    """Yields batches of row indices for one rank, as DataLoader's `batch_sampler`.
+    """Batch sampler that yields one rank's rows of each global batch, by unequal shares.
 
-    No batch is empty: a rank without rows gets a filler row.
+    All ranks together get each row of an epoch once. A rank without rows in a short last batch gets
+    one filler row.
 
-    - `length`: number of rows in the data set.
-    - `shares`: each rank's rows in a full global batch.
-    - `shuffle`, `seed`: whether to shuffle the rows in each epoch, and the random seed.
-    - `order`: an order of rows that replaces shuffling.
-    - `drop_last`: leave out a last batch with fewer rows than the others.
-    - `join_tail`: join a last batch with fewer rows than ranks to the batch before it.
-    - `without_rows`: allow shares of 0.
+    Arguments:
 
-    Raises RequestError if the shares, the length or the rank is invalid.
+    - length: number of rows in the data set, ignored if `order` is given.
+    - shares: rows of a global batch per rank.
+    - shuffle: whether to permute the rows in each epoch.
+    - seed: seed of the permutations, the same on all ranks.
+    - drop_last: whether to leave out a last batch that isn't full.
+    - order: replaces the permutations.
+    - join_tail: whether to add a last batch with fewer rows than ranks to the previous batch.
+    - without_rows: whether shares may be 0.
+
+    Raises RequestError for invalid shares, or a data set with too few rows.
     """
 
     is_by_length = False  # True if rows are assigned by length, in passes
@@ -184,21 +186,20 @@ class UnevenBatchSampler:
 
     @property
     def global_batch(self) -> int:
-        """The number of rows in a full step, over all ranks."""
+        """Rows of a full batch over all ranks."""
         return sum(self.shares)
 
     def change_shares(self, shares: tuple[int, ...], ahead: int) -> None:
-        """Use `shares` from now on; running loops change after `ahead` more batches."""
+        """Change the shares of later loops, and of running loops after `ahead` more batches."""
         # the rows of these batches may already have been drawn
         self.shares = shares
         for schedule in self._schedules:
             schedule.change(ahead * self.global_batch, shares)
 
     def warn_of_short_batches(self, planned: int) -> None:
-        """Warn if the last step lacks rows for a rank, or the data set is too small.
+        """Warn if the data set is smaller than `planned` or the last batch is short of rows.
 
-        It is too small if it has fewer rows than the plan's global batch, `planned`. 0 skips this
-        check.
+        `planned` is the global batch of the plan.
         """
         if self.length < planned:
             warnings.warn(
@@ -219,15 +220,11 @@ class UnevenBatchSampler:
 
     @property
     def schedule(self) -> ShareSchedule:
-        """The share schedule of the newest loop."""
+        """Shares of the newest loop."""
         return self._schedules[-1]
 
     def sample_rows(self, first: int, more: int) -> list[int]:
-        """Return the indices of rows from which an audit may choose.
-
-        They are the next `first` rows of the epoch, and up to `more` evenly spaced ones. All ranks
-        get the same.
-        """
+        """Return the indices of the next `first` rows and of `more` rows spread over the epoch."""
         # The rows are in the epoch's order; the result has no duplicates.
         order, most = self._draw(self.epoch), min(more, self.length)
         spread = [self.length * place // most for place in range(most)]
@@ -235,17 +232,17 @@ class UnevenBatchSampler:
         return list(dict.fromkeys(rows))
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration start at the first row of `epoch`."""
+        """Set the epoch and go back to its first row."""
         self.epoch = epoch
         self.position = 0
 
     def __len__(self) -> int:
-        """Return the number of steps in a whole epoch."""
+        """Return the number of global batches in an epoch."""
         return self._steps(self.length)
 
     @property
     def steps_left(self) -> int:
-        """The number of steps from `position` to the end of the epoch."""
+        """Number of global batches from the current position to the end of the epoch."""
         return self._steps(self.length - self.position)
 
     def _steps(self, rows: int) -> int:
@@ -256,27 +253,21 @@ class UnevenBatchSampler:
         return self.join_tail and not self.drop_last and 0 < rest < len(self.shares)
 
     def sizes(self, step: int) -> tuple[int, ...]:
-        """Return each rank's rows in a step, counted from `position` in the epoch.
-
-        It is 0 for a rank that computes only a filler row.
-        """
+        """Return the row count of each rank in a step, counted from the current position."""
         return self.sizes_at(self.position + step * self.global_batch)
 
     def take(self, step: int) -> tuple[int, ...]:
-        """Return each rank's rows in a step that a trainer begins now.
-
-        `step` is counted from `position` in the epoch. Later changes of shares take effect after
-        this step.
-        """
+        """Mark a step as begun, and return the row count of each rank in it."""
         self.schedule.begun = self.position + (step + 1) * self.global_batch
         return self.sizes(step)
 
     def sizes_at(
         self, first: int, epoch: int | None = None, schedule: ShareSchedule | None = None
     ) -> tuple[int, ...]:
-        """Return each rank's rows in the step that begins at row `first` of the order.
+        """Return the row count of each rank in the global batch whose first row is `first`.
 
-        By default, `epoch` is the current one, and `schedule` is the newest loop's.
+        A batch that isn't full is divided in proportion to the shares. `schedule` is by default
+        that of the newest loop; `epoch` matters only in LengthSampler.
         """
         rows, full = self.length - first, self.global_batch
         shares = (schedule or self.schedule).at(first)
@@ -285,27 +276,19 @@ class UnevenBatchSampler:
         return apportion(rows, shares)
 
     def rows_at(self, step: int) -> list[int]:
-        """Return this rank's row indices in a step of the newest loop.
-
-        `step` is counted from `position` in the epoch.
-        """
+        """Return this rank's row indices in a step, counted from the current position."""
         first = self.position + step * self.global_batch
         return [int(row) for row in self._slice(self._draw(self.epoch), first, self.schedule)]
 
     def rows_of_all(self, step: int) -> list[int]:
-        """Return all ranks' row indices in a step of the newest loop.
-
-        `step` is counted from `position` in the epoch.
-        """
+        """Return the row indices of all ranks in a step, counted from the current position."""
         first = self.position + step * self.global_batch
         return [int(row) for row in self._draw(self.epoch)[first : first + self.global_batch]]
 
     def rows_of_odd_tail(self) -> object:
-        """Return in which steps the ranks' weights differ from a full step's.
+        """Return the row count of the last batch if it weights ranks differently, else None.
 
-        - None: in no step.
-        - A number: only in the last step, which has this many rows.
-        - A new object, equal to no other: possibly in every step.
+        If weights may differ in every step, the result is an object that equals no other.
         """
         if self.changes or self.is_by_length:
             # equals no other object, because each step may weight ranks differently
@@ -322,9 +305,9 @@ class UnevenBatchSampler:
         return (rows.tolist() for rows in self.batches())
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """Iterate over this rank's row indices of each step, as int64 tensors of shape (rows,).
+        """Return an iterator over this rank's row indices in each remaining batch of the epoch.
 
-        The iteration starts at the current position, with a new share schedule.
+        Each item is an int64 tensor of shape (rows,).
         """
         schedule = ShareSchedule(self.shares, self.position)
         self._schedules.append(schedule)
@@ -347,32 +330,26 @@ class UnevenBatchSampler:
         return torch.randperm(self.length, generator=generator)
 
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
-        """Yield each step's batch, made from the fetched batches.
-
-        Here, they are returned unchanged. LengthSampler joins the passes of a batch.
-        """
+        """Return the fetched batches unchanged; LengthSampler joins the passes of a step."""
         return fetched
 
     def loop_context(self) -> AbstractContextManager[None]:
-        """Return the context in which a loader iterates over these batches.
-
-        Here, it does nothing. LengthSampler turns off cuDNN's attention in it.
-        """
+        """Return the context manager in which a training loop has to run; here it does nothing."""
         return nullcontext()
 
     def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:
-        """Return (0, 0), because the lengths of rows are unknown here; see LengthSampler."""
+        """Return this rank's token counts in a batch, without and with padding.
+
+        Without known row lengths, both are 0.
+        """
         return (0, 0)
 
     def digest(self, epoch: int) -> int | None:
-        """Return a digest of the user's row order in an epoch; None without one."""
+        """Return a checksum of an epoch's order, or None if evener itself shuffles the rows."""
         return None if self.order is None else self.order.digest(epoch)
 
     def state_dict(self, steps: int = 0) -> dict[str, Any]:
-        """Return the position after `steps` more steps, to save in a checkpoint.
-
-        It is the same on all ranks.
-        """
+        """Return the state after `steps` further steps, for a checkpoint."""
         position = min(self.length, self.position + steps * self.global_batch)
         values = (self.epoch, position, self.length, self._describe_order(self.epoch), self.seed)
         return dict(zip(_STATE_KEYS, values, strict=True))
@@ -381,10 +358,10 @@ class UnevenBatchSampler:
         return self.shuffle if self.order is None else f"order {self.order.digest(epoch):08x}"
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next iteration continue at the position in a `state` from `state_dict`.
+        """Restore the epoch and the position from a state that `state_dict` returned.
 
-        Shares and the number of ranks may differ from the saved ones. Raises RequestError if the
-        order of rows differs.
+        Raises RequestError if keys are missing, or if the data set's length, its order or the seed
+        differs.
         """
         if missing := [key for key in _STATE_KEYS if key not in state]:
             raise RequestError(
@@ -410,7 +387,7 @@ class UnevenBatchSampler:
 
 
 class _CudnnAttention:
-    """Turns off cuDNN's attention while a loop runs that can't use it."""
+    """Switch that disables cuDNN's attention kernels while any loop needs it."""
 
     # PyTorch can turn it off only for the whole process, so the running loops are counted
 
@@ -420,7 +397,7 @@ class _CudnnAttention:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Turn off cuDNN's attention in a `with` block; such blocks may overlap."""
+        """Context manager that disables cuDNN's scaled dot-product attention."""
         # The last one to end restores the setting from before the first.
         if not self._loops:
             self._before = torch.backends.cuda.cudnn_sdp_enabled()
@@ -442,12 +419,14 @@ _KEPT = 128
 
 
 class LengthSampler(UnevenBatchSampler):
-    """Yields the row indices of each pass of one rank, with rows assigned by length.
+    """Batch sampler that assigns each global batch's rows to ranks and passes by their length.
 
-    - `lengths`: number of tokens in each row of the data set.
-    - `assigner`: assigns a global batch's rows to passes.
+    Arguments, besides those of UnevenBatchSampler:
 
-    Raises RequestError if the lengths don't fit the data set, or if no rank can hold a row.
+    - lengths: number of tokens of each row.
+    - assigner: assigns the rows of a batch.
+
+    Raises RequestError if `lengths` isn't a list of whole numbers, or if the assigner refuses it.
     """
 
     # Global batches and their order are the same as without lengths, so a state can be loaded under
@@ -486,10 +465,7 @@ class LengthSampler(UnevenBatchSampler):
         self._assignments: dict[tuple[int, int], RowAssignment] = {}
 
     def assignment_at(self, first: int, epoch: int) -> RowAssignment:
-        """Return how the rows of a global batch are assigned to passes.
-
-        The batch begins at row `first` of the epoch's order.
-        """
+        """Return the assignment of the global batch whose first row is at `first` in the epoch."""
         found = self._assignments.get((epoch, first))
         if found is None:
             rows = self._draw(epoch)[first : first + sum(super().sizes_at(first))]
@@ -503,44 +479,30 @@ class LengthSampler(UnevenBatchSampler):
     def sizes_at(
         self, first: int, epoch: int | None = None, schedule: Any = None
     ) -> tuple[int, ...]:
-        """Return each rank's rows in the batch that begins at row `first` of the order.
-
-        It is 0 for a rank that has only a filler row. By default, `epoch` is the current one.
-        `schedule` is ignored.
-        """
+        """Return the row count of each rank in the global batch that begins at `first`."""
         # `first` is a row's position in the epoch's order. Lengths determine the numbers of rows,
         # not `schedule`.
         return self.assignment_at(first, self.epoch if epoch is None else epoch).sizes
 
     def pass_sizes(self, first: int, epoch: int) -> tuple[int, ...]:
-        """Return the rows in each of this rank's passes of a batch.
-
-        The batch begins at row `first` of the epoch's order. The result is (0,) if the rank has
-        only a filler row in it.
-        """
+        """Return the row count of each of this rank's passes; `(0,)` if it has no rows."""
         return tuple(map(len, self.assignment_at(first, epoch).passes[self.rank])) or (0,)
 
     def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:
-        """Return the tokens in this rank's rows of a batch, without and with padding.
-
-        The batch begins at row `first` of the epoch's order.
-        """
+        """Return this rank's token counts in a batch, without and with padding."""
         assign = self.assignment_at(first, epoch)
         return assign.tokens[self.rank], assign.padded[self.rank]
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """Iterate over the row indices of each pass, from the current position."""
+        """Return an iterator over this rank's row indices, one tensor for each pass."""
         return chain.from_iterable(self.steps())
 
     def steps(self) -> Iterator[list[torch.Tensor]]:
-        """Iterate over the batches, each as a list of the row indices of its passes.
-
-        The iteration starts at the current epoch and position.
-        """
+        """Return an iterator over the epoch's remaining steps, each a list of row indices by pass."""
         return map(self._passes, self._firsts(), repeat(self.epoch))
 
     def _firsts(self) -> range:
-        """Return where each remaining batch begins in the epoch's order."""
+        """Return the position of the first row of each remaining global batch."""
         return range(self.position, self.length, self.global_batch)[: self.steps_left]
 
     def _passes(self, first: int, epoch: int) -> list[torch.Tensor]:
@@ -551,14 +513,11 @@ class LengthSampler(UnevenBatchSampler):
         return [rows[torch.tensor(places)] for places in passes]
 
     def loop_context(self) -> AbstractContextManager[None]:
-        """Return a context for a loop over these batches, with cuDNN's attention off."""
+        """Context manager that disables cuDNN's attention while the training loop runs."""
         return _cudnn_attention.disabled()
 
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
-        """Yield each step's batch, joined from the fetched passes.
-
-        A batch of several passes is an AssignedBatch.
-        """
+        """Join the fetched passes of each step into an AssignedBatch."""
         # If every batch has a single pass on every rank, the passes are the batches.
         rows = map(self.pass_sizes, self._firsts(), repeat(self.epoch))
         return (
@@ -568,7 +527,7 @@ class LengthSampler(UnevenBatchSampler):
         )
 
     def digest(self, epoch: int) -> int:
-        """Return a digest of the lengths, and of the user's order if there is one."""
+        """Return a checksum of the lengths and of the epoch's order."""
         return crc32(self._lengths.numpy().tobytes(), super().digest(epoch) or 0)
 
     def _draw(self, epoch: int) -> torch.Tensor:

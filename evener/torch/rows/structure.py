@@ -1,4 +1,4 @@
-"""Find the tensors in a batch, cut out rows, and hold rows assigned by length."""
+"""Functions on the tensors in a batch, whatever its nesting of dicts, tuples and lists."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ...errors import RequestError
 
 
 class AssignedBatch:
-    """A rank's batch in passes, with rows assigned by length.
+    """Batch of rows assigned by length, already divided into passes.
 
-    Using it like a normal batch raises RequestError.
+    Its items can be used only through `split.parts`; other access raises a RequestError.
     """
 
     # Each pass is collated separately.
@@ -25,7 +25,7 @@ class AssignedBatch:
         self.rows = rows  # number of rows of each pass
 
     def map(self, function: Callable[[Any], Any]) -> AssignedBatch:
-        """Return the batch with `function` applied to the data of each pass."""
+        """Return a batch with `function` applied to the data of each pass."""
         return AssignedBatch(list(map(function, self.passes)), self.rows)
 
     def _refuse(self, *_: Any) -> NoReturn:
@@ -45,10 +45,7 @@ class AssignedBatch:
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage, which identifies the storage.
-
-    A sparse tensor has none; its id is returned.
-    """
+    """Return the address of a tensor's storage, or the object's id if it has none."""
     try:
         return int(tensor.untyped_storage().data_ptr())
     except (RuntimeError, NotImplementedError):
@@ -56,24 +53,20 @@ def address(tensor: torch.Tensor) -> int:
 
 
 def each_tensor(function: Callable[[Any], Any], data: Any) -> Any:
-    """Apply `function` to every tensor in nested tuples, lists and mappings.
-
-    Return the same structure, with other values unchanged.
-    """
+    """Return a copy of `data` with `function` applied to each tensor at any depth."""
     if isinstance(data, torch.Tensor):
         return function(data)
     return each_item(lambda item: each_tensor(function, item), data)
 
 
 def tensors_in(data: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested tuples, lists, mappings and AssignedBatches, in order."""
+    """Return all tensors in nested tuples, lists and mappings."""
     found: list[torch.Tensor] = []
     _add_tensors(data, found)
     return found
 
 
 def _add_tensors(data: Any, tensors: list[torch.Tensor]) -> None:
-    """Append the tensors in nested `data` to `tensors`."""
     # fast, because models call it for each of their layers
     if isinstance(data, torch.Tensor):
         tensors.append(data)
@@ -90,9 +83,9 @@ def _add_tensors(data: Any, tensors: list[torch.Tensor]) -> None:
 
 
 def each_item(function: Callable[[Any], Any], data: Any) -> Any:
-    """Apply `function` to each item of a tuple, list, mapping or AssignedBatch.
+    """Return a copy of a dict, list, tuple or AssignedBatch with `function` applied to each item.
 
-    Return the same structure. Anything else is returned unchanged.
+    Any other object is returned unchanged.
     """
     if isinstance(data, AssignedBatch):
         return data.map(function)
@@ -110,10 +103,10 @@ def each_item(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 def cut_rows(data: Any, start: int, stop: int, rows: int) -> Any:
-    """Return rows `start` to `stop` - 1 of a batch, in the same structure.
+    """Return rows `start` to `stop` of a batch with `rows` rows.
 
-    `rows` is the batch's number of rows. Scalars are returned whole. Raises RequestError for data
-    that can't be cut.
+    Scalars are kept whole. Raises RequestError for data that can't be cut, or whose first dimension
+    isn't `rows`.
     """
     # Tensors, arrays, and lists with one item per row, such as texts, can be cut. Numbers and
     # scalar tensors are scalars.
@@ -132,7 +125,6 @@ def cut_rows(data: Any, start: int, stop: int, rows: int) -> Any:
 
 
 def _cut_tensor(data: Any, shape: Any, start: int, stop: int, rows: int) -> Any:
-    """Return rows `start` to `stop` - 1 of a tensor or array."""
     if not shape:
         return data
     if len(data) != rows:
@@ -145,7 +137,7 @@ def _cut_tensor(data: Any, shape: Any, start: int, stop: int, rows: int) -> Any:
 
 
 def _has_an_item_for_each_row(data: Any, rows: int) -> bool:
-    """True for a list or tuple with one plain item per row."""
+    """Return whether `data` is a list or tuple of `rows` plain items."""
     # Texts are plain items, for example.
     if not isinstance(data, (list, tuple)) or not data or len(data) != rows:
         return False

@@ -1,5 +1,1 @@
-"""Train a PyTorch model whose state doesn't fit on one device; see `Split.shard`.
-
-Each device holds a part of the state in proportion to its memory, and computes rows in proportion
-to its speed.
-"""
+"""Sharding of model parameters, gradients and optimizer state over ranks, in unequal parts."""

@@ -1,4 +1,4 @@
-"""Write PEFT's adapter files for a sharded model, as `PeftModel.save_pretrained` would."""
+"""Save the adapters of a sharded PEFT model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from .whole_model import WholeModel
 
 
 def find_names(model: Any, sharded: Sharded | WholeModel) -> list[str]:
-    """Return the names of the parameters that PEFT saves or that training changes."""
+    """Return the names of the parameters that a checkpoint of a PEFT model has to contain.
+
+    These are the trained parameters and whatever else PEFT itself saves.
+    """
     # PEFT may save more than adapters, such as resized embeddings. A call with a state dict of
     # empty tensors shows what it saves.
     names = [slot.names[0] for slot in sharded.slots]
@@ -31,10 +34,7 @@ def find_names(model: Any, sharded: Sharded | WholeModel) -> list[str]:
 
 
 def export_adapters(folder: Path, model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write PEFT's adapter files of a model to a folder, each atomically.
-
-    `tensors` are the whole parameters by name.
-    """
+    """Write the adapters to `folder` in PEFT's own file format, replacing older files."""
     with tempfile.TemporaryDirectory(dir=folder, prefix=".adapters-") as made:
         model.save_pretrained(made, state_dict=dict(tensors))
         paths = [path for path in Path(made).rglob("*") if path.is_file()]

@@ -54,9 +54,9 @@ AnyModel = Sharded | WholeModel
 
 
 def find_sharded(model: Any) -> Sharded | WholeModel:
-    """Return a model's Sharded object or, on a single rank, its WholeModel.
+    """Return the sharded form of `model`, or a WholeModel if there is a single rank.
 
-    Raises RequestError if there are other ranks and the model isn't sharded.
+    Raises RequestError if several ranks train a model that isn't sharded.
     """
     found = getattr(model, "exchange", None)
     if isinstance(found, Sharded):
@@ -72,9 +72,9 @@ def find_sharded(model: Any) -> Sharded | WholeModel:
 
 
 def model_state(model: Any) -> Tensors:
-    """Return the model's whole parameters and buffers, on rank 0 in host memory.
+    """Return the unsharded state dict of a sharded model, on the CPU.
 
-    Names are those of `state_dict`. Other ranks get {}, but every rank has to call this.
+    Every rank has to call this. Ranks other than 0 get an empty dict.
     """
     sharded, state = find_sharded(model), Tensors()
     names = {slot.names[0]: slot.names for slot in sharded.slots}
@@ -85,10 +85,10 @@ def model_state(model: Any) -> Tensors:
 
 
 def optimizer_state(optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer's whole state on rank 0, like its `state_dict`.
+    """Return the unsharded state dict of a sharded model's optimizer, on the CPU.
 
-    Other ranks get {}, but every rank has to call this. Raises RequestError if the optimizer
-    doesn't train a sharded model.
+    Every rank has to call this. Ranks other than 0 get an empty dict. Raises RequestError if the
+    optimizer has no sharded parameters and there are several ranks.
     """
     sharded = find(optimizer)
     if sharded is None and is_alone():
@@ -112,7 +112,7 @@ def optimizer_state(optimizer: Any) -> dict[str, Any]:
 
 
 def _flats(sharded: AnyModel) -> Iterator[Flat]:
-    """Yield the model's Flats, except those of packed (4-bit) weights."""
+    """Yield the flat parameters of all units that a checkpoint stores."""
     # Checkpoints don't have packed weights.
     for unit in [sharded.root, *sharded.units]:
         for flat in unit.flats:
@@ -125,7 +125,7 @@ def _whole_slots(sharded: AnyModel) -> list[Slot]:
 
 
 def _parameters(sharded: AnyModel, wanted: Collection[str]) -> Iterator[Tensors]:
-    """Yield whole parameters in dicts, on rank 0 in host memory."""
+    """Yield unsharded parameters on rank 0 as dicts from name to tensor on the CPU."""
     # Other ranks yield empty dicts. If `wanted` has names, Flats without these parameters are
     # skipped. There is one dict for each Flat. The last dicts have the unsharded parameters.
     for flat in _flats(sharded):
@@ -136,7 +136,7 @@ def _parameters(sharded: AnyModel, wanted: Collection[str]) -> Iterator[Tensors]
 
 
 def _copy_to_host(sharded: AnyModel, tensors: Mapping[str, torch.Tensor]) -> Iterator[Tensors]:
-    """Copy tensors to host memory on rank 0; yield them in dicts."""
+    """Yield CPU copies of `tensors` on rank 0, in dicts of limited size."""
     # Each dict has at least FILE_BYTES, except the last one.
     if sharded.place.rank:
         return
@@ -153,7 +153,10 @@ def _copy_to_host(sharded: AnyModel, tensors: Mapping[str, torch.Tensor]) -> Ite
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def _gather_parameters(flat: Flat, shard: torch.Tensor) -> Tensors:
-    """Gather a Flat's whole tensors by name, in rank 0's host memory."""
+    """Gather a flat tensor from all ranks, and return its parameters on rank 0.
+
+    Other ranks get an empty dict.
+    """
     # `shard` is this rank's part of the parameters or of an optimizer state
     whole = torch.empty(flat.cuts[-1][1], dtype=shard.dtype, device=shard.device)
     for work in flat.collect(whole, shard):
@@ -177,7 +180,7 @@ def _buffers(model: Any) -> Tensors:
 
 
 def _states(sharded: AnyModel, optimizer: Any) -> Iterator[Tensors]:
-    """Yield the optimizer's whole state in dicts, such as {"head.weight/exp_avg": tensor}."""
+    """Yield the unsharded optimizer states on rank 0, with keys such as "head.weight/exp_avg"."""
     # Step counters are left out. There is one dict for each Flat and kind. The last dicts have the
     # state of unsharded parameters.
     for flat in _flats(sharded):
@@ -190,7 +193,7 @@ def _states(sharded: AnyModel, optimizer: Any) -> Iterator[Tensors]:
 
 
 def _gather_optimizer_states(flat: Flat, optimizer: Any) -> Iterator[Tensors]:
-    """Yield a dict of each whole optimizer state, such as exp_avg."""
+    """Yield the unsharded optimizer states of a Flat's parameters, one dict per kind of state."""
     slots = [slot for slot in flat.slots if optimizer.state.get(slot.piece)]
     kinds = [kind for slot in slots for kind in _shard_kinds(optimizer.state[slot.piece])]
     for kind in dict.fromkeys(kinds):
@@ -207,13 +210,13 @@ def _gather_optimizer_states(flat: Flat, optimizer: Any) -> Iterator[Tensors]:
 
 
 def _shard_kinds(state: Mapping[str, Any]) -> list[str]:
-    """Return which optimizer states of a parameter are sharded, such as "exp_avg"."""
+    """Return the keys of the optimizer states that are sharded like the parameter."""
     # all with an axis, such as "exp_avg"; step counters have none
     return [kind for kind, value in state.items() if _is_shard(value)]
 
 
 def _counters(sharded: AnyModel, optimizer: Any) -> dict[str, float]:
-    """Return the optimizer's step counters and other scalars, by name."""
+    """Return the scalar optimizer states, such as step counts, by parameter name and kind."""
     return {
         f"{slot.names[0]}/{kind}": float(value)
         for slot in sharded.slots
@@ -227,7 +230,7 @@ def _is_shard(value: Any) -> bool:
 
 
 def _names(sharded: AnyModel, optimizer: Any) -> list[str]:
-    """Return the names of the optimizer's parameters, in its order."""
+    """Return the names of the optimizer's parameters in the order of its groups."""
     names = {id(slot.piece): slot.names[0] for slot in sharded.slots}
     return [
         names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]
@@ -235,7 +238,7 @@ def _names(sharded: AnyModel, optimizer: Any) -> list[str]:
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups as JSON-serializable dicts."""
+    """Return the optimizer's parameter groups in a form that JSON can store."""
     # "params" becomes the number of parameters in the group
     return [
         {key: value.item() if torch.is_tensor(value) else value for key, value in group.items()}
@@ -245,7 +248,7 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _number(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return groups from `_groups` as `state_dict` has them, with lists of indices."""
+    """Return parameter groups with numbered parameters, as `Optimizer.state_dict` does."""
     numbers = count()
     return [{**group, "params": list(islice(numbers, group["params"]))} for group in groups]
 
@@ -256,11 +259,12 @@ def _number(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def save(
     folder: str | os.PathLike[str], model: Any, optimizer: Any = None, extra: Any = None
 ) -> None:
-    """Write the model, and the optimizer's state if given, to a folder.
+    """Write a checkpoint of the model, the optimizer and `extra` to `folder`.
 
-    Rank 0 writes, but every rank has to call this. `extra` is JSON-serializable, and `load` returns
-    it. Raises RequestError on every rank if the checkpoint can't be written. An earlier checkpoint
-    in the folder then stays intact.
+    Every rank has to call this. Rank 0 writes safetensors files with an index that transformers can
+    read; a PEFT model's adapters are also written in PEFT's format. `extra` is any value that JSON
+    can store. An older checkpoint is removed only after the new one is complete. Raises
+    RequestError on every rank if writing fails.
     """
     sharded = find_sharded(model)
     writes, has_adapters = sharded.place.rank == 0, hasattr(model, "peft_config")
@@ -288,11 +292,7 @@ def save(
 
 
 class _Writer:
-    """Writes a checkpoint's files, and then the index that names them.
-
-    - `writes`: True on the rank that writes.
-    - `fault`: message of the first error, or "".
-    """
+    """Writes the files of a checkpoint on rank 0, and removes them again after an error."""
 
     def __init__(self, folder: Path, writes: bool, index: str) -> None:
         self._folder, self._writes, self._token = folder, writes, secrets.token_hex(4)
@@ -302,7 +302,7 @@ class _Writer:
         self.fault = ""
 
     def run(self, action: Callable[[], None]) -> None:
-        """Run `action` on the rank that writes, unless an earlier one failed."""
+        """Run `action` on the writing rank, unless an earlier one failed."""
         # errors go to `fault`, because the other ranks wait for this rank
         if not self._writes or self.fault:
             return
@@ -337,7 +337,7 @@ class _Writer:
         self._size += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
     def close(self, rest: dict[str, Any]) -> None:
-        """Replace the index, and remove the files of the previous checkpoint."""
+        """Write the index, which completes the checkpoint, then remove the files of older ones."""
         # `rest` has the optimizer's groups, names and counters, and the user's `extra`
         own = {"schema": 1, "optimizer": self._maps["optimizer"], **rest}
         index = {
@@ -367,7 +367,7 @@ Value = TypeVar("Value")
 
 
 def _from_first(own: Value) -> Value:
-    """Return rank 0's value on every rank; all ranks call this."""
+    """Return rank 0's value on every rank."""
     if is_alone():
         return own
     with own_collectives():
@@ -375,29 +375,28 @@ def _from_first(own: Value) -> Value:
 
 
 def _agree(fault: str, remedy: str) -> None:
-    """Raise RequestError on every rank if rank 0 has a `fault`."""
+    """Raise a RequestError on every rank if rank 0 has a fault."""
     if found := _from_first(fault):
         raise RequestError(found, remedy)
 
 
 def load(folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> Any:
-    """Load a checkpoint from `save`, and return its `extra`.
+    """Load a checkpoint that `save` wrote into the model and the optimizer, and return `extra`.
 
-    The shares may have changed since. Without `optimizer`, no optimizer state is loaded. Every rank
-    has to call this. Raises RequestError on every rank if the checkpoint is missing or belongs to
-    another model.
+    Every rank has to call this. The number of ranks and their parts may differ from those at
+    saving. Raises RequestError if the checkpoint doesn't fit the model or can't be read.
     """
     # rank 0 reads the checkpoint, one unit at a time
     return _load(folder, model, find_sharded(model), optimizer)
 
 
 def load_whole(folder: str | os.PathLike[str], model: Any, optimizer: Any) -> Any:
-    """Load a checkpoint like `load`, into a model that every rank holds whole."""
+    """Load a checkpoint into an unsharded model and its optimizer, and return `extra`."""
     return _load(folder, model, WholeModel(model), optimizer)
 
 
 def has_optimizer(folder: str | os.PathLike[str], model: Any) -> bool:
-    """True if a folder has a checkpoint of `model` with an optimizer's state."""
+    """Return whether the checkpoint in `folder` contains an optimizer's state."""
     try:
         index = json.loads((Path(folder) / _index_of(model)).read_bytes())
     except (OSError, ValueError):
@@ -432,7 +431,7 @@ def _load(
 def _read_optimizer(
     reader: _Reader, sharded: AnyModel, optimizer: Any, own: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return a `state_dict` of the optimizer with this rank's parts."""
+    """Return the optimizer's state dict, with this rank's parts of the states."""
     # `own` has evener's entries in the index
     numbers = {name: number for number, name in enumerate(_names(sharded, optimizer))}
     state: dict[int, Any] = {}
@@ -456,7 +455,7 @@ def _read_optimizer(
 def _read_states(
     reader: _Reader, flat: Flat, stored: Iterable[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the names and this rank's parts of a Flat's optimizer states."""
+    """Yield the name and this rank's part of each optimizer state of a Flat's parameters."""
     # `stored` has the names of all states in the checkpoint, such as "head.weight/exp_avg"
     parameters = {slot.names[0] for slot in flat.slots}
     names = {name for name in stored if name.rpartition("/")[0] in parameters}
@@ -471,11 +470,7 @@ def _read_states(
 
 
 class _Reader:
-    """Reads tensors by name on rank 0, and sends each rank its part.
-
-    - `reads`: True on rank 0.
-    - `fault`: message of the first error, or "".
-    """
+    """Reads a checkpoint on rank 0 and sends its tensors to the other ranks."""
 
     def __init__(self, folder: Path, reads: bool, index: str) -> None:
         self._folder, self._reads, self._index = folder, reads, index
@@ -483,9 +478,9 @@ class _Reader:
         self.fault = ""
 
     def open(self, sharded: AnyModel, model: Any, optimizer: Any) -> dict[str, Any]:
-        """Check the checkpoint, and return evener's entries in its index.
+        """Read the index, check it against the model, and return evener's entries in it.
 
-        Raises RequestError on every rank if it can't be loaded.
+        Raises RequestError on every rank if the checkpoint doesn't fit the model or the optimizer.
         """
         fault, own = "", dict[str, Any]()
         if self._reads:
@@ -517,7 +512,7 @@ class _Reader:
         return own
 
     def _check_optimizer(self, own: dict[str, Any], sharded: AnyModel, optimizer: Any) -> None:
-        """Raise an error if the checkpoint's optimizer differs from this one."""
+        """Raise a RequestError if the optimizer differs from the saved one."""
         for name in own["optimizer"]:
             self._slice(name).get_shape()
         missing = set(_names(sharded, optimizer)) ^ set(own["names"])
@@ -537,9 +532,10 @@ class _Reader:
         return _safetensors().safe_open(self._folder / self._maps[name], "pt").get_slice(name)
 
     def read(self, flat: Flat, kind: str, dtype: Any) -> torch.Tensor:
-        """Return this rank's part of a Flat's parameters or optimizer state.
+        """Return this rank's part of a Flat's parameters or optimizer states.
 
-        `kind` is "" for parameters, or for example "/exp_avg". Missing tensors become zeros.
+        `kind` is "" for parameters, and "/exp_avg", for example, for a state. Elements that the
+        checkpoint doesn't have are 0.
         """
         whole = torch.zeros(flat.cuts[-1][1], dtype=dtype, device=flat.shard.device)
         for slot in flat.slots if self._reads else ():
@@ -553,7 +549,7 @@ class _Reader:
         return whole[flat.start : flat.stop]
 
     def choose(self, flats: Iterable[Flat]) -> list[Flat]:
-        """Return the Flats with any parameter in the checkpoint, on every rank."""
+        """Return the Flats of which the checkpoint has at least one parameter."""
         # a checkpoint of adapters has only some of the model's parameters
         listed = list(flats)
         names = [[name for slot in flat.slots for name in slot.names] for flat in listed]
@@ -561,10 +557,7 @@ class _Reader:
         return [flat for flat, has in zip(listed, have, strict=True) if has]
 
     def read_whole(self, names: Iterable[str], device: torch.device) -> Tensors:
-        """Return tensors of the checkpoint, whole, on every rank's device.
-
-        Tensors that are missing or can't be read are left out.
-        """
+        """Return the named tensors, unsharded, on every rank."""
         found = {name: self._read_tensor(name) for name in names if self._reads}
         listed = {name: each for name, each in found.items() if each is not None}
         kinds = {
@@ -582,7 +575,7 @@ class _Reader:
         return tensors
 
     def read_buffers(self, model: Any) -> None:
-        """Copy the checkpoint's buffers to the model on every rank."""
+        """Copy the checkpoint's buffers into the model's on every rank."""
         names = [name for name in _buffers(model) if name in self._maps]
         for name in _from_first(names):
             buffer = model.get_buffer(name)
@@ -595,7 +588,7 @@ class _Reader:
             buffer.copy_(values)
 
     def _read_tensor(self, name: str) -> Any:
-        """Read a tensor of the checkpoint; None if that fails."""
+        """Return a tensor of the checkpoint, or None after an error."""
         # the error goes to `fault`, because other ranks wait for this rank
         try:
             with _safetensors().safe_open(self._folder / self._maps[name], "pt") as opened:

@@ -1,8 +1,4 @@
-"""Flats: one-dimensional tensors that hold several parameters each, sharded over the ranks.
-
-They resemble FSDP1's FlatParameter. A rank stores a contiguous range of a flat, its shard. The
-whole parameters are gathered from all ranks before use, and freed afterwards.
-"""
+"""Flat parameters: the parameters of a unit in one tensor, of which each rank stores a part."""
 
 from __future__ import annotations
 
@@ -23,14 +19,13 @@ from .slot import Slot, byte_count
 
 
 class Flat:
-    """A one-dimensional tensor with several parameters of a unit, sharded over the ranks.
+    """Parameters of a unit that are stored as one flat tensor, cut into a shard for each rank.
 
-    The parameters have the same dtype, and are all trained or all frozen. They may be gathered in
-    other dtypes (`Slot.computes`).
+    Arguments:
 
-    - `place`: this rank's ShardRank.
-    - `slots`: the parameters.
-    - `held`: the Ledger that counts the flat's bytes.
+    - place: this rank's place among the ranks.
+    - slots: the parameters, all of one dtype.
+    - held: ledger of the bytes in use.
     """
 
     def __init__(self, place: ShardRank, slots: Sequence[Slot], held: Any) -> None:
@@ -86,26 +81,19 @@ class Flat:
             dist.broadcast(filled, 0)
 
     def range_of(self, slot: Slot) -> tuple[int, int]:
-        """Return a parameter's (start, stop) range within this rank's shard.
-
-        Return (0, 0) if the shard has nothing of the parameter.
-        """
+        """Return the start and stop of a parameter's elements in this rank's shard, or (0, 0)."""
         low, high = max(slot.start, self.start), min(slot.start + slot.numel, self.stop)
         return (low - self.start, high - self.start) if low < high else (0, 0)
 
     # ------------------------------------------------------------------ whole parameters
 
     def gather(self) -> list[Any]:
-        """Start to gather the whole parameters; return the work handles to wait for."""
+        """Start to gather the whole parameters from all ranks, and return the work handles."""
         self.held.add("gathered", self.gathered.size)
         return self.gathered.gather()
 
     def collect(self, whole: torch.Tensor, shard: torch.Tensor) -> list[Any]:
-        """Start to gather all ranks' shards into `whole`; return the work handles to wait for.
-
-        `shard` is this rank's shard of the parameters or of an optimizer state, in the dtype of
-        `whole`.
-        """
+        """Start to gather `shard` from all ranks into `whole`, and return the work handles."""
         parts = Parts(whole, self.cuts, self.rank, self._on_nccl)
         parts.own.copy_(shard)
         return parts.gather()
@@ -118,9 +106,9 @@ class Flat:
     # ------------------------------------------------------------------ gradients
 
     def send_as_computed(self) -> None:
-        """From now on, send gradients in the dtype of their computation, if that saves bytes.
+        """From now on, send gradients in the dtype of computation if that takes fewer bytes.
 
-        Such gradients can't be accumulated, so each backward pass must end in a reduction.
+        Every backward pass must then end with a reduction.
         """
         as_stored = self.cuts[-1][1] * self.shard.element_size()
         is_shorter = self.gathered.size < as_stored
@@ -131,7 +119,7 @@ class Flat:
             )
 
     def _open(self) -> torch.Tensor:
-        """Return the buffer for whole parameters' gradients, allocated if needed."""
+        """Return the buffer for the gradients of all parameters, allocated with zeros if necessary."""
         # the reduction from an earlier use of the unit may still be running
         self.receive()
         if self._grads is None:
@@ -141,10 +129,7 @@ class Flat:
         return self._grads
 
     def take(self, slot: Slot, weight: float) -> None:
-        """Move a whole parameter's gradient, times `weight`, to the flat's buffer.
-
-        It is added there, and the parameter's own gradient is freed.
-        """
+        """Move a parameter's gradient, multiplied by `weight`, to the gradient buffer."""
         gradients = self._open()
         gradient, slot.whole.grad = slot.whole.grad, None
         if weight:  # 0 times an infinite gradient would be NaN
@@ -156,7 +141,7 @@ class Flat:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _collect_gradients(self, weight: float) -> torch.Tensor:
-        """Move all gradients, times `weight`, to the buffer; return the buffer."""
+        """Move all gradients to the gradient buffer, multiply it by `weight` and return it."""
         # one copy operation for all gradients costs the host less time than one for each
         buffer = self._open()
         taken = [slot for slot in self.slots if slot.whole.grad is not None]
@@ -174,7 +159,7 @@ class Flat:
         return buffer
 
     def count_gradients(self) -> None:
-        """Count the bytes of whole parameters' gradients in the Ledger, until they are freed."""
+        """Record the bytes of the unsharded gradients in the ledger."""
         gradients = [slot.whole.grad for slot in self.slots]
         size = sum([gradient.nbytes for gradient in gradients if gradient is not None])
         self.held.add("gathered", size - self._computed_bytes)
@@ -185,7 +170,7 @@ class Flat:
         self._computed_bytes = 0
 
     def keep(self) -> None:
-        """Leave the accumulated gradients in the buffer, because a later pass reduces them."""
+        """Remember the version of each gradient, to notice whether `zero_grad` is called."""
         # Pieces (this rank's parts of parameters) without a `.grad` get zeros. A zero_grad() before
         # the reduction is then detected by the change of `.grad`.
         taken = [slot for slot in self.slots if slot.fired]
@@ -197,10 +182,7 @@ class Flat:
             slot.kept = slot.piece.grad._version
 
     def send(self, weight: float) -> None:
-        """Start to reduce this rank's gradients, times `weight`, over the ranks.
-
-        Each rank receives the sums for its own shard.
-        """
+        """Start to reduce the gradients, multiplied by `weight`, to the ranks that own them."""
         if self._sender is not None:
             self.receive()
             self._send_all(self._sender, weight)
@@ -212,7 +194,7 @@ class Flat:
             self._work = Parts(gradients, self.cuts, self.rank, self._on_nccl).reduce()
 
     def _send_all(self, sender: GradientSender, weight: float) -> None:
-        """Send the whole parameters' gradients with `sender`, and free them."""
+        """Start to send all gradients through `sender`."""
         gradients = [slot.whole.grad for slot in self.slots]
         self.held.add("gathered", sender.taken_bytes)
         sender.take(weight, gradients)
@@ -225,10 +207,7 @@ class Flat:
         self._work, self._sends = sender.send(), True
 
     def receive(self) -> None:
-        """Wait for the reduction that `send` started, and add its result to this rank's gradients.
-
-        Return at once if none is running.
-        """
+        """Wait for the reduction, if one is running, and add its result to this rank's gradient."""
         if not self._work:
             return
         for work in self._work:
@@ -246,7 +225,7 @@ class Flat:
         self._work, self._grads = [], None
 
     def release_gradients(self) -> None:
-        """Free this rank's gradients if the loop has cleared them all."""
+        """Free the memory of this rank's gradient unless a parameter's `.grad` is set."""
         # the next backward pass allocates it again, so that activations and gradients don't peak
         # together
         if self._grad_shard is None or any(slot.piece.grad is not None for slot in self.slots):
@@ -257,7 +236,7 @@ class Flat:
             slot.view = None
 
     def _make_views(self, made: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the gradient of this rank's shard, created if needed."""
+        """Return this rank's gradient, allocated if necessary."""
         # A new gradient is `made`, or zeros if `made` is None. Each slot gets a view of its part of
         # a new gradient.
         if self._grad_shard is None:
@@ -269,7 +248,7 @@ class Flat:
         return self._grad_shard
 
     def _add_reduced(self, summed: torch.Tensor, keeps: bool = False) -> None:
-        """Add reduced gradients to those of this rank's shard."""
+        """Add a reduced gradient to this rank's gradient."""
         for slot in self.slots:
             if slot.received or slot.piece.grad is not None:
                 self._add_to_earlier(summed)
@@ -283,7 +262,7 @@ class Flat:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _add_to_earlier(self, summed: torch.Tensor) -> None:
-        """Add reduced gradients to gradients from earlier backward passes."""
+        """Add a reduced gradient to the gradients from earlier passes or other losses."""
         shard = self._make_views()
         fresh = [slot for slot in self.slots if not slot.received]
         for slot in fresh:
@@ -296,7 +275,7 @@ class Flat:
         shard.add_(summed)
 
     def forget(self) -> None:
-        """Drop the gradients, even those of a backward pass that failed."""
+        """Wait for running reductions and discard all gradients."""
         for work in self._work:
             work.wait()
         self._uncount_gradients()
@@ -311,9 +290,9 @@ class Flat:
             slot.piece.grad = slot.whole.grad = None
 
     def set_gradients(self, used: Sequence[bool]) -> None:
-        """Set the `.grad` of this rank's pieces of parameters after a backward pass.
+        """Set the `.grad` of each parameter's piece to the reduced gradient.
 
-        `used` has a flag for each slot: True if any rank used the parameter in the pass.
+        `used` tells for each parameter whether any rank has computed a gradient of it.
         """
         for slot, is_used in zip(self.slots, used, strict=True):
             if not slot.received:

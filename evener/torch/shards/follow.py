@@ -24,12 +24,7 @@ Meeting = tuple[Unit, bool]  # a unit that is gathered (True), or whose gradient
 
 
 class PassRecord:
-    """The collectives of one pass, for inputs of certain shapes.
-
-    - `shapes`: shapes and dtypes of the inputs.
-    - `forward`, `backward`: collectives of the forward and the backward pass, in order.
-    - `unsent`: units whose gradients are reduced at the end of the backward pass.
-    """
+    """Collectives and outputs of one forward and backward pass, for inputs of certain shapes."""
 
     def __init__(self, shapes: tuple[Any, ...]) -> None:
         self.shapes = shapes
@@ -41,7 +36,7 @@ class PassRecord:
         self.trained: list[bool] = []  # whether each tensor in the outputs requires a gradient
 
     def is_like(self, other: PassRecord | None) -> bool:
-        """True if both passes had inputs of equal shapes, and equal collectives."""
+        """Return whether both passes have the same shapes and collectives."""
         if other is None:
             return False
         same = (self.shapes, self.forward, self.backward, self.unsent, self.trained)
@@ -49,10 +44,9 @@ class PassRecord:
 
 
 class Follower:
-    """Records the passes of a rank without rows, and repeats their collectives without computing.
+    """Repeats the collectives of a pass on a rank without rows, instead of computing the model.
 
-    `root` is the unit of the model itself, and `units` are the others. The model's forward method
-    is replaced.
+    The first passes are computed; once two in a row are alike, only their collectives are repeated.
     """
 
     def __init__(self, root: Unit, units: Sequence[Unit], device: Any) -> None:
@@ -97,11 +91,11 @@ class Follower:
         return outputs
 
     def begin_pass(self) -> None:
-        """Drop the previous pass's record if its backward pass didn't end."""
+        """Discard the record of a pass that hasn't reached its end."""
         self._running = self._meetings = None
 
     def end_backward(self) -> None:
-        """Complete the record at the end of the backward pass, before the last reductions."""
+        """Finish the record of the running pass and compare it with the previous one."""
         record, self._running, self._meetings = self._running, None, None
         if record is None:
             return
@@ -112,7 +106,7 @@ class Follower:
     # ------------------------------------------------------------------ a pass that is repeated
 
     def _repeat(self, record: PassRecord) -> Any:
-        """Run a recorded forward pass's gathers, and return copies of its outputs."""
+        """Repeat the collectives of a recorded forward pass and return its outputs."""
         for unit, _ in record.forward:
             _gather(unit)
         for unit in self._units:
@@ -125,10 +119,7 @@ class Follower:
         )
 
     def repeat_backward(self, record: PassRecord) -> None:
-        """Run a recorded backward pass's gathers and reductions, with gradients of 0.
-
-        The backward pass through the copied outputs calls this.
-        """
+        """Repeat the collectives of a recorded backward pass, with gradients of zero."""
         before: Unit | None = None
         for unit, gathers in record.backward:
             if gathers:
@@ -150,7 +141,7 @@ def _gather(unit: Unit) -> None:
 
 
 class _Repeated(torch.autograd.Function):  # type: ignore[misc]  # torch isn't followed
-    """Copies recorded outputs; its backward pass repeats the recorded collectives."""
+    """Autograd function that returns recorded outputs and repeats the backward collectives."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""The memory for a unit's whole parameters, which one collective gathers in all dtypes."""
+"""Memory for the whole parameters of a unit, in the dtypes of computation."""
 
 from __future__ import annotations
 
@@ -13,39 +13,33 @@ from .slot import Slot
 
 
 def sort_slots(slots: Sequence[Slot]) -> list[Slot]:
-    """Return parameters in the order of a flat tensor, the widest dtypes first."""
+    """Return the parameters sorted by the dtype that they compute in, largest first."""
     # so the parameters of each dtype begin at a multiple of its size in bytes
     return sorted(slots, key=lambda slot: (-slot.computes.itemsize, str(slot.computes)))
 
 
 class Segment:
-    """Adjacent parameters of a flat that are gathered in one dtype.
+    """Range of a flat tensor's elements that are gathered in one dtype.
 
-    - `start`, `stop`: their range in the flat's elements.
-    - `byte`: their first byte in the gathered memory.
+    `byte` is the offset of its first element in the gathered memory.
     """
 
     def __init__(self, dtype: torch.dtype, start: int, stop: int, byte: int) -> None:
         self.dtype, self.start, self.stop, self.byte = dtype, start, stop, byte
 
     def byte_of(self, element: int) -> int:
-        """Return the byte offset of an element, given its index in the flat tensor.
-
-        The index `stop` gives the segment's end.
-        """
+        """Return the offset of an element in the gathered memory, in bytes."""
         return self.byte + (element - self.start) * int(self.dtype.itemsize)
 
 
 class Gathered:
-    """The memory for a flat tensor's whole parameters while they are in use.
+    """Block of bytes into which the whole parameters are gathered from all ranks.
 
-    It is a block of bytes, allocated on creation. `free` frees it, and `gather` allocates it again.
+    Arguments:
 
-    - `place`: this rank's ShardRank.
-    - `slots`: the parameters, in the order of `sort_slots`.
-    - `ranges`: the ranks' ranges of the tensor's elements.
-    - `shard`: this rank's elements.
-    - `size`: the block's size in bytes.
+    - slots: the parameters, in the order of `sort_slots`.
+    - ranges: start and stop of each rank's elements.
+    - shard: this rank's elements.
     """
 
     # each rank's part of the block is one range of bytes, whatever the dtypes
@@ -73,7 +67,7 @@ class Gathered:
         self._copies = self._pair_with(shard, *ranges[place.rank])
 
     def view_of(self, slot: Slot) -> torch.Tensor:
-        """Return a whole parameter as a view of the block, which must be allocated."""
+        """Return a parameter's view of the gathered memory."""
         for segment, typed in zip(self.segments, self._typed, strict=True):
             if segment.dtype == slot.computes:
                 first = slot.start - segment.start
@@ -81,19 +75,19 @@ class Gathered:
         raise KeyError(slot.computes)
 
     def gather(self) -> list[Any]:
-        """Allocate the block and start to gather into it; return the work handles to wait for."""
+        """Allocate the memory, start to gather the parameters, and return the work handles."""
         self._storage.resize_(self.size)
         for target, source in self._copies:  # neither is known to autograd
             target.copy_(source)
         return [] if self._is_single_rank else self._parts.gather()
 
     def free(self) -> None:
-        """Free the block's memory."""
+        """Free the memory; the views stay valid for the next gather."""
         self._storage.resize_(0)
 
     @property
     def has_memory(self) -> bool:
-        """True while the block's memory is allocated."""
+        """Whether memory is allocated at the moment."""
         return bool(self._storage.size())
 
     def _byte_of(self, element: int) -> int:
@@ -103,7 +97,7 @@ class Gathered:
     def _pair_with(
         self, shard: torch.Tensor, start: int, stop: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return (target, source) pairs that copy this rank's shard to the block."""
+        """Return the views of the gathered memory to copy this rank's shard to, with their sources."""
         # `shard` has the elements from `start` to `stop` of the flat tensor. A rank measured
         # without the others repeats its elements to fill each segment.
         pairs = []
@@ -118,7 +112,7 @@ class Gathered:
 
 
 def _make_segments(slots: Sequence[Slot], elements: int) -> list[Segment]:
-    """Divide a flat tensor's parameters into segments, one for each dtype."""
+    """Return one segment for each dtype, the last one including the padding."""
     made: list[Segment] = []
     byte = 0
     for dtype, same in groupby(slots, lambda slot: slot.computes):
@@ -131,7 +125,7 @@ def _make_segments(slots: Sequence[Slot], elements: int) -> list[Segment]:
 
 
 def _repeat(target: torch.Tensor, own: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return (target, source) pairs that fill `target` with copies of `own`."""
+    """Return copy targets and sources that fill `target` with repetitions of `own`."""
     times, rest = divmod(target.numel(), own.numel())
     lines = target[: times * own.numel()].view(times, own.numel())
     return [(lines, own.expand(times, own.numel())), (target[times * own.numel() :], own[:rest])]

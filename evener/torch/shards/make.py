@@ -1,9 +1,4 @@
-"""Shard a model over ranks, and make clipping, loss scaling and optimizers fit its shards.
-
-Clipping and loss scaling include the gradients of all ranks. An optimizer trains only this rank's
-part of each parameter (its piece). The result is the same as in one process if the optimizer
-updates each element from its own gradient and state.
-"""
+"""Shard a model, and adapt optimizers, gradient clipping and GradScaler to the shards."""
 
 from __future__ import annotations
 
@@ -79,11 +74,16 @@ def shard(
 ) -> Any:
     """Shard a model over the ranks of a training run, and return it.
 
-    - `level`: "all" or "state", the argument `shard` of `Split.shard`.
-    - `units`, `state`, `dtype`: the same as in `Split.shard`.
-    - `casts`: dtype of an autocast around each forward pass, or None.
+    Arguments:
 
-    Raises RequestError if the model can't be sharded.
+    - level: "all" gathers parameters one unit at a time, "state" the whole model at once.
+    - units: the modules to gather at a time, with level "all"; None chooses them.
+    - state: relative size of each rank's part; by default from the plan, else by free memory.
+    - dtype: dtype of computation; None leaves each parameter its own.
+    - casts: dtype of an autocast around each forward pass, or None.
+
+    Raises RequestError if the model or the training can't be sharded, or if the ranks' models
+    differ.
     """
     if level not in ("all", "state") or (level == "state" and units is not None):
         raise RequestError(
@@ -134,11 +134,16 @@ def cut_model(
     keeps: bool = False,
     casts: Any = None,
 ) -> Sharded:
-    """Replace a model's parameters by this rank's pieces, and return its Sharded object.
+    """Replace a model's parameters by this rank's pieces, and return the Sharded.
 
-    - `units`: the modules to gather and free one after another, by name.
-    - `place`: how the model is divided among the ranks.
-    - `dtype`, `keeps`, `casts`: passed to Sharded.
+    Arguments:
+
+    - units: modules that are gathered together, by name.
+    - place: this rank's place among the ranks.
+    - dtype: dtype of computation; None leaves each parameter its own.
+    - keeps: whether to accumulate unsharded gradients over passes and reduce them once per
+      batch.
+    - casts: dtype of an autocast around each forward pass, or None.
     """
     if place.device.type == "cpu":
         return_memory()
@@ -161,17 +166,14 @@ def cut_model(
 
 
 def trains_shards_only(model: Any) -> bool:
-    """True if a model is sharded and each rank holds only pieces of its trained parameters.
-
-    False if some are held whole, as adapters are.
-    """
+    """Return whether all of the model's trained parameters are sharded."""
     # gradients are then reduced unit by unit, and no rank has the gradient of a few rows
     sharded = getattr(model, "exchange", None)
     return isinstance(sharded, Sharded) and sharded.whole is None
 
 
 def _check_supported(training: PlannedTraining, model: Any) -> None:
-    """Raise RequestError if the model or an option doesn't support sharding."""
+    """Raise a RequestError if the model or an option of the training doesn't allow sharding."""
     check_normalization(model, training.weights.weigh, training.world)
     check_exchange(model)
     if find_wrapper(model) is not None or is_sharded(model) or unwrap_compiled(model) is not model:
@@ -190,7 +192,7 @@ def _check_supported(training: PlannedTraining, model: Any) -> None:
 
 
 def check_buffers(model: Any) -> None:
-    """Raise RequestError if most of the model is in buffers, which aren't sharded."""
+    """Raise a RequestError if more of the model's memory is in buffers than in parameters."""
     held = sum(map(byte_count, model.buffers()))
     if held > sum(map(byte_count, model.parameters())):
         raise RequestError(
@@ -203,7 +205,7 @@ def check_buffers(model: Any) -> None:
 def _choose_parts(
     training: PlannedTraining, state: Sequence[float] | None, beside: Callable[[], int]
 ) -> tuple[float, ...]:
-    """Return the relative size of each rank's part of the state."""
+    """Return the relative size of each rank's part."""
     # the sizes come from `state`, else from the plan, else from the memory left beside the
     # `beside()` bytes for other things
     planned = tuple(share.state for share in training.ranks.shares)
@@ -220,7 +222,7 @@ def _choose_parts(
 
 
 def _free_bytes_by_rank(training: PlannedTraining, beside: int) -> tuple[float, ...]:
-    """Return the bytes left for state on each rank's GPU."""
+    """Return the bytes on each rank's GPU that are available for its part."""
     # `beside` are the bytes that a rank needs for other things. A rank on a CPU counts as 1: ranks
     # on CPUs share their host's memory, so they get equal parts.
     own = 1.0
@@ -243,10 +245,9 @@ def _refuse(*_: Any) -> None:
 
 
 def include_all_ranks(sharded: Sharded, replaced: Iterable[Any]) -> None:
-    """Make clipping, unscaling and optimizer checks include all ranks while this model exists.
+    """Let gradient clipping and GradScaler count the shards of all ranks.
 
-    `replaced` are the whole parameters from before sharding. An optimizer must not train them any
-    more.
+    `replaced` are the model's parameters from before sharding.
     """
     _all.add(sharded)
     _replaced.update((each, True) for each in replaced)
@@ -288,13 +289,10 @@ _HOOKS = ProcessHooks(_register)
 def sum_norms(
     norm: Callable[..., Any], tensors: list[Any], kind: float, *options: Any, **named: Any
 ) -> Any:
-    """Return the norm of gradients, including other ranks' shards.
+    """Return the total norm of gradients of which some are sharded.
 
-    - `norm`: PyTorch's function for one process.
-    - `tensors`: this rank's gradients.
-    - `kind`: the order of the norm; 0 raises RequestError.
-    - `options`, `named`: `norm`'s other arguments. With `error_if_nonfinite`, a norm that isn't
-      finite raises RuntimeError.
+    `norm` is PyTorch's own function for it, and `kind` the order of the norm. Raises RequestError
+    for order 0, and RuntimeError if `error_if_nonfinite` is set and the norm isn't finite.
     """
     shards = _list_shard_gradients()
     own = [tensor for tensor in tensors if id(tensor) in shards]
@@ -317,13 +315,13 @@ def sum_norms(
 
 
 def _list_shard_gradients() -> set[int]:
-    """Return the ids of this rank's gradients of all sharded models."""
+    """Return the ids of all sharded gradients."""
     parameters = [piece for sharded in _all for piece in sharded.pieces]
     return {id(parameter.grad) for parameter in parameters if parameter.grad is not None}
 
 
 def _sum_shard_norms(norm: Callable[..., Any], own: list[Any], kind: float) -> torch.Tensor:
-    """Return the norm of all ranks' gradient shards."""
+    """Return the norm of sharded gradients over all ranks."""
     # `own` are this rank's shards, and `kind` is the order of the norm
     parts = [each for each in own if each.numel()]
     total = _norm_over_ranks(norm(parts, kind) if parts else None, kind, own[0].device)
@@ -331,7 +329,7 @@ def _sum_shard_norms(norm: Callable[..., Any], own: list[Any], kind: float) -> t
 
 
 def _norm_over_ranks(own: torch.Tensor | None, kind: float, device: Any) -> torch.Tensor:
-    """Combine the ranks' norms of order `kind` into one norm."""
+    """Combine the norms that each rank computed of its own shards."""
     # `own` is None if this rank has no elements. Summed in float64, because powers of
     # half-precision values overflow.
     if kind in (float("inf"), float("-inf")):
@@ -353,10 +351,9 @@ def _reduce(tensor: torch.Tensor, operation: Any) -> None:
 
 
 def move(optimizer: Any, replaced: Iterable[Any], model: Any) -> None:
-    """Replace an optimizer's parameters by those of a sharded model.
+    """Replace an optimizer's parameters by the pieces of the sharded model.
 
-    `replaced` are the model's parameters from before sharding, in the same order. Raises
-    RequestError if the optimizer already has state.
+    Raises RequestError if the optimizer already has state.
     """
     if optimizer.state:
         raise RequestError(
@@ -369,16 +366,13 @@ def move(optimizer: Any, replaced: Iterable[Any], model: Any) -> None:
 
 
 def find(optimizer: Any) -> Sharded | None:
-    """Return the sharded model whose parameters an optimizer trains, or None."""
+    """Return the sharded model whose parameters the optimizer trains, or None."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return next((each for each in _all if not trained.isdisjoint(map(id, each.parameters))), None)
 
 
 def find_pieces(optimizer: Any) -> bool:
-    """True if an optimizer trains parameters of which each rank holds only a piece.
-
-    False if it trains only whole parameters, such as adapters.
-    """
+    """Return whether the optimizer trains any piece of a sharded parameter."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return any(not trained.isdisjoint(map(id, each.pieces)) for each in _all)
 
@@ -399,7 +393,7 @@ def _before_step(optimizer: Any, _: Any, __: Any) -> None:
 
 
 def _check_optimizer(optimizer: Any, sharded: Sharded | None) -> None:
-    """Raise RequestError if an optimizer can't train pieces of parameters."""
+    """Raise a RequestError if the optimizer can't train the pieces of a sharded model."""
     # nor parameters from before sharding
     if any(
         parameter in _replaced for group in optimizer.param_groups for parameter in group["params"]

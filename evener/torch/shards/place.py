@@ -1,4 +1,4 @@
-"""Divide a tensor among ranks in unequal parts, and run collectives over them."""
+"""How a flat tensor is cut into unequal parts for the ranks, and the collectives on these parts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from ..sums.collectives import run_own
 
 
 class ShardRank(msgspec.Struct, frozen=True):
-    """A rank's device, and how the model is divided among the ranks.
+    """This rank's place among the ranks that a model is sharded over.
 
-    - `parts`: relative sizes of the ranks' parts of the state.
-    - `single_rank`: True if the rank is measured without others. It then fills gathered parameters
-      with copies of its own shard, and sums no gradients.
-    - `first`: the first rank that computes rows; its buffers are copied to all ranks.
+    - rank: index of this rank.
+    - parts: relative size of each rank's part.
+    - device: the device of the parameters.
+    - single_rank: whether a rank is measured on its own, without collectives.
+    - first: the rank that broadcasts buffers.
     """
 
     rank: int
@@ -31,12 +32,12 @@ class ShardRank(msgspec.Struct, frozen=True):
 
     @property
     def on_nccl(self) -> bool:
-        """True if NCCL is the backend for collectives on this device."""
+        """Whether collectives on the device run through NCCL."""
         return not self.single_rank and backend_name(dist.group.WORLD, self.device) == "nccl"
 
     @property
     def exchanges_bytes(self) -> bool:
-        """True if ranks can exchange parts of unequal sizes in one collective."""
+        """Whether `all_to_all_single` works on the device."""
         # gloo can't do so between GPUs
         return not self.single_rank and (self.on_nccl or self.device.type == "cpu")
 
@@ -47,10 +48,9 @@ ALIGNED = 8
 
 
 def cut(elements: int, parts: Sequence[float]) -> tuple[tuple[int, int], ...]:
-    """Return each rank's (start, stop) range of a flat tensor's elements.
+    """Return the start and stop of each rank's elements, in proportion to `parts`.
 
-    The ranges are in proportion to `parts`, begin at multiples of ALIGNED, and include padding at
-    the end. Equal parts get equal sizes. Each rank holds at least ALIGNED elements.
+    Boundaries are multiples of ALIGNED elements, so the last stop may be above `elements`.
     """
     ranks = len(parts)
     blocks = -(-max(elements, 1) // (ALIGNED * ranks)) * ranks
@@ -60,14 +60,12 @@ def cut(elements: int, parts: Sequence[float]) -> tuple[tuple[int, int], ...]:
 
 
 class Parts:
-    """The ranks' parts of one tensor, and the collectives over them.
+    """Flat tensor of unequal parts, one per rank, with the collectives on them.
 
-    The parts may differ in size.
+    Arguments:
 
-    - `whole`: the tensor.
-    - `ranges`: the (start, stop) range of each rank's part.
-    - `rank`: this rank.
-    - `on_nccl`: True if NCCL is the backend.
+    - whole: the tensor, padded to the end of the last range.
+    - ranges: start and stop of each rank's elements.
     """
 
     def __init__(
@@ -81,7 +79,7 @@ class Parts:
         self.own = self._parts[rank]
 
     def gather(self) -> list[Any]:
-        """Start to fill the tensor from all ranks' parts; return the work handles to wait for."""
+        """Start to fill the tensor with the parts of all ranks, and return the work handles."""
         return run_own(("gather", *self._kind), self._gather)
 
     def _gather(self) -> list[Any]:
@@ -96,9 +94,9 @@ class Parts:
         return [dist.all_gather(self._parts, self.own, async_op=True)]
 
     def reduce(self) -> list[Any]:
-        """Start to sum the ranks' tensors; return the work handles to wait for.
+        """Start to sum the tensor over all ranks, and return the work handles.
 
-        Each rank receives the sum of its own part.
+        Each rank gets the sum of its own part.
         """
         return run_own(("reduce", *self._kind), self._reduce)
 

@@ -28,10 +28,9 @@ HEADER = 16  # bytes before each part, for the sender's weight
 
 
 class DtypeRange(NamedTuple):
-    """Adjacent elements of a flat that have one dtype and belong to one rank.
+    """Range of a flat tensor's elements with one dtype, at a byte offset in a rank's part.
 
-    - `start`, `stop`: their range in the flat.
-    - `byte`: their first byte in the rank's part.
+    `start` and `stop` are element indices, and `byte` is the offset.
     """
 
     dtype: torch.dtype
@@ -40,17 +39,17 @@ class DtypeRange(NamedTuple):
     byte: int
 
     def find_in(self, part: torch.Tensor) -> torch.Tensor:
-        """Return these elements as a view of `part`, the bytes of their rank."""
+        """Return the view of these elements in `part`, a tensor of bytes."""
         size = (self.stop - self.start) * int(self.dtype.itemsize)
         return part[self.byte : self.byte + size].view(self.dtype)
 
 
 class GradientCopy(NamedTuple):
-    """A copy of a gradient's elements to the tensor that is sent.
+    """Copy of a parameter's gradient, or of a slice of it, into the memory to send.
 
-    - `position`: the parameter's index in the list of slots.
-    - `elements`: the range of elements; None for the whole gradient.
-    - `target`: the destination in the sent tensor.
+    - position: index of the parameter.
+    - elements: the slice, or None for the whole gradient.
+    - target: where it is copied to.
     """
 
     position: int
@@ -59,17 +58,14 @@ class GradientCopy(NamedTuple):
 
 
 class GradientSender:
-    """Sends a flat tensor's gradients, and sums the received ones.
+    """Sends the gradients of a flat tensor to the ranks that own them, by an all-to-all collective.
 
-    - `place`: this rank's ShardRank.
-    - `slots`: the flat's parameters.
-    - `segments`: ranges of adjacent parameters with the same dtype.
-    - `ranges`: each rank's range of the flat's elements.
-    - `dtype`: dtype of the shards.
-    - `taken_bytes`: bytes allocated from `take` to `add_up`.
-    - `received_bytes`: bytes allocated from `send` to `add_up`.
+    Arguments:
 
-    Its tensors don't require gradients, so its methods needn't run under `torch.no_grad`.
+    - slots: the parameters.
+    - segments: ranges of elements of one dtype.
+    - ranges: start and stop of each rank's elements.
+    - dtype: dtype of the shards, in which gradients are added up.
     """
 
     def __init__(
@@ -106,7 +102,7 @@ class GradientSender:
         self.free()
 
     def _allocate(self, sizes: Sequence[int], others: Sequence[int], device: Any) -> None:
-        """Allocate the tensors that are sent and received."""
+        """Allocate the memory for sent and received gradients."""
         # `sizes` are the bytes of each rank's part, and `others` are the other ranks
         own = sizes[self._rank]
         self._sizes = [size if rank in others else 0 for rank, size in enumerate(sizes)]
@@ -119,7 +115,7 @@ class GradientSender:
     def _split_by_ranks(
         self, sizes: Sequence[int], others: Sequence[int]
     ) -> dict[int, torch.Tensor]:
-        """Divide the sent tensor into the parts for each rank."""
+        """Return the part of the memory to send for each rank."""
         # `sizes` are the bytes of each part. The parts of `others` come first. This rank's own part
         # is last, and isn't sent.
         order = [*others, self._rank]
@@ -127,11 +123,7 @@ class GradientSender:
         return dict(zip(order, parts, strict=True))
 
     def take(self, weight: float, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Copy whole parameters' gradients to the tensor that is sent; the caller may free them.
-
-        `weight` is the weight of this rank's gradients. `gradients` are in the order of the slots;
-        None counts as 0.
-        """
+        """Copy the gradients into the memory to send, and set this rank's weight."""
         if weight != self._weight:
             self._weight = weight
             self._weights.fill_(weight)
@@ -143,7 +135,7 @@ class GradientSender:
             self._fill(dtype, copies, gradients)
 
     def send(self) -> list[Any]:
-        """Start to send the gradients that were taken; return the work handles to wait for."""
+        """Start to exchange the gradients with the other ranks, and return the work handles."""
         self._received.untyped_storage().resize_(len(self._received))
         return [run_own("exchange", self._exchange)]
 
@@ -158,7 +150,7 @@ class GradientSender:
         copies: Sequence[GradientCopy],
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
-        """Copy gradients of one dtype to the targets in `copies`."""
+        """Copy the gradients of one dtype, with zeros where a parameter has none."""
         targets, sources = [], []
         for position, elements, target in copies:
             gradient = gradients[position]
@@ -175,10 +167,7 @@ class GradientSender:
             copy_each(targets, sources)
 
     def add_up(self, total: torch.Tensor) -> None:
-        """Write the weighted sum of all ranks' gradients of this rank's shard to `total`.
-
-        Call this after the work of `send` is done. It frees the gradients' memory.
-        """
+        """Write the weighted sum of all ranks' gradients to `total`, and free the memory."""
         for (piece, own), theirs in zip(self._own, self._theirs, strict=True):
             part = total[piece.start - self._start : piece.stop - self._start]
             if self._weight == 1.0:
@@ -190,28 +179,25 @@ class GradientSender:
         self.free()
 
     def free(self) -> None:
-        """Free the memory of the gradients that are sent and received."""
+        """Free the memory of sent and received gradients."""
         self._sent.untyped_storage().resize_(0)
         self._received.untyped_storage().resize_(0)
 
 
 def bound_received(ranks: int) -> float:
-    """Return the most that a rank receives, as a multiple of a Flat's gradients."""
+    """Return the largest size of the received gradients, relative to a whole flat tensor."""
     return min(MOST_RECEIVED, ranks - 1.0)
 
 
 def saves_memory(ranges: Sequence[tuple[int, int]]) -> bool:
-    """True if received gradients never need more memory than a sum in float32.
-
-    `ranges` are the ranks' ranges of a flat tensor's elements.
-    """
+    """Return whether the rank with the largest part receives few enough bytes to save memory."""
     # a rank receives the gradients of its range from each other rank
     largest = max(stop - start for start, stop in ranges)
     return (len(ranges) - 1) * largest <= MOST_RECEIVED * ranges[-1][1]
 
 
 def _divide(segments: Sequence[Segment], start: int, stop: int) -> list[DtypeRange]:
-    """Return one DtypeRange per dtype for a rank's elements."""
+    """Return the dtype ranges of one rank's part."""
     # the rank has the elements from `start` to `stop` - 1 of a flat tensor
     pieces: list[DtypeRange] = []
     byte = HEADER
@@ -229,7 +215,7 @@ def _find_copies(
     pieces: Sequence[Sequence[DtypeRange]],
     parts: dict[int, torch.Tensor],
 ) -> list[GradientCopy]:
-    """Return the copies of a parameter's gradient to each rank's part."""
+    """Return the copies that bring a parameter's gradient to the parts of all ranks."""
     # `position` is the parameter's index in the list of slots; `pieces` has the dtype ranges of
     # each rank's part
     found = []
@@ -248,7 +234,6 @@ def _find_copies(
 
 
 def _weight_of(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weight in a part's header, as a one-element tensor."""
     return part[: dtype.itemsize].view(dtype)
 
 

@@ -34,14 +34,16 @@ _SIMPLE = (type(None), Number, str, bytes, type, torch.dtype, torch.device)
 
 
 class Sharded:
-    """Gathers the units of a sharded model, and sums their weighted gradients over the ranks.
+    """Model whose parameters are sharded, with the hooks that gather and reduce them.
 
-    - `units`: the units of `model`, by name.
-    - `place`: this rank's ShardRank.
-    - `dtype`: dtype of the whole parameters; None for the dtype of the shards.
-    - `keeps`: True to leave the model undivided. Parameters and gradients then stay whole through
-      all passes of a batch. Gradients are reduced once, in the backward pass outside no_sync.
-    - `casts`: dtype of an autocast around the model, or None.
+    Arguments:
+
+    - units: modules that are gathered one at a time, by name.
+    - place: this rank's place among the ranks.
+    - dtype: dtype of computation, to which inputs are cast; None leaves both unchanged.
+    - keeps: whether to accumulate unsharded gradients over passes and reduce them once per
+      batch.
+    - casts: dtype of an autocast around each forward pass, or None.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class Sharded:
         self._spread_buffers()
 
     def compute_nothing(self) -> None:
-        """From now on, only run the model's collectives, on a rank that has no rows."""
+        """Let this rank take part in collectives without computing, because it has no rows."""
         self._follower = Follower(self.root, self.units, self.place.device)
 
     def _send_as_computed(self) -> None:
@@ -134,7 +136,7 @@ class Sharded:
             self.whole.hook(lambda: own.accumulated_whole(), lambda: own.weight)
 
     def _place_statistics(self, place: ShardRank) -> None:
-        """Copy the statistics of packed (4-bit) weights to every rank's device."""
+        """Move the statistics of packed weights to the device, with rank 0's values."""
         # a layer unpacks its weights with them, such as the scales of blocks of values
         packed = [slot.whole for slot in self.slots if is_packed(slot.whole)]
         for each in packed:
@@ -146,9 +148,9 @@ class Sharded:
                 spread(statistics)
 
     def has_any(self, parameters: set[int]) -> bool:
-        """Raise RequestError if any of these parameters is sharded; otherwise return False.
+        """Return False, or raise a RequestError if any of the parameters is sharded.
 
-        `parameters` are their ids.
+        `parameters` has their ids.
         """
         # called by an exchange, which can't sum the gradients of sharded parameters
         if not parameters.isdisjoint(map(id, self.parameters)):
@@ -159,14 +161,13 @@ class Sharded:
         return False
 
     def weigh(self, weight: float) -> None:
-        """Set the weight of this rank's gradients that are computed from now on."""
+        """Set the weight of this rank's gradients in the sum over ranks."""
         self.weight = weight
 
     def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
-        """Detect a backward pass through these outputs of the model, with hooks.
+        """Prepare the backward pass from the model's outputs.
 
-        `batch` is the batch of the outputs. With `sync`, the backward pass ends with a reduction
-        over the ranks.
+        If `sync` is False, gradients are accumulated and reduced after a later pass.
         """
         self._batch, self._sums = batch, sync
 
@@ -181,7 +182,7 @@ class Sharded:
     # ------------------------------------------------------------------ a forward pass
 
     def begin_forward(self, unit: Unit) -> None:
-        """Gather a unit before it computes, and prefetch the unit that followed last time."""
+        """Gather a unit before its forward pass, and start to gather the next one."""
         if _in_backward():  # recomputed for activation checkpointing: only gather
             unit.gather()
             return
@@ -220,10 +221,7 @@ class Sharded:
         self._last = self.root
 
     def end_forward(self, unit: Unit, outputs: Any) -> None:
-        """Free a unit after it has computed, unless the backward pass begins with it.
-
-        `outputs` are the unit's results.
-        """
+        """Free a unit after its forward pass, unless the backward pass begins with it."""
         if _in_backward():
             self._follow_outputs(unit, outputs)
             return
@@ -241,9 +239,9 @@ class Sharded:
         unit.hide()  # a loop may clear gradients before the backward pass, or make its optimizer
 
     def _follow_outputs(self, unit: Unit, outputs: Any) -> bool:
-        """Hook a unit's outputs to gather it in the backward pass.
+        """Register hooks on a unit's outputs, and return whether any requires a gradient.
 
-        Return False if no output requires a gradient.
+        Raises RequestError for outputs of a type in which tensors can't be found.
         """
         seen = list(_find_tensors(outputs))
         watched = [each for each in seen if isinstance(each, torch.Tensor) and each.requires_grad]
@@ -260,7 +258,7 @@ class Sharded:
         return bool(watched)
 
     def cast(self, unit: Unit, inputs: Any) -> Any:
-        """Cast the model's floating-point inputs to the dtype of its whole parameters.
+        """Cast floating-point inputs of the model to the dtype of computation.
 
         Inputs of other units are returned unchanged.
         """
@@ -271,10 +269,7 @@ class Sharded:
         )
 
     def read_outside(self, unit: Unit) -> None:
-        """Gather a layer whose parameters are read outside its forward pass.
-
-        The layer is a unit of its own. It stays gathered until the backward pass ends.
-        """
+        """Gather a unit whose parameters are read while its forward method isn't running."""
         # for example, a model may multiply by its head's weight without calling the head
         if not (self._computes or _in_backward()) or (unit.gathered and not unit.hidden):
             return
@@ -285,9 +280,9 @@ class Sharded:
     # ------------------------------------------------------------------ a backward pass
 
     def arm(self, batch: Any) -> None:
-        """Prepare for a backward pass that has reached outputs of the model.
+        """Prepare for a backward pass, when its first gradient arrives.
 
-        `batch` is the batch of these outputs. Raises RequestError if create_graph=True.
+        Raises RequestError with `create_graph=True`.
         """
         # once per backward pass; for further outputs, only record that it has reached them
         if torch.is_grad_enabled():
@@ -311,7 +306,7 @@ class Sharded:
         self._passing = batch
 
     def begin_backward(self, unit: Unit) -> None:
-        """Gather a unit before its gradients are computed, and prefetch the next unit."""
+        """Gather a unit before its backward pass, and start to gather the next one."""
         # in a backward pass, that is the one before it in the forward pass
         if self._task is None:
             self.arm(self._batch)
@@ -323,9 +318,9 @@ class Sharded:
             before.begin_gather()
 
     def end_backward(self, unit: Unit, is_over: bool = False) -> None:
-        """Start to reduce a unit's complete gradients, and free the unit.
+        """Start to reduce a unit's gradients and free its parameters.
 
-        `is_over` is True at the end of the backward pass.
+        `is_over` is True at the end of the whole backward pass.
         """
         # a unit that was used outside its forward pass is only reduced then
         if unit in self._outside and not is_over:
@@ -339,18 +334,18 @@ class Sharded:
         unit.free()
 
     def accumulated(self, unit: Unit) -> None:
-        """Record that a unit has gradients to reduce; if needed, prepare for the backward pass."""
+        """Note that a gradient of the unit's parameters was computed."""
         unit.unsent = True
         if self._task is None:
             self.arm(self._batch)
 
     def accumulated_whole(self) -> None:
-        """If needed, prepare for a backward pass before an unsharded parameter gets a gradient."""
+        """Note that a gradient of an unsharded parameter was computed."""
         if self._task is None:
             self.arm(self._batch)
 
     def _finish_backward(self) -> None:
-        """Finish the backward pass: reduce its remaining gradients, or keep them."""
+        """Reduce the remaining gradients and set `.grad` at the end of a backward pass."""
         if self._follower is not None:
             self._follower.end_backward()
         if self.keeps and not self._sums:
@@ -368,7 +363,7 @@ class Sharded:
             self.done()
 
     def _keep(self) -> None:
-        """End a pass whose gradients are reduced in a later pass."""
+        """Keep the unsharded gradients for the next pass, instead of reducing them."""
         # until then, parameters stay whole
         self.waits, self._task, self._passing = True, None, None
         self.root.hide()
@@ -376,7 +371,7 @@ class Sharded:
             flat.keep()
 
     def _check_kept(self, is_there: Callable[[Slot], bool]) -> None:
-        """Raise RequestError if the loop cleared gradients that wait for a reduction."""
+        """Raise a RequestError if accumulated gradients were cleared before their reduction."""
         # `is_there` tells whether a slot's gradient still exists
         waits = self.keeps and self.waits
         if waits and not all(is_there(slot) for slot in self.root.slots if slot.fired):
@@ -386,7 +381,7 @@ class Sharded:
             )
 
     def _set_gradients(self) -> None:
-        """Set the `.grad` of each parameter that any rank used."""
+        """Set `.grad` of all parameters whose gradient any rank has computed."""
         flats = [flat for unit in [self.root, *self.units] for flat in unit.trained]
         fired = [slot.fired for flat in flats for slot in flat.slots]
         fired += self._add_up_whole()
@@ -402,7 +397,7 @@ class Sharded:
             self.whole.set_gradients(used[first:])
 
     def _add_up_whole(self) -> list[bool]:
-        """Sum unsharded parameters' gradients; return which this rank used."""
+        """All-reduce the gradients of unsharded parameters, and return which have one on this rank."""
         # the result is empty without such parameters, and if a later pass computes the sum
         if self.whole is None:
             return []
@@ -413,7 +408,7 @@ class Sharded:
         return [slot.fired for slot in self.whole.slots]
 
     def _find_used(self, fired: list[bool]) -> list[bool]:
-        """Return which parameters any rank used, and broadcast buffers meanwhile."""
+        """Return for each parameter whether any rank has computed its gradient."""
         # `fired` has this rank's own flags
         if self.place.single_rank:
             return fired
@@ -427,7 +422,7 @@ class Sharded:
         return [bool(each) for each in flags.tolist()]
 
     def _flag(self, fired: list[bool]) -> torch.Tensor:
-        """Return the flags `fired` as a tensor on the device."""
+        """Return the flags as a new tensor on the device."""
         # A copy from the host would make the host wait. So unchanged flags are copied from the last
         # tensor.
         known = tuple(fired)
@@ -437,7 +432,7 @@ class Sharded:
         return self._known_flags[1].clone()
 
     def _spread_buffers(self) -> None:
-        """Copy the buffers of the first rank with rows to every rank."""
+        """Broadcast the model's buffers from the first rank that has rows."""
         # listed again each time, because the model may have replaced some of them
         buffers = {id(buffer): buffer for _, buffer in self._members.buffers()}
         if buffers and not self.place.single_rank:
@@ -445,7 +440,7 @@ class Sharded:
                 spread(list(buffers.values()), source=self.place.first)
 
     def reset(self) -> None:
-        """Drop the gathered units and all gradients after a pass that failed."""
+        """Discard gradients and gathered parameters after a pass was interrupted."""
         self.waits, self._computes, self._outside = False, False, []
         self._task = self._passing = self._sending = self._flags = None
         for unit in [self.root, *self.units]:
@@ -455,7 +450,7 @@ class Sharded:
             self.whole.forget()
 
     def note_state(self, optimizer: Any) -> None:
-        """Count the bytes of the optimizer's state in the Ledger."""
+        """Record the bytes of the optimizer's state in the ledger."""
         whole = self.whole.parameters if self.whole is not None else []
         self.held.note_state(optimizer, set(map(id, whole)))
 
@@ -472,10 +467,7 @@ class Sharded:
 
 
 class LayerParameters(dict[str, Any]):
-    """The `_parameters` dict of a layer that is a unit.
-
-    Reading a parameter while the model computes gathers the layer first.
-    """
+    """Parameters dict of a layer that gathers its unit when a parameter is read."""
 
     def __init__(self, sharded: Any, unit: Unit) -> None:
         super().__init__(unit.module._parameters)
@@ -487,13 +479,13 @@ class LayerParameters(dict[str, Any]):
 
 
 class UnitHooks:
-    """Hooks of a unit's module and parameters, which call methods of `sharded`."""
+    """Hooks of a unit's module and parameters."""
 
     def __init__(self, sharded: Any, unit: Unit) -> None:
         self._sharded, self._unit = sharded, unit
 
     def before(self, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Gather the unit before its forward pass, and cast the model's inputs."""
+        """Forward pre-hook: gather the unit, cast its inputs and mark the end of its backward pass."""
         # `_UnitInputs` detects when the unit's backward pass ends
         if torch.compiler.is_compiling():
             raise RequestError("A sharded model can't be compiled.", "Leave torch.compile out.")
@@ -517,14 +509,11 @@ class UnitHooks:
         )
 
     def after(self, _: Any, __: Any, outputs: Any) -> None:
-        """Free the unit after its forward pass, unless the backward pass begins with it."""
+        """Forward hook: free the unit."""
         self._sharded.end_forward(self._unit, outputs)
 
     def take(self, flat: Any, slot: Any) -> Callable[[Any], None]:
-        """Return a hook to call when a parameter's gradient is computed.
-
-        `slot` has the parameter, and `flat` has the slot.
-        """
+        """Return the hook that runs after a parameter's gradient was accumulated."""
 
         unit, sharded = self._unit, self._sharded
 
@@ -546,7 +535,7 @@ class UnitHooks:
 
 
 class _UnitInputs(torch.autograd.Function):  # type: ignore[misc]  # torch isn't followed
-    """Passes a unit's inputs through; its backward reduces the unit's gradients."""
+    """Autograd identity function whose backward pass means that the unit's backward pass has ended."""
 
     @staticmethod
     def forward(
@@ -563,7 +552,7 @@ class _UnitInputs(torch.autograd.Function):  # type: ignore[misc]  # torch isn't
 
 
 def _find_tensors(outputs: Any) -> Iterator[Any]:
-    """Yield the tensors in nested outputs, and objects that may hide tensors."""
+    """Yield the tensors in a module's outputs, and each object of an unknown type."""
     if isinstance(outputs, torch.Tensor):
         yield outputs
         return

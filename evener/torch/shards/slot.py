@@ -1,7 +1,4 @@
-"""A parameter of a sharded model: its names, whole tensor, and this rank's piece.
-
-The piece is the part of the parameter that lies in this rank's shard.
-"""
+"""Slots: the whole parameter, the piece and the gradient that belong to one sharded parameter."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from ..private import own_parameters
 
 
 class Slot:
-    """A parameter of a sharded model, with its whole tensor and this rank's piece."""
+    """A parameter of a sharded model, with its names and the modules that own it."""
 
     def __init__(self, tensor: Any) -> None:
         self.tensor, self.shape = tensor, tensor.shape  # the original parameter, until it is cut
@@ -34,24 +31,18 @@ class Slot:
         self.received = self.before = False
 
     def is_kept(self) -> bool:
-        """True if the gradient of this rank's piece is unchanged since it was kept.
-
-        False if the loop has cleared or changed it.
-        """
+        """Return whether the piece's gradient is unchanged since the last pass."""
         gradient = self.piece.grad
         return gradient is not None and gradient._version == self.kept
 
     @property
     def is_in_rnn(self) -> bool:
-        """True if a recurrent layer owns this slot."""
+        """Whether an RNN layer owns the parameter."""
         # such a layer also lists its parameters
         return any(isinstance(module, torch.nn.RNNBase) for module, _ in self.owners)
 
     def find_places(self) -> list[tuple[dict[str, Any], str]]:
-        """Return the modules' parameter dicts that have this parameter, with its name in each.
-
-        Recurrent layers are left out; `point_to` handles them.
-        """
+        """Return each dict of module parameters that has this one, with its key."""
         return [
             (own_parameters(module), name)
             for module, name in self.owners
@@ -59,10 +50,7 @@ class Slot:
         ]
 
     def point_to(self, parameter: Any) -> None:
-        """Make the modules that own this parameter use `parameter` instead.
-
-        It is the whole tensor, or this rank's piece.
-        """
+        """Set `parameter` as the attribute of all modules that own the parameter."""
         for module, name in self.owners:
             if isinstance(module, torch.nn.RNNBase):
                 setattr(module, name, parameter)  # an RNN keeps a list of its parameters
@@ -71,5 +59,5 @@ class Slot:
 
 
 def byte_count(tensor: torch.Tensor) -> int:
-    """Return the number of bytes of a tensor's elements."""
+    """Return the size of a tensor's elements in bytes."""
     return int(tensor.numel() * tensor.element_size())

@@ -1,4 +1,4 @@
-"""Units: modules whose parameters are gathered before the module computes and freed afterwards."""
+"""Units: the modules of a model whose parameters are gathered and freed together."""
 
 from __future__ import annotations
 
@@ -22,15 +22,10 @@ LARGE_LAYER = 0.3
 
 
 def choose_units(model: Any, wanted: Sequence[Any] | type | None) -> dict[str, Any]:
-    """Return the units of a model by name; no unit is inside another.
+    """Return the modules of a model to gather one at a time, by name.
 
-    `wanted` are the units' classes or modules. For None, the units are
-
-    - the blocks of the model's outermost ModuleLists;
-    - other layers, such as embeddings, with at least 0.3 times the smallest block's parameters.
-
-    A model without such blocks is divided into modules with up to an eighth of its parameters.
-    Raises RequestError if `wanted` matches no module.
+    `wanted` has classes or modules; None chooses repeated blocks and large layers. Raises
+    RequestError if the model has none of them.
     """
     if wanted is None:
         return _choose_blocks(model)
@@ -55,7 +50,7 @@ def _find_outermost(
     takes: Callable[[Any], bool],
     enters: Callable[[Any], bool] = lambda _: True,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the outermost modules for which `takes` is True, with names."""
+    """Yield the names and modules that `takes` accepts, without searching inside them."""
     # `name` is the prefix of the names, such as "encoder."; other modules are searched if `enters`
     # says so
     for each, child in module.named_children():
@@ -66,7 +61,7 @@ def _find_outermost(
 
 
 def _choose_blocks(model: Any) -> dict[str, Any]:
-    """Return a model's repeated blocks and other large layers, by name."""
+    """Return the repeated blocks and large layers of a model, by name."""
 
     def is_called(module: Any) -> bool:
         return not _lists(module) and _count(module) > 0
@@ -111,10 +106,10 @@ def _count(module: Any) -> int:
 
 
 def find_parameters(model: Any, units: Mapping[str, Any]) -> dict[str, list[Slot]]:
-    """Return each unit's parameters, by the unit's name.
+    """Return the parameters of each unit by its name, and of the rest of the model by "".
 
-    `units` are the units of `model` by name. Parameters in no unit, or in several, are listed under
-    "". Raises RequestError if a parameter can't be sharded.
+    A parameter that several units share belongs to the rest. Raises RequestError for parameters
+    that can't be sharded, such as quantized ones.
     """
     found: dict[int, Slot] = {}
     for path, module, unit in _walk_with_units(
@@ -136,7 +131,7 @@ def find_parameters(model: Any, units: Mapping[str, Any]) -> dict[str, list[Slot
 def _walk_with_units(
     path: str, module: Any, unit: str, units: Mapping[int, str]
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield each module with its path and the name of its unit."""
+    """Yield the path, the module and the name of the enclosing unit, for each module."""
     # `unit` is the name of the unit around `module`, and `units` has names by module id; a module
     # in several places is yielded for each
     unit = units.get(id(module), unit)
@@ -164,13 +159,13 @@ def _check_kind(name: str, tensor: Any) -> None:
 
 
 def choose_dtype(slot: Slot, dtype: Any, casts: Any) -> Any:
-    """Return the dtype in which a parameter is gathered.
+    """Return the dtype in which a parameter is gathered and computes.
 
-    - `dtype`: the requested dtype of all floating-point parameters, or None.
-    - `casts`: dtype of an autocast around the model, or None. It applies to float32 parameters of
-      linear layers, if `dtype` is None.
+    Arguments:
 
-    Other parameters keep their dtype.
+    - dtype: dtype of computation for the whole model, or None.
+    - casts: dtype of an autocast around the model, or None; it applies to float32 parameters of
+      Linear layers.
     """
     # an autocast would cast these parameters whenever the layers compute; so the results are the
     # same, gathering needs half the bytes, and the backward pass needs no cast copies
@@ -185,19 +180,19 @@ def choose_dtype(slot: Slot, dtype: Any, casts: Any) -> Any:
 
 
 def is_lookup(module: Any) -> bool:
-    """True for an embedding whose backward pass doesn't read its parameters.
-
-    An embedding with `max_norm` reads them.
-    """
+    """Return whether a module is an Embedding whose backward pass doesn't read its weight."""
     return type(module) is torch.nn.Embedding and module.max_norm is None
 
 
 class Unit:
-    """A module whose parameters are gathered before it computes, and freed together.
+    """Module whose parameters are gathered and freed together.
 
-    - `name`: the module's name; "" for the model itself.
-    - `dtype`, `casts`: passed to `choose_dtype`.
-    - `held`: the Ledger that counts the unit's bytes.
+    Arguments:
+
+    - name: name of the module; "" for the model itself.
+    - parameters: its parameters that are sharded.
+    - dtype, casts: see `choose_dtype`.
+    - held: ledger of the bytes in use.
     """
 
     # the parameters of a flat have the same dtype, and are all trained or all frozen
@@ -235,13 +230,13 @@ class Unit:
         self._kept: list[tuple[dict[str, Any], str, Slot]] = []
 
     def begin_gather(self) -> None:
-        """Start to gather the whole parameters, unless that was already done."""
+        """Start to gather the parameters, unless they are gathered already."""
         if not self.gathered and self._work is None:
             self.met(self, True)
             self._work = [work for flat in self.flats for work in flat.gather()]
 
     def gather(self) -> None:
-        """Gather the whole parameters if needed, and make the modules use them."""
+        """Gather the parameters and make them the module's attributes."""
         if self.gathered and not self.hidden:
             return
         self.begin_gather()
@@ -266,16 +261,13 @@ class Unit:
             slot.point_to(slot.piece)
 
     def hide(self) -> None:
-        """Make the modules use this rank's pieces, but keep the whole parameters in memory.
-
-        Nothing happens if the unit isn't gathered.
-        """
+        """Let the module refer to the sharded parameters while the gathered ones stay in memory."""
         if self.gathered:
             self.hidden = True
             self._point_to_pieces()
 
     def free(self) -> None:
-        """Free the whole parameters, and make the modules use this rank's pieces."""
+        """Free the gathered parameters, and let the module refer to the sharded ones."""
         if self._work is not None:
             self.gather()
         if not self.gathered:
@@ -287,7 +279,7 @@ class Unit:
             flat.free()
 
     def drop(self) -> None:
-        """Free the whole parameters after an error, without waiting for a running gather."""
+        """Free the gathered parameters without waiting for a running gather."""
         self._work, self.gathered, self.hidden = None, False, False
         self._point_to_pieces()
         for flat in self.flats:
@@ -295,30 +287,30 @@ class Unit:
                 flat.free()
 
     def count_gradients(self) -> None:
-        """Count the bytes of whole parameters' gradients in the Ledger."""
+        """Record the bytes of the unsharded gradients in the ledger."""
         for flat in self.trained:
             flat.count_gradients()
 
     def send(self, weight: float) -> None:
-        """Start to reduce this rank's gradients, times `weight`, over the ranks."""
+        """Start to reduce the gradients, multiplied by `weight`."""
         self.met(self, False)
         self.unsent = False
         for flat in self.trained:
             flat.send(weight)
 
     def receive(self) -> None:
-        """Wait for the reduction that `send` started."""
+        """Wait for the reduction of the gradients."""
         for flat in self.trained:
             flat.receive()
 
     def forget(self) -> None:
-        """Drop the gradients, even those of a backward pass that failed."""
+        """Discard all gradients."""
         self.unsent = False
         for flat in self.trained:
             flat.forget()
 
     def check_unchanged(self) -> None:
-        """Raise RequestError if a parameter was frozen, unfrozen or converted after sharding."""
+        """Raise a RequestError if a parameter was frozen, unfrozen or converted after sharding."""
         for flat in self.flats:
             trainable, dtype = flat.trainable, flat.shard.dtype
             for slot in flat.slots:
@@ -332,17 +324,7 @@ class Unit:
 
 
 class Ledger:
-    """Counts the bytes that a rank holds, in five kinds.
-
-    - `shards`: this rank's parts of the parameters.
-    - `gathered`: whole parameters, and their gradients before the reduction.
-    - `gradients`: this rank's parts of the gradients, after the reduction.
-    - `state`: the optimizer's state, counted after its first step.
-    - `whole`: the unsharded parameters and their optimizer state.
-
-    `now` has the current bytes of each kind, and `most` the maximum. `peak` is the maximum of the
-    total.
-    """
+    """Counter of the bytes that a sharded model uses, by kind, with their peaks."""
 
     def __init__(self) -> None:
         self.now: Counter[str] = Counter()
@@ -351,7 +333,7 @@ class Ledger:
         self._whole_state = 0
 
     def add(self, kind: str, size: int) -> None:
-        """Count `size` bytes of a kind as allocated or, if negative, as freed."""
+        """Add `size` bytes to a kind; a negative size means that they were freed."""
         now = self.now[kind] + size
         self.now[kind] = now
         total = self._total + size
@@ -364,9 +346,9 @@ class Ledger:
             self.peak = total
 
     def note_state(self, optimizer: Any, whole: Collection[int] = ()) -> None:
-        """Count the bytes of an optimizer's state, without step counters.
+        """Record the bytes of an optimizer's state.
 
-        `whole` are the ids of the parameters that each rank holds unsharded.
+        `whole` has the ids of unsharded parameters.
         """
         sizes = Counter(state=0, whole=0)
         for parameter, state in optimizer.state.items():

@@ -32,19 +32,11 @@ def count_gathered(
     casts: Any = None,
     received: float | None = None,
 ) -> int:
-    """Return the maximum bytes that a rank holds besides shards and activations.
+    """Return the bytes that sharded training needs on each rank besides its shards.
 
-    They are the sum of
-
-    - gathered parameters that belong to no unit, with their gradients;
-    - two gathered units, because the next one is prefetched;
-    - the gradients of one unit, while the previous unit's are still being reduced;
-    - the unsharded parameters, with their gradients and optimizer state;
-    - the statistics of 4-bit weights, which every rank holds.
-
-    `units` has the units' modules by name. `dtype` and `casts` are passed to `choose_dtype`.
-    `received` is the result of `bound_received` if half-precision gradients are sent as computed;
-    otherwise None.
+    These are gathered parameters, gradients on their way and unsharded parameters. `received` is
+    the bound on received gradients from `bound_received`, or None if gradients are reduced in the
+    dtype of the shards.
     """
     # an embedding is freed before its gradients are reduced, so its parameters don't count then
     parameters = find_parameters(model, units)
@@ -68,12 +60,7 @@ def count_gathered(
 
 
 class UnitBytes(NamedTuple):
-    """The bytes that a unit needs on a rank.
-
-    - `gathered`: bytes of its whole parameters.
-    - `gradients`: bytes of their gradients.
-    - `buffer`: bytes to reduce these gradients while the next unit's are computed.
-    """
+    """Bytes of a unit's whole parameters, of their gradients and of the buffer that reduces these."""
 
     gathered: int
     gradients: int
@@ -81,7 +68,7 @@ class UnitBytes(NamedTuple):
 
     @property
     def reduced(self) -> int:
-        """The bytes for the gradients of two such units, one of which is being reduced."""
+        """Bytes of the gradients together with the buffer that reduces them."""
         return self.gradients + self.buffer
 
 
@@ -110,11 +97,7 @@ def _measure(own: Sequence[Slot], dtype: Any, casts: Any, received: float | None
 
 
 def choose_whole(parameters: Mapping[str, Sequence[Slot]]) -> list[Slot]:
-    """Return the trained parameters that each rank holds whole, in a mostly frozen model.
-
-    `parameters` has each unit's parameters by the unit's name. The result is empty if they, their
-    gradients and their optimizer state would take more than a quarter of the model's bytes.
-    """
+    """Return the trained parameters, if they are small enough to be left unsharded, else []."""
     slots = [slot for unit in parameters.values() for slot in unit]
     trained = [slot for slot in slots if slot.tensor.requires_grad]
     everything = sum(byte_count(slot.tensor) for slot in slots)
@@ -123,9 +106,13 @@ def choose_whole(parameters: Mapping[str, Sequence[Slot]]) -> list[Slot]:
 
 
 class WholeParameters:
-    """Trained parameters that every rank holds whole, with a buffer for their gradients.
+    """Unsharded parameters, such as adapters, whose gradients are all-reduced once per batch.
 
-    `held` is the Ledger that counts the bytes.
+    Arguments:
+
+    - place: this rank's place among the ranks.
+    - slots: the parameters.
+    - held: ledger of the bytes in use.
     """
 
     # A hook moves each gradient, times this rank's weight, to the buffer as soon as it is computed.
@@ -154,10 +141,7 @@ class WholeParameters:
                 spread(self.parameters)
 
     def hook(self, begin: Callable[[], None], weight: Callable[[], float]) -> None:
-        """Register hooks that move each gradient, times `weight()`, to the buffer.
-
-        `begin` is called before each gradient is accumulated.
-        """
+        """Register gradient hooks that call `begin` and multiply gradients by `weight()`."""
         for slot in self.slots:
             slot.piece.register_hook(lambda _: begin())
             slot.piece.register_post_accumulate_grad_hook(
@@ -165,7 +149,7 @@ class WholeParameters:
             )
 
     def begin(self) -> None:
-        """Clear each `.grad` before a backward pass."""
+        """Set aside the gradients from before the batch."""
         # gradients from before the batch are added again later
         if self._earlier is None:
             self._earlier = {slot: slot.piece.grad for slot in self.slots}
@@ -192,7 +176,7 @@ class WholeParameters:
                 self._views[slot] = part.view(slot.shape)
 
     def keep(self) -> None:
-        """End a backward pass whose gradients are all-reduced after a later pass."""
+        """Keep the gradients of this pass for a later all-reduce."""
         # Until then, `.grad` is a view of the buffer. If it changes, the loop has called
         # zero_grad() too early.
         self.waits = True
@@ -202,7 +186,7 @@ class WholeParameters:
                 slot.kept = slot.piece.grad._version
 
     def add_up(self) -> None:
-        """All-reduce the gradients of the batch over the ranks."""
+        """All-reduce the gradients of the batch."""
         if not self._views:
             self._open()  # this rank used none of them
         if not self._place.single_rank:
@@ -211,10 +195,9 @@ class WholeParameters:
                     dist.all_reduce(flat)
 
     def set_gradients(self, used: Sequence[bool]) -> None:
-        """Set each parameter's `.grad` to its all-reduced gradient.
+        """Set `.grad` to the all-reduced gradients plus those from before the batch.
 
-        Gradients from before the batch are added. A parameter that no rank used keeps only these.
-        `used` has a flag for each slot.
+        `used` tells for each parameter whether any rank has computed a gradient of it.
         """
         earlier = self._earlier or {}
         for slot, is_used in zip(self.slots, used, strict=True):
@@ -230,7 +213,7 @@ class WholeParameters:
         self._counted = True
 
     def forget(self) -> None:
-        """Drop the gradients of all passes, even of a failed backward pass."""
+        """Discard all gradients."""
         for slot in self.slots:
             slot.fired = False
             slot.piece.grad = None
@@ -242,7 +225,7 @@ class WholeParameters:
         self._sums, self._views, self._earlier, self.waits = {}, {}, None, False
 
     def check_kept(self) -> None:
-        """Raise RequestError if gradients that wait for the all-reduce were cleared."""
+        """Raise a RequestError if accumulated gradients were cleared before the all-reduce."""
         if self.waits and not all(slot.is_kept() for slot in self.slots if slot.fired):
             raise RequestError(
                 "Gradients were cleared between the passes, or the batches, of a sum.",

@@ -1,4 +1,4 @@
-"""Let checkpoints read a model that each rank holds whole like a sharded one."""
+"""Unsharded models with the interface of sharded ones, so that checkpoints can treat both alike."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .slot import Slot
 
 
 def is_alone() -> bool:
-    """True if this process trains without other ranks."""
+    """Return whether this process trains without other ranks."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 
 
 class WholeModel:
-    """An unsharded `model`, with the attributes of `Sharded` that checkpoints read."""
+    """Unsharded model with the attributes of Sharded that checkpoints read."""
 
     # without packed (4-bit) weights, which checkpoints don't have
 
@@ -37,4 +37,4 @@ class WholeModel:
         self.place = ShardRank(rank, (1.0,), device, single_rank=True)
 
     def note_state(self, optimizer: Any) -> None:
-        """Do nothing: a model that isn't sharded has no Ledger of bytes."""
+        """Do nothing: an unsharded model has no ledger of memory."""

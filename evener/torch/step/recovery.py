@@ -27,7 +27,7 @@ from .part import Part
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """True if an error means that PyTorch, or a library below it, ran out of memory."""
+    """Return whether an error means that memory ran out on a GPU or on the host."""
     # libraries' errors are recognized by their messages
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
@@ -35,7 +35,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def drop_frames(error: BaseException) -> str:
-    """Clear the local variables in an error's stack frames; return the error as text."""
+    """Clear the local variables in an error's traceback, and return the first line of its message."""
     # these variables would keep the failed pass's tensors in memory
     text = str(error).partition("\n")[0]
     seen: BaseException | None = error
@@ -51,14 +51,14 @@ FREED_NEXT: set[torch.device] = set()
 
 
 def free_memory(device: torch.device) -> None:
-    """Collect garbage, and give the allocator's unused memory back to the device."""
+    """Collect garbage and return the allocator's unused memory to the GPU."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def free_before_update(device: torch.device) -> None:
-    """Make the allocator free its unused memory before the next optimizer step."""
+    """Let the allocator's unused memory be returned before the optimizer's next step."""
     # The first step allocates the optimizer's state. It would fragment blocks that activations have
     # used, and the second step could run out of memory.
     if device.type == "cuda":
@@ -66,7 +66,7 @@ def free_before_update(device: torch.device) -> None:
 
 
 def held_by_others(device: torch.device) -> int:
-    """Return the bytes that other processes hold on a GPU; 0 for other devices."""
+    """Return the approximate bytes of GPU memory that other processes use; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
@@ -75,7 +75,7 @@ def held_by_others(device: torch.device) -> int:
 
 
 def describe_memory(device: torch.device) -> str:
-    """Return a phrase on how the device's memory is used, for an error message."""
+    """Return a clause for messages about how much memory is used, free and in other processes."""
     if device.type != "cuda":
         return "the memory of this machine's CPU"
     own, (free, total) = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)
@@ -87,7 +87,7 @@ def describe_memory(device: torch.device) -> str:
 
 @dataclass
 class RunningPass:
-    """The pass that is being computed, with what it takes to undo it."""
+    """The pass that is being computed, with what is needed to undo it."""
 
     part: Part
     state: PassState  # before the pass
@@ -96,14 +96,16 @@ class RunningPass:
     ended: bool = False  # True if one of its backward passes is over, and can't be undone
 
     def has_used_collectives(self) -> bool:
-        """True if the loop has communicated with other ranks in this pass."""
+        """Return whether the training loop started collectives during the pass."""
         return count_foreign() != self.collectives
 
 
 class Recovery:
-    """Undoes a rank's passes that run out of memory, and makes later ones smaller.
+    """Handles passes that run out of memory.
 
-    `report_retry` is called with a Retreat for each such pass.
+    Arguments:
+
+    - report_retry: called after a failed pass was undone, before its rows are computed again.
     """
 
     def __init__(
@@ -128,33 +130,23 @@ class Recovery:
         )
 
     def advise(self, error: BaseException) -> str:
-        """Return advice to print below an error that ends this process.
-
-        Return "" unless memory ran out.
-        """
+        """Return advice to print after an out-of-memory error, or "" for other errors."""
         return self.advice if is_out_of_memory(error) else ""
 
     def begin_batch(self) -> None:
-        """Begin a batch, and allow more rows per pass again if memory probably suffices.
-
-        See `PassLimit.begin_batch`.
-        """
+        """Update the limit of rows per pass at the start of a batch."""
         self.limit.begin_batch(self._held_by_others)
 
     def open(self, part: Part, exchanges: Sequence[Exchange]) -> RunningPass:
-        """Save what a pass may change, before it starts, and return it as a RunningPass.
-
-        `exchanges` sum the gradients of the pass.
-        """
+        """Save the state that a pass may change, before it is computed."""
         return RunningPass(part, PassState(exchanges, self._constant), count_foreign())
 
     def catch(
         self, error: BaseException, running: RunningPass, exchanges: Sequence[Exchange]
     ) -> str:
-        """Return an error as text if the running pass can be computed again, otherwise "".
+        """Return the message of an out-of-memory error, or "" if the error has to be raised.
 
-        It can be if memory ran out before any of its backward passes ended. Raises DeviceError if
-        memory ran out and another library sums the gradients, so that `exchanges` is empty.
+        Raises DeviceError if memory ran out and gradients are summed by another library.
         """
         # another library then sums the gradients, so the pass can't be undone
         if not is_out_of_memory(error) or running.ended:
@@ -168,14 +160,10 @@ class Recovery:
         return drop_frames(error)
 
     def undo(self, running: RunningPass, exchanges: Sequence[Exchange], least: int) -> None:
-        """Undo a pass that ran out of memory, and make later passes smaller.
+        """Undo a failed pass, and lower the limit of rows per pass.
 
-        - `running`: the pass.
-        - `exchanges`: sum its gradients.
-        - `least`: minimum number of rows in a pass.
-
-        Raises DeviceError if passes can't be smaller, or if smaller passes would change the
-        gradient.
+        `least` is the smallest number of rows in a pass. Raises DeviceError if smaller passes are
+        impossible or would give other gradients.
         """
         began = time.monotonic()
         part, rows = running.part, running.part.rows
@@ -195,7 +183,7 @@ class Recovery:
         self._report_retry(Retreat(self.limit.step, part.rows, smaller, seconds, others))
 
     def forget(self, running: RunningPass, exchanges: Sequence[Exchange]) -> None:
-        """Discard what is needed to undo a pass, once all its rows are computed."""
+        """Forget the saved state after the rows of a pass were computed."""
         # the first batch also shows which buffers passes don't change; later passes don't copy
         # these
         for exchange in exchanges:
@@ -204,9 +192,9 @@ class Recovery:
             self._constant |= running.state.unchanged()
 
     def look_for_collectives(self, running: RunningPass) -> None:
-        """Record whether the loop has communicated with other ranks in this pass.
+        """Check whether the training loop communicates during a pass.
 
-        Raises DeviceError if it has, and the pass is a piece of a planned pass.
+        Raises DeviceError if it does and the pass is part of one that ran out of memory.
         """
         # ranks would then run different numbers of collectives
         if not running.has_used_collectives():
@@ -231,7 +219,7 @@ class Recovery:
         )
 
     def _check_smaller(self, running: RunningPass) -> None:
-        """Raise DeviceError unless smaller passes give the same gradient."""
+        """Raise a DeviceError unless smaller passes give the same gradients."""
         # The gradients of up to 8 rows are compared, as many as fit in memory. After a success,
         # nothing is compared any more.
         part = running.part
@@ -271,9 +259,9 @@ class Recovery:
 
 
 class PassState:
-    """Random numbers and buffers before a pass, to be restored if the pass fails.
+    """State of random generators and buffers before a pass.
 
-    `constant` has the ids of buffers that passes don't change; these aren't copied.
+    `constant` has the ids of buffers that don't change, which aren't copied.
     """
 
     def __init__(self, exchanges: Sequence[Exchange], constant: set[int]) -> None:
@@ -290,7 +278,7 @@ class PassState:
         ]
 
     def unchanged(self) -> set[int]:
-        """Return the ids of the copied buffers that the pass hasn't changed."""
+        """Return the ids of the copied buffers that are still the same."""
         # without BatchNorm's statistics, which change without a new version
         same = {
             id(each)
@@ -300,18 +288,14 @@ class PassState:
         return same - self._statistics
 
     def is_changed(self) -> bool:
-        """True if a row's result may depend on the pass's other rows.
-
-        That is so if the forward pass drew random numbers, changed a buffer or normalized over
-        rows.
-        """
+        """Return whether the pass used random numbers, changed buffers or normalized over its rows."""
         changed = any(each._version != version for each, version, _ in self._buffers)
         return self._mixes_rows or changed or self._numbers.has_changed()
 
     def restore(self) -> None:
-        """Restore random numbers and buffers to their state before the pass.
+        """Restore the random generators and the buffers.
 
-        Raises DeviceError if a buffer that wasn't copied has changed.
+        Raises DeviceError if a buffer has changed that wasn't copied.
         """
         self._numbers.restore()
         if any(

@@ -58,20 +58,16 @@ from .unowned import UNOWNED
 
 @dataclass
 class LoaderSteps(StepListener):
-    """Begins a step with each batch of a loader, and ends it with the next request.
+    """Listener of a loader that times, weights and audits each step of the training run.
 
-    - `training`: the PlannedTraining of the loader.
-    - `trains`: False for a validation loader, whose steps aren't timed or reported.
+    `trains` is False for validation loaders.
     """
 
     training: Any
     trains: bool
 
     def compare(self, digest: int) -> None:
-        """Raise RequestError if ranks have different orders or lengths of rows.
-
-        `digest` identifies these on this rank.
-        """
+        """Raise a RequestError if the ranks have different row orders or lengths."""
         # otherwise rows would be computed twice, or ranks would wait for each other forever
         if dist.is_initialized() and not is_equal_everywhere(digest, self.training.device):
             raise RequestError(
@@ -84,15 +80,12 @@ class LoaderSteps(StepListener):
             )
 
     def start(self) -> None:
-        """Begin to wait for a loop's first batch."""
+        """Start timing when a training loop begins."""
         if self.trains:
             self.training.timer.start_loop()
 
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
-        """Begin a step when the loop gets a batch.
-
-        `origin` is the epoch that yields it, and `sizes` are the ranks' numbers of rows.
-        """
+        """Note a batch before the loader yields it, and start timing its step."""
         training, weights = self.training, self.training.weights
         weights.take(origin, sizes, batch)
         if not self.trains:
@@ -106,17 +99,13 @@ class LoaderSteps(StepListener):
             training.timer.disturb()
 
     def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
-        """Report the step when the loop requests the next batch; shares may change then.
-
-        `sizes` are the ranks' numbers of rows in the trained batch. `tokens` are the tokens in this
-        rank's rows, without and with padding.
-        """
+        """Report a finished training step."""
         if self.trains:
             self.training.report(sizes[self.training.rank], tokens)
             self.training.end()
 
     def end(self, origin: Epoch) -> None:
-        """Stop timing and auditing after an epoch has ended or was left early."""
+        """Pause timing when a loop over the loader ends."""
         if self.trains:
             self.training.audits.close()
             self.training.timer.pause()
@@ -124,10 +113,9 @@ class LoaderSteps(StepListener):
 
 
 def train_batch(training: Any, batch: Any, compute: OfPart, count: OfPart | None) -> Any:
-    """Compute a batch's loss and gradients, in the passes of the plan.
+    """Compute the loss and the gradients of a batch, pass by pass, and return the total loss.
 
-    This implements `PlannedTraining.step`, and returns this rank's mean loss. `compute` returns the
-    mean loss over a part. If that mean is over items such as tokens, `count` returns their number.
+    `compute` returns the loss of a part, and `count` what its mean is taken over; None means rows.
     """
     recovery: Recovery = training.passes.recovery
     recovery.check = partial(training.audits.audit_part, compute)
@@ -143,10 +131,10 @@ def train_batch(training: Any, batch: Any, compute: OfPart, count: OfPart | None
 def take_parts(
     training: Any, batch: Any, count: OfPart | None = None, models: Sequence[Any] | None = None
 ) -> Generator[Part]:
-    """Yield the passes of a batch for a loop to compute.
+    """Yield the parts of a batch, again in smaller parts after one runs out of memory.
 
-    This implements `PlannedTraining.parts`. `count` means the same as in `train_batch`. `models`
-    are the trained models; None for all wrapped models.
+    `count` returns what a part's loss is averaged over; None means rows. `models` are by default
+    all wrapped models.
     """
     weights = training.weights
     taken = weights.begin_parts(batch)
@@ -161,7 +149,7 @@ def take_parts(
 
 
 def _divide(training: Any, batch: Any, taken: TakenBatch) -> list[Part]:
-    """Divide this rank's rows of a batch into passes, with weights."""
+    """Return the parts into which this rank's rows of a batch are divided."""
     weights = training.weights
     rows = taken.sizes[training.rank]
     most = max(1, rows) if taken.origin.by_length else training.ranks.micros[training.rank]
@@ -185,10 +173,11 @@ def _without_sums(models: Sequence[Any]) -> Iterator[None]:
 
 
 class Passes:
-    """Computes the passes of a rank's batches, for loops and all trainers.
+    """Runs the passes of each batch on one rank.
 
-    A pass that runs out of memory is computed again in smaller ones. `report_retry` is then called
-    with a Retreat.
+    Arguments:
+
+    - report_retry: called after a failed pass was undone.
     """
 
     def __init__(
@@ -209,15 +198,14 @@ class Passes:
         begins: bool = True,
         move: bool = True,
     ) -> Iterator[Part]:
-        """Yield the parts of a batch, in smaller parts if memory runs out.
+        """Yield the parts, and those that run out of memory again in smaller pieces.
 
-        A part has the rows of one pass. Compute it in `with part:`, and call `part.backward`.
+        Arguments:
 
-        - `models`: the models, which all-reduce their gradients in the last part.
-        - `exchanges`: the exchanges that sum these gradients. If it is empty, another library sums
-          them, and no pass can be computed again.
-        - `begins`: True if `parts` are the first of a batch.
-        - `move`: move each part to the device before it is computed.
+        - models: models whose gradients are all-reduced in the last part only.
+        - exchanges: the exchanges of their gradients.
+        - begins: whether the parts begin a new batch.
+        - move: whether to move tensors to the device.
         """
         recovery = self.recovery
         self._exchanges = list(exchanges)
@@ -238,7 +226,7 @@ class Passes:
         self._exchanges, self._running = [], None
 
     def _compute(self, part: Part, models: Sequence[Any], move: bool) -> Iterator[Part]:
-        """Yield a part to compute; `part.error` is set if memory runs out."""
+        """Yield a part for the loop to compute."""
         # With `move`, tensors are moved to the device first. `models` all-reduce their gradients in
         # the last part. If memory runs out while tensors are moved, the part isn't yielded.
         batch = part.batch
@@ -265,9 +253,9 @@ class Passes:
     # -- the backward pass of a part; Part.backward or the trainer's adapter calls these methods
 
     def open(self) -> None:
-        """Prepare for the backward pass of the current part.
+        """Prepare the exchanges for a part's backward pass.
 
-        Raises RequestError if the loop has cleared the gradients of the batch's earlier passes.
+        Raises RequestError if gradients of the batch's earlier passes were cleared.
         """
         running = self._running
         if running is not None:
@@ -284,35 +272,26 @@ class Passes:
             exchange.open(dependent)
 
     def close(self) -> None:
-        """Finish the backward pass of the current part."""
+        """Finish a part's backward pass in all exchanges."""
         if self._running is not None:
             self._running.ended = True
         for exchange in self._exchanges:
             exchange.close()
 
     def note_backward(self) -> None:
-        """Record that a backward pass begins.
-
-        The current part can't be undone any more, unless `open` was called for this backward pass.
-        """
+        """Note a backward pass that the loop started without `Part.backward`."""
         if self._running is not None and not self._running.opened:
             self._running.ended = True
 
     def catch(self, error: BaseException) -> str:
-        """Return an error as text if the current part can be computed again, otherwise "".
-
-        The caller's `with part:` block raised the error.
-        """
+        """Return an out-of-memory error's message if the pass can be retried, else ""."""
         running = self._running
         return "" if running is None else self.recovery.catch(error, running, self._exchanges)
 
     # -- after a pass
 
     def _complete(self, running: RunningPass, queue: PassQueue) -> None:
-        """Finish a pass that didn't run out of memory.
-
-        Raises RequestError if `Part.backward` wasn't called in it.
-        """
+        """Finish a pass that was computed."""
         # models with gradients are recorded, to detect a zero_grad() between passes
         running.part.check_computed()
         if not running.part.turn.last:
@@ -321,7 +300,7 @@ class Passes:
             self.recovery.forget(running, self._exchanges)
 
     def _retry(self, running: RunningPass, queue: PassQueue) -> None:
-        """Undo a pass that ran out of memory, and queue smaller ones."""
+        """Undo a pass that ran out of memory, and put its rows back into the queue."""
         # Unless an earlier failed pass is still being retried, gradients that were sent are
         # complete for the rows of this pass only.
         queue.retry(all(exchange.held.final is None for exchange in self._exchanges))
@@ -329,7 +308,7 @@ class Passes:
         running.part.computed, running.part.error = False, ""
 
     def _least_rows(self) -> int:
-        """Return the minimum number of rows in a pass."""
+        """Return the smallest number of rows that a pass may have."""
         # a BatchNorm in training mode can't normalize a single row
         for exchange in self._exchanges:
             if any(normalizer.training for normalizer in exchange.normalizers):

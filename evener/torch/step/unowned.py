@@ -32,10 +32,7 @@ Weigh = Callable[[], float | None]
 
 
 class UnownedTensors:
-    """The tensors of this process that an optimizer trains and no module owns.
-
-    They are in groups with the same optimizer, dtype and device.
-    """
+    """Tensors that optimizers train and no module owns, in groups for all-reduce."""
 
     def __init__(self) -> None:
         self._groups: list[TensorGroup] = []
@@ -45,7 +42,7 @@ class UnownedTensors:
         self.syncs = True  # True if backward passes end with an all-reduce
 
     def find(self) -> None:
-        """Find unowned tensors in the optimizers that exist now, and group new ones."""
+        """Find such tensors in all optimizers of the process."""
         known = {id(each) for group in self._groups for each in group.alive()}
         modules, optimizers = _list_alive(torch.nn.Module, Optimizer)
         known |= {*_owned_by(modules), *exchanged_parameters()}
@@ -57,10 +54,9 @@ class UnownedTensors:
                 self._groups.append(TensorGroup(same, self))
 
     def check(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the parameters that belong to modules.
+        """Return the given parameters that a module owns.
 
-        Every rank calls this before an optimizer applies the parameters' gradients. Raises
-        RequestError if one that belongs to no module has a gradient of this rank's rows only.
+        Raises RequestError if gradients of the others were neither summed nor equal on all ranks.
         """
         owned = _owned_by(*_list_alive(torch.nn.Module))
         unowned = [parameter for parameter in parameters if id(parameter) not in owned]
@@ -77,7 +73,7 @@ class UnownedTensors:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients in a `with` block, to be summed over the ranks later."""
+        """Context manager in which gradients are accumulated without an all-reduce."""
         before, self.syncs = self.syncs, False
         try:
             yield
@@ -88,12 +84,12 @@ class UnownedTensors:
         return any(group.has_summed(tensor) for group in self._groups)
 
     def weight(self) -> float | None:
-        """Return the weight of this rank's gradients, or None outside of training."""
+        """Return the weight of this rank's gradients, or None if they aren't summed now."""
         weigh = self.weigh()
         return None if weigh is None else weigh()
 
     def _are_alike(self, gradients: Sequence[Any]) -> bool:
-        """True if these gradients are equal on all ranks; all call this."""
+        """Return whether the gradients are equal on all ranks."""
         # for example, a loop copies them from a wrapped model after its gradients were summed
         flat = torch.cat([gradient.detach().reshape(-1).to(self.device) for gradient in gradients])
         least = -flat
@@ -104,7 +100,7 @@ class UnownedTensors:
 
 
 class TensorGroup:
-    """Unowned tensors of one optimizer, whose gradients are summed in one all-reduce."""
+    """Tensors of one dtype and device, whose gradients are all-reduced together."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], unowned: UnownedTensors) -> None:
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
@@ -129,11 +125,11 @@ class TensorGroup:
         return [each for each in every if each is not None]
 
     def has_summed(self, tensor: torch.Tensor) -> bool:
-        """True if a gradient of this tensor has been summed over the ranks."""
+        """Return whether a gradient of the tensor was ever summed over ranks."""
         return any(self._tensors[place]() is tensor for place in self._summed)
 
     def note(self, place: int, gradient: torch.Tensor) -> None:
-        """Save the gradient of the tensor at index `place`, and its earlier `.grad`."""
+        """Remember a tensor's gradient and its earlier `.grad`."""
         # this is called before the gradient is accumulated, so that `take` can undo that;
         # torch.autograd.grad accumulates nothing and doesn't lead to `take`
         task = backward_number()
@@ -146,10 +142,9 @@ class TensorGroup:
             self._before[place] = before, gradient.detach()
 
     def take(self, place: int, tensor: torch.Tensor) -> None:
-        """Put back a tensor's earlier `.grad`, and save its new gradient for the all-reduce.
+        """Move a weighted gradient from `.grad` to the sum, and restore the earlier `.grad`.
 
-        The saved gradient is weighted. `place` is the index of `tensor` in the group. Outside of
-        training, `.grad` stays as it is. Raises RequestError if the gradient is sparse.
+        Raises RequestError for sparse gradients.
         """
         weight = self._unowned.weight()
         if weight is None or place not in self._before:
@@ -165,7 +160,7 @@ class TensorGroup:
         self._came[place] = self._came[place] + own if place in self._came else own
 
     def _call_at_the_end(self, task: int) -> None:
-        """Schedule this group's all-reduce for the end of a backward pass."""
+        """Sum the gradients when the backward pass has ended."""
         # `task` is the number of the backward pass. The gradients of all wrapped models are summed
         # first, so the order of collectives is the same on every rank.
         own = weakref.ref(self)
@@ -190,7 +185,7 @@ class TensorGroup:
             self._sum()
 
     def _sum(self) -> None:
-        """Sum the waiting gradients over the ranks, and add them to `.grad`."""
+        """All-reduce the gradients and add them to `.grad`."""
         if self._begins:
             self._begins = False
             self._check_starts()
@@ -231,7 +226,7 @@ UNOWNED = UnownedTensors()
 
 
 def trains_others(optimizer: Any, models: Iterable[Any]) -> bool:
-    """True if an optimizer trains a tensor that isn't a parameter of these models."""
+    """Return whether the optimizer trains a tensor that isn't a parameter of `models`."""
     known = {id(parameter) for model in models for parameter in model.parameters()}
     return any(id(each) not in known for each in _trained_by(optimizer))
 
@@ -254,12 +249,12 @@ def _trained_by(optimizer: Any) -> list[torch.Tensor]:
 
 
 def _owned_by(modules: Iterable[Any]) -> set[int]:
-    """Return the ids of the parameters of these modules."""
+    """Return the ids of the parameters that the modules own directly."""
     return {id(each) for module in modules for each in vars(module).get("_parameters", {}).values()}
 
 
 def _list_alive(*kinds: type) -> list[list[Any]]:
-    """Return the existing objects of each class, one list per class."""
+    """Return, for each class, its instances in this process."""
     # all objects are searched only once
     alive = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
     return [[each for each in alive if issubclass(type(each), kind)] for kind in kinds]

@@ -1,7 +1,4 @@
-"""Weight a rank's gradients in each batch by the rank's fraction of the batch's rows.
-
-The loader reports the rows of each rank. The weight is set when a backward pass begins.
-"""
+"""Weights of each rank's gradients, so that their sum is the gradient of the whole batch."""
 
 from __future__ import annotations
 
@@ -39,10 +36,7 @@ from .wrapped import (
 
 
 class WholeBatchLoss(BaseException):  # so that a program's `except Exception` can't catch it
-    """Raised if a loss under audit calls `split.loss` or `split.gather`.
-
-    Such a loss is computed over the whole batch, so it needs no audit.
-    """
+    """Raised in an audit when a loss is computed with other ranks, so one rank can't repeat it."""
 
 
 Weigh = Literal["gradients", "loss", "trainer"]
@@ -51,13 +45,13 @@ NUMBERS = 4
 
 
 class BatchWeights(BatchTracker):
-    """Each rank's rows in a batch, and this rank's weight.
+    """Weights the gradients of each batch by rows, and checks that nothing escapes the weighting.
 
-    - `shares`: the current shares.
-    - `weigh`: "gradients" to weight gradients before they are summed, "loss" to weight losses by
-      `scale`, "trainer" if a trainer's adapter weights them.
-    - `timer`: notified when the last gradient of a step is ready.
-    - `noise`: measures the noise scale; None if it isn't requested.
+    Arguments:
+
+    - weigh: "gradients" weights them in the all-reduce, "loss" expects the loop to scale its
+      loss, and "trainer" means that Lightning's strategy does so.
+    - noise: measures the gradient noise scale, or None.
     """
 
     def __init__(
@@ -92,16 +86,13 @@ class BatchWeights(BatchTracker):
         self._scaled_pass: int | None = None
 
     def take(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
-        """Make a loader's next batch the current one.
-
-        For a training batch, also look for trained tensors that belong to no module.
-        """
+        """Record a batch that a loader is about to yield."""
         super().take(origin, sizes, data)
         if origin.training:
             self.look_for_tensors()
 
     def leave(self) -> None:
-        """Stop weighting batches; the models' gradients are averaged over the ranks from now on."""
+        """Stop weighting: gradients are averaged as before."""
         if BatchTracker.newest() is self:
             BatchTracker.newest = staticmethod(lambda: None)
             UNOWNED.weigh = lambda: None
@@ -112,10 +103,7 @@ class BatchWeights(BatchTracker):
         forget_frozen()  # of models that no longer exist, too
 
     def look_for_tensors(self) -> None:
-        """Find tensors that optimizers train and that belong to no module; search only once.
-
-        Their gradients are then summed with the weights of this training run.
-        """
+        """Find trained tensors that no module owns, once, and weight their gradients."""
         if self.shares.world == 1 or self.are_averaged:
             return
         UNOWNED.device, UNOWNED.weigh = self.shares.device, weakref.WeakMethod(self.weigh_tensors)
@@ -124,10 +112,7 @@ class BatchWeights(BatchTracker):
             UNOWNED.find()
 
     def weigh_tensors(self) -> float | None:
-        """Return the weight for gradients of trained tensors that belong to no module.
-
-        Return None if nothing is trained, and during an audit.
-        """
+        """Return the weight for gradients of tensors without a module, or None outside training."""
         if self._auditing:
             return None
         if self.by_loss:
@@ -136,34 +121,28 @@ class BatchWeights(BatchTracker):
 
     @property
     def by_loss(self) -> bool:
-        """True if losses are weighted, and gradients only averaged over the ranks."""
+        """Whether losses are scaled instead of gradients."""
         return self.weigh != "gradients"
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Each rank's number of rows in the current batch.
-
-        After an epoch, it is the epoch's last batch. Before the first epoch, it is a full batch.
-        """
+        """Row count of each rank in the current batch."""
         batch = self.current or self.last
         return self.shares.batches if batch is None else batch.sizes
 
     @property
     def weight(self) -> float:
-        """The weight of this rank's gradients in the current batch, 0 to 1.
-
-        It is this rank's fraction of the batch. If losses are sums, it is the same on every rank.
-        """
+        """Weight of this rank's gradients in the sum over ranks."""
         return self._find_weight(self.sizes)
 
     def _find_weight(self, sizes: Sequence[int]) -> float:
-        """Return this rank's weight in a batch."""
+        """Return the weight of this rank's gradients in a batch with the given row counts."""
         if self.are_sums:
             return 1.0 / self.shares.world
         return gradient_weight(sizes, self._rank)
 
     def note_lengths(self, batch: Any) -> None:
-        """Set `lengths_vary` if a row's shape differs from the last batch's."""
+        """Note whether the shape of rows differs between batches."""
         shape = next((tuple(tensor.shape[1:]) for tensor in tensors_in(batch) if tensor.ndim), None)
         if shape is None or self.lengths_vary:
             return
@@ -171,9 +150,9 @@ class BatchWeights(BatchTracker):
         self._shape = shape
 
     def exchange_gradients(self, model: Any) -> list[Exchange]:
-        """Sum the gradients of a trainer's model over the ranks from now on.
+        """Return the exchange that can undo failed passes of a model, or [] if there is none.
 
-        Return a list with the Exchange that sums them, or [] if another library does.
+        Raises RequestError if a noise scale is measured and another library sums the gradients.
         """
         # with a single rank, the exchange only makes it possible to undo a failed pass
         if self.shares.world == 1:
@@ -189,10 +168,7 @@ class BatchWeights(BatchTracker):
         return [] if exchange is None else [exchange]
 
     def weigh_sharded(self, model: Any, sharded: Any, device: torch.device) -> None:
-        """Weight a sharded model's gradients before they are reduced.
-
-        `sharded` is the model's Sharded object. Inputs of the model are moved to `device`.
-        """
+        """Let a sharded model weight its gradients."""
         sharded.begun = partial(self._begin_backward, weakref.proxy(sharded))
         if self.by_loss:
             sharded.weigh(1.0 / self.shares.world)
@@ -200,10 +176,10 @@ class BatchWeights(BatchTracker):
         self.watch_forward(model, device)
 
     def weigh_exchange(self, model: Any, exchange: Exchange | None) -> None:
-        """Weight a wrapped model's gradients before its exchange sums them.
+        """Let an exchange weight the gradients of a model.
 
-        `exchange` is None if DistributedDataParallel itself sums them. Raises RequestError in this
-        case if the noise scale was requested.
+        `exchange` is None if the model's own all-reduce stays. Raises RequestError if a noise scale
+        is to be measured and can't.
         """
         # if losses are weighted already, the exchange averages
         self.models.add(model)
@@ -224,9 +200,9 @@ class BatchWeights(BatchTracker):
         self._exchanges.add(exchange)
 
     def _attach_noise_scale(self, exchange: Exchange) -> None:
-        """Measure the noise scale from this exchange's sums, if requested.
+        """Measure the noise scale on this exchange.
 
-        Raises RequestError if another model's gradients are already measured.
+        Raises RequestError if two models are trained.
         """
         # an earlier exchange of the same model is no longer used for this
         if self.noise is None:
@@ -247,19 +223,16 @@ class BatchWeights(BatchTracker):
         return self._own_exchanges[model]
 
     def watch_forward(self, model: Any, device: torch.device) -> None:
-        """Find the batch of each forward pass of a model, which determines the gradients' weights.
-
-        The model's inputs are moved to `device`.
-        """
+        """Watch the forward passes of a model, which tell which batch its gradients belong to."""
         self.models.add(model)
         hook_forward(model, device, self.forward)
 
     def _begin_backward(
         self, exchange: Any, batch: TakenBatch | RequestError | None, before: Any
     ) -> None:
-        """Set the weight of a batch's gradients when its backward pass starts.
+        """Set the weight of an exchange at the start of its backward pass.
 
-        Raises RequestError if the batch is unknown, or has another weight than `before`.
+        Raises RequestError if batches with different weights are mixed or the loss wasn't scaled.
         """
         # `batch` is the result of `forward`; `before` is the batch that this backward pass reached
         # earlier, if any
@@ -286,10 +259,9 @@ class BatchWeights(BatchTracker):
         exchange.weigh(self._find_weight(batch.sizes))
 
     def begin_parts(self, batch: Any) -> TakenBatch:
-        """Begin the passes of a batch, and return its TakenBatch.
+        """Return the batch that `batch` belongs to, and note that its parts are computed.
 
-        `batch` is the data that the loader yielded. Raises RequestError if the batch is unknown, if
-        other passes are running, or if a trainer's adapter computes the passes.
+        Raises RequestError inside another batch's parts, and under Lightning.
         """
         self.refuse_in_parts("parts")
         if self.weigh == "trainer":
@@ -303,10 +275,10 @@ class BatchWeights(BatchTracker):
         return self.in_parts
 
     def list_models(self, given: Sequence[Any] | None, batch: TakenBatch) -> list[Any]:
-        """Return the models that all-reduce the batch's gradients: `given`, or all wrapped models.
+        """Return the models whose gradients are all-reduced in the last part of a batch.
 
-        Raises RequestError if there are none, or if a model needs the same number of passes on all
-        ranks.
+        `given` are by default all wrapped models. Raises RequestError if they can't run different
+        numbers of passes on different ranks.
         """
         models, by_length = list(self.models if given is None else given), batch.origin.by_length
         if self.shares.world == 1 or not (self.shares.in_passes or by_length):
@@ -329,16 +301,13 @@ class BatchWeights(BatchTracker):
         return models
 
     def list_exchanges(self) -> list[Exchange]:
-        """Return the exchanges of the wrapped models.
-
-        With a single rank, they are created if needed.
-        """
+        """Return the exchanges of all wrapped models."""
         if self.shares.world > 1:
             return list(self._exchanges)
         return list(map(self._exchange_of_one_rank, self.models))
 
     def _count_passes(self, batch: TakenBatch) -> list[int]:
-        """Return how many passes each rank needs for a batch."""
+        """Return the number of passes of each rank for a batch."""
         # its rows mustn't be assigned by length
         return [
             max(1, count_passes(*each))
@@ -346,10 +315,9 @@ class BatchWeights(BatchTracker):
         ]
 
     def count_equal_passes(self, batch: TakenBatch) -> int:
-        """Return the number of passes of every rank, or 0 if the numbers may differ.
+        """Return the number of passes that every rank has to run, or 0 if numbers may differ.
 
-        They must be equal if ranks synchronize in each pass, as with a sharded model. Raises
-        RequestError in this case if rows are assigned by length.
+        Raises RequestError if they have to be equal and rows are assigned by length.
         """
         # the rank that needs the most passes determines the number
         if not self.equal_passes:
@@ -363,9 +331,9 @@ class BatchWeights(BatchTracker):
         return count_equal_passes(batch.sizes, self.shares.micros)
 
     def refuse_in_parts(self, name: str) -> None:
-        """Raise RequestError while parts are being computed, and WholeBatchLoss during an audit.
+        """Raise a RequestError if a method of the split is called during a pass.
 
-        `name` is the method of the split that the program called, such as "gather".
+        `name` is the name of the method.
         """
         # ranks run different numbers of passes, so a collective in each pass would make them wait
         # for each other forever
@@ -384,7 +352,7 @@ class BatchWeights(BatchTracker):
 
     @contextmanager
     def auditing(self) -> Iterator[None]:
-        """Don't count forward passes in a `with` block as parts of a step, for audits."""
+        """Context manager for audits, in which gradients get no weight."""
         self._auditing = True
         try:
             yield
@@ -392,11 +360,11 @@ class BatchWeights(BatchTracker):
             self._auditing = False
 
     def forward(self, model: Any, inputs: Any) -> TakenBatch | RequestError | None:
-        """Return the batch of a wrapped model's forward pass, which determines the gradients'
-        weights.
+        """Return the batch of a forward pass, from the addresses of the model's inputs.
 
-        `inputs` are the model's nested arguments. Return None if no weight is needed. If the batch
-        is unknown, raise RequestError in training mode, and otherwise return the error.
+        The result is None if nothing has to be weighted, and a RequestError if no batch matches a
+        model that may only predict. Raises RequestError if a batch with several passes is computed
+        at once.
         """
         # outside of training mode, there may be no backward pass
         if self._auditing:
@@ -421,7 +389,7 @@ class BatchWeights(BatchTracker):
             return error.with_traceback(None)
 
     def _note_prediction(self) -> None:
-        """Record a forward pass without gradients, such as one of validation."""
+        """Note a forward pass without gradients."""
         # a loader for validation has already noted its batch
         if self.current is None or self.current.origin.training:
             self.timer.note_validation()
@@ -467,9 +435,9 @@ class BatchWeights(BatchTracker):
         return made
 
     def check_trained(self, parameters: list[Any]) -> None:
-        """Raise RequestError if an optimizer is about to apply gradients that weren't weighted.
+        """Raise a RequestError if a parameter was trained without weighted gradients.
 
-        `parameters` are the optimizer's parameters that have gradients.
+        `parameters` are those that an optimizer is about to change.
         """
         if self.are_averaged:
             return

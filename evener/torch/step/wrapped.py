@@ -1,4 +1,4 @@
-"""Check models under a plan, and wrap them so that an Exchange sums their gradients."""
+"""Wrap models so that their gradients can be weighted, and check that they allow it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from ..sums.exchange import Exchange
 
 
 def model_digest(model: Any) -> str:
-    """Return a digest of a module's parameters and buffers, of 16 hexadecimal digits.
+    """Return a digest of the shapes and dtypes of a model's parameters and buffers.
 
-    It depends on shapes, dtypes and which parameters are trained, but not on names.
+    A plan contains it, to notice when it is used with another model.
     """
     parameters = [
         f"{tuple(parameter.shape)}:{parameter.dtype}:{parameter.requires_grad}"
@@ -43,10 +43,7 @@ def model_digest(model: Any) -> str:
 
 
 def check_model(model: Any, plan: Plan | None, strict: bool) -> None:
-    """Warn if `plan` was measured with another model; with `strict`, raise PlanError instead.
-
-    Nothing is checked without a plan.
-    """
+    """Warn if the plan was made for another model, or raise an error if `strict`."""
     if plan is not None:
         for difference in check_fit(
             plan, devices=None, world=None, workload_digest=model_digest(model), strict=strict
@@ -66,10 +63,7 @@ _OPTIONS = signature(DistributedDataParallel).parameters.keys() - _OTHER
 
 
 class Exchanged(torch.nn.Module):  # type: ignore[misc]  # torch isn't followed
-    """A model whose gradients are summed over the ranks; `module` is the model itself.
-
-    A copy has no exchange, so its gradients aren't summed.
-    """
+    """Wrapper that replaces DistributedDataParallel, with weighted gradients."""
 
     exchange: Exchange | None = None
 
@@ -84,7 +78,7 @@ class Exchanged(torch.nn.Module):  # type: ignore[misc]  # torch isn't followed
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients in a `with` block, to be summed over the ranks later."""
+        """Context manager in which gradients are accumulated without an all-reduce."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
@@ -102,13 +96,16 @@ def wrap_model(
     options: dict[str, Any],
     by_loss: bool,
 ) -> tuple[Any, Exchange | None]:
-    """Wrap a model if needed; return it with the exchange that sums its gradients.
+    """Return the wrapped model and its exchange.
 
-    - `device`, `forward`: passed to `hook_forward`.
-    - `options`: passed to `wrap_module`.
-    - `by_loss`: True if losses are weighted instead of gradients.
+    The exchange is None if the model is wrapped in DistributedDataParallel and keeps its own
+    all-reduce.
 
-    The exchange is None for a DistributedDataParallel that keeps its own all-reduce.
+    Arguments:
+
+    - forward: called before each forward pass with the model and its inputs.
+    - options: keyword arguments of DistributedDataParallel.
+    - by_loss: whether losses are scaled instead of gradients.
     """
     found = find_wrapper(model)
     if isinstance(found, Exchanged) and found.exchange is None:  # a copy of a wrapped model
@@ -126,10 +123,10 @@ def wrap_module(
     options: dict[str, Any] | None = None,
     forward: Callable[[Any, Any], Any] = lambda *_: None,
 ) -> Exchanged:
-    """Move a module to `device`, and return it in a wrapper with an exchange.
+    """Move a module to the device and wrap it in Exchanged.
 
-    `options` are keyword arguments of DistributedDataParallel. `forward` is passed to
-    `hook_forward`. Raises RequestError for an option that this wrapper doesn't support.
+    `options` are keyword arguments of DistributedDataParallel. Raises RequestError for unknown
+    ones.
     """
     given = options or {}
     if unknown := sorted(set(given) - _OPTIONS):
@@ -152,11 +149,10 @@ def wrap_module(
 
 
 def replace_all_reduce(model: Any, by_loss: bool) -> Exchange | None:
-    """Replace a DistributedDataParallel's all-reduce by an exchange, and return the exchange.
+    """Replace the all-reduce of a DistributedDataParallel, and return the exchange, or None.
 
-    A model with a communication hook or mixed_precision needs its own all-reduce. Return None for
-    it if losses are weighted (`by_loss`); otherwise raise RequestError. Also return None for sparse
-    gradients if losses are weighted.
+    Raises RequestError if gradients can't be weighted because of a communication hook or mixed
+    precision.
     """
     # A model for which None is returned keeps its own all-reduce. For others it is replaced: it
     # can't be weighted, or repeated after a failure. The model stays a DistributedDataParallel, and
@@ -186,10 +182,9 @@ def replace_all_reduce(model: Any, by_loss: bool) -> Exchange | None:
 def hook_forward(
     model: Any, device: torch.device | None, forward: Callable[[Any, Any], Any]
 ) -> None:
-    """Call `forward` with the model and its inputs before each forward pass.
+    """Call `forward` before each forward pass of a model, and move its inputs to `device`.
 
-    `forward` returns the batch, which the model's exchange gets together with the outputs. Inputs
-    are moved to `device` unless it is None.
+    A later call replaces the function and the device.
     """
     hook = _hooks.get(model)
     if hook is None:
@@ -200,7 +195,7 @@ def hook_forward(
 
 
 class _ForwardHook:
-    """The hooks before and after a wrapped model's forward passes."""
+    """Forward hooks of a wrapped model."""
 
     def __init__(self) -> None:
         self.forward: Callable[[Any, Any], Any] | None = None
@@ -249,10 +244,9 @@ _frozen_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> handl
 
 
 def find_wrapper(model: Any) -> Any:
-    """Return `model` if it is a DistributedDataParallel or an Exchanged, otherwise None.
+    """Return the DistributedDataParallel or Exchanged that wraps the model, or None.
 
-    For a compiled model, return the wrapper inside it. Raises RequestError if only a part of the
-    model is wrapped.
+    Raises RequestError if only a submodule is wrapped.
     """
     inner = unwrap_compiled(model)  # of torch.compile
     if isinstance(inner, DistributedDataParallel | Exchanged):
@@ -271,15 +265,14 @@ def find_wrapper(model: Any) -> Any:
 
 
 def is_sharded(model: Any) -> bool:
-    """True if FSDP2 shards the model's parameters."""
+    """Return whether FSDP2 shards the model."""
     return "FSDPModule" in _class_names(model)
 
 
 def has_own_work(model: Any, rebalances: bool) -> bool:
-    """True if a rank's compute time (own work) can be measured.
+    """Return whether each rank's compute time can be measured apart from waiting for others.
 
-    It can't if ranks wait for each other within a pass. Raises RequestError in this case if
-    `rebalances` is True.
+    Raises RequestError if it can't, and `rebalances` needs it.
     """
     # ranks wait in FSDP2's layers and in SyncBatchNorm; rebalancing needs these times
     if not (
@@ -297,7 +290,7 @@ def has_own_work(model: Any, rebalances: bool) -> bool:
 
 
 def check_exchange(model: Any) -> None:
-    """Raise RequestError if another library reduces the model's gradients or divides its rows."""
+    """Raise a RequestError if another library sums the gradients in a way that can't be weighted."""
     names = _class_names(model)
     for name, library in _ENGINES.items():
         if name in names:
@@ -322,7 +315,7 @@ def _class_names(model: Any) -> set[str]:
 
 
 def check_not_inside_ddp() -> None:
-    """Raise RequestError if a wrapped model is inside another DistributedDataParallel."""
+    """Raise a RequestError if the model runs inside another DistributedDataParallel."""
     if is_in_ddp_forward():
         raise RequestError(
             "A model from split.wrap is inside another DistributedDataParallel, which "
@@ -334,14 +327,10 @@ def check_not_inside_ddp() -> None:
 
 
 def check_normalization(model: Any, weigh: str, world: int, passes: Iterable[int] = ()) -> None:
-    """Warn if BatchNorm normalizes over a device's or a pass's rows.
+    """Warn about batch normalization over unequal shares.
 
-    - `weigh`: see BatchWeights.
-    - `world`: number of ranks.
-    - `passes`: the rows of each pass of a full batch, on all ranks.
-
-    Raises RequestError for SyncBatchNorm if ranks run several passes, or if it would mix the ranks'
-    gradients before they are weighted.
+    `passes` are the row counts of all passes of a batch. Raises RequestError for SyncBatchNorm if
+    gradients are weighted or ranks have different numbers of passes.
     """
     kinds = [
         type(module)
@@ -372,7 +361,7 @@ def check_normalization(model: Any, weigh: str, world: int, passes: Iterable[int
 
 
 def _warn_of_single_rows(rows: Sequence[int]) -> None:
-    """Warn if a pass has a single row, too few for BatchNorm."""
+    """Warn if a pass has a single row."""
     if min(rows, default=2) < 2:
         warnings.warn(
             "Each batch has a pass of a single row, of which BatchNorm1d takes no statistics, "
@@ -394,7 +383,7 @@ def _warn_of_own_rows(kind: str) -> None:
 
 
 def check_passes(model: Any) -> None:
-    """Raise RequestError if a model has SyncBatchNorm, which synchronizes ranks in each pass."""
+    """Raise a RequestError for SyncBatchNorm, if ranks run different numbers of passes."""
     # ranks run different numbers of passes, so they would wait for each other forever
     if any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()):
         raise RequestError(
@@ -408,7 +397,7 @@ def check_passes(model: Any) -> None:
 
 
 def watch_frozen(model: Any) -> None:
-    """Raise RequestError as soon as a parameter that is frozen now gets a gradient."""
+    """Let frozen parameters raise a RequestError if they are trained later."""
     # an exchange only sums gradients of parameters that were trained when the model was wrapped
     for parameter in model.parameters():
         handle = _frozen_hooks.pop(parameter, None)
@@ -421,7 +410,7 @@ def watch_frozen(model: Any) -> None:
 
 
 def forget_frozen() -> None:
-    """Undo `watch_frozen` for all models: their frozen parameters may get gradients."""
+    """Remove the hooks of `watch_frozen` from all parameters."""
     for handle in _frozen_hooks.values():
         handle.remove()
     _frozen_hooks.clear()
