@@ -173,7 +173,7 @@ class Rebalancing:
         return rows * passes
 
     def _rows_of_several_passes(self) -> int:
-        """Return the estimated largest pass, in rows, if the share is computed in several passes."""
+        """Return the estimated largest pass, in rows, of a share with several passes."""
         # The result is 0 if it is unknown, or if the share can't be divided into more passes.
         # Memory must then also hold the gradients of earlier passes.
         if not self._divides or self._training.passes.recovery.uses_collectives:
@@ -191,7 +191,7 @@ class Rebalancing:
         return not self.passes and not self._training.weights.computes_at_once
 
     def _begin_exchange(self, metrics: RankTimes) -> tuple[Any, torch.Tensor]:
-        """Start to exchange the measurements of all ranks; return the work handle and the tensor."""
+        """Start to exchange measurements, and return the work handle and the tensor."""
         # Each rank sends its compute time and pass limit of each window, these metrics, the rows
         # that fit in a single and in several passes, and the batches drawn ahead. Ranks have their
         # own positions in the tensor, and send zeros in the others.
@@ -252,7 +252,7 @@ class Rebalancing:
     def _decide_shares(
         self, end: int, own_work_s: Sequence[float], seen: Mapping[str, Any], batches: int
     ) -> bool:
-        """Apply the rule to one window, change the shares if it says so, and return whether it did."""
+        """Decide after a window whether to change the shares, and return whether they changed."""
         before = self._training.ranks.batches
         if self._rule is None:
             self._rule = self._make_rule()

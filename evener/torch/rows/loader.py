@@ -253,7 +253,7 @@ class Loader:
 
 
 class RowSampler(SequentialSampler):  # type: ignore[misc]  # torch isn't followed
-    """View of a loader's rows as a SequentialSampler, for trainers that inspect `loader.sampler`."""
+    """Rows of a loader as a SequentialSampler, for trainers that inspect `loader.sampler`."""
 
     # a SequentialSampler, so that Lightning doesn't replace it
 
@@ -341,14 +341,14 @@ _LOADERS = "loaders"
 
 
 class LoaderStates:
-    """Saves and restores the positions of all loaders of a training script, in order of creation."""
+    """Saves and restores the positions of a script's loaders, in order of creation."""
 
     def __init__(self) -> None:
         self._made: list[weakref.ref[Loader]] = []
         self._waiting: list[dict[str, Any]] = []  # states of loaders that aren't created yet
 
     def add(self, loader: Loader) -> Loader:
-        """Register a loader, restore its position if a loaded state has one for it, and return it."""
+        """Register a loader, restore its position if one was loaded for it, and return it."""
         self._made.append(weakref.ref(loader))
         if self._waiting:
             loader.load_state_dict(self._waiting.pop(0))
@@ -409,7 +409,7 @@ class StepSampler:
 
 
 class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
-    """DataLoader of this rank's rows, with a position that can be saved, for use inside trainers.
+    """DataLoader of this rank's rows with a position that can be saved, for trainers.
 
     Arguments:
 

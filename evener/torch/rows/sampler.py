@@ -498,7 +498,7 @@ class LengthSampler(UnevenBatchSampler):
         return chain.from_iterable(self.steps())
 
     def steps(self) -> Iterator[list[torch.Tensor]]:
-        """Return an iterator over the epoch's remaining steps, each a list of row indices by pass."""
+        """Return an iterator over the remaining steps, each a list of row indices by pass."""
         return map(self._passes, self._firsts(), repeat(self.epoch))
 
     def _firsts(self) -> range:

@@ -83,7 +83,7 @@ def _add_tensors(data: Any, tensors: list[torch.Tensor]) -> None:
 
 
 def each_item(function: Callable[[Any], Any], data: Any) -> Any:
-    """Return a copy of a dict, list, tuple or AssignedBatch with `function` applied to each item.
+    """Return a copy of a dict, list, tuple or AssignedBatch, with each item transformed.
 
     Any other object is returned unchanged.
     """

@@ -119,7 +119,7 @@ class Flat:
             )
 
     def _open(self) -> torch.Tensor:
-        """Return the buffer for the gradients of all parameters, allocated with zeros if necessary."""
+        """Return the buffer for the gradients of all parameters, with zeros at first."""
         # the reduction from an earlier use of the unit may still be running
         self.receive()
         if self._grads is None:

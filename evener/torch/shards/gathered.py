@@ -97,7 +97,7 @@ class Gathered:
     def _pair_with(
         self, shard: torch.Tensor, start: int, stop: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the views of the gathered memory to copy this rank's shard to, with their sources."""
+        """Return pairs of a view of the gathered memory and the source to copy to it."""
         # `shard` has the elements from `start` to `stop` of the flat tensor. A rank measured
         # without the others repeats its elements to fill each segment.
         pairs = []

@@ -58,7 +58,7 @@ class GradientCopy(NamedTuple):
 
 
 class GradientSender:
-    """Sends the gradients of a flat tensor to the ranks that own them, by an all-to-all collective.
+    """Sends the gradients of a flat tensor to the ranks that own them, in an all-to-all.
 
     Arguments:
 
@@ -123,7 +123,7 @@ class GradientSender:
         return dict(zip(order, parts, strict=True))
 
     def take(self, weight: float, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Copy the gradients into the memory to send, and set this rank's weight."""
+        """Copy gradients, or zeros for None, into the memory to send, and set their weight."""
         if weight != self._weight:
             self._weight = weight
             self._weights.fill_(weight)

@@ -397,7 +397,7 @@ class Sharded:
             self.whole.set_gradients(used[first:])
 
     def _add_up_whole(self) -> list[bool]:
-        """All-reduce the gradients of unsharded parameters, and return which have one on this rank."""
+        """All-reduce the unsharded gradients, and return which parameters have one on this rank."""
         # the result is empty without such parameters, and if a later pass computes the sum
         if self.whole is None:
             return []
@@ -535,7 +535,7 @@ class UnitHooks:
 
 
 class _UnitInputs(torch.autograd.Function):  # type: ignore[misc]  # torch isn't followed
-    """Autograd identity function whose backward pass means that the unit's backward pass has ended."""
+    """Identity function whose backward pass tells that the unit's backward pass has ended."""
 
     @staticmethod
     def forward(

@@ -60,7 +60,7 @@ def count_gathered(
 
 
 class UnitBytes(NamedTuple):
-    """Bytes of a unit's whole parameters, of their gradients and of the buffer that reduces these."""
+    """Bytes of a unit's whole parameters, of their gradients and of the reduction buffer."""
 
     gathered: int
     gradients: int

@@ -35,7 +35,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def drop_frames(error: BaseException) -> str:
-    """Clear the local variables in an error's traceback, and return the first line of its message."""
+    """Clear the local variables in an error's traceback, and return its first line."""
     # these variables would keep the failed pass's tensors in memory
     text = str(error).partition("\n")[0]
     seen: BaseException | None = error
@@ -288,7 +288,7 @@ class PassState:
         return same - self._statistics
 
     def is_changed(self) -> bool:
-        """Return whether the pass used random numbers, changed buffers or normalized over its rows."""
+        """Return whether the pass drew random numbers, changed buffers or uses BatchNorm."""
         changed = any(each._version != version for each, version, _ in self._buffers)
         return self._mixes_rows or changed or self._numbers.has_changed()
 

@@ -163,7 +163,7 @@ def _same(value: Any) -> Any:
 
 @contextmanager
 def _without_sums(models: Sequence[Any]) -> Iterator[None]:
-    """Don't all-reduce gradients in backward passes in a `with` block."""
+    """Context manager in which no gradients are all-reduced."""
     with ExitStack() as stack:
         stack.enter_context(UNOWNED.no_sync())
         for model in models:
@@ -291,7 +291,10 @@ class Passes:
     # -- after a pass
 
     def _complete(self, running: RunningPass, queue: PassQueue) -> None:
-        """Finish a pass that was computed."""
+        """Finish a pass that was computed.
+
+        Raises RequestError if `Part.backward` wasn't called in it.
+        """
         # models with gradients are recorded, to detect a zero_grad() between passes
         running.part.check_computed()
         if not running.part.turn.last:

@@ -45,7 +45,7 @@ NUMBERS = 4
 
 
 class BatchWeights(BatchTracker):
-    """Weights the gradients of each batch by rows, and checks that nothing escapes the weighting.
+    """Weights each rank's gradients by its rows, and checks that all gradients are weighted.
 
     Arguments:
 
@@ -132,7 +132,10 @@ class BatchWeights(BatchTracker):
 
     @property
     def weight(self) -> float:
-        """Weight of this rank's gradients in the sum over ranks."""
+        """Weight of this rank's gradients in the sum over ranks: its fraction of the batch's rows.
+
+        If losses are sums over rows, all ranks have the same weight.
+        """
         return self._find_weight(self.sizes)
 
     def _find_weight(self, sizes: Sequence[int]) -> float:
@@ -277,8 +280,8 @@ class BatchWeights(BatchTracker):
     def list_models(self, given: Sequence[Any] | None, batch: TakenBatch) -> list[Any]:
         """Return the models whose gradients are all-reduced in the last part of a batch.
 
-        `given` are by default all wrapped models. Raises RequestError if they can't run different
-        numbers of passes on different ranks.
+        `given` are the models, or None for all wrapped ones. Raises RequestError if there are none,
+        or if they can't run different numbers of passes on different ranks.
         """
         models, by_length = list(self.models if given is None else given), batch.origin.by_length
         if self.shares.world == 1 or not (self.shares.in_passes or by_length):
@@ -410,9 +413,9 @@ class BatchWeights(BatchTracker):
         return batch
 
     def scale(self, loss: Any) -> Any:
-        """Return this rank's mean loss times its weight and the number of ranks.
+        """Return the loss multiplied by this rank's weight and the number of ranks.
 
-        The mean of these losses over the ranks is the whole batch's mean loss.
+        This is for libraries that average gradients over ranks.
         """
         if self.current is not None and not self.current.used:
             self.find((), True, match_addresses)  # raises RequestError if several are in use
@@ -422,11 +425,7 @@ class BatchWeights(BatchTracker):
         return scaled
 
     def weigh_backward(self, losses: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-        """Return the weighted initial gradients for a backward pass from several losses.
-
-        `gradients` has a gradient to weight for each loss; None stands for ones. All are multiplied
-        by the factor of `scale`.
-        """
+        """Return weighted initial gradients for `torch.autograd.backward` of some losses."""
         weight = self.shares.world * self.weight
         made = []
         for loss, given in zip(losses, gradients, strict=True):

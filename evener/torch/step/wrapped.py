@@ -151,8 +151,9 @@ def wrap_module(
 def replace_all_reduce(model: Any, by_loss: bool) -> Exchange | None:
     """Replace the all-reduce of a DistributedDataParallel, and return the exchange, or None.
 
-    Raises RequestError if gradients can't be weighted because of a communication hook or mixed
-    precision.
+    The result is None if the model keeps its own all-reduce: `by_loss` is True, and it has a
+    communication hook, mixed precision or sparse gradients. Without `by_loss`, the first two raise
+    RequestError.
     """
     # A model for which None is returned keeps its own all-reduce. For others it is replaced: it
     # can't be weighted, or repeated after a failure. The model stays a DistributedDataParallel, and
@@ -184,7 +185,7 @@ def hook_forward(
 ) -> None:
     """Call `forward` before each forward pass of a model, and move its inputs to `device`.
 
-    A later call replaces the function and the device.
+    A device of None leaves them where they are. A later call replaces the function and the device.
     """
     hook = _hooks.get(model)
     if hook is None:
@@ -290,7 +291,7 @@ def has_own_work(model: Any, rebalances: bool) -> bool:
 
 
 def check_exchange(model: Any) -> None:
-    """Raise a RequestError if another library sums the gradients in a way that can't be weighted."""
+    """Raise a RequestError if another library sums gradients that can't be weighted."""
     names = _class_names(model)
     for name, library in _ENGINES.items():
         if name in names:
