@@ -485,7 +485,10 @@ class UnitHooks:
         self._sharded, self._unit = sharded, unit
 
     def before(self, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Forward pre-hook: gather the unit, cast its inputs and mark the end of its backward pass."""
+        """Forward pre-hook that gathers the unit and casts its inputs.
+
+        It also marks where the unit's backward pass ends.
+        """
         # `_UnitInputs` detects when the unit's backward pass ends
         if torch.compiler.is_compiling():
             raise RequestError("A sharded model can't be compiled.", "Leave torch.compile out.")
@@ -509,7 +512,7 @@ class UnitHooks:
         )
 
     def after(self, _: Any, __: Any, outputs: Any) -> None:
-        """Forward hook: free the unit."""
+        """Forward hook that frees the unit."""
         self._sharded.end_forward(self._unit, outputs)
 
     def take(self, flat: Any, slot: Any) -> Callable[[Any], None]:
