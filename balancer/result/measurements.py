@@ -35,10 +35,10 @@ def find_doubts(
 
     - A loss that was NaN or infinite, and measurements that disagree, count for every layout.
       Other warnings count if they concern the chosen one.
-    - `error`: the relative error of the samples/s. It replaces the value of `noisy`, and
+    - `ran_out` says how often the chosen layout ran out of memory.
+    - `error` is the relative error of the samples/s. It replaces the value of `noisy`, and
       removes that warning if the search needed no better. None leaves it as measured.
-
-    If the layout was timed by single steps only, `few_steps` replaces `noisy` and `too_short`.
+    - `few_steps` replaces `noisy` and `too_short` if the layout was timed by single steps only.
     """
     worst: dict[str, MeasurementDoubt] = {}
     for doubt in chain(_doubts_about(seen, chosen), _compare_repeats(seen)):
@@ -77,7 +77,7 @@ def _weight(doubt: MeasurementDoubt) -> float:
 
 
 def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[MeasurementDoubt]:
-    """Yield the warnings of single measurements that concern the chosen layout."""
+    """Yield the warnings of single measurements that matter for the chosen layout."""
     for observation in seen:
         if isinstance(observation, Timed):
             yield from (warning for warning in observation.warnings if warning.code == "not_finite")
@@ -145,9 +145,9 @@ def find_pass_statistics(chosen: Layout, layer: str) -> PassStatistics | None:
 
 
 def find_code_limit(seen: Iterable[Observation]) -> CodeLimit | None:
-    """Return the batch size from which the user's code raises, or None.
+    """Return how many rows ran and how many made the user's code raise an exception, or None.
 
-    An error counts if fewer rows ran on the same devices, and all failures have more.
+    An error counts if all its failures have more rows than what ran on the same devices.
     """
     ran: defaultdict[int, int] = defaultdict(int)
     failed: defaultdict[str, dict[int, int]] = defaultdict(dict)

@@ -33,7 +33,7 @@ Turns = dict[int, Timed]
 
 
 class Observations:
-    """The set of observations of one search, with queries by probe, layout and device."""
+    """All observations of a search, found by probe, stage, layout or device."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -53,9 +53,8 @@ class Observations:
     def add(self, seen: Observation) -> None:
         """Add an observation.
 
-        It is ignored if its layout doesn't fit the problem's devices. Of several observations of
-        one probe, OutOfMemory takes precedence over Timed, and Timed over Failed. Each failure
-        counts as one more attempt.
+        Of several for the same probe, the most telling is kept. Probes for another number of
+        devices are ignored.
         """
         probe = seen.probe
         if len(probe.layout.shares) != self._problem.devices or not probe.layout.active:
@@ -76,7 +75,7 @@ class Observations:
             self.gone.update(dict.fromkeys(seen.devices, seen.detail))
 
     def _record_others_memory(self, seen: Timed | OutOfMemory) -> None:
-        """Record how many bytes of each device other processes hold."""
+        """Record how much memory other processes held on each device, latest turn first."""
         probe = seen.probe
         race_turn = probe.turn if probe.stage in (Stage.RACE, Stage.KNOBS, Stage.CHECK) else -1
         # a race's last turn counts, as memory may be free again; an observation after a check is as
@@ -92,19 +91,15 @@ class Observations:
                 )
 
     def is_still_full(self, position: int, seen: OutOfMemory) -> bool:
-        """True if other processes may still hold memory that `seen` lacked.
-
-        `seen` is the observation that ran out of memory, and `position` the device's position. Also
-        True if the memory of processes outside this session is unknown.
-        """
+        """Whether other processes left no more memory on the device since it ran out."""
         return not seen.short_bytes or seen.short_bytes[position] <= self._others_bytes[position][1]
 
     # ------------------------------------------------------------------ by probe, stage and layout
 
     def in_stage(self, *stages: Stage) -> list[Observation]:
-        """Return the observations of some stages, except failures that will be retried.
+        """Return the final observations of these stages, in a fixed order.
 
-        They are sorted by stage, in the order of the arguments, and then by `order_probe`.
+        Failures that will be retried aren't final.
         """
         found: list[Observation] = []
         for stage in stages:
@@ -119,30 +114,26 @@ class Observations:
         return sorted(settled, key=lambda one: order_probe(one.probe))
 
     def timed(self, *stages: Stage) -> list[Timed]:
-        """Return the timed observations of some stages, in the order of `in_stage`.
-
-        Without arguments, return the timed observations of all stages.
-        """
+        """Return the timed observations of these stages, or of all stages."""
         return [seen for seen in self.in_stage(*stages or STAGES) if isinstance(seen, Timed)]
 
     def timed_in(self, layout: Layout, *stages: Stage) -> list[Timed]:
-        """Return the timed observations of one layout in some stages, by default in all."""
+        """Return the timed observations of a layout, in these stages or in all."""
         wanted = stages or STAGES
         own = self._by_layout.get(layout, {}).values()
         timed = (one for one in own if isinstance(one, Timed))
         return [one for one in timed if one.probe.stage in wanted]
 
     def timed_race(self) -> list[Timed]:
-        """Return the race's timed observations of single training runs: no packs or placements."""
+        """Return the timed steps of the final comparison, without packs and placements."""
         return [timed for timed in self.timed(Stage.RACE) if timed.probe.layout.traits.by_shares]
 
     def turns(self, layout: Layout, stage: Stage | None = None) -> Turns:
-        """Return a layout's measurements by turn number.
+        """Return the measurements by which a layout is compared, by turn.
 
-        `stage` is by default the race or, for a layout with knobs, the stage of knobs. A
-        measurement from before the race may replace a missing turn 0. Turns in which a device was
-        throttled are left out if there are others. If checks show that the machine has changed,
-        only measurements since the first check count.
+        Without a stage, it is the final comparison, of knobs if the layout has any. An earlier
+        measurement stands in for its first turn if nothing else ran at the same time. Later checks
+        replace turns that they contradict.
         """
         if stage is None:
             stage = Stage.KNOBS if layout.knobs else Stage.RACE
@@ -159,13 +150,16 @@ class Observations:
 
     @property
     def _uncontended(self) -> tuple[Stage, ...]:
-        """Stages before the race that run one probe at a time."""
+        """The stages in which a layout runs while the other devices are idle."""
         stages: tuple[Stage, ...] = (Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.PACK)
         # a single device runs alone in the solo stage too
         return (*stages, Stage.SOLO) if self._problem.devices == 1 else stages
 
     def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
-        """Return a layout's checks and later turns if they prove it slower."""
+        """Return the checks and later turns if all checks are slower than all turns before them.
+
+        Empty otherwise.
+        """
         checks = self._valid_checks(timed)
         if not checks:
             return {}
@@ -182,7 +176,7 @@ class Observations:
         return {**checks, **since}
 
     def _valid_checks(self, timed: Sequence[Timed]) -> Turns:
-        """Return a layout's checks by turn, except when throttled only briefly."""
+        """Return the checks by turn, without those slowed by throttling that has passed."""
         checked = [one for one in timed if one.probe.stage == Stage.CHECK]
         active = checked[0].probe.layout.active if checked else ()
         # a device that was throttled in a check, but not in its last measurement
@@ -191,11 +185,7 @@ class Observations:
         return {one.probe.turn: one for one in valid}
 
     def turns_after_choice(self, layout: Layout) -> Turns:
-        """Return a layout's turns from its first check on, numbered from 0.
-
-        Empty before a check. These turns had no part in the choice of the layout, so they don't
-        bias its samples/s.
-        """
+        """Return the measurements since the layout was first checked; empty without a check."""
         seen = self.timed_in(layout, Stage.CHECK, Stage.RACE, Stage.KNOBS)
         checks = (one.probe.turn for one in seen if one.probe.stage == Stage.CHECK)
         began = min(checks, default=math.inf)
@@ -204,14 +194,11 @@ class Observations:
 
     @property
     def checked_turn(self) -> int:
-        """The turn of the last check; -1 before any."""
+        """The turn of the latest check; -1 if there was none."""
         return max((one.probe.turn for one in self.in_stage(Stage.CHECK)), default=-1)
 
     def first_failure(self, layout: Layout) -> Observation | None:
-        """Return the layout's first failure since the race began; None if there is none.
-
-        A failure is any observation without a measured time, such as running out of memory.
-        """
+        """Return the layout's first failure in the final comparison or a check, or None."""
         own = (
             one
             for one in self.in_stage(Stage.RACE, Stage.KNOBS, Stage.CHECK)
@@ -220,23 +207,16 @@ class Observations:
         return next((one for one in own if not isinstance(one, Timed)), None)
 
     def sharded_failures(self) -> list[OutOfMemory]:
-        """Return the sharded steps that ran out of memory in the race or in a check.
+        """Return the sharded layouts that ran out of memory in the final comparison or a check.
 
-        Their duration is 0, because it counts for those stages.
+        Their elapsed seconds are 0.
         """
         late = self.in_stage(Stage.RACE, Stage.KNOBS, Stage.CHECK)
         found = [one for one in late if isinstance(one, OutOfMemory) and one.probe.layout.state]
         return [msgspec.structs.replace(one, elapsed_seconds=0.0) for one in found]
 
     def still_fit(self, timed: Iterable[Timed]) -> list[Timed]:
-        """Return the observations whose layouts may run again.
-
-        A layout may not run again in three cases:
-
-        - A layout of its kind with as many rows or fewer ran out of memory on the same devices.
-        - Other processes now hold memory that the layout needs.
-        - One of the layout's devices is lost.
-        """
+        """Return the measurements whose layouts should still run: devices work and memory suffices."""
         full = []
         for seen in self._seen.values():
             layout = seen.probe.layout
@@ -247,7 +227,7 @@ class Observations:
         return [one for one in timed if self._still_fits(one.probe.layout, full)]
 
     def _still_fits(self, layout: Layout, full: Sequence[Layout]) -> bool:
-        """True unless a later observation shows that the layout doesn't fit."""
+        """Whether the layout should run again."""
         # `full` are the layouts that ran out of memory
         if self.gone.keys() & layout.active:
             return False
@@ -259,10 +239,7 @@ class Observations:
         return all(self.leaves_room(i, one) for one in ran for i in layout.active)
 
     def leaves_room(self, position: int, seen: Timed) -> bool:
-        """True if other processes leave as much memory as the layout of `seen` used.
-
-        Also True if one of these sizes is unknown.
-        """
+        """Whether the peak of a step still fits beside the memory that other processes hold."""
         _, others_bytes = self._others_bytes[position]
         if not others_bytes:
             return True
@@ -271,7 +248,7 @@ class Observations:
         return used is None or limit is None or used <= limit
 
     def memory_limit(self, position: int) -> int | None:
-        """Return how many bytes of a device's memory other processes leave; None if unknown."""
+        """Return the bytes of a device that other processes leave free; None if unknown."""
         limit = self._problem.memory_bytes[position]
         if limit is None:
             return None
@@ -281,7 +258,7 @@ class Observations:
     # ------------------------------------------------------------------ failures and costs
 
     def _is_worth_retry(self, seen: Observation) -> bool:
-        """True if the observation is a failure that is worth another attempt."""
+        """Whether a failed probe may succeed the second time."""
         if not isinstance(seen, Failed) or len(self._failures[seen.probe]) >= TRIES:
             return False
         if seen.cause == "unsupported":
@@ -290,15 +267,14 @@ class Observations:
         return seen.cause != "raised" or seen.probe.stage != Stage.SOLO
 
     def failures_to_retry(self) -> list[Probe]:
-        """Return the probes whose failures are worth a retry, sorted by `order_probe`."""
+        """Return the failed probes to repeat."""
         found = [seen.probe for seen in self._seen.values() if self._is_worth_retry(seen)]
         return sorted(found, key=order_probe)
 
     def spent_seconds(self, *stages: Stage, until_turn: float = math.inf) -> float:
-        """Return the total duration of the probes of some stages, in seconds.
+        """Return the seconds that probes took in these stages, or in all.
 
-        By default, all stages count. Failed attempts count too. Of probes that run at the same
-        time, only the longest counts. Turns of the race after `until_turn` are left out.
+        Probes that ran at the same time count once, by the slowest device.
         """
         wanted = stages or STAGES
         rounds: defaultdict[object, defaultdict[int, float]] = defaultdict(
@@ -317,32 +293,22 @@ class Observations:
     # ------------------------------------------------------------------ by device
 
     def explored(self, position: int) -> list[Observation]:
-        """Return a device's observations in exploration, except failures that will be retried.
-
-        They are in the order of their probes.
-        """
+        """Return the explored probes in which a device had rows."""
         return [one for one in self.in_stage(*EXPLORATION) if one.probe.layout.shares[position]]
 
     def largest_alone(self, position: int) -> float:
-        """Return the most rows per pass that the device has run alone in exploration.
-
-        If it never ran alone, return 0.5: less than any batch, but not 0, so that callers can
-        divide by it.
-        """
+        """Return the most rows of a pass that ran on the device alone; 0.5 if nothing ran."""
         layouts = [one.probe.layout for one in self.explored(position) if isinstance(one, Timed)]
         alone = (layout.pass_rows[position] for layout in layouts if layout.traits.alone)
         return max(alone, default=0.5)
 
     def recovered(self, position: int) -> bool:
-        """True if the device wasn't throttled in its last race turn or check.
-
-        False if it wasn't measured there.
-        """
+        """Whether the device wasn't throttled in its last turn."""
         turns = self.raced(position)
         return bool(turns) and not turns[-1].held_back(position)
 
     def raced(self, position: int) -> list[Timed]:
-        """Return one device's measurements in the race and in later checks, sorted by turn."""
+        """Return the turns and checks in which a device had rows, in order."""
         own = (
             timed
             for timed in self.timed(Stage.RACE, Stage.CHECK)
@@ -351,10 +317,7 @@ class Observations:
         return sorted(own, key=lambda one: one.probe.turn)
 
     def raced_splits(self, position: int) -> list[Timed]:
-        """Return the device's measurements in the race's splits and in checks of splits.
-
-        Return an empty list before the first check.
-        """
+        """Return the device's plain splits among these; empty before the first check."""
         # the race mustn't change the candidates that it compares
         if not self.in_stage(Stage.CHECK):
             return []
@@ -362,19 +325,14 @@ class Observations:
 
 
 def _is_plain_split(layout: Layout) -> bool:
-    """True for a split by rows, without knobs or shards."""
+    """Whether it is a split of rows, without shards or knobs."""
     if not layout.traits.together or layout.traits.sharded:
         return False
     return layout.by_rows and not layout.knobs
 
 
 def rank_observation(seen: Observation) -> tuple[int, int, float]:
-    """Return the sort key of an observation.
-
-    Of all observations of a probe, the one with the highest key is kept. OutOfMemory ranks above
-    Timed, and Timed above Failed. Of two timed observations, the one with more steps has the higher
-    key; with equally many, the one with the shorter steps.
-    """
+    """Sort key of observations of the same probe: the largest is kept."""
     if isinstance(seen, OutOfMemory):
         return (2, 0, seen.elapsed_seconds)
     if isinstance(seen, Timed):
@@ -383,11 +341,7 @@ def rank_observation(seen: Observation) -> tuple[int, int, float]:
 
 
 def order_probe(probe: Probe) -> tuple[Any, ...]:
-    """Return a probe's sort key, which begins with stage and turn.
-
-    Everything else that differs between probes follows. No two probes have equal keys, so the order
-    of arrival of observations doesn't matter.
-    """
+    """Sort key that puts probes into an order independent of their arrival."""
     layout = probe.layout
     return (
         STAGES.index(probe.stage),
@@ -407,7 +361,7 @@ def order_probe(probe: Probe) -> tuple[Any, ...]:
 
 
 def _undisturbed_turns(turns: Turns) -> Turns:
-    """Return the turns without throttling, or all if there are none."""
+    """Return the turns without throttling and single steps, as far as others are left."""
     steady = {turn: one for turn, one in turns.items() if not one.held_back()} or turns
     # the error of a single step is unknown
     return {turn: one for turn, one in steady.items() if not one.lone} or steady

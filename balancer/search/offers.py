@@ -1,7 +1,4 @@
-"""The candidates of a race.
-
-They are the families' layouts, or smaller ones if these ran out of memory.
-"""
+"""Collect the layouts that take part in the final comparison."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from .texts import TextPolicy
 
 
 class Offers:
-    """The candidates for the race that the families offer."""
+    """The candidates of all wanted families."""
 
     def __init__(self, view: FamilyView, policy: RowPolicy | TextPolicy) -> None:
         self.view = view
@@ -31,10 +28,7 @@ class Offers:
 
     @cached_property
     def candidates(self) -> tuple[Candidate, ...]:
-        """The layouts of the race, without duplicates.
-
-        Each layout that ran out of memory in the race is replaced by a smaller one.
-        """
+        """The layouts to compare; smaller ones replace those that ran out of memory."""
         kept: dict[Layout, Candidate] = {}
         for candidate in self._offered_candidates:
             instead = self._replace_if_out_of_memory(candidate)
@@ -43,7 +37,7 @@ class Offers:
 
     @cached_property
     def retreats(self) -> tuple[tuple[Candidate, Candidate], ...]:
-        """Each layout that ran out of memory in the race, with its smaller replacement."""
+        """Pairs of a candidate that ran out of memory and the smaller one in its place."""
         pairs = [
             (candidate, self._replace_if_out_of_memory(candidate))
             for candidate in self._offered_candidates
@@ -51,9 +45,9 @@ class Offers:
         return tuple((wanted, instead) for wanted, instead in pairs if instead != wanted)
 
     def list_failed(self) -> list[tuple[Candidate, Observation]]:
-        """Return the layouts that failed in the race, each with the observation of its failure.
+        """Return the candidates that failed, each with its failure.
 
-        If packs of a mode were tried and none of them ran, the smallest of them is included.
+        A pack is listed if no size of it ran.
         """
         found = []
         for candidate in self.candidates:
@@ -68,7 +62,7 @@ class Offers:
 
     @cached_property
     def _offered_candidates(self) -> tuple[Candidate, ...]:
-        """The families' candidates, before smaller layouts replace some of them."""
+        """The candidates as the families propose them."""
         found = [one for family in self.options.wanted for one in self._candidates_of(family)]
         trades_speed = find_objective(self._problem.objective).trades_speed
         # extra candidates for an objective that may trade speed for energy
@@ -81,7 +75,7 @@ class Offers:
         )
 
     def _candidates_of(self, family: Family) -> Iterator[Candidate]:
-        """Yield a family's candidates; later solo layouts and splits are `extra`."""
+        """Yield the candidates of a family."""
         for i, layout in enumerate(family.layouts(self.view)):
             own = layout.kind == family.kind
             extra = i > 0 and layout.traits.by_shares and not family.equal_shares
@@ -90,7 +84,10 @@ class Offers:
             yield Candidate(family if own else family_of(layout), layout, extra)
 
     def _replace_if_out_of_memory(self, candidate: Candidate) -> Candidate:
-        """Return a smaller candidate if this one ran out of memory."""
+        """Return the candidate, or a smaller one if it ran out of memory.
+
+        A fixed global batch gets smaller passes, a free one fewer rows.
+        """
         fixed = self._problem.global_batch is not None
         if fixed and not (self._problem.micro and candidate.synchronous):
             return candidate
@@ -112,7 +109,7 @@ class Offers:
 
 
 def _without_duplicates(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates without splits that nearly equal an earlier one."""
+    """Leave out layouts that a measurement can't distinguish from an earlier split."""
     kept: list[Candidate] = []
     splits: list[Layout] = []
     for candidate in candidates:

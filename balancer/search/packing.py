@@ -39,11 +39,7 @@ Rates = Mapping[int, float]  # trainings -> combined samples/s; 0: did not run
 
 
 class Packing:
-    """Packs of one mode: what ran, and what to try next.
-
-    They run on the device of the solo layout `single`. `mode` is how trainings share the device,
-    such as plain processes or NVIDIA's MPS.
-    """
+    """The search for the best number of training runs side by side on one device."""
 
     def __init__(self, policy: RowPolicy, single: Layout, mode: PackMode) -> None:
         self._policy = policy
@@ -53,17 +49,16 @@ class Packing:
         (self._position,) = single.active
 
     def next_layout(self) -> Layout | None:
-        """Return the next pack to measure; None when the best number of trainings is known."""
+        """Return the next pack to measure, or None if growth has ended."""
         size = next_size(self._rates, self._most_trainings)
         if size is None or size < 2:
             return None
         return pack_on(self._single, size, self._mode, self._batch_for(size))
 
     def best_layout(self) -> Layout | None:
-        """Return the best measured pack, or the pack to measure next.
+        """Return the best pack that ran, or the next one to measure if none ran.
 
-        The best has the fewest trainings of all packs that are nearly as fast as the fastest. If no
-        pack has run yet, return the next one; None if none is to be measured.
+        A larger pack must be at least 5 % faster than a smaller one.
         """
         packs = {size: rate for size, rate in self._rates.items() if size > 1}
         size = best_size(packs, max(ENOUGH, self._problem.tolerance))
@@ -73,15 +68,12 @@ class Packing:
 
     @property
     def still_gains(self) -> bool:
-        """True if the largest number of trainings so far is the best.
-
-        More may then be better.
-        """
+        """Whether the largest pack so far is the best."""
         return len(self._rates) > 1 and best_size(self._rates) == max(self._rates)
 
     @cached_property
     def seen(self) -> tuple[Observation, ...]:
-        """All observations of packs, sorted by number of trainings, then by falling batch."""
+        """The observations of packs in this mode, smallest first."""
         found = []
         for one in self._policy.seen.in_stage(Stage.PACK):
             layout = one.probe.layout
@@ -102,7 +94,7 @@ class Packing:
 
     @cached_property
     def _rates(self) -> dict[int, float]:
-        """The combined samples/s by number of trainings; 0 if none runs."""
+        """Total samples/s by number of training runs; 0 if none of them ran."""
         rates = {1: self._policy.single_rate(self._single)}
         for size, tries in self._by_size.items():
             timed = [self._rate_of(seen.probe.layout) for seen in tries if isinstance(seen, Timed)]
@@ -111,18 +103,18 @@ class Packing:
         return rates
 
     def _may_retreat(self, size: int, tries: Sequence[Observation]) -> bool:
-        """True if such packs may fit with a smaller batch."""
+        """Whether a pack that ran out of memory can be tried again with a smaller batch."""
         if self._problem.global_batch is not None or len(tries) >= RETREATS:
             return False
         return all(isinstance(seen, OutOfMemory) for seen in tries) and self._batch_for(size) > 0
 
     def _rate_of(self, layout: Layout) -> float:
-        """Return a pack's combined samples/s, computed from all its turns."""
+        """Return the samples/s of a pack over all its turns."""
         # its first measurement alone may have been too high
         return throughput(self._policy.seen.turns(layout)).value
 
     def _batch_for(self, size: int) -> int:
-        """Return each training's batch in a pack; 0 if none fits."""
+        """Return the batch of each training run in a pack of this size; 0 if none fits."""
         batch = self._single.global_batch
         if self._problem.global_batch is not None:
             return batch
@@ -134,7 +126,7 @@ class Packing:
 
     @cached_property
     def _most_trainings(self) -> int:
-        """The most trainings that may fit on the device."""
+        """The most training runs that fit on the device."""
         least = self._problem.global_batch or self._problem.multiple_of
         for size in range(MOST_PROCESSES, 1, -1):
             if self._largest_batch_for(size) >= least:
@@ -142,7 +134,7 @@ class Packing:
         return 1
 
     def _largest_batch_for(self, size: int) -> int:
-        """Return the largest batch that fits `size` times."""
+        """Return the largest batch with which so many training runs fit in memory."""
         limit = self._policy.seen.memory_limit(self._position)
         if limit is None or not self._memory_per_training.points:
             return UNBOUNDED
@@ -152,7 +144,7 @@ class Packing:
 
     @cached_property
     def _memory_per_training(self) -> Memory:
-        """The memory use of one training of a pack."""
+        """Memory use of a single training run, alone or in a pack."""
         memory = self._policy.machine.devices[self._position].memory
         held = dict(memory.points)
         for seen in self.seen:
@@ -168,10 +160,10 @@ class Packing:
 
 
 def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
-    """Return the number of trainings to try next, at most `most`.
+    """Return the next pack size to try, or None if enough were tried.
 
-    `tried` has the combined samples/s by number of trainings; 0 for a failure. Return None if the
-    best number is known well enough, or if all attempts failed.
+    Sizes grow like Fibonacci numbers while they gain; then the gaps beside the best size are
+    halved.
     """
     best = best_size(tried)
     sizes = sorted(tried)
@@ -189,9 +181,6 @@ def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
 
 
 def best_size(tried: Rates, tolerance: float = TIE) -> int | None:
-    """Return the smallest number of trainings whose rate is within the tolerance of the highest.
-
-    The tolerance is relative. Return None if all attempts failed.
-    """
+    """Return the smallest size within `tolerance` of the fastest, or None if none ran."""
     least = max(tried.values(), default=0.0) * (1 - tolerance)
     return min((size for size, rate in tried.items() if rate and rate >= least), default=None)

@@ -1,8 +1,4 @@
-"""Predicts from the observations which layouts should train fastest.
-
-In a cluster, some hosts may be left out of a step, because gradient exchange across hosts takes
-longer than within one host.
-"""
+"""Predict the fastest layouts from the curves of all devices."""
 
 from __future__ import annotations
 
@@ -21,30 +17,23 @@ Solve = Callable[[Sequence[DeviceCurve], Costs], Allocation | None]
 
 
 class Predictions:
-    """Predicts which layouts are best if all rows cost the same.
-
-    Predictions are allocations: (device, samples) pairs with the predicted step time.
-    """
+    """The fastest allocations of rows that the machine model predicts."""
 
     def __init__(self, machine: MachineModel) -> None:
         self.machine = machine
         self.problem = machine.problem
 
     def layout(self, wanted: Allocation) -> Layout:
-        """Return an allocation as a layout, with shares divided into passes where necessary."""
+        """Return an allocation as a layout, in passes where needed."""
         shares = dict(wanted.shares)
         return self.machine.lay_out(tuple(shares.get(i, 0) for i in range(self.problem.devices)))
 
     def fastest_of(self, devices: Sequence[DeviceCurve]) -> Allocation | None:
-        """Return the fastest split over these devices, or a faster single device.
-
-        A split may leave devices out. The devices' curves may include steps in several passes
-        (`PassCurve`). Return None if the batch doesn't fit.
-        """
+        """Return the fastest allocation to these devices: a split or one of them alone, or None."""
         return fastest([self._fastest_split_over(devices), *map(self._best_alone, devices)])
 
     def _best_alone(self, device: DeviceCurve) -> Allocation | None:
-        """Return the fixed or best batch on one device, if it fits."""
+        """Return the fastest batch of one device, or None if the fixed batch doesn't fit."""
         batch = self.problem.global_batch
         if batch is None:
             return waterfill.single_best(
@@ -56,11 +45,7 @@ class Predictions:
 
     @cached_property
     def fastest_split(self) -> Allocation | None:
-        """The split with the highest predicted samples/s that should fit.
-
-        None if there is none. Each share is limited to batches for which the device's curve can be
-        trusted, unless a fixed batch needs larger shares.
-        """
+        """The fastest predicted split, or None; in passes only if they gain enough."""
         at_once = self._fastest_split_over(self._trusted_devices)
         if at_once is None and self.problem.global_batch:
             at_once = self._fastest_split_over(self.machine.split_curves)
@@ -79,7 +64,7 @@ class Predictions:
         return in_passes if gains else at_once
 
     def _is_limited_by_memory(self, found: Allocation | None) -> bool:
-        """True if memory, not time, limits the rows of some device."""
+        """Whether a device would take more rows if it had more memory."""
         seconds = found.seconds if found else math.inf
         for device in self._trusted_devices:
             most = device.curve.largest(seconds, device.limit, self.machine.quantum)
@@ -88,18 +73,15 @@ class Predictions:
         return False
 
     def split_over(self, positions: Sequence[int]) -> Allocation | None:
-        """Return the fastest split over these devices, with one pass on each.
-
-        The split may leave devices out. Return None if no such split fits.
-        """
+        """Return the fastest split over exactly these positions or some of them, or None."""
         return self._fastest_split_over(
             [device for device in self.machine.split_curves if device.position in positions]
         )
 
     def split_within(self, seconds: float) -> Allocation | None:
-        """Return the fastest split in which no device computes for longer than `seconds`.
+        """Return the fastest split with steps of at most `seconds`, or None.
 
-        Return None for a fixed batch, which can't be reduced, or if no split is quick enough.
+        None for a fixed global batch.
         """
         if self.problem.global_batch is not None:
             return None
@@ -111,10 +93,7 @@ class Predictions:
         return self._fastest_split_over(found)
 
     def rate_of(self, batch: int) -> float:
-        """Return the predicted samples/s of the fastest layout of this batch in one pass.
-
-        Return 0 if no such layout is expected to fit.
-        """
+        """Return the predicted samples/s at a global batch; 0 if it fits nowhere."""
         split = self._fastest_split_over(self._trusted_devices, batch)
         rates = [split.samples_per_second if split else 0.0]
         for position in self.machine.live:
@@ -126,7 +105,7 @@ class Predictions:
     def _fastest_split_over(
         self, devices: Sequence[DeviceCurve], of: int | None = None
     ) -> Allocation | None:
-        """Return the fastest split over some or all of these devices."""
+        """Return the fastest split over some of these devices, or None."""
         # `of`: a global batch instead of the requested one
         batch = of or self.problem.global_batch
         limit = self.problem.max_global_batch
@@ -141,7 +120,7 @@ class Predictions:
 
     @cached_property
     def _trusted_devices(self) -> tuple[DeviceCurve, ...]:
-        """The devices, limited to batches for which their curves can be trusted."""
+        """The devices with their curves, limited to rows for which the curves are trusted."""
         found = []
         for curve in self.machine.split_curves:
             limit = self.machine.devices[curve.position].trusted_rows(curve.curve, curve.limit)
@@ -152,15 +131,12 @@ class Predictions:
 
     @cached_property
     def fastest_single(self) -> Allocation | None:
-        """The single device with the highest predicted samples/s, at its best batch.
-
-        None if no device can train alone.
-        """
+        """The fastest predicted allocation to one device, or None."""
         return fastest(map(self.single, self.machine.live))
 
     @cached_property
     def best_single_rate(self) -> float:
-        """The highest samples/s of a device alone: measured with the others idle, or predicted."""
+        """The best samples/s of a single device, measured while others were idle, or predicted."""
         found = [
             self.machine.others_idle.get(i) or self.single(i)
             for i in {*self.machine.others_idle, *self.machine.live}
@@ -168,11 +144,7 @@ class Predictions:
         return max((one.samples_per_second for one in found if one), default=0.0)
 
     def single(self, position: int) -> Allocation | None:
-        """Return the allocation for one device alone, at its fastest batch.
-
-        Passes are used if they are needed. Return None if no batch fits, if the device never ran
-        alone, or if every layout must use all devices.
-        """
+        """Return the fastest allocation to this device alone, or None."""
         device = self.machine.devices[position]
         if device.solo_curve is None or not device.largest_in_one_pass or self.problem.all_together:
             return None
@@ -183,10 +155,10 @@ class Predictions:
         return self._best_alone(DeviceCurve(position, device.solo_curve, reach))
 
     def within(self, part: float) -> Allocation | None:
-        """Return the layout with the smallest batch that should be fast enough.
+        """Return the smallest batch that should be fast enough, or None.
 
-        It may be slower than the fastest by the fraction `part` of the tolerance. Return None for a
-        fixed batch, or without a tolerance.
+        It may be slower than the fastest by a fraction `part` of the tolerance. None for a fixed
+        batch, or without a tolerance.
         """
         problem = self.problem
         if problem.global_batch is not None or not problem.tolerance:
@@ -202,7 +174,7 @@ class Predictions:
         return min(reaching, key=lambda one: (one.global_batch, one.seconds), default=None)
 
     def _smallest_split_reaching(self, rate: float) -> Allocation | None:
-        """Return the split with the smallest batch that reaches `rate` samples/s."""
+        """Return the smallest split with at least `rate` samples/s."""
         shares = self.fastest_split.shares if self.fastest_split else ()
         hosts = {self.machine.hosts[i] for i, _ in shares}
         # only hosts of the fastest split
@@ -218,7 +190,7 @@ class Predictions:
         )
 
     def _smallest_singles_reaching(self, rate: float) -> list[Allocation | None]:
-        """Return each device's smallest batch that reaches `rate` samples/s alone."""
+        """Return each device's smallest batch with at least `rate` samples/s."""
         found = []
         for curve in self.machine.split_curves:
             alone = self.machine.devices[curve.position].solo_curve
@@ -235,10 +207,11 @@ class Predictions:
 def split_over_hosts(
     devices: Sequence[DeviceCurve], hosts: Sequence[int], costs: Sequence[Costs], solve: Solve
 ) -> Allocation | None:
-    """Return the fastest split over one host, several hosts or all hosts.
+    """Return the fastest allocation over some of the hosts.
 
-    `hosts` has the index of each device's host, by position. `costs` has the exchange costs by
-    number of hosts. `solve` returns the best split over the devices that it gets.
+    - `hosts`: the host of each position.
+    - `costs`: exchange seconds by number of hosts and of devices.
+    - `solve`: finds the fastest allocation for given devices and costs.
     """
     # `solve` is called for each single host, then for all hosts; after that, the host with the
     # fewest rows is left out, again and again, and `solve` is called for the others
@@ -264,5 +237,5 @@ def split_over_hosts(
 
 
 def fastest(found: Iterable[Allocation | None]) -> Allocation | None:
-    """Return the allocation with the highest samples/s; None if there is none."""
+    """Return the allocation with the most samples/s, or None."""
     return max((one for one in found if one), key=lambda one: one.samples_per_second, default=None)

@@ -33,7 +33,7 @@ FEW_STEPS = 24
 
 
 class Race:
-    """The race between the offered layouts, based on one set of observations."""
+    """The final comparison: the best layouts are measured in alternation until one wins."""
 
     def __init__(self, offers: Offers, machine: MachineModel, budget: Budget) -> None:
         self.offers = offers
@@ -44,12 +44,7 @@ class Race:
         self._seen = machine.seen
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """Return the next probe, as a tuple of one probe.
-
-        The tuple is empty when the race is over. First, each candidate is measured once, and so are
-        packs of more and more trainings. Then candidates that may still win get more turns.
-        Finally, the winner is measured with each knob.
-        """
+        """Return the next probe of the comparison; empty if it is decided or time is up."""
         # packs on logical devices have as many trainings as the best pack of plain processes
         first = [one for one in self._unmeasured if one.layout.placement != "logical"]
         return (
@@ -62,7 +57,7 @@ class Race:
 
     @cached_property
     def running(self) -> tuple[Candidate, ...]:
-        """The candidates that haven't failed in the race and whose devices are all available."""
+        """The candidates that haven't failed."""
         candidates = self.offers.candidates
         here = (
             candidate
@@ -72,10 +67,9 @@ class Race:
         return tuple(one for one in here if self._seen.first_failure(one.layout) is None)
 
     def repeat_best(self, chosen: Layout) -> tuple[Probe, ...]:
-        """Return another turn of the chosen layout or of the best other.
+        """Return another probe of the winner or its closest rivals, to spend the rest of a budget.
 
-        Such turns use up a budget that is to be spent completely (`Problem.spend_all`). Return an
-        empty tuple if there is no budget, or not enough of it left.
+        Empty without a budget.
         """
         if self._problem.budget_seconds is None:
             return ()
@@ -85,15 +79,10 @@ class Race:
         return self._next_turn(whole, Stage.KNOBS if chosen.knobs else Stage.RACE, settled=True)
 
     def check(self, best: Result) -> tuple[Probe, ...]:
-        """Return a probe that measures the chosen layout again.
+        """Return a probe that measures the winner again, or nothing if its samples/s are certain.
 
-        Return an empty tuple if no check is needed, or if the budget doesn't allow the probe. No
-        check is needed if no other layout was measured and the samples/s are precise.
-
-        A check is repeated once if a device was throttled in it. It is also repeated while the
-        samples/s are imprecise, up to the largest number of turns. If even that number seems too
-        few, the check is repeated only if steps are slow, so that each turn times only a few, or if
-        there is no other layout to race. A check that failed isn't repeated.
+        The samples/s that a layout won by are probably too high. A second check follows if the
+        first one was throttled, or is too rough.
         """
         layout = best.layout
         checks = [seen for seen in self._seen.in_stage(Stage.CHECK) if seen.probe.layout == layout]
@@ -117,18 +106,12 @@ class Race:
 
     @cached_property
     def turns(self) -> dict[Layout, Turns]:
-        """The measured turns of each candidate that is still in the race, by layout.
-
-        They are empty for a candidate that hasn't been measured yet.
-        """
+        """The turns of each running layout."""
         return {one.layout: self._seen.turns(one.layout) for one in self.running}
 
     @cached_property
     def ranking(self) -> tuple[RankedLayout, ...]:
-        """Every layout that ran in the race, the winner first.
-
-        Once the winner has been measured with knobs, its layouts with knobs are included.
-        """
+        """The compared layouts, the winner first; with knobs, if any were tried."""
         rivals = self._knob_rivals
         turns = {rival.layout: self._seen.turns(rival.layout, Stage.KNOBS) for rival in rivals}
         tried = rank(rivals, turns, self._problem)
@@ -144,22 +127,19 @@ class Race:
 
     @property
     def unmeasured(self) -> tuple[Candidate, ...]:
-        """The candidates for which the budget left no time, except a family's `extra` ones."""
+        """The main candidates without a measurement."""
         return tuple(one for one in self._unmeasured if not one.extra)
 
     @cached_property
     def waiting(self) -> tuple[list[Candidate], bool]:
-        """The candidates that still need a turn, and whether there is a tie.
-
-        A tie is a pair of layouts that the rest of the budget can't tell apart.
-        """
+        """The candidates that need another turn, and whether some are tied."""
         rivals, tied = self._find_undecided(self.running, Stage.RACE)
         return [*self._unmeasured, *rivals], tied
 
     # ------------------------------------------------------------------ first turn
 
     def _first_turn(self, wanted: Sequence[Candidate]) -> tuple[Probe, ...]:
-        """Return the first probe of the most promising candidate, if affordable."""
+        """Return the first probe of the most promising unmeasured candidate."""
         if not wanted:
             return ()
         layout = min(wanted, key=self._first_turn_key).layout
@@ -177,7 +157,7 @@ class Race:
         return (Probe(layout, stage, seconds, FIRST_TURN),)
 
     def _first_turn_key(self, candidate: Candidate) -> tuple[bool, float]:
-        """Return a sort key: the candidate with the lowest is measured first."""
+        """Sort key of the first turns: fast layouts with cheap probes come first."""
         comparable = [candidate]
         if not candidate.synchronous:
             # a pack or placement is expected to be as fast as the fastest other candidate
@@ -192,7 +172,7 @@ class Race:
     # ------------------------------------------------------------------ packs
 
     def _grow_packs(self) -> tuple[Probe, ...]:
-        """Return a probe of the next larger pack, if affordable."""
+        """Return a probe of the next larger pack."""
         found = [packing.next_layout() for _, packing in self.offers.view.packings]
         # the smallest first
         wanted = sorted((one for one in found if one is not None), key=lambda one: one.processes)
@@ -209,7 +189,7 @@ class Race:
     def _next_turn(
         self, rivals: Sequence[Candidate], stage: Stage, settled: bool = False
     ) -> tuple[Probe, ...]:
-        """Return the next probe of this turn or a new one."""
+        """Return the probe of the next rival in this turn or the following one."""
         taken = {rival.layout: set(self._seen.turns(rival.layout, stage)) for rival in rivals}
         # further turns replace those in which a device was throttled
         for layout, turns in taken.items():
@@ -226,7 +206,7 @@ class Race:
         return ()
 
     def _reserved_seconds(self, layout: Layout, stage: Stage) -> float:
-        """Return the seconds that must remain after a probe of a turn."""
+        """Return the seconds to keep for later probes of the comparison."""
         knobs = self._knobs_seconds if stage == Stage.RACE else 0.0
         # another such probe and, in the race, a turn with each knob
         return self._budget.least_seconds(layout) + knobs
@@ -234,7 +214,7 @@ class Race:
     def _rivals_in_turn(
         self, rivals: Sequence[Candidate], stage: Stage, turn: int
     ) -> list[Candidate]:
-        """Return the rivals in a turn that may still be the best."""
+        """Return the rivals that take part in a turn."""
         # the first turn of the race is in `_first_turn`
         if turn == FIRST_TURN and stage == Stage.KNOBS:
             return list(rivals)
@@ -246,7 +226,10 @@ class Race:
     def _find_undecided(
         self, rivals: Sequence[Candidate], stage: Stage, before: int = MOST_TURNS
     ) -> tuple[list[Candidate], bool]:
-        """Return the rivals that deserve another turn, and whether they tie."""
+        """Return the rivals that need another turn, and whether some are tied.
+
+        Only turns before `before` count.
+        """
         turns = {}
         for one in rivals:
             taken = self._seen.turns(one.layout, stage)
@@ -264,7 +247,7 @@ class Race:
 
     @cached_property
     def _knob_rivals(self) -> list[Candidate]:
-        """The winner without knobs and with each requested knob."""
+        """The winner with and without each knob; empty without knobs."""
         if not self._without_knobs or not self.options.knobs:
             return []
         winner = self._without_knobs[0].candidate
@@ -276,19 +259,16 @@ class Race:
 
     @property
     def turn_seconds(self) -> float:
-        """The minimum time, in seconds, to measure every candidate and each knob once more.
-
-        A larger pack is measured only if this time remains afterwards.
-        """
+        """Seconds to measure all candidates and knobs once."""
         candidates = sum(self._budget.least_seconds(one.layout) for one in self.running)
         return candidates + self._knobs_seconds
 
     @cached_property
     def _knobs_seconds(self) -> float:
-        """The minimum seconds to measure the winner once with each knob."""
+        """Seconds to measure each knob once."""
         return sum(self._budget.least_seconds(rival.layout) for rival in self._knob_rivals)
 
 
 def _was_held_back_in_only_turn(turns: Turns) -> bool:
-    """True if a device was throttled in the only turn."""
+    """Whether the only turn was throttled."""
     return len(turns) == 1 and all(seen.held_back() for seen in turns.values())

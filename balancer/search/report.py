@@ -1,4 +1,4 @@
-"""The outcome of a search as one value, with all data for a plan, a verdict and tables."""
+"""What a search hands over at its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .ranking import RankedLayout
 
 
 class SearchReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of a search, between two probes or at its end."""
+    """Everything that the result of a search is made from."""
 
     problem: Problem
     options: LayoutOptions
@@ -44,5 +44,5 @@ class SearchReport(msgspec.Struct, frozen=True, kw_only=True):
     own_rate: float = 0.0  # predicted samples/s at the script's own batch; 0: unknown
 
     def turns_of(self, layout: Layout) -> tuple[Timed, ...]:
-        """Return the measurements that determine a layout's samples/s; empty if it didn't run."""
+        """Return the measurements that count for a layout; empty if there are none."""
         return self.turns.get(layout, ())

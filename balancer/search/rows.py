@@ -1,4 +1,4 @@
-"""Chooses the layouts that are worth racing if every row costs the same."""
+"""Propose layouts for training runs that count shares in rows."""
 
 from __future__ import annotations
 
@@ -30,10 +30,7 @@ MOST_TO_COMBINE = 6
 
 
 class RowPolicy:
-    """Chooses the layouts to race if all rows cost the same.
-
-    A device's time then depends only on its number of rows.
-    """
+    """Choose candidates by the predicted and measured speed of rows."""
 
     def __init__(self, machine: MachineModel) -> None:
         self.machine = machine
@@ -42,19 +39,11 @@ class RowPolicy:
         self.seen = machine.seen
 
     def why_none(self) -> End | None:
-        """Return None: a usable device can always train.
-
-        All rows have the same size. Other policies return the reason why no device can train
-        although some are usable.
-        """
+        """Return None: some layout of rows may always work."""
         return None
 
     def is_sensible(self, layout: Layout) -> bool:
-        """True if the layout is a sensible way to train.
-
-        Every split is sensible. So is a single device, unless every layout must use all devices, or
-        the device would compute a free batch in several passes.
-        """
+        """Whether the layout may be chosen as the plan."""
         if layout.traits.together:
             return True
         if self.problem.all_together:
@@ -63,10 +52,7 @@ class RowPolicy:
         return self.problem.global_batch is not None or not layout.in_passes
 
     def apart_seconds(self, layout: Layout) -> float | None:
-        """Return the most seconds that a device takes for its share in the solo stage.
-
-        Return None if none of the layout's devices ran alone.
-        """
+        """Return the seconds of the slowest share if each device ran alone; None if unknown."""
         seconds = []
         for position in layout.computing:
             curve = self.machine.devices[position].solo_curve
@@ -75,10 +61,9 @@ class RowPolicy:
         return max(seconds, default=None)
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return each device's curve in a split, and its rows per pass.
+        """Return each device's split curve and its most rows per pass, for the plan file.
 
-        The rows certainly fit. The result is by position. An unused device, and every device of a
-        layout that isn't a split, has an empty curve and 0 rows.
+        Devices without a share, and layouts on one device, get an empty curve.
         """
         found = list(NO_CURVE * len(layout.shares))
         if not layout.traits.together:
@@ -93,10 +78,7 @@ class RowPolicy:
         return tuple(found)
 
     def predicted_curve(self, position: int) -> PredictedCurve:
-        """Return a device's curve as points to draw.
-
-        There are no points if the device never ran alone.
-        """
+        """Return points of a device's curve for a plot."""
         device = self.machine.devices[position]
         largest = device.guessed_rows or device.memory.largest_ran or None
         points: tuple[tuple[int, float], ...] = ()
@@ -108,10 +90,9 @@ class RowPolicy:
     # ------------------------------------------------------------------ one device
 
     def singles(self) -> list[Layout]:
-        """Return the best solo layout; empty if there is none.
+        """Return the best layout on one device; empty if there is none.
 
-        If the layout has several passes and one pass certainly fits too, the same batch in one pass
-        follows as a second layout.
+        If it has several passes although one would surely fit, the layout with one pass follows.
         """
         ranked = self._singles_by_rate()
         if not ranked:
@@ -124,7 +105,7 @@ class RowPolicy:
         return [best, at_once]
 
     def _singles_by_rate(self) -> list[Layout]:
-        """Return the solo layouts that fit, the fastest first."""
+        """Return the layouts on one device, fastest first."""
         batch = self.problem.global_batch
         if batch is None:
             # a free batch: all solo layouts that exploration measured
@@ -144,10 +125,9 @@ class RowPolicy:
         return sorted(fitting, key=lambda layout: -self.single_rate(layout, contended=False))
 
     def single_rate(self, layout: Layout, contended: bool = True) -> float:
-        """Return the samples/s of a device alone, measured or else predicted.
+        """Return the samples/s of a layout on one device, measured or predicted.
 
-        A measurement with the other devices idle is preferred. Measurements of the solo stage, in
-        which all devices run at the same time, count only if `contended`.
+        Measurements while other devices computed count only if `contended`.
         """
         timed = self.seen.timed_in(layout, Stage.REST)
         if not timed and contended:
@@ -157,18 +137,13 @@ class RowPolicy:
         )
 
     def efficient(self) -> list[Layout]:
-        """Return layouts to race if the objective may give up speed.
-
-        An objective may do so to save energy, for example. The layouts are the best solo layout of
-        each device, and the splits predicted to be most efficient. Layouts that don't fit are left
-        out.
-        """
+        """Return the layouts to try for an objective that trades speed."""
         alone = {layout.active[0]: layout for layout in reversed(self._singles_by_rate())}
         layouts = [*alone.values(), *map(self.predictions.layout, self._most_efficient())]
         return [layout for layout in layouts if self.machine.fits(layout)]
 
     def _most_efficient(self) -> list[Allocation]:
-        """Return the splits with the most samples/s per unit of cost."""
+        """Return the splits with the most samples per cost that are fast enough."""
         objective = find_objective(self.problem.objective)
         costs = objective.costs(self.seen.timed(), self.problem.devices)
         if not costs:
@@ -193,7 +168,7 @@ class RowPolicy:
         return sorted(enough, key=value, reverse=True)[:LIKELY_SETS]
 
     def _list_device_sets(self, costs: list[tuple[float, float]]) -> Iterator[tuple[int, ...]]:
-        """Yield sets of devices that may be more efficient than all devices."""
+        """Yield the sets of devices to try, smaller than all."""
         # `costs` are the (active, idle) costs of each device
         counts = range(2, len(self.machine.live))
         if len(self.machine.live) <= MOST_TO_COMBINE:
@@ -212,12 +187,7 @@ class RowPolicy:
     # ------------------------------------------------------------------ several devices
 
     def best_splits(self) -> list[Layout]:
-        """Return the splits worth racing, possibly with duplicates.
-
-        They are the preferred measured split, predicted splits that should be better, and the
-        fastest measured split. If no measured split still fits, the only one is the split predicted
-        to be fastest, provided that it certainly fits.
-        """
+        """Return the splits to compare: the preferred one, promising ones, and the fastest."""
         found = self._split_rates()
         if not found:
             fastest = self.predictions.fastest_split if self.machine.splits else None
@@ -231,7 +201,7 @@ class RowPolicy:
         ]
 
     def _split_rates(self) -> dict[Layout, float]:
-        """Return the samples/s of explored splits that fit and match the batch."""
+        """Return the best measured samples/s of each split."""
         batch = self.problem.global_batch
         found = [
             split
@@ -243,7 +213,7 @@ class RowPolicy:
         return {one.probe.layout: one.samples_per_second for one in found}
 
     def _preferred_split(self, found: dict[Layout, float]) -> Layout:
-        """Return the split with the smallest batch within the tolerance."""
+        """Return the smallest split within the tolerance of the fastest."""
         # `found` are the samples/s of the splits, and must not be empty
         tolerance = self.problem.tolerance if self.problem.global_batch is None else 0.0
         least = max(found.values()) * (1 - tolerance)
@@ -251,7 +221,7 @@ class RowPolicy:
         return min(enough, key=lambda layout: (layout.global_batch, -found[layout]))
 
     def _promising_splits(self, chosen: Layout) -> list[Layout]:
-        """Return predicted splits that should be preferred to `chosen` and certainly fit."""
+        """Return splits that are predicted to be better than the chosen one and surely fit."""
         # smaller batches within the tolerance
         found = list(self._smaller_splits(chosen))
         fastest = self.predictions.fastest_split
@@ -263,7 +233,7 @@ class RowPolicy:
         return [layout for layout in found if self.machine.surely_fits(layout)]
 
     def _smaller_splits(self, chosen: Layout) -> Iterator[Layout]:
-        """Yield splits of small batches that should be within the tolerance."""
+        """Yield splits with smaller batches that are predicted to be fast enough."""
         tolerance = self.problem.tolerance
         ran = {
             one.probe.layout
@@ -288,7 +258,7 @@ class RowPolicy:
     def _smallest_within(
         self, turns: dict[Layout, Turns], leader: Turns, most: int
     ) -> Layout | None:
-        """Return the measured layout with the smallest batch within the tolerance."""
+        """Return the smallest measured layout within the tolerance, or None."""
         # a layout without a check must have a batch of at most `most`
         checked = {one.probe.layout for one in self.seen.in_stage(Stage.CHECK)}
         found = []
@@ -299,7 +269,7 @@ class RowPolicy:
         return min(found, key=lambda one: (one.global_batch, one.shares), default=None)
 
     def _nearest_raced(self, layout: Layout, raced: Iterable[Layout]) -> Layout:
-        """Return a raced layout with nearly these shares, or else `layout`."""
+        """Return a measured layout with nearly the same shares, or the layout itself."""
         # shares differ by at most 2 %, so a measurement of `layout` would show nothing new
         near = [one for one in raced if same_measurement(one, layout, SAME_BATCH)]
         batch = layout.global_batch
@@ -310,10 +280,9 @@ class RowPolicy:
         return min(near, key=distance, default=layout)
 
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
-        """Return the even split over all live devices, if one fits.
+        """Return equal shares over all usable devices.
 
-        With `scaling`, also return even splits over 2, 4, ... of the fastest devices. `splits` are
-        the splits worth racing. The first of them gives the global batch if the user didn't fix it.
+        `scaling` adds equal shares over fewer devices, the fastest first.
         """
         order = sorted(self.machine.live, key=lambda i: -self.machine.devices[i].evidence.best_rate)
         counts = device_counts(len(order)) if scaling else (len(order),)
@@ -324,7 +293,7 @@ class RowPolicy:
     def _make_even_split(
         self, positions: tuple[int, ...], splits: Sequence[Layout], whole: bool
     ) -> Layout | None:
-        """Return an even split over these devices, if one fits."""
+        """Return equal shares over these positions, or None if they don't fit."""
         # if `whole`, a fixed batch isn't reduced when it doesn't fit
         count = len(positions)
         quantum = self.machine.quantum
@@ -344,7 +313,7 @@ class RowPolicy:
         return split_evenly(self.problem.devices, positions, safe * count, quantum)
 
     def _even_batch(self, positions: tuple[int, ...], splits: Sequence[Layout]) -> int:
-        """Return the global batch for an even split; 0 if unknown."""
+        """Return the global batch for equal shares if the request has none."""
         count = len(positions)
         if splits:
             # each device gets the mean rows per live device

@@ -1,4 +1,4 @@
-"""Searches for the fastest layout: requests probes, gets their observations, reports the best."""
+"""Search for the fastest layout: ask for probes, tell what came of them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ LEAST_STEPS = 20
 
 
 class Search:
-    """Finds the layout that trains fastest.
+    """Finds the fastest layout of a problem.
 
-    The caller runs the probes that `ask` returns, and passes each observation to `tell`. The search
-    has no clock: the time spent is the sum of the observations' `elapsed_seconds`. Solo probes of
-    one turn run at the same time, so only the longest counts. The docstring of this package
-    explains the theory.
+    The caller runs the probes of `ask` and passes what it observed to `tell`. The answers depend
+    only on the set of observations, not on their order. The search has no clock: elapsed seconds
+    come from the observations.
     """
 
     def __init__(self, problem: Problem, options: LayoutOptions = BALANCE) -> None:
@@ -33,23 +32,18 @@ class Search:
 
     @property
     def evaluation(self) -> Evaluation:
-        """All conclusions from the observations so far."""
+        """The evaluation of all observations so far."""
         return self._evaluation
 
     def tell(self, seen: Observation) -> None:
-        """Add an observation.
-
-        Observations may come in any order, more than once, and from probes that weren't requested.
-        """
+        """Add an observation."""
         self._seen.add(seen)
         self._evaluation = Evaluation(self.problem, self.options, self._seen)
 
     def learn_data(self, facts: Facts) -> None:
-        """Add facts about the data and the model from child processes.
+        """Add facts about the workload that its first probes found out.
 
-        If the request has neither a global nor a largest batch, the number of rows limits the
-        batch. An epoch must have at least 20 steps. If row lengths are known, rows are assigned by
-        their cost.
+        A free global batch is limited so that an epoch keeps a useful number of steps.
         """
         problem = self.problem
         free = problem.global_batch is None and problem.max_global_batch is None
@@ -77,40 +71,36 @@ class Search:
             self._evaluation = Evaluation(problem, self.options, self._seen)
 
     def ask(self) -> tuple[Probe, ...]:
-        """Return the probes to run now, all at the same time.
-
-        The result is empty when the search is over. Calling `ask` doesn't change the search.
-        """
+        """Return the probes to run now, all at once; empty if the search is over."""
         return self._evaluation.next_probes
 
     def ended(self) -> End | None:
-        """Return why the search is over; None if there are more probes to run."""
+        """Return why the search is over, or None if it goes on."""
         return self._evaluation.ended()
 
     def why_stopped(self) -> str | None:
-        """Return a message that says why the search is over; None if it isn't over."""
+        """Return the reason as a sentence, or None while the search goes on."""
         end = self.ended()
         return None if end is None else end.words
 
     def belief(self) -> Belief:
-        """Return the search's current curves and its next step, to be drawn between two probes."""
+        """Return the predicted curves and what is measured next."""
         return self._evaluation.belief()
 
     def best(self) -> Result | None:
-        """Return the best layout that ran and may run again; None before any measurement."""
+        """Return the best layout so far, or None."""
         return self._evaluation.best
 
     def report(self, own_batch: int | None = None) -> SearchReport | None:
-        """Return all data for a plan, a verdict and tables.
+        """Return the material for the result, or None if no layout ran.
 
-        Return None before any measurement. `own_batch` is the batch that the user's script uses
-        today, if known. The report then has the samples/s that are predicted for it.
+        `own_batch` is the script's own global batch.
         """
         return self._evaluation.report(own_batch)
 
 
 def _largest_batch_of(rows: int, problem: Problem) -> int:
-    """Return the largest batch that leaves an epoch `LEAST_STEPS` steps."""
+    """Return the largest useful global batch for so many rows of data."""
     quantum = problem.multiple_of
     # with few rows, an epoch may have fewer steps
     wanted = max(rows // LEAST_STEPS, problem.devices * quantum, SMALL)

@@ -69,10 +69,10 @@ FAR_SLOWER = 0.5
 
 
 class RowDemand(msgspec.Struct, frozen=True):
-    """The memory and time that a device needs for its rows.
+    """What rows cost on a device, besides its part of the state.
 
-    Its part of the state isn't included. A pass of r rows needs `base_bytes` + r * `row_bytes`. A
-    step of one such pass takes `fixed_seconds` + r * `row_seconds`.
+    A pass of r rows takes `base_bytes + r * row_bytes` bytes and `fixed_seconds + r * row_seconds`
+    seconds.
     """
 
     base_bytes: float
@@ -81,22 +81,21 @@ class RowDemand(msgspec.Struct, frozen=True):
     row_seconds: float
 
     def rows_in(self, seconds: float) -> float:
-        """Return the number of rows of a step that takes `seconds`."""
+        """Return the rows that the device computes in so many seconds."""
         return max(0.0, seconds - self.fixed_seconds) / self.row_seconds
 
     def seconds(self, rows: float) -> float:
-        """Return the duration in seconds of a step with this number of rows."""
+        """Return the seconds of a pass with so many rows."""
         return self.fixed_seconds + self.row_seconds * rows
 
 
 class StateDivision(msgspec.Struct, frozen=True):
-    """How the state is divided among the devices, and for which passes.
+    """How the model's state is divided among the devices.
 
-    - `parts`: the fraction of the state that each device holds.
-    - `in_passes`: True if rows are computed in several passes; the gradients of earlier passes then
-      exist when activations are at their peak.
-    - `limits`: the memory of each device without its headroom, in bytes; None if unknown.
-    - `rows`: the rows of one pass on each device; the division leaves memory for them.
+    - `parts`: each device's fraction of the state; empty if not known yet.
+    - `in_passes`: whether the division leaves room for gradients between passes.
+    - `limits`: usable bytes of each device; None where unknown.
+    - `rows`: the rows of a pass on each device for which the division was made.
     """
 
     parts: tuple[float, ...]
@@ -106,21 +105,21 @@ class StateDivision(msgspec.Struct, frozen=True):
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """A sharded layout, and the predicted seconds of its step without gathering."""
+    """A sharded layout and its predicted seconds per step."""
 
     layout: Layout
     seconds: float
 
     def rate(self, more_seconds: float = 0.0) -> float:
-        """Return the predicted samples/s if gathering adds `more_seconds` to each step."""
+        """Return the samples/s if a step takes `more_seconds` longer than predicted."""
         return self.layout.global_batch / (self.seconds + more_seconds)
 
 
 class Sharding:
-    """The search for the fastest sharded training, based on one set of observations.
+    """The search for the best sharded layout.
 
-    It observes single devices with a part of the state, and whole steps. The budget in `problem` is
-    only for sharded layouts.
+    Devices are first measured alone with a small part of the state. Their memory and times decide
+    how to divide it, and whole steps follow.
     """
 
     def __init__(self, problem: Problem, seen: Sequence[Observation]) -> None:
@@ -135,10 +134,7 @@ class Sharding:
             self._problem = msgspec.structs.replace(self._problem, budget_seconds=max(0.0, left))
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """Return the next probes: either of single devices, or one of a whole step.
-
-        Return an empty tuple if no measurement is worth its time, or if the state doesn't fit.
-        """
+        """Return the next probes; empty if nothing is worth measuring."""
         policy = self.policy
         budget = Budget(policy.problem, BALANCE, policy.seen)
         probes = () if self.parts is None else explore(policy, budget, with_splits=True)
@@ -154,7 +150,10 @@ class Sharding:
         return () if whole and not self.parts else tuple(map(self._with_shards, probes))
 
     def _urgent_whole_step(self, budget: Budget) -> Probe | None:
-        """Return a probe of the first whole step if time is short or starts are slow."""
+        """Return the first whole step, if it shouldn't wait for more solo measurements, or None.
+
+        It comes early if little time is left, or if starting its processes is expensive.
+        """
         policy = self.policy
         if not self.parts or policy.machine.splits:
             return None
@@ -173,7 +172,7 @@ class Sharding:
         return None
 
     def _smaller_whole_step(self, budget: Budget) -> Probe | None:
-        """Return a smaller whole step if all others ran out of memory and starts are slow."""
+        """Return a smaller whole step after one ran out of memory, or None."""
         # single devices could only be measured again after a new start of their children, which
         # ended for the whole step
         if not budget.is_expensive(budget.starts.alone):
@@ -195,20 +194,13 @@ class Sharding:
         return Probe(rows_alone, Stage.SPLIT, seconds)
 
     def layouts(self) -> list[Layout]:
-        """Return the sharded layouts that are worth racing.
-
-        They include every measured layout in which some devices have no rows.
-        """
+        """Return the sharded layouts to compare."""
         found = self.policy.best_splits() if self.parts else []
         held = [one.probe.layout for one in self._that_still_fit(self._held)]
         return [*(self._shard(one) for one in found if one.traits.together), *held]
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return each device's curve and the rows per pass that certainly fit.
-
-        The result is by position. If some devices have no rows, shares aren't changed during the
-        training, so all curves are empty.
-        """
+        """Return the time curve and the most rows of each device of a layout."""
         if _some_hold_only(layout):
             return NO_CURVE * len(layout.shares)
         return self.policy.curves(layout_of(layout.shares, layout.micro))
@@ -217,16 +209,12 @@ class Sharding:
 
     @property
     def parts(self) -> tuple[float, ...] | None:
-        """The fraction of the state that each device holds, by position.
-
-        Empty until all devices were measured alone. None if the state doesn't fit together with a
-        row on each device.
-        """
+        """Each device's fraction of the state; empty before it is known, None if it doesn't fit."""
         return None if self._division is None else self._division.parts
 
     @cached_property
     def _division(self) -> StateDivision | None:
-        """The division of the state among the devices, if it fits."""
+        """The division of the state, or None if it doesn't fit."""
         problem = self._problem
         if not self._needs_are_known:
             # no parts until all devices were measured alone
@@ -244,14 +232,17 @@ class Sharding:
 
     @property
     def _limits(self) -> list[int]:
-        """The bytes that the framework's allocator can use on each device."""
+        """Usable bytes of the devices whose memory is known."""
         beside = self._state.beside_bytes
         return [max(1, size - beside) for size in self._problem.memory_bytes if size is not None]
 
     def _divide(
         self, limits: Sequence[int], without_rows: frozenset[int] = frozenset()
     ) -> StateDivision | None:
-        """Divide the state with headroom on each device; None if impossible."""
+        """Return a division that leaves headroom, or None if the state doesn't fit.
+
+        Devices `without_rows` only hold state.
+        """
         failures, needs, problem = self._failures, self._row_demands, self._problem
         # headroom is doubled for each whole step that ran out of memory; if the state then doesn't
         # fit, it is halved repeatedly
@@ -267,7 +258,7 @@ class Sharding:
 
     @property
     def _failures(self) -> list[int]:
-        """Each device's number of whole steps that ran out of memory."""
+        """How often each device ran out of memory in a whole step."""
         counts = [0] * self._problem.devices
         for one in self._seen:
             if isinstance(one, OutOfMemory) and one.probe.layout.traits.together:
@@ -278,7 +269,7 @@ class Sharding:
 
     @property
     def _row_demands(self) -> list[RowDemand]:
-        """The `RowDemand` of each device, from its first two measurements."""
+        """The demand of each device, from its first two measurements alone."""
         # later ones would change the division, which must stay the same after a whole step
         first = Observations(self._problem)
         for position in range(self._problem.devices):
@@ -288,7 +279,7 @@ class Sharding:
         return [self._need(device) for device in devices if device.alone]
 
     def _measured_alone(self, position: int) -> list[Timed]:
-        """Return the measurements of a device that ran alone, oldest first."""
+        """Return the device's measurements alone, in order."""
         found = []
         for one in self._seen:
             layout = one.probe.layout
@@ -306,10 +297,7 @@ class Sharding:
 
     @cached_property
     def without_rows(self) -> Proposal | None:
-        """The fastest predicted training in which some devices hold state but have no rows.
-
-        None if no such training fits, or if the memory of a device is unknown.
-        """
+        """The best proposal in which some devices only hold state, or None."""
         limits = self._limits
         if not self._needs_are_known or len(limits) < self._problem.devices:
             return None
@@ -322,7 +310,7 @@ class Sharding:
         return max(found, key=lambda one: one.rate(), default=None)
 
     def _sets_of_holders(self) -> list[frozenset[int]]:
-        """Return sets of devices that may hold state without computing rows."""
+        """Return the sets of devices that may go without rows."""
         positions = range(self._problem.devices)
         slowest = sorted(positions, key=lambda i: -self._row_demands[i].seconds(1))
         smallest = sorted(positions, key=lambda i: self._limits[i])
@@ -331,7 +319,7 @@ class Sharding:
         return [frozenset(order[:count]) for order in (slowest, smallest) for count in counts]
 
     def _probe_without_rows(self, budget: Budget) -> Probe | None:
-        """Return a probe of the training `without_rows`, if it may win."""
+        """Return a probe of the best layout with devices that only hold state, or None."""
         wanted = self.without_rows
         if wanted is None or len(self._held) >= RETREATS or not self._may_win(wanted):
             return None
@@ -343,7 +331,7 @@ class Sharding:
         return Probe(wanted.layout, Stage.SHARD, seconds)
 
     def _may_win(self, wanted: Proposal) -> bool:
-        """True if the proposal should beat every sharded training that ran."""
+        """Whether the proposal is predicted to beat what ran."""
         ran = [one for one in self._that_still_fit(self._seen) if one.probe.layout.state]
         if ran:
             # the time to gather units isn't known: the shortest of those that ran is assumed
@@ -358,7 +346,7 @@ class Sharding:
         return everywhere is None or wanted.rate() > (1 + LEAST_GAIN) * everywhere.rate()
 
     def _surely_loses(self, layout: Layout) -> bool:
-        """True if a layout with state-only devices already ran far faster."""
+        """Whether a whole step is predicted to be far slower than one that ran."""
         rates = [one.samples_per_second for one in self._that_still_fit(self._held)]
         if not rates or not layout.traits.together:
             return False
@@ -366,12 +354,12 @@ class Sharding:
         return expected < FAR_SLOWER * max(rates)
 
     def _that_still_fit(self, seen: Sequence[Observation]) -> list[Timed]:
-        """Return the measurements whose layouts never ran out of memory."""
+        """Return the timed observations whose layout never ran out of memory."""
         full = [one.probe.layout for one in self._seen if isinstance(one, OutOfMemory)]
         return [one for one in seen if isinstance(one, Timed) and one.probe.layout not in full]
 
     def _beyond_rows(self, timed: Timed) -> float:
-        """Return the measured minus the predicted seconds of a step."""
+        """Return the seconds of a step that its rows don't explain."""
         layout = timed.probe.layout
         # the prediction leaves out gathering
         return max(0.0, timed.step_seconds - expect_seconds(layout, self._row_demands))
@@ -380,11 +368,7 @@ class Sharding:
 
     @cached_property
     def policy(self) -> RowPolicy:
-        """The policy that chooses each device's rows.
-
-        It gets the observations as if they came from a training without shards. The memory of each
-        device is what its part of the state leaves free.
-        """
+        """The policy for rows, with the memory that the state leaves free."""
         division = self._division or StateDivision((), limits=self._problem.memory_bytes)
         # parts are rounded, and may leave a little less than the rows for which they were chosen
         held = [
@@ -406,7 +390,7 @@ class Sharding:
         return RowPolicy(MachineModel(problem, known, TimeLeft(problem, BALANCE, known)))
 
     def _without_shards(self, observation: Observation) -> Observation:
-        """Return the observation as if from a training without shards."""
+        """Return the observation as if the model weren't sharded, without the state's memory."""
         layout = observation.probe.layout
         probe = msgspec.structs.replace(
             observation.probe,
@@ -420,7 +404,7 @@ class Sharding:
         )
 
     def _bytes_without_state(self, timed: Timed) -> tuple[int | None, ...]:
-        """Return the bytes that each device's rows took, without its state."""
+        """Return the peak bytes of each device without the state; None where they show nothing."""
         layout = timed.probe.layout
         parts = layout.state or (MEASURED_PART,) * len(layout.shares)
         held = [part * state_bytes_at_peak(self._state, layout.in_passes) for part in parts]
@@ -437,7 +421,7 @@ class Sharding:
     def _check_fit_beside_state(
         self, observation: Observation, left: Sequence[int | None]
     ) -> Observation:
-        """Turn an observation into OutOfMemory if rows don't fit beside the state."""
+        """Turn a solo measurement into an out-of-memory one if it wouldn't fit beside the state."""
         # a device measured alone held less of the state
         if (
             not isinstance(observation, Timed)
@@ -459,7 +443,7 @@ class Sharding:
         )
 
     def _with_shards(self, probe: Probe) -> Probe:
-        """Return a probe of a sharded training with this probe's rows."""
+        """Return the probe for a sharded model."""
         layout = probe.layout
         if layout.traits.together:
             return msgspec.structs.replace(probe, layout=self._shard(layout), stage=Stage.SHARD)
@@ -471,13 +455,13 @@ class Sharding:
 
 
 def _subtract_bytes(sizes: Sequence[int | None], taken: Sequence[float]) -> tuple[int | None, ...]:
-    """Subtract the taken bytes from each size; None stays None."""
+    """Subtract bytes from each size, down to 1; None stays None."""
     pairs = zip(sizes, taken, strict=True)
     return tuple(size and max(1, size - round(state)) for size, state in pairs)
 
 
 def _fit_time(device: DeviceEvidence) -> tuple[float, float]:
-    """Return a step's fixed seconds, and its additional seconds per row."""
+    """Return the seconds of a pass without rows, and per row."""
     points = sorted(device.alone, key=lambda point: point.batch)
     first, last = points[0], points[-1]
     proportion = last.seconds / last.batch
@@ -495,16 +479,13 @@ def divide_state(
     problem: Problem,
     without_rows: frozenset[int] = frozenset(),
 ) -> StateDivision | None:
-    """Return parts of the state that fill the memory left by a step's rows.
+    """Return the division of the state with the most samples/s, or None if it doesn't fit.
 
-    A fixed batch is computed in one pass if it fits. For a free batch, the rows that fit in one
-    pass and give the highest expected samples/s are chosen.
+    - `limits`: usable bytes of each device.
+    - `needs`: the demand of rows on each device.
+    - `without_rows`: devices that only hold state.
 
-    - `limits`: the memory that a training can use on each device, in bytes.
-    - `needs`: the memory and time that each device needs for its rows.
-    - `without_rows`: the positions of devices that only hold a part of the state.
-
-    Return None if the state doesn't fit together with at least one row on each device.
+    A fixed global batch is computed in one pass if it fits, otherwise in several.
     """
     # in their first pass, devices without rows compute one filler row that doesn't count
     room = StateRoom(limits, needs, problem, without_rows=without_rows)
@@ -519,12 +500,7 @@ def divide_state(
 def propose(
     division: StateDivision, needs: Sequence[RowDemand], problem: Problem
 ) -> Proposal | None:
-    """Return the sharded layout for a division of the state.
-
-    Each device gets the rows for which the division leaves room, in one pass. A fixed batch is
-    instead divided in proportion to these rows, in as few passes as possible. `needs` predicts the
-    duration of the layout's step. Return None if no rows fit.
-    """
+    """Return the layout for a division, with the predicted step time, or None without rows."""
     quantum, batch = problem.multiple_of, problem.global_batch
     shares = [int(rows) // quantum * quantum for rows in division.rows]
     if not any(shares):
@@ -545,10 +521,7 @@ def propose(
 
 
 def expect_seconds(layout: Layout, needs: Sequence[RowDemand]) -> float:
-    """Return the predicted duration of a sharded layout's step, without gathering, in seconds.
-
-    All devices have equally many passes, and wait for each other in every pass.
-    """
+    """Return the predicted seconds of a sharded step, without gathering and exchange."""
     passes = max(map(layout.passes, layout.computing))
     rows = [max(1.0, layout.shares[i] / passes) for i in layout.computing]
     pairs = zip(layout.computing, rows, strict=True)
@@ -556,16 +529,15 @@ def expect_seconds(layout: Layout, needs: Sequence[RowDemand]) -> float:
 
 
 def _some_hold_only(layout: Layout) -> bool:
-    """True if some device holds state but computes no rows."""
+    """Whether some devices hold state but compute no rows."""
     return layout.computing != layout.active
 
 
 class StateRoom:
-    """The memory of all devices that rows leave free for the model's state.
+    """Divides the model's state over the memory that rows leave free.
 
-    - `limits`: the memory that a training can use on each device, in bytes.
-    - `in_passes`: True if rows are computed in several passes, which need memory for gradients too.
-    - `without_rows`: the positions of devices that only hold state.
+    `limits` are the usable bytes of each device. With `in_passes`, gradients are kept between
+    passes and take memory too.
     """
 
     def __init__(
@@ -588,10 +560,7 @@ class StateRoom:
         self._of_step = self._state / (self._state + problem.state.step_bytes)
 
     def divide(self) -> StateDivision | None:
-        """Return the division of the state for the rows with the highest expected samples/s.
-
-        Return None if the state doesn't fit even with the fewest rows.
-        """
+        """Return the division with the most samples/s, or None if the state doesn't fit."""
         if not self._fits(self._rows_in(0.0)):
             return None
         low, high = 0.0, max(self._row_demands[i].seconds(self._most) for i in self._computing)
@@ -608,11 +577,7 @@ class StateRoom:
         return self._parts(max(map(self._rows_in, found), key=self._rate))
 
     def divide_for(self, batch: int) -> StateDivision | None:
-        """Return the division for this global batch in one pass.
-
-        All devices finish at the same time, but no device gets more rows than fit. Return None if
-        the batch doesn't fit.
-        """
+        """Return the division for a fixed batch in one pass, or None if it doesn't fit."""
         low, high = 0.0, max(self._row_demands[i].seconds(batch) for i in self._computing)
         for _ in range(HALVINGS):
             middle = (low + high) / 2
@@ -626,7 +591,7 @@ class StateRoom:
         return self._parts(rows)
 
     def _rows_in(self, seconds: float) -> list[float]:
-        """Return how many rows each device computes in `seconds`."""
+        """Return the rows that each device computes in so many seconds and can hold."""
         found = [0.0] * len(self._row_demands)
         for i in self._computing:
             rows = max(self._fewest, self._row_demands[i].rows_in(seconds))
@@ -635,13 +600,13 @@ class StateRoom:
         return found
 
     def _most_rows(self, position: int) -> float:
-        """Return the most rows that fit beside the smallest state part."""
+        """Return the most rows that the device can hold beside a minimal part of the state."""
         need = self._row_demands[position]
         left = self._limits[position] - need.base_bytes - LEAST_PART * self._held
         return left / need.row_bytes if need.row_bytes else float(UNBOUNDED)
 
     def _bytes_left(self, rows: Sequence[float]) -> list[float]:
-        """Return the bytes of state that fit beside each device's rows."""
+        """Return the bytes of state that each device can hold beside its rows."""
         # negative if the rows themselves don't fit
         found = []
         for limit, need, own in zip(self._limits, self._row_demands, rows, strict=True):
@@ -657,7 +622,7 @@ class StateRoom:
         return min(left) > 0 and sum(left) >= self._state
 
     def _rate(self, rows: Sequence[float]) -> float:
-        """Return the predicted samples/s with these rows, without gathering."""
+        """Return the predicted samples/s."""
         return sum(rows) / max(self._row_demands[i].seconds(rows[i]) for i in self._computing)
 
     def _parts(self, rows: Sequence[float]) -> StateDivision:
@@ -684,8 +649,8 @@ def _round_parts(sizes: Sequence[float]) -> tuple[float, ...]:
 
 
 def state_bytes_at_peak(state: ModelState, in_passes: bool) -> int:
-    """Return the bytes of a state at the peak of a step's activations.
+    """Return the state's bytes while activations are at their peak.
 
-    In several passes (`in_passes`), they include the gradients of earlier passes.
+    Within one pass, the gradients don't exist yet.
     """
     return state.state_bytes - (0 if in_passes else state.gradient_bytes)

@@ -41,7 +41,7 @@ Batches = dict[DeviceModel, int]  # the batch of each device in a round
 
 
 class SoloStage:
-    """Chooses the batches to measure on each device alone, from predictions and the budget."""
+    """Measures the devices alone, all at the same time, until more batches promise no gain."""
 
     def __init__(self, predictions: Predictions, budget: Budget) -> None:
         self._predictions = predictions
@@ -52,10 +52,7 @@ class SoloStage:
         self._live = [self._machine.devices[i] for i in self._machine.live]
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """Return the probes of the next round; empty when the stage is over.
-
-        Each probe runs on a different device, and all run at the same time.
-        """
+        """Return the probes of the next round; empty if no round is worth its time."""
         first = self._first_rounds()
         if first or self._turn >= MOST_ROUNDS:
             return first
@@ -64,7 +61,7 @@ class SoloStage:
     # ------------------------------------------------------------------ a round
 
     def _first_rounds(self) -> tuple[Probe, ...]:
-        """Return probes of the first small batches, where not yet run."""
+        """Return a round with the first two batches of each device, or smaller ones."""
         for turn in range(2):
             due = self._next_small_batches(turn)
             if due and turn:
@@ -86,7 +83,7 @@ class SoloStage:
         return self._round(quick, self._turn)
 
     def _next_small_batches(self, turn: int) -> Batches:
-        """Return the small batches of devices that ran `turn` rounds."""
+        """Return the first or second batch of the devices that haven't run it."""
         due: Batches = {}
         for one in self._live:
             batch = self._small_batch(one)
@@ -97,7 +94,7 @@ class SoloStage:
         return due
 
     def _lacks_memory_line(self, device: DeviceModel) -> bool:
-        """True if a smaller batch may show how memory use grows."""
+        """Whether the device needs another small batch to predict its memory."""
         memory = device.memory
         # two batches are needed, and it never ran
         if not device.evidence.alone:
@@ -110,7 +107,7 @@ class SoloStage:
         return self._is_new(device, self._small_batch(device))
 
     def _devices_worth_waiting_for(self, due: Batches) -> Batches:
-        """Return the second batches to measure, without devices that delay others."""
+        """Return the devices whose second batch is worth the time of the round."""
         costs = {one: self._probe_seconds(one, batch) for one, batch in due.items()}
         order = sorted(due, key=lambda one: costs[one])
         rounds = [order[:count] for count in range(1, len(order) + 1)]
@@ -129,7 +126,7 @@ class SoloStage:
         return {one: due[one] for one in kept}
 
     def _affords_second(self, device: DeviceModel, batch: int) -> bool:
-        """True if the budget allows a round with this second batch."""
+        """Whether there is time for a device's second batch."""
         step_seconds = _step_seconds(device, batch)
         if any(len(other.evidence.alone) > 1 for other in self._live):
             return self._has_time(self._probe_seconds(device, batch), step_seconds)
@@ -139,7 +136,7 @@ class SoloStage:
         return self._budget.affords(layout, Stage.RACE, step_seconds)
 
     def _optimistic_round(self) -> tuple[Probe, ...]:
-        """Return a round of the optimistic layout, or a cheap one."""
+        """Return a round of the batches that may give the fastest layout."""
         wanted = self._optimistic
         if wanted is None:
             return ()
@@ -150,7 +147,7 @@ class SoloStage:
         return self._cheap_round()
 
     def _add_other_devices(self, wanted: Batches) -> Batches:
-        """Add batches for the other devices to the wanted ones."""
+        """Give the other devices batches too, if they don't prolong the round much."""
         # all devices should compute at the same time, like in a split
         longest = max(self._probe_seconds(one, batch) for one, batch in wanted.items())
         batches = dict(wanted)
@@ -166,7 +163,7 @@ class SoloStage:
         return batches
 
     def _fill_round(self, due: Batches) -> Batches:
-        """Add batches for idle devices that don't prolong the round."""
+        """Add idle devices whose optimistic batches take no longer than the round."""
         longest = max(self._probe_seconds(one, batch) for one, batch in due.items())
         idle = {
             one: batch
@@ -176,7 +173,7 @@ class SoloStage:
         return due | idle
 
     def _cheap_round(self) -> tuple[Probe, ...]:
-        """Return a round cheap enough to need no expected gain."""
+        """Return a round that costs little, with equal shares or gaps near the best batch."""
         wanted: Batches = {}
         for one in self._devices_of_split:
             # the equal share or, as the samples/s may have a peak there, the middle of a gap
@@ -191,7 +188,7 @@ class SoloStage:
         return self._round(self._add_other_devices(wanted), self._turn)
 
     def _gap_at_best(self, device: DeviceModel) -> int:
-        """Return the middle of the wider gap beside the best batch."""
+        """Return a batch in the widest gap around the best batch; 0 if no peak can hide there."""
         undivided = self._problem.global_batch is not None and not device.pass_rows
         if device.solo_curve is None or device.solo_curve.error > TIE or undivided:
             # the measurements are too noisy to show a peak
@@ -203,7 +200,7 @@ class SoloStage:
         return self._middle_of_widest([point.batch for point in around], WIDE)
 
     def _even_share(self, device: DeviceModel) -> int:
-        """Return the device's equal share; 0 if it isn't worth measuring."""
+        """Return the device's equal share of a fixed batch, or 0 if it shows nothing new."""
         batch = self._problem.global_batch or 0
         even = batch // len(self._devices_of_split) // self._quantum * self._quantum
         return (
@@ -216,7 +213,7 @@ class SoloStage:
 
     @cached_property
     def _devices_of_split(self) -> Sequence[DeviceModel]:
-        """The optimistic layout's devices, or all if it has only one."""
+        """The devices of the optimistic split, or all."""
         shares = self._optimistic.shares if self._optimistic else ()
         devices = [self._machine.devices[i] for i, _ in shares]
         return devices if len(devices) > 1 else self._live
@@ -243,12 +240,12 @@ class SoloStage:
 
     @cached_property
     def _optimistic(self) -> Allocation | None:
-        """The fastest layout if devices were as fast as their points allow."""
+        """The fastest allocation that the measurements still allow, or None."""
         return self._predictions.fastest_of(list(self._optimistic_curves.values()))
 
     @cached_property
     def _optimistic_batches(self) -> Batches:
-        """The optimistic layout's batches that are new and fit the budget."""
+        """The batches of this allocation that are worth measuring."""
         found: Batches = {}
         for position, share in self._optimistic.shares if self._optimistic else ():
             one = self._machine.devices[position]
@@ -262,7 +259,7 @@ class SoloStage:
 
     @cached_property
     def _optimistic_curves(self) -> dict[int, DeviceCurve]:
-        """The optimistic curves of the devices that ran, by position."""
+        """The optimistic curve of each usable device, by position."""
         return {
             one.position: one.with_best_passes(one.optimistic, one.guessed_alone_rows)
             for one in self._live
@@ -270,12 +267,12 @@ class SoloStage:
         }
 
     def _micro_batch(self, position: int, share: int) -> int:
-        """Return the rows of one pass for this share."""
+        """Return the rows of a pass that the share would be computed in."""
         curve = self._optimistic_curves[position].curve
         return curve.rows if isinstance(curve, PassCurve) and share > curve.pass_limit else share
 
     def _expected_gain(self, wanted: Allocation) -> float:
-        """Return the optimistic layout's relative gain over the best known one."""
+        """Return the relative gain to expect from an allocation; infinite if nothing ran."""
         ran = []
         for one in self._live:
             most = min(one.memory.largest_ran, one.trusted_alone_rows)
@@ -294,7 +291,7 @@ class SoloStage:
         return COMES_TRUE * (wanted.samples_per_second / known.samples_per_second - 1) - error
 
     def _would_show_more(self, device: DeviceModel, share: int) -> bool:
-        """True if a measurement of this share would show something new."""
+        """Whether measuring this share could improve the curve."""
         if (
             device.solo_curve is None
             or device.optimistic is None
@@ -307,22 +304,22 @@ class SoloStage:
         return device.optimistic.seconds(share) < (1 - TIE) * device.solo_curve.seconds(share)
 
     def _is_new(self, device: DeviceModel, batch: int) -> bool:
-        """True if no batch near this one was measured on the device."""
+        """Whether no batch near this one was measured."""
         return batch > 0 and all(abs(p.batch - batch) > SAME_BATCH * p.batch for p in device.points)
 
     def _probe_seconds(self, device: DeviceModel, batch: int) -> float:
-        """Return the expected seconds of the shortest probe of this batch."""
+        """Return the least seconds of a probe of the batch."""
         layout = solo(self._problem.devices, device.position, batch)
         return self._budget.least_seconds(layout, _step_seconds(device, batch))
 
     def _has_time(self, seconds: float, step_seconds: float = 0.0) -> bool:
-        """True if a round of `seconds` leaves time for the first split."""
+        """Whether a probe leaves enough time for the first split."""
         # without the first split, there is no plan
         return self._budget.has_time(seconds, self._reserved_seconds, step_seconds)
 
     @cached_property
     def _reserved_seconds(self) -> float:
-        """The seconds to keep for the first split or fixed batch."""
+        """Seconds to keep for the first measurement of a plan."""
         # 0 once it has run
         if self._machine.splits or (self._machine.others_idle and len(self._live) == 1):
             return 0.0
@@ -337,7 +334,7 @@ class SoloStage:
         return self._budget.least_seconds(layout, plan.seconds)
 
     def _middle_of_widest(self, batches: Sequence[int], wider: float = 0.0) -> int:
-        """Return the middle of the widest gap between neighboring batches."""
+        """Return the middle of the relatively widest gap between batches."""
         low, high = max(pairwise(batches), key=lambda gap: gap[1] / gap[0], default=(0, 0))
         # 0 if the ratio of its batches is at most `wider`
         if high <= wider * low:
@@ -347,7 +344,7 @@ class SoloStage:
     # ------------------------------------------------------------------ the first two batches
 
     def _small_batch(self, device: DeviceModel) -> int:
-        """Return the next small batch to measure on the device."""
+        """Return the next small batch of a device: the first, the second, or one that may fit."""
         memory = device.memory
         quantum = self._quantum
         first, second = self._first_two_batches(device.requested_rows)
@@ -368,7 +365,7 @@ class SoloStage:
         return max(quantum, smaller // quantum * quantum)
 
     def _choose_second_batch(self, device: DeviceModel, first: int, second: int) -> int:
-        """Return `second`, or less if running out of memory is costly."""
+        """Return the second batch, smaller if running out of memory or long steps are costly."""
         surely = device.memory.largest_in_proportion()
         if surely is None:
             return second
@@ -384,7 +381,7 @@ class SoloStage:
         return max(first + self._quantum, min(second, wanted))
 
     def _first_two_batches(self, most: int) -> tuple[int, int]:
-        """Return the first two batches to measure on a device."""
+        """Return the first two batches to measure, at most `most` rows."""
         # 8 and 64 rows or fewer, rounded up to multiples of the quantum
         quantum = self._quantum
         batch = self._problem.global_batch or self._problem.max_global_batch
@@ -399,7 +396,7 @@ class SoloStage:
 
 
 def _step_seconds(device: DeviceModel, batch: int) -> float:
-    """Return a step's expected seconds; 0 before any measurement."""
+    """Return the expected step time of a batch in seconds; 0 if unknown."""
     if device.solo_curve is None:
         return 0.0
     if len(device.evidence.alone) == 1:
@@ -410,7 +407,7 @@ def _step_seconds(device: DeviceModel, batch: int) -> float:
 
 
 def _optimistic_rate(due: Batches, some: Sequence[DeviceModel]) -> float:
-    """Return the highest samples/s that `some` could reach with `due` batches."""
+    """Return the samples/s of the devices if their batches took no longer than the first."""
     ran = [device for device in some if device.evidence.alone]
     # the batches take no longer than the first batch that each device ran
     return math.fsum(due[one] / one.evidence.alone[0].seconds for one in ran)

@@ -28,10 +28,7 @@ from .time_left import LONE_STEPS, SHORTEST_PROBE_SECONDS
 
 
 class SplitStage:
-    """Chooses splits to measure, and devices to measure alone while the others are idle.
-
-    No splits are chosen unless `splits` is True.
-    """
+    """Measures splits, and single devices while the others are idle."""
 
     def __init__(self, predictions: Predictions, budget: Budget, splits: bool) -> None:
         self._predictions = predictions
@@ -42,10 +39,7 @@ class SplitStage:
         self._problem = predictions.problem
 
     def next_probe(self) -> Probe | None:
-        """Return a probe of the next split, or of one device alone.
-
-        The other devices are then idle. Return None when the stage is over.
-        """
+        """Return the next probe, or None if none is worth its time."""
         if len(self._seen.in_stage(Stage.SPLIT, Stage.REST)) >= MOST_TURNS:
             return None
         first = self._probe_first_single()
@@ -61,7 +55,7 @@ class SplitStage:
         return self._budget.least_seconds(self._predictions.layout(wanted), wanted.seconds)
 
     def _make_probe(self, wanted: Allocation | None, after: float = 0.0) -> Probe | None:
-        """Return the probe of an allocation, if the budget allows it."""
+        """Return a probe of the allocation, or None if there is no time."""
         # the probe must leave `after` seconds for later probes
         if wanted is None:
             return None
@@ -84,7 +78,7 @@ class SplitStage:
 
     @cached_property
     def _best_rate(self) -> float:
-        """The highest samples/s of the layouts that could be the plan."""
+        """The samples/s to beat."""
         # as predicted now
         splits = [
             self._machine.predicted_rate(split.probe.layout)
@@ -95,7 +89,10 @@ class SplitStage:
         return max((*splits, *others_idle), default=0.0)
 
     def _use_passes_that_ran(self, layout: Layout, seconds: float) -> tuple[Layout, float]:
-        """Return the layout to probe, perhaps with safer passes, and its seconds."""
+        """Return the layout with safe passes if there is no time for a second attempt.
+
+        The second value is its step time in seconds.
+        """
         least = self._budget.least_seconds(layout, seconds)
         full = any(self._machine.devices[i].memory.failure_count for i in layout.active)
         safe = self._machine.lay_out_safely(layout.shares) if full else None
@@ -105,7 +102,7 @@ class SplitStage:
         return safe, layout.global_batch / max(self._machine.predicted_rate(safe), LEAST_RATE)
 
     def _next_split(self) -> Allocation | None:
-        """Return the fastest predicted split if it is worth measuring; otherwise, None."""
+        """Return the fastest predicted split, or None if it is no gain or was tried."""
         tried = self._seen.in_stage(Stage.SPLIT)
         failed = sum(isinstance(seen, Failed) for seen in tried)
         if failed >= TRIES:  # a network that fails takes minutes each time
@@ -119,7 +116,7 @@ class SplitStage:
         return wanted
 
     def _gains(self, wanted: Allocation) -> bool:
-        """True if the allocation should clearly beat all measured layouts."""
+        """Whether a split is predicted to beat everything measured."""
         if not self._machine.fitting_splits:
             return True
         raced = [self._seen.turns(seen.probe.layout) for seen in self._seen.timed_race()]
@@ -128,7 +125,7 @@ class SplitStage:
         return wanted.samples_per_second > best * (1 + self._budget.least_gain)
 
     def _probe_first_single(self) -> Probe | None:
-        """Return the fastest device's probe if it should precede the split."""
+        """Return a probe of the fastest device before the first split, if needed."""
         # for a fixed batch: a short search could end with only a split, which may be much slower
         if self._problem.global_batch is None or not self._with_splits:
             return None
@@ -149,7 +146,7 @@ class SplitStage:
         return None
 
     def _longest_first_step(self, wanted: Allocation) -> float:
-        """Return how many seconds a step of the first split may take."""
+        """Return the longest step that the remaining time allows, in seconds."""
         # `wanted` is the fastest split, whose steps take too long
         layout = self._predictions.layout(wanted)
         least = self._budget.least_seconds(layout, wanted.seconds, LONE_STEPS)
@@ -158,7 +155,7 @@ class SplitStage:
         return (self._budget.seconds - self._budget.spent - overhead) / LONE_STEPS
 
     def _next_single(self) -> Allocation | None:
-        """Return the next device to measure alone, with its best batch."""
+        """Return the device to measure while the others are idle, or None."""
         others = len(self._machine.live) > 1
         if others and self._with_splits and not self._machine.splits:
             return None
@@ -180,7 +177,7 @@ class SplitStage:
         return wanted if untried else None
 
     def _never_measured_with_others_idle(self) -> list[int]:
-        """Return the positions of devices to measure while the others are idle."""
+        """Return the devices without such a measurement."""
         if len(self._machine.live) == 1:
             return [i for i in self._machine.live if self._has_new_best_batch(i)]
         rested = {seen.probe.layout.active[0] for seen in self._seen.in_stage(Stage.REST)}
@@ -189,7 +186,7 @@ class SplitStage:
         return sorted(i for group in groups for i in group)
 
     def _has_new_best_batch(self, position: int) -> bool:
-        """True if the device's predicted best batch isn't near any measured batch."""
+        """Whether the device's best batch wasn't measured."""
         wanted = self._predictions.single(position)
         if wanted is None:
             return False
@@ -199,7 +196,7 @@ class SplitStage:
 
 
 def _is_like(layout: Layout, seen: Observation) -> bool:
-    """True if `seen` already shows what measuring the split would show."""
+    """Whether a split was already tried."""
     if isinstance(seen, Timed) and seen.lone:
         # after a single step, similar splits aren't measured either
         return same_measurement(layout, seen.probe.layout)

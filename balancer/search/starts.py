@@ -22,28 +22,19 @@ GROUP_SECONDS = 4.0
 
 
 class StartTimes:
-    """The seconds that child processes took to start, without imports, in some observations.
-
-    Child processes are identified by `Layout.children`: a layout without its sizes.
-    """
+    """Estimates the seconds that the processes of a probe take to start, without imports."""
 
     def __init__(self, seen: Observations, groups_end_others: bool = False) -> None:
-        """Read the starts from `seen`.
+        """Read start times from the observations.
 
-        If `groups_end_others`, the start of a group ends the children of single devices. In sharded
-        training, the group needs all memory.
+        `groups_end_others` is set if processes that train alone end when a group starts.
         """
         self._seen = seen
         self._timed = seen.timed()
         self._groups_end_others = groups_end_others
 
     def seconds(self, layout: Layout) -> float:
-        """Return the seconds to start a layout's child processes.
-
-        Return 0 if they are already running. If they exited when a probe ran out of memory, or are
-        started anew for each probe, return the duration of their shortest start. If they were never
-        started, return an estimate from starts in the solo stage.
-        """
+        """Return the expected seconds to start the processes of a layout; 0 if they run already."""
         own = self._by_children.get(layout.children)
         # the estimate is rather high, because the first starts of a session are the slowest
         if not own:
@@ -62,16 +53,12 @@ class StartTimes:
 
     @cached_property
     def alone(self) -> float:
-        """The longest start of a solo layout in seconds; 0 if none is known."""
+        """Longest start of a process for a single device, in seconds; 0 if none is known."""
         return max((seen.restart_seconds for seen in self._seen.timed(Stage.SOLO)), default=0.0)
 
     @cached_property
     def after_out_of_memory(self) -> float:
-        """The seconds to restart a device's child process after it ran out of memory.
-
-        They are 0 if child processes were measured again after running out of memory, and none had
-        to be restarted.
-        """
+        """Seconds to restart a process that ran out of memory; 0 if processes survive that."""
         rounds: defaultdict[Layout, list[Timed | OutOfMemory]] = defaultdict(list)
         for seen in self._seen.in_stage(Stage.SOLO):
             if isinstance(seen, (Timed, OutOfMemory)):
@@ -86,7 +73,7 @@ class StartTimes:
 
     @cached_property
     def _by_children(self) -> dict[Layout, list[float]]:
-        """The start times of each group of children, in seconds."""
+        """Measured start seconds by the processes that a layout needs."""
         starts: defaultdict[Layout, list[float]] = defaultdict(list)
         for seen in self._timed:
             # 0 if the children were already running
@@ -95,13 +82,13 @@ class StartTimes:
 
     @cached_property
     def _recovered(self) -> set[Layout]:
-        """Groups of children that still run after running out of memory."""
+        """The processes that went on after running out of memory."""
         seen = [one for one in self._seen.in_stage(*STAGES) if isinstance(one, OutOfMemory)]
         return {one.probe.layout.children for one in seen if one.goes_on} - self._exit_counts.keys()
 
     @cached_property
     def _exit_counts(self) -> defaultdict[Layout, int]:
-        """How often each group of children exited because memory ran out."""
+        """How often processes ended by running out of memory."""
         ends: defaultdict[Layout, int] = defaultdict(int)
         for seen in self._seen.in_stage(*STAGES):
             if isinstance(seen, OutOfMemory) and not seen.goes_on:
@@ -117,7 +104,7 @@ class StartTimes:
         return (self.alone + min(more, GROUP_SECONDS)) * layout.processes
 
     def _pack_seconds(self, processes: int) -> float | None:
-        """Return the seconds to start `processes` trainings; None before any pack started."""
+        """Return the expected start of a pack in seconds, or None if no pack started."""
         found: defaultdict[int, list[float]] = defaultdict(list)
         for seen in self._timed:
             if seen.probe.layout.traits.side_by_side and seen.start_seconds:

@@ -1,8 +1,4 @@
-"""Models what rows of unequal length cost on each device, and predicts the time of batches.
-
-To predict it, batches of rows are drawn from the lengths in the data, and assigned to devices by
-cost, as the training's loader does.
-"""
+"""Predict step times for rows of unequal length, such as texts."""
 
 from __future__ import annotations
 
@@ -26,11 +22,7 @@ from .ranking import LEAST_RATE
 
 
 class WorkPoint(msgspec.Struct, frozen=True):
-    """One measured step.
-
-    `error` is the relative standard error of its duration. It is at least TIE, because no model of
-    the cost of rows fits real steps exactly.
-    """
+    """A measured step: its work, seconds and relative standard error."""
 
     work: Work
     seconds: float
@@ -38,31 +30,23 @@ class WorkPoint(msgspec.Struct, frozen=True):
 
 
 class StepCost(msgspec.Struct, frozen=True):
-    """A model that predicts how long a device's step with rows of unequal lengths takes.
-
-    `step_s` is the time in seconds per step that isn't part of a pass, such as the optimizer's.
-    `cost` gives the duration of each pass.
-    """
+    """Cost model of a device: `step_s` seconds per step, and the cost of passes and tokens."""
 
     step_s: float
     cost: Cost
 
     def seconds(self, work: Work) -> float:
-        """Return the duration in seconds of a whole step with this work."""
+        """Return the seconds of a step with this work."""
         return self.step_s + self.cost.seconds_for(work)
 
     def slowed(self, factor: float) -> StepCost:
-        """Return the cost of a device that takes `factor` times as long."""
+        """Return the cost with all times multiplied by a factor."""
         slower = Cost(*(factor * rate for rate in msgspec.structs.astuple(self.cost)))
         return StepCost(factor * self.step_s, slower)
 
 
 def fit_step_cost(points: Sequence[WorkPoint]) -> StepCost | None:
-    """Return the cost that fits the points best.
-
-    Return None if there are too few points. Time that depends on neither rows nor tokens is
-    attributed to passes, unless the points clearly show that it belongs to the step.
-    """
+    """Fit a device's cost to measured steps, or return None if they are too few."""
     if len(points) < FEWEST_SIZES:
         return None
     works = [(point.work.passes, point.work.padded, point.work.padded_lengths) for point in points]
@@ -79,12 +63,9 @@ def fit_step_cost(points: Sequence[WorkPoint]) -> StepCost | None:
 def fit_rates(
     rows: Sequence[Sequence[float]], values: Sequence[float], errors: Sequence[float]
 ) -> tuple[tuple[float, ...], float]:
-    """Solve a weighted non-negative least-squares problem.
+    """Fit non-negative rates by weighted least squares.
 
-    Return the rates, and the sum of squared residuals. The matrix `rows` has an amount for each
-    equation (row) and each rate (column). In each equation, the sum of amount times rate should be
-    the equation's value in `values`. A residual is divided by the standard error in `errors`. If
-    the equations can't tell columns apart, only one of them gets a rate above 0.
+    Each row holds the amounts of one measurement. Returns the rates, and the sum of squared errors.
     """
     scaled = [[amount / error for amount in row] for row, error in zip(rows, errors, strict=True)]
     columns = [list(column) for column in zip(*scaled, strict=True)]
@@ -100,7 +81,10 @@ def fit_rates(
 def _solve_non_negative(
     columns: Sequence[Sequence[float]], wanted: Sequence[float]
 ) -> tuple[tuple[float, ...], float]:
-    """Return the rates and the residual of a non-negative least-squares fit."""
+    """Return the non-negative rates with the smallest squared residual, and that residual.
+
+    It tries all sets of columns with a positive rate, so it suits few columns only.
+    """
     # the residual is |wanted - sum of rate * column|²; columns have norm 1, or 0 if empty
     if not columns:
         return (), _dot(wanted, wanted)
@@ -142,18 +126,14 @@ _DRAW = 48271, (1 << 31) - 1  # MINSTD: powers of this factor modulo this prime 
 
 
 class TextModel(MachineModel):
-    """A model of the machine for rows of unequal lengths.
-
-    It is fitted to one set of observations. Instead of a speed curve, each device that still works
-    has a cost per step, per pass and per padded token.
-    """
+    """Predicts steps in which rows are assigned to devices by the cost of their length."""
 
     by_rows = False
 
     # ------------------------------------------------------------------ what was seen
 
     def tried_alone(self, position: int) -> list[Observation]:
-        """Return the observations of a device alone, in the order of their probes."""
+        """Return the observations of a device alone."""
         # layouts with rows of one length, or with a global batch, whose rows have several lengths
         # and are distributed over passes by cost
         own = (
@@ -162,10 +142,7 @@ class TextModel(MachineModel):
         return [seen for seen in own if not seen.probe.layout.by_rows]
 
     def single_passes(self, position: int) -> dict[int, float]:
-        """Return the measured seconds of steps with one pass of equally long rows.
-
-        The keys are the numbers of tokens in the pass.
-        """
+        """Return the seconds of each pass that ran with rows of one length, by tokens."""
         found = {}
         for seen in self.tried_alone(position):
             layout = seen.probe.layout
@@ -175,17 +152,14 @@ class TextModel(MachineModel):
 
     @cached_property
     def usual_length(self) -> int:
-        """The mean number of tokens per row in the data, rounded."""
+        """The mean row length in tokens, rounded."""
         return round(fmean(self.problem.lengths))
 
     # ------------------------------------------------------------------ costs
 
     @cached_property
     def alone(self) -> tuple[StepCost | None, ...]:
-        """Each device's cost in its own process, while others are busy too.
-
-        Indistinguishable devices share one cost.
-        """
+        """Each device's cost when it runs alone; None where it is unknown."""
         found: dict[int, StepCost | None] = {}
         for group in group_by(self.live, self._same_speed):
             cost = fit_step_cost([point for i in group for point in self._points_alone(i).values()])
@@ -193,7 +167,7 @@ class TextModel(MachineModel):
         return tuple(map(found.get, range(self.problem.devices)))
 
     def _same_speed(self, one: int, other: int) -> bool:
-        """True if noise explains the devices' different times for equal passes."""
+        """Whether two devices differ by no more than noise."""
         ours = self._points_alone(one)
         theirs = self._points_alone(other)
         gaps = []
@@ -205,7 +179,7 @@ class TextModel(MachineModel):
         return is_noise(gaps)
 
     def _points_alone(self, position: int) -> dict[tuple[int, ...], WorkPoint]:
-        """Return a device's steps alone, by (rows, rows per pass, row length)."""
+        """Return measured steps by rows, rows of a pass, and row length."""
         # the row length is 0 for rows of several lengths
         found: dict[tuple[int, ...], WorkPoint] = {}
         for seen in self.tried_alone(position):
@@ -218,13 +192,13 @@ class TextModel(MachineModel):
 
     @cached_property
     def costs(self) -> tuple[StepCost | None, ...]:
-        """Each device's cost in splits: its cost alone, multiplied by its `_contention_factor`."""
+        """Each device's cost within a split; None where it is unknown."""
         return tuple(
             one and one.slowed(self._contention_factor(i, one)) for i, one in enumerate(self.alone)
         )
 
     def _contention_factor(self, position: int, alone: StepCost) -> float:
-        """Return how many times slower a device computes in splits."""
+        """Return how much slower the device is within splits than alone; 1.0 if unknown."""
         own = 0.0
         expected = 0.0
         for split in self.splits:
@@ -237,16 +211,15 @@ class TextModel(MachineModel):
         return own / expected if own and expected else 1.0
 
     def _costs_of(self, positions: Sequence[int]) -> list[StepCost]:
-        """Return the known costs of these devices, in a split or alone."""
+        """Return the known costs of devices that train together, or of one alone."""
         costs = self.costs if len(positions) > 1 else self.alone
         found = [costs[i] for i in positions]
         return [one for one in found if one]
 
     def predict_parts(self, split: Timed) -> list[float]:
-        """Return each device's predicted compute time (own work) in a split.
+        """Return the predicted compute seconds of each device in a split.
 
-        The times are in seconds, in the order of the active devices, and are predicted from the
-        device's cost when it runs alone. Devices whose cost or work is unknown are left out.
+        Devices without a cost are missing.
         """
         found = []
         for position in split.probe.layout.active:
@@ -260,12 +233,12 @@ class TextModel(MachineModel):
 
     @cached_property
     def token_limits(self) -> tuple[int, ...]:
-        """The maximum padded tokens per pass on each device; 0 if unknown."""
+        """The most padded tokens in a pass on each device; 0: no limit known."""
         return tuple(self._token_limit(self.memory(i)) for i in range(self.problem.devices))
 
     @staticmethod
     def _token_limit(memory: Memory) -> int:
-        """Return the most padded tokens of a pass; 0 if unknown."""
+        """Return the most tokens that fit, with headroom; 0 if nothing limits them."""
         most = memory.predict_largest()
         if most is None and memory.smallest_failed is None:
             return 0
@@ -274,7 +247,7 @@ class TextModel(MachineModel):
         return max(memory.largest_ran, int(min(predicted, below_failed)))
 
     def memory(self, position: int) -> Memory:
-        """Return a device's memory use by padded tokens of its largest pass."""
+        """Return the device's memory model, with tokens of a pass instead of rows."""
         points: dict[int, int] = {}
         full: list[int] = []
         for seen in (
@@ -296,7 +269,7 @@ class TextModel(MachineModel):
         return read_memory(self.seen.memory_limit(position), points, points, full)
 
     def _largest_pass(self, layout: Layout, position: int) -> int:
-        """Return the padded tokens of a device's largest pass; 0 if unknown."""
+        """Return the tokens of the layout's largest pass on a device."""
         if layout.costs:
             return layout.tokens[position] or layout.shares[position] * self.usual_length
         return layout.pass_rows[position] * layout.length
@@ -305,14 +278,11 @@ class TextModel(MachineModel):
 
     @cached_property
     def devices_with_cost(self) -> tuple[int, ...]:
-        """The positions of the usable devices with a known cost."""
+        """Usable devices whose cost is known."""
         return tuple(i for i in self.live if self.alone[i] is not None)
 
     def layout(self, positions: Sequence[int], batch: int) -> Layout:
-        """Return the layout of a batch distributed by cost over the devices at `positions`.
-
-        The numbers of rows vary from batch to batch, so the layout's shares are their means.
-        """
+        """Return the layout that assigns a batch to these positions by cost."""
         devices = range(self.problem.devices)
         batches = [one.sizes for one in self._batches(positions, batch)]
         sizes = [sum(each) for each in zip(*batches, strict=True)]
@@ -326,10 +296,7 @@ class TextModel(MachineModel):
         )
 
     def seconds(self, positions: Sequence[int], batch: int) -> float:
-        """Return the predicted mean duration of a step, in seconds, including gradient exchange.
-
-        Rows of a global batch of `batch` rows are assigned by cost to the devices at `positions`.
-        """
+        """Return the predicted seconds of a step with exchange, averaged over sample batches."""
         beside_passes = [one.step_s for one in self._costs_of(positions)]
         steps = [
             max(map(sum, zip(beside_passes, one.seconds, strict=True)))
@@ -338,18 +305,14 @@ class TextModel(MachineModel):
         return fmean(steps) + self.exchange_seconds(positions)
 
     def can_hold(self, positions: Sequence[int]) -> bool:
-        """True if any of these devices can hold the longest row in one pass."""
+        """Whether one of the devices can hold the longest row."""
         return any(
             self.token_limits[i] == 0 or self.token_limits[i] >= self.problem.lengths[-1]
             for i in positions
         )
 
     def predicted_rate(self, layout: Layout) -> float:
-        """Return a layout's samples/s, predicted as if rows were assigned by cost.
-
-        Return 0 if the cost of one of its devices is unknown. If all rows have one length, the
-        prediction is instead made from the time per token of the largest measured pass.
-        """
+        """Return the predicted samples/s of a layout; 0 if a cost is unknown."""
         rows = layout.global_batch
         steps = self.single_passes(layout.active[0]) if layout.length else {}
         # a cost that was fitted to small passes predicts too little time for large ones
@@ -363,11 +326,7 @@ class TextModel(MachineModel):
 
     @cached_property
     def best_split(self) -> Layout | None:
-        """The split that should be fastest, with rows assigned by cost.
-
-        It uses the devices of one host or of all hosts, without the slowest ones if that is faster.
-        None if there are fewer than two devices, or if they can't hold the longest row.
-        """
+        """The split with the shortest predicted step, or None."""
         able = sorted(self.devices_with_cost, key=lambda i: self.seconds((i,), self.batch))
         hosts = sorted(set(self.hosts))
         on_one_host = [[i for i in able if self.hosts[i] == host] for host in hosts]
@@ -383,9 +342,9 @@ class TextModel(MachineModel):
 
     @cached_property
     def batch(self) -> int:
-        """The fixed global batch or, without one, the smallest that is fast enough.
+        """The global batch:
 
-        It is fast enough if it is predicted to be slower than the fastest by at most the tolerance.
+        the requested one, or the smallest that is nearly as fast as the fastest.
         """
         problem = self.problem
         if problem.global_batch is not None:
@@ -398,7 +357,7 @@ class TextModel(MachineModel):
         return min(batch for batch, rate in rates.items() if rate >= least)
 
     def _free_batches(self) -> list[int]:
-        """Return global batches to choose from, each twice the last."""
+        """Return the batches to predict, each twice as large as the one before."""
         quantum = self.quantum
         asked = min(LARGEST_BATCH, self.problem.max_global_batch or LARGEST_BATCH)
         most = max(quantum, asked // quantum * quantum)
@@ -419,7 +378,7 @@ class TextModel(MachineModel):
 def _draw_batches(
     ranks: tuple[RankCost, ...], lengths: tuple[int, ...], batch: int
 ) -> Sequence[RowAssignment]:
-    """Draw batches from these lengths, and assign rows by cost."""
+    """Assign sample batches of the data's row lengths to the devices."""
     # the same rows in every search
     factor, prime = _DRAW
     rows = range(max(batch, DRAWN_ROWS // batch * batch))

@@ -38,10 +38,7 @@ PASS_SECONDS = 2.0
 
 
 class TextStage:
-    """Chooses passes, then batches and splits, based on the observed cost of rows.
-
-    Splits are only chosen with `splits`.
-    """
+    """Measures passes of one row length, then batches assigned by cost."""
 
     def __init__(self, machine: TextModel, budget: Budget, splits: bool) -> None:
         self._machine = machine
@@ -50,11 +47,7 @@ class TextStage:
         self._problem = machine.problem
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """Return the next probes: of passes, of global batches, or of a split.
-
-        They come in that order. Passes and global batches are measured on devices alone. Return an
-        empty tuple if the stage is over or the budget doesn't allow a probe.
-        """
+        """Return the next probes; empty if nothing is worth measuring."""
         passes = {i: self._next_passes(i) for i in self._machine.live}
         probes = self._probe_alone(passes)
         if not probes:
@@ -66,7 +59,7 @@ class TextStage:
         return probes
 
     def _probe_alone(self, wanted: Mapping[int, Layout | None]) -> tuple[Probe, ...]:
-        """Return a probe of each wanted layout, if the budget allows all."""
+        """Return probes of single devices, or none if one of them is too expensive."""
         # the keys are positions; None means that the device has nothing to measure
         layouts = {i: layout for i, layout in wanted.items() if layout}
         costs_known = all(self._machine.alone[i] for i in wanted)
@@ -85,7 +78,7 @@ class TextStage:
     # ------------------------------------------------------------------ passes of one length
 
     def _next_passes(self, position: int) -> Layout | None:
-        """Return the next passes to measure on a device, if any."""
+        """Return the next pass to measure on a device, or None."""
         tried = [seen.probe.layout for seen in self._machine.tried_alone(position)]
         for layout in self._list_passes_to_measure(position):
             if layout not in tried:
@@ -93,7 +86,7 @@ class TextStage:
         return None
 
     def _list_passes_to_measure(self, position: int) -> Iterator[Layout]:
-        """Yield the passes that determine a device's cost, in order."""
+        """Yield the layouts that show a device's cost: different lengths, rows and passes."""
         middle = self._quantile(MIDDLE)
         longest = self._problem.lengths[-1]
         tokens = max(SMALL * middle, longest)
@@ -110,7 +103,7 @@ class TextStage:
             yield self._equal_rows(position, length, largest)
 
     def _equal_rows(self, position: int, length: int, tokens: int, passes: int = 1) -> Layout:
-        """Return a solo layout of rows of one length."""
+        """Return a layout with rows of one length and about so many tokens in a pass."""
         most = self._problem.global_batch or self._problem.max_global_batch or tokens
         rows = max(1, min(tokens // length, most))
         layout = solo(self._problem.devices, position, rows * passes, rows)
@@ -121,7 +114,7 @@ class TextStage:
         return max(1, lengths[int(part * (len(lengths) - 1))])
 
     def _worth_growing(self, position: int, length: int, tokens: int) -> bool:
-        """True if a pass of `tokens` tokens is worth measuring."""
+        """Whether a larger pass is needed to show the cost of tokens, and may fit."""
         steps = self._machine.single_passes(position).values()
         if not steps:
             return False
@@ -137,7 +130,7 @@ class TextStage:
     # ------------------------------------------------------------------ global batches
 
     def _next_whole(self, position: int) -> Layout | None:
-        """Return a layout with the global batch on one device, unless measured."""
+        """Return the global batch for one device alone, or None if it was tried."""
         tried = [one for one in self._machine.tried_alone(position) if one.probe.layout.costs]
         ended = len(tried) > RETREATS or any(isinstance(one, Timed | Failed) for one in tried)
         if ended or not self._machine.can_hold((position,)):
@@ -147,7 +140,7 @@ class TextStage:
         return layout if all(one.probe.layout.tokens != layout.tokens for one in tried) else None
 
     def _next_split(self) -> tuple[Probe, ...]:
-        """Return a probe of the split that should be fastest."""
+        """Return a probe of the best split, or nothing if it was tried or time is up."""
         tried = [
             one.probe.layout
             for one in self._machine.seen.in_stage(Stage.SPLIT)

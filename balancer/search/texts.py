@@ -1,4 +1,4 @@
-"""Chooses the layouts that are worth racing if rows have unequal lengths."""
+"""Propose layouts for training runs whose rows have unequal lengths."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from .text_model import TextModel
 
 
 class TextPolicy:
-    """Chooses the layouts to race if the cost of rows differs.
-
-    A device's time then depends on the lengths of its rows.
-    """
+    """Choose candidates in which rows are assigned by the cost of their length."""
 
     def __init__(self, machine: TextModel) -> None:
         self.machine = machine
@@ -25,32 +22,25 @@ class TextPolicy:
         self.seen = machine.seen
 
     def why_none(self) -> End | None:
-        """Return why no device can train; None if at least one can hold the longest row."""
+        """Return why no layout can work, or None: the longest row must fit on some device."""
         return None if self.machine.can_hold(self.machine.live) else explain_too_long(self.problem)
 
     def is_sensible(self, layout: Layout) -> bool:
-        """True if the layout trains, and isn't just a probe of passes.
-
-        Its rows are assigned by cost, or it is a split by number of rows.
-        """
+        """Whether the layout may be chosen as the plan."""
         return bool(layout.costs) or (layout.by_rows and layout.traits.together)
 
     def apart_seconds(self, _layout: Layout) -> float | None:
-        """Return None: how long each device alone takes for its rows isn't known."""
+        """Return None: the time of a share alone isn't known."""
         return None
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return an empty curve for each device, because plans have the costs of rows instead."""
+        """Return empty curves: the plan has costs instead."""
         return NO_CURVE * len(layout.shares)
 
     # ------------------------------------------------------------------ candidates
 
     def singles(self) -> list[Layout]:
-        """Return the layout of the global batch on the fastest single device.
-
-        Devices on which that layout failed in the race are left out. Return an empty list if no
-        device can hold the longest row.
-        """
+        """Return the fastest layout on one device; empty if none can hold the longest row."""
         ran = {}
         for seen in self.seen.timed(Stage.SOLO):
             if seen.probe.layout.costs:
@@ -65,19 +55,15 @@ class TextPolicy:
         return sorted(layouts, key=self.machine.predicted_rate, reverse=True)[:1]
 
     def best_splits(self) -> list[Layout]:
-        """Return the last split that exploration measured, and the fastest measured split.
-
-        If they are equal, the list has one layout.
-        """
+        """Return the last measured split and the fastest one."""
         ran = self.machine.fitting_splits
         by_rate = sorted(ran, key=lambda one: -one.samples_per_second)
         return list(dict.fromkeys(one.probe.layout for one in (*ran[-1:], *by_rate[:1])))
 
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
-        """Return the even split over the devices of the best split.
+        """Return equal row counts on the devices of the first split, in passes that surely fit.
 
-        The best split is the first of `splits`; without one, return an empty list. Even splits over
-        fewer devices (`scaling`) aren't supported for unequal rows.
+        Empty without a split.
         """
         if not splits:
             return []

@@ -1,8 +1,4 @@
-"""The time that exploration has left, and the longest step allowed.
-
-The models of the devices use the longest step to limit their batches. The cost of a probe isn't
-computed here but in `budget`, which depends on these models.
-"""
+"""How much of the budget is left, and what a probe costs besides its timed steps."""
 
 from __future__ import annotations
 
@@ -41,10 +37,7 @@ EXPLORES = 0.4
 
 
 class TimeLeft:
-    """The time that a search has left, given its observations.
-
-    It is infinite without a budget.
-    """
+    """The remaining time of a search's budget."""
 
     def __init__(self, problem: Problem, options: LayoutOptions, seen: Observations) -> None:
         self._devices = problem.devices
@@ -55,16 +48,14 @@ class TimeLeft:
 
     @cached_property
     def spent(self) -> float:
-        """The total duration of all probes so far, in seconds."""
+        """Seconds that all probes have taken."""
         return self._seen.spent_seconds()
 
     def growth(self, step_seconds: float) -> float:
-        """Return how many times larger the next batch may be.
+        """Return the largest factor by which the next batch may grow without risking the budget.
 
-        Steps of the present batch take `step_seconds`. Two steps of the next batch must fit in a
-        fixed part of the time that exploration has left. If a probe times only one step, its steps
-        may take `BOLD` times the time left. The factor is at least 1, and infinite if
-        `step_seconds` is 0.
+        `step_seconds` is the step time of the largest batch so far. At least 1; infinite if it is
+        0.
         """
         # a step is assumed to take longer in proportion to the batch, because a level curve shows
         # nothing about larger batches
@@ -77,20 +68,16 @@ class TimeLeft:
         return max(1.0, part * self._left_to_explore / (2 * step_seconds))
 
     def longest_step(self) -> float:
-        """Return the longest time that a step of a probe may take, in seconds.
-
-        The limit holds for a single device and for a split. It leaves time for other probes.
-        """
+        """Return the longest step, in seconds, that exploration still has time for."""
         left = max(SHORTEST_PROBE_SECONDS, EXPLORES * self._left_to_explore - self.overhead_seconds)
         fewest = LONE_STEPS if self._lone_steps_save_time else FEWEST_STEPS
         longest = LONGEST_PROBE_SECONDS / (FEWEST_STEPS + self.tuning_steps)
         return min(longest, left / (fewest + self.tuning_steps))
 
     def takes_lone_steps(self, step_seconds: float, part: float = 1 / SURPRISE) -> bool:
-        """True if the next probe should time a single step, because steps are slow.
+        """Whether steps are so slow that a probe should time a single one.
 
-        A step takes `step_seconds`. More steps would take more than the fraction `part` of the time
-        left.
+        `part` is the fraction of the remaining time that a longer probe may take.
         """
         # more steps would show the noise, but it is better to measure several batches with an error
         # of 3 % than a few exactly
@@ -100,15 +87,12 @@ class TimeLeft:
         return CERTAIN_STEPS * step_seconds > part * left
 
     def fewest_steps(self, step_seconds: float) -> int:
-        """Return the number of steps of the shortest probe that is worth starting.
-
-        It is `LONE_STEPS` if the probe should time a single step; otherwise, `FEWEST_STEPS`.
-        """
+        """Return the least number of steps of a probe, including one that isn't timed."""
         return LONE_STEPS if self.takes_lone_steps(step_seconds) else FEWEST_STEPS
 
     @property
     def _lone_steps_save_time(self) -> bool:
-        """True if timing a single step of a probe saves much time."""
+        """Whether tuning in the first step is short enough for single steps to save time."""
         return self.tuning_steps <= CERTAIN_STEPS
 
     @cached_property
@@ -117,25 +101,18 @@ class TimeLeft:
 
     @cached_property
     def overhead_seconds(self) -> float:
-        """The seconds of tracing and warm-up in a typical (median) probe, without its start."""
+        """Median untimed seconds of a probe, without its start."""
         return median([untimed_seconds(seen) for seen in self._seen.timed(*EXPLORATION)] or [0.0])
 
     @cached_property
     def lone_overhead_seconds(self) -> float:
-        """The seconds that a typical probe's first step takes longer than a later step.
-
-        A probe that times a single step takes this time in addition to `LONE_STEPS` steps.
-        """
+        """Median extra seconds of a first step."""
         found = [first_step_overhead(seen) for seen in self._seen.timed(*EXPLORATION)]
         return median(found or [0.0])
 
     @cached_property
     def tuning_steps(self) -> float:
-        """The time to tune kernels at a new size, in durations of a later step.
-
-        Kernels are tuned in the first step of that size. The number is fitted to the quickest and
-        the slowest step of each device alone. With TensorFlow, it is up to 100.
-        """
+        """How many step times the first step spends on tuning, such as choosing kernels."""
         alone: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for seen in self._seen.timed(Stage.SOLO):
             layout = seen.probe.layout
@@ -154,10 +131,10 @@ class TimeLeft:
 
 
 def untimed_seconds(seen: Timed) -> float:
-    """Return the seconds of tracing and warm-up in a probe, without its start and timed steps."""
+    """Return the seconds of a probe besides its start and its timed steps."""
     return max(0.0, seen.elapsed_seconds - seen.start_seconds - seen.steps * seen.step_seconds)
 
 
 def first_step_overhead(seen: Timed) -> float:
-    """Return how many seconds longer a probe's first step took than a later one."""
+    """Return how much longer the first step took than a usual one, in seconds."""
     return max(0.0, seen.first_step_seconds - seen.step_seconds)
