@@ -216,7 +216,7 @@ class Observations:
         return [msgspec.structs.replace(one, elapsed_seconds=0.0) for one in found]
 
     def still_fit(self, timed: Iterable[Timed]) -> list[Timed]:
-        """Return the measurements whose layouts should still run: devices work and memory suffices."""
+        """Return the measurements whose layouts should still fit, on devices that still work."""
         full = []
         for seen in self._seen.values():
             layout = seen.probe.layout

@@ -47,27 +47,22 @@ TurnsByLayout = Mapping[Layout, Turns]
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """A mean over turns, with the standard deviation of a single turn.
-
-    It is the mean of a layout's samples/s, or of the relative difference of two layouts' samples/s.
-    `turns` is the number of turns.
-    """
+    """The relative difference of two layouts' samples/s: mean, deviation per turn, number of turns."""
 
     value: float
     deviation: float
     turns: int
 
     def interval(self) -> Interval:
-        """Return the mean with its 95 % interval, by Student's t."""
+        """Return the 95 % interval of the mean."""
         half = student(DRIFT_WEIGHT + self.turns - 1) * self.deviation / math.sqrt(self.turns)
         return Interval(self.value, self.value - half, self.value + half)
 
     def expected_gain(self, more_turns: float = 0.0) -> float:
-        """Return the expected gain from choosing the really faster of two layouts.
+        """Return E[max(0, d)], the gain expected from choosing the faster of the two layouts.
 
-        The gain is E[max(0, d)], where d is how much faster the first layout really is, relative to
-        the second. `more_turns` is a number of further turns: the gain is then the one to expect
-        after them if the mean stays the same.
+        d is the true relative lead of the first one. `more_turns` are further turns, which would
+        reduce the error.
         """
         error = self.deviation / math.sqrt(self.turns + more_turns)
         z = self.value / error
@@ -75,13 +70,9 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class RankedLayout(msgspec.Struct, frozen=True):
-    """A layout that ran in the race, compared with the winner.
+    """A layout in the final comparison.
 
-    - `against`: the relative difference of its samples/s from the winner's; None for the winner
-      itself.
-    - `tie`: True if this difference is below 1 %, or if it may be 0 while the intervals of the two
-      layouts' samples/s overlap.
-    - `turns`: the number of the layout's turns.
+    `against` is its speed relative to the winner, minus 1; None for the winner itself.
     """
 
     candidate: Candidate
@@ -92,20 +83,17 @@ class RankedLayout(msgspec.Struct, frozen=True):
 
     @property
     def result(self) -> Result:
-        """The layout and its samples/s in the race, as a `Result`."""
+        """The layout with its samples/s."""
         return Result(self.candidate.layout, self.throughput, self.turns)
 
     @property
     def unclear(self) -> bool:
-        """True for a tie whose measured gap is above 3 %.
-
-        The true gap may be 0, but it may also be large.
-        """
+        """Whether it ties with the winner although they differ by more than 3 %."""
         return self.tie and self.against is not None and abs(self.against.value) > UNCLEAR
 
     @property
     def step(self) -> Interval:
-        """The duration of one optimizer step in seconds, calculated from `throughput`."""
+        """Step time in seconds, with its interval."""
         layout = self.candidate.layout
         rate = self.throughput
         samples = layout.global_batch * layout.processes
@@ -116,10 +104,7 @@ class RankedLayout(msgspec.Struct, frozen=True):
 def rank(
     candidates: Sequence[Candidate], turns: TurnsByLayout, problem: Problem
 ) -> tuple[RankedLayout, ...]:
-    """Return every candidate that ran: the winner, then the others by falling samples/s.
-
-    `turns` has the measurements of each layout. The problem decides which candidate wins.
-    """
+    """Return the measured candidates, the winner first, then by samples/s."""
     ran = [candidate for candidate in candidates if turns.get(candidate.layout)]
     ran.sort(key=lambda one: -throughput(turns[one.layout]).value)
     if not ran:
@@ -130,15 +115,11 @@ def rank(
 
 
 def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Problem) -> Candidate:
-    """Return the fastest candidate, or one that is preferred although it may be slower.
+    """Return the candidate that the plan should use.
 
-    - The objective may give up speed, for example to save energy: return the layout with the best
-      value of the objective. It may be slower than the fastest by at most `max_slowdown`.
-    - The user accepts a tolerance and didn't fix the global batch: return the layout with the
-      smallest batch within the tolerance. The fastest layout must not be a pack or placement, nor
-      have knobs (tuned options such as XLA).
-    - All other cases: return the simplest of the layouts that are about as fast. They are slower
-      than the fastest by less than 1 %, or by less than the tolerance if that is smaller.
+    - An objective that trades speed picks the highest value among layouts that are fast enough.
+    - A free global batch picks the smallest batch within the tolerance of the fastest.
+    - Otherwise, the simplest of the layouts nearly as fast as the fastest wins.
     """
     rates = {one.layout: throughput(turns[one.layout]).value for one in ran}
 
@@ -171,18 +152,14 @@ def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Probl
 def _list_tolerable(
     ran: Sequence[Candidate], turns: TurnsByLayout, leader: Turns, tolerance: float
 ) -> list[Candidate]:
-    """Return the synchronous layouts within the tolerance of the leader."""
+    """Return the synchronous candidates within the tolerance of the fastest."""
     # other layouts have global batches that can't be compared with the leader's
     synchronous = [candidate for candidate in ran if candidate.synchronous]
     return [one for one in synchronous if is_tolerable(turns[one.layout], leader, tolerance)]
 
 
 def is_tolerable(one: Turns, leader: Turns, tolerance: float) -> bool:
-    """True if a layout is slower than the leader by at most the tolerance.
-
-    The measured difference may exceed the tolerance by half the width of its interval, but at most
-    by `EDGE_SLACK`.
-    """
+    """Whether a layout is at most `tolerance` slower than the fastest, with a little slack."""
     # the true difference may be smaller than the measured one
     gap = compare_turns(one, leader).interval()
     return gap.value + min((gap.high - gap.low) / 2, EDGE_SLACK) >= -tolerance
@@ -191,12 +168,10 @@ def is_tolerable(one: Turns, leader: Turns, tolerance: float) -> bool:
 def undecided(
     ran: Sequence[Candidate], turns: TurnsByLayout, turns_left: float, most_turns: int
 ) -> tuple[list[Candidate], bool]:
-    """Return the candidates that deserve another turn, and whether there is a tie.
+    """Return the fastest layout and the rivals worth another turn, and whether others tie.
 
-    A rival deserves another turn if choosing it may still gain more than `LEAST_GAIN`, and the
-    remaining turns can decide that. If they can't, there is a tie. If a rival deserves another
-    turn, so does the fastest candidate. There are at most `turns_left` more turns, and a candidate
-    has at most `most_turns` in total.
+    A rival is worth it if the turns left can show which of the two is faster. Otherwise it ties.
+    The list is empty if no rival is worth one.
     """
     # the fastest takes part because the two are compared within turns
     if len(ran) < 2:
@@ -217,10 +192,9 @@ def undecided(
 
 
 def compare_turns(one: Turns, other: Turns) -> Difference:
-    """Return the relative difference between the samples/s of two layouts.
+    """Return the relative difference of two layouts, from the turns that both have.
 
-    It is positive if `one` is faster than `other`. It is computed from the turns that both took
-    part in. Without such turns, it is computed from all pairs of their turns.
+    Without common turns, all their measurements are compared.
     """
     common = [(one[turn], other[turn]) for turn in sorted(one.keys() & other.keys())]
     pairs = common or list(product(one.values(), other.values()))
@@ -238,11 +212,7 @@ def compare_turns(one: Turns, other: Turns) -> Difference:
 
 
 def throughput(turns: Turns) -> Interval:
-    """Return the interval of a layout's samples/s over all its turns.
-
-    The samples/s are computed from the mean step time of the turns. For a single turn, return the
-    interval that was measured in it.
-    """
+    """Return the samples/s over all turns, with the 95 % interval."""
     measured = [seen.throughput for _, seen in sorted(turns.items())]
     if len(measured) == 1:
         return measured[0]
@@ -254,7 +224,7 @@ def throughput(turns: Turns) -> Interval:
 
 
 def _pooled_deviation(assumed: float, values: Sequence[float]) -> float:
-    """Estimate the standard deviation of one turn from few values."""
+    """Return the standard deviation of values, combined with the usual variance."""
     mean = fmean(values)
     spread = math.fsum((value - mean) ** 2 for value in values)
     # `assumed`, the usual variance, counts as much as `DRIFT_WEIGHT` turns
@@ -262,22 +232,19 @@ def _pooled_deviation(assumed: float, values: Sequence[float]) -> float:
 
 
 def center(interval: Interval, value: float) -> Interval:
-    """Return an interval of the same width around `value`, cut off at 0."""
+    """Move an interval so that it surrounds `value`, but not below 0."""
     half = (interval.high - interval.low) / 2
     return Interval(value, max(0.0, value - half), value + half)
 
 
 def widen(interval: Interval, error: float) -> Interval:
-    """Return the interval, extended where a bound is nearer to the value than `error`.
-
-    `error` is relative to the value.
-    """
+    """Extend an interval to at least the relative `error` on both sides."""
     low = min(interval.low, interval.value * max(0.0, 1 - error))
     return Interval(interval.value, low, max(interval.high, interval.value * (1 + error)))
 
 
 def overlap(one: Interval, other: Interval) -> bool:
-    """True if two 95 % intervals overlap, so that neither layout is certainly faster."""
+    """Whether two intervals have a value in common."""
     return one.low <= other.high and other.low <= one.high
 
 
