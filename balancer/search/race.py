@@ -81,8 +81,8 @@ class Race:
     def check(self, best: Result) -> tuple[Probe, ...]:
         """Return a probe that measures the winner again, or nothing if its samples/s are certain.
 
-        The samples/s that a layout won by are probably too high. A second check follows if the
-        first one was throttled, or is too rough.
+        The samples/s that a layout won by are probably too high. Further checks follow if the first
+        was throttled or too rough, but none after a check that failed.
         """
         layout = best.layout
         checks = [seen for seen in self._seen.in_stage(Stage.CHECK) if seen.probe.layout == layout]

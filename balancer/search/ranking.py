@@ -47,7 +47,7 @@ TurnsByLayout = Mapping[Layout, Turns]
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """The relative difference of two layouts' samples/s: mean, deviation per turn, number of turns."""
+    """Relative difference of two layouts' samples/s: mean, deviation per turn, count of turns."""
 
     value: float
     deviation: float
