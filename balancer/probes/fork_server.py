@@ -31,7 +31,7 @@ import msgspec
 from evener.devices.backend import ChildEnvironment
 from evener.devices.registry import import_path
 
-from .forkable import has_started_driver, holds_driver_files, survives_fork
+from .forkable import has_started_driver, list_driver_files, survives_fork
 from .protocol import STACK_SIGNAL
 
 LONGEST_REQUEST = 1 << 20  # bytes of the environment variables of a child
@@ -212,7 +212,7 @@ def import_first(names: Sequence[str], start_driver: Callable[[], object]) -> No
             getattr(import_module(module), attribute or "__name__")
         # a process that runs a driver can't be forked
         forkable = not has_started_driver()
-        if forkable and holds_driver_files():
+        if forkable and list_driver_files():
             forkable = survives_fork(start_driver)
     except Exception:
         forkable = False  # a child imports it again, and reports the error

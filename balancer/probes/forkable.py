@@ -45,9 +45,9 @@ def has_started_driver() -> bool:
     return any(backend.has_started_driver() for backend in all_backends())
 
 
-def holds_driver_files() -> bool:
-    """True if this process has files of a device's driver open."""
-    return any(map(_is_of_driver, _open_files().values()))
+def list_driver_files() -> list[int]:
+    """Return the descriptors of the device drivers' files that this process has open."""
+    return [number for number, path in _open_files().items() if _is_of_driver(path)]
 
 
 def survives_fork(trial: Callable[[], object]) -> bool:

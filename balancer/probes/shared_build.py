@@ -22,7 +22,7 @@ import msgspec
 from evener.workloads.protocol import WorkerSetup, Workload
 
 from .fork_server import BuildShared, ForkServer
-from .forkable import BuildWatch
+from .forkable import BuildWatch, list_driver_files
 from .protocol import Build
 
 WORTH_SECONDS = 2.0  # a shorter build is simply repeated in each child
@@ -127,11 +127,17 @@ def _key(command: Build) -> tuple[str, str]:
 
 
 def _close_all_but(kept: int) -> None:
-    """Close every descriptor but `kept`, and point the standard streams at /dev/null."""
+    """Close every descriptor but `kept`, and point the standard streams at /dev/null.
+
+    Files of a device's driver stay open, because its management library goes on using them.
+    """
     # while a copy has the child's pipes open, their reader sees no end of file after the child's
     # exit
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
         os.dup2(nothing, number)
-    os.closerange(3, kept)
-    os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
+    first = 3
+    for number in sorted({kept, *list_driver_files()}):
+        os.closerange(first, number)
+        first = number + 1
+    os.closerange(first, os.sysconf("SC_OPEN_MAX"))

@@ -227,6 +227,32 @@ def test_a_build_that_leaves_a_thread_is_repeated(
     assert (own_folder / "builds").read_text() == "xx"
 
 
+HOLDS_A_DRIVER_FILE = LOADS.replace(
+    "    time.sleep",
+    """    global held
+    import os
+    from evener.balancer.probes import forkable
+    for backend in forkable.all_backends():
+        backend.driver_files = ({folder!r} + "/nvidia",)
+    held = os.open({folder!r} + "/nvidiactl", os.O_CREAT | os.O_RDONLY)
+    time.sleep""",
+)
+
+
+@two_cores
+def test_files_of_the_driver_stay_open_in_forked_children(
+    prober: Callable[..., ChildProber], own_folder: Path
+) -> None:
+    """NVML goes on using the numbers of its files, which other files would get once closed."""
+    look = "import os; note(os.readlink('/proc/self/fd/%d' % held).rpartition('/')[2][:6])"
+    probes = prober(look, HOLDS_A_DRIVER_FILE)
+    measure(probes, solo(2, 0, 8))
+    (built,) = local_host(probes)._built.values()
+    assert built.alive
+    measure(probes, solo(2, 1, 8))
+    assert (own_folder / "builds").read_text() == "x" + 2 * "bnvidia"
+
+
 @two_cores
 def test_a_model_is_loaded_once_whatever_is_made_of_it(
     prober: Callable[..., ChildProber], own_folder: Path

@@ -75,6 +75,20 @@ def test_without_nvml_cuda_answers(cuda: SimpleNamespace, monkeypatch: pytest.Mo
     assert import_module("bitsandbytes").FOUND == [(7, 0)] * 3
 
 
+def test_a_trial_starts_cuda_without_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server sees all GPUs, so the first may be one that the search leaves out."""
+    started: list[str] = []
+    cuda = SimpleNamespace(is_available=lambda: True, init=lambda: started.append("cuda"))
+
+    class NoTensors(SimpleNamespace):
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(f"torch.{name} is used")
+
+    monkeypatch.setitem(sys.modules, "torch", NoTensors(cuda=cuda))
+    driver_free_imports.start_driver()
+    assert started == ["cuda"]
+
+
 def test_pytorch_has_the_names_that_are_used() -> None:
     cuda = pytest.importorskip("torch").cuda
     assert COUNTS_BY_NVML in inspect.getsource(cuda._nvml_based_avail)

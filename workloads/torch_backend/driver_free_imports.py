@@ -30,13 +30,14 @@ def keep_driver_unstarted() -> None:
 
 
 def start_driver() -> None:
-    """Start CUDA on the first visible GPU, if PyTorch is imported and sees one.
+    """Start CUDA, if PyTorch is imported and sees a GPU, without using memory of a GPU.
 
     Raises RuntimeError if CUDA can't be started.
     """
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
-        torch.ones(1, device="cuda")
+        # the fork server sees all GPUs, also those that others use
+        torch.cuda.init()
 
 
 def _answer_by_nvml(cuda: Any) -> None:
