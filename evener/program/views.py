@@ -86,8 +86,8 @@ DIFFERENCES = {  # differences between the views of the ranks, the most serious 
         "its ranks compute their losses, or change weights and gradients, with different numbers"
     ),
     "row": (
-        "the data sets of its ranks have different rows under the same numbers, as where "
-        "random_split draws on each rank"
+        "the data sets of its ranks have different rows under the same numbers, as where each "
+        "rank draws its rows, or a random_split of them, without a common seed"
     ),
     "are_sums": "the loss of some of its ranks is a sum over rows, and that of others a mean",
 }

@@ -85,6 +85,7 @@ OTHER = [
     ("unlike", "a loader without an end", "EndlessLoader, makes its batches by an iteration of"),
     ("unlike", "whole batches as items", "takes one item of its data set at a time"),
     ("unlike", "rows split on each rank", "different rows under the same numbers"),
+    ("unlike", "rows drawn on each rank", "where each rank draws its rows"),
     ("unlike", "two loaders zipped", "take rows of several loaders"),
     ("unlike", "padding read last", "rows padded to the longest beside them"),
     ("sharded", "parts of a layer", "several ranks compute one row"),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, TensorDataset
 
 from tests.support.run_parts import (
     BATCH,
@@ -448,6 +448,15 @@ def rows_split_on_each_rank() -> Any:
     drawn = torch.Generator().manual_seed(dist.get_rank())
     data, _ = torch.utils.data.random_split(points(), [40, 10], generator=drawn)
     return fit(ddp(), mean, load(data))
+
+
+@program
+def rows_drawn_on_each_rank() -> Any:
+    """Each rank draws its own rows, as an example with torch.randn does without a seed."""
+    drawn = torch.Generator().manual_seed(dist.get_rank())
+    data = points()
+    x = torch.randn(data.tensors[0].shape, generator=drawn, dtype=data.tensors[0].dtype)
+    return fit(ddp(), mean, load(TensorDataset(x, *data.tensors[1:])))
 
 
 @program

@@ -1,8 +1,8 @@
 """Check that all ranks have the same data set, as a plan divides rows by index.
 
 An index has to mean the same row on every rank. It doesn't if each rank draws its own data set, as
-by random_split or a shuffle without a common seed. It doesn't either if the program has already
-divided its data set by rank.
+with torch.randn, random_split or a shuffle without a common seed. It doesn't either if the program
+has already divided its data set by rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROUNDING = 1e-10  # the same for integers, as sums in float64 depend on the numb
 FEW = 4  # of this many rows, one may differ: a transform may draw its own random numbers
 AT_ONCE = 1 << 20  # elements that are converted to float64 at a time
 REMEDY = (
-    "A plan shares rows out by their numbers, so give every rank the same data set: draw"
+    "A plan shares rows out by their numbers, so give every rank the same data set: draw rows,"
     " random_split and shuffles with a fixed seed (generator=torch.Generator().manual_seed(0)), and"
     " don't divide the data set by rank, as the plan divides it."
 )
