@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -75,6 +75,14 @@ class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
             return function(*args, **(kwargs or {}))
 
 
+class _Piece(NamedTuple):
+    """A pass that is being computed, or a piece of one; see `Gathering.computing`."""
+
+    rows: int
+    full_batch: int
+    is_last: bool
+
+
 class Gathering:
     """Replaces `accelerator.gather`, for ranks with different numbers of rows.
 
@@ -89,10 +97,8 @@ class Gathering:
         self._accelerator, self._gather, self._timer = accelerator, accelerator.gather, timer
         self._world, self._local, self._shift = accelerator.num_processes, False, 0.0
         self.calls = 0  # number of calls to `gather` inside `local`
-        self._rows: int | None = None  # number of rows that count in the current batch; None: all
-        self._repeats = 0  # number of rows for which evaluation repeats a loss
-        self._call = 0
-        self._ends = True  # this is the last piece of the pass
+        self._piece: _Piece | None = None  # what is being computed; None: all rows count
+        self._call = 0  # number of gather calls in this piece
         self._earlier: list[list[Any]] = []  # values that each call gathered, by pass of the batch
         # arguments of each call in earlier pieces of the pass, with their rows
         self._pieces: list[list[tuple[torch.Tensor, int]]] = []
@@ -122,22 +128,22 @@ class Gathering:
             self._local, self._shift = before
 
     @contextmanager
-    def counting_rows(self, rows: int, repeats: int = 0, ends: bool = True) -> Iterator[None]:
+    def computing(
+        self, rows: int, full_batch: int = 0, is_last_piece: bool = True
+    ) -> Iterator[None]:
         """Return a context for computing a pass, or a piece of a pass.
 
         - `rows`: number of rows that count. Further rows are fillers, which aren't gathered.
-        - `repeats`: in an evaluation, the number of rows of a full batch; otherwise, 0.
-        - `ends`: False if another piece of the pass follows. Values are gathered only in the last
-          piece.
+        - `full_batch`: in an evaluation, the number of rows of a full batch; otherwise, 0.
+        - `is_last_piece`: False if another piece of the pass follows. Values are gathered only in
+          the last piece.
         """
-        # In an evaluation, transformers gathers a batch's loss as one copy per row.
-        before, self._call = (self._rows, self._repeats), 0
-        self._rows, self._repeats, self._ends = rows, repeats, ends
+        outer, self._piece = self._piece, _Piece(rows, full_batch, is_last_piece)
+        self._call = 0
         try:
             yield
         finally:
-            self._rows, self._repeats = before
-            self._ends = True
+            self._piece = outer
 
     def save(self) -> Callable[[], None]:
         """Save this batch's gathered values; return a function that restores them.
@@ -178,25 +184,28 @@ class Gathering:
             return each_tensor(self._gather_tensor, data)
 
     def _gather_tensor(self, tensor: torch.Tensor) -> Any:
-        if self._rows is None:
+        piece = self._piece
+        if piece is None:
             return self._gather_rows([tensor]) if tensor.ndim else self._gather(tensor)
         call, self._call = self._call, self._call + 1
-        gathered = self._gather_call(call, tensor, self._rows)
-        if not self._ends:
+        gathered = self._gather_call(call, tensor, piece)
+        if not piece.is_last:
             return gathered
         return self._join_earlier_passes(call, gathered, is_scalar=tensor.ndim == 0)
 
-    def _gather_call(self, call: int, tensor: torch.Tensor, rows: int) -> Any:
-        """Gather a tensor in a pass, or in a piece of one."""
-        # In the pass's last piece, the result has the values of all ranks and pieces. `call` is the
-        # number of earlier gather calls in the pass or piece.
+    def _gather_call(self, call: int, tensor: torch.Tensor, piece: _Piece) -> Any:
+        """Return the result of a gather call in a pass or piece.
+
+        In the pass's last piece, the result has the values of all ranks and pieces.
+        """
+        # `call` is the number of earlier gather calls in the pass or piece.
         if call < len(self._gathered_calls):
             # the pass is repeated, and the other ranks' values were already gathered
             return self._gathered_calls[call]
         missing = call + 1 - len(self._pieces)
         self._pieces += [[] for _ in range(missing)]
-        self._pieces[call].append((tensor.detach(), rows))
-        return self._gather_pieces(self._pieces[call])
+        self._pieces[call].append((tensor.detach(), piece.rows))
+        return self._gather_pieces(self._pieces[call], piece.is_last)
 
     def _join_earlier_passes(self, call: int, gathered: Any, is_scalar: bool) -> Any:
         """Return a gather call's values, joined with the batch's earlier passes."""
@@ -216,24 +225,27 @@ class Gathering:
         rows = torch.cat([each.rows for each in every])
         return _weighted(joined, sums, rows)
 
-    def _gather_pieces(self, pieces: list[tuple[torch.Tensor, int]]) -> Any:
-        """Return the result of a gather call, given the values of pieces."""
-        # Each piece has a tensor and a number of rows.
-        # other ranks' values are included only in the pass's last piece
-        gather = self._gather if self._ends else lambda own: own
+    def _gather_pieces(self, pieces: list[tuple[torch.Tensor, int]], is_last: bool) -> Any:
+        """Return the result of a gather call, given each piece's tensor and number of rows.
+
+        Other ranks' values are included only in the pass's last piece.
+        """
+        gather = self._gather if is_last else lambda own: own
         values = [value for value, _ in pieces]
         if values[0].ndim:
-            gathered = self._gather_rows(values) if self._ends else values[-1]
+            gathered = self._gather_rows(values) if is_last else values[-1]
         else:
             gathered = _gather_scalar(values, [rows for _, rows in pieces], gather)
-        if self._ends:
+        if is_last:
             self._gathered_calls.append(gathered)
         return gathered
 
     def _gather_rows(self, tensors: list[torch.Tensor]) -> Any:
         tensor = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
-        if self._rows is not None and (not self._rows or len(tensor) == self._repeats):
-            tensor = tensor[: self._rows]
+        piece = self._piece
+        # in an evaluation, transformers gathers a batch's loss as one copy for each row
+        if piece is not None and (not piece.rows or len(tensor) == piece.full_batch):
+            tensor = tensor[: piece.rows]
         counts = self._gather(torch.tensor([len(tensor)], device=tensor.device)).tolist()
         if len(set(counts)) == 1:
             return self._gather(tensor)
@@ -312,5 +324,5 @@ class SharedLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not follo
         for place, batch in zip(self._places, super().__iter__(), strict=True):
             rows = len(self._every[place]) if place < len(self._every) else 0
             self._gathering.begin_batch()
-            with self._gathering.counting_rows(rows, self._full):
+            with self._gathering.computing(rows, self._full):
                 yield batch

@@ -169,7 +169,7 @@ class TrainerPasses:
                     whole = parts[turn.number]
                     share = loss().part_of(whole.batch, whole.rows, part.batch, part.rows)
                     part.weight = planned[turn.number] * share
-                    with self._gathering.counting_rows(part.rows, ends=turn.ends):
+                    with self._gathering.computing(part.rows, is_last_piece=turn.ends):
                         total = total + train(part, turn.last)
                     part.computed = True
                 finally:

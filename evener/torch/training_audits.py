@@ -957,31 +957,38 @@ def add_unweighted(computations: Computations) -> Computations:
 def weigh_gradients(computations: Computations, scale: float) -> Computations:
     """Weight gradients instead of losses in these computations.
 
-    `scale` is the number of audited rows divided by the rows of the batch.
+    Backward passes begin with losses times `scale`, which is the number of audited rows divided by
+    the rows of the batch. A row then has the same weight in a backward pass as in the training run.
     """
-    # so a row has the same weight in a backward pass as in the training run
-
-    def weigh(computation: Computation) -> Computation:
-        return [msgspec.structs.replace(each, scale=scale) for each in computation]
-
-    def weigh_loss(computation: Computation) -> Computation:
-        return [msgspec.structs.replace(each, scale=scale * each.weight) for each in computation]
-
     changes = {
-        name: AuditChange(
-            weigh(each.trained), None if each.reference is None else weigh(each.reference)
-        )
-        for name, each in computations.changes.items()
+        name: _scale_losses_of_change(change, scale)
+        for name, change in computations.changes.items()
     }
     changes["size"] = AuditChange(
-        weigh_loss(computations.trained), weigh_loss(computations.reference)
+        _scale_losses_by_weight(computations.trained, scale),
+        _scale_losses_by_weight(computations.reference, scale),
     )
     return msgspec.structs.replace(
         computations,
-        reference=weigh(computations.reference),
-        trained=weigh(computations.trained),
+        reference=_scale_losses(computations.reference, scale),
+        trained=_scale_losses(computations.trained, scale),
         changes=changes,
     )
+
+
+def _scale_losses_of_change(change: AuditChange, scale: float) -> AuditChange:
+    reference = None if change.reference is None else _scale_losses(change.reference, scale)
+    return AuditChange(_scale_losses(change.trained, scale), reference)
+
+
+def _scale_losses(computation: Computation, scale: float) -> Computation:
+    """Return the computation whose passes begin with their losses times `scale`."""
+    return [msgspec.structs.replace(piece, scale=scale) for piece in computation]
+
+
+def _scale_losses_by_weight(computation: Computation, scale: float) -> Computation:
+    """Return the computation whose passes begin with their losses times `scale` and weight."""
+    return [msgspec.structs.replace(piece, scale=scale * piece.weight) for piece in computation]
 
 
 def _make_computation(

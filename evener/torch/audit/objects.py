@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -23,27 +23,38 @@ def unfold(data: Any) -> Any:
 
     A batch without objects is returned unchanged.
     """
-    return _unfold_nested(data, set()) if find_objects(data) else data
+    return _collect_tensors(data, set()) if find_objects(data) else data
 
 
-def _unfold_nested(data: Any, seen: set[int]) -> Any:
-    """Return the tensors in `data`, in nested dicts and lists, or None."""
-    # `seen` has the ids of the objects around `data`. Objects in `seen` are skipped, because
-    # objects may refer to each other in a circle.
+def _collect_tensors(data: Any, containers: set[int]) -> Any:
+    """Return nested dicts and lists of the tensors in `data`, or None if it has no tensors.
+
+    `containers` has the ids of the objects that contain `data`.
+    """
     if isinstance(data, torch.Tensor):
         return data
-    if id(data) in seen:
+    # objects may refer to each other in a circle
+    if id(data) in containers:
         return None
-    inner = seen | {id(data)}
-    if is_object(data):
-        data = vars(data)
-    if isinstance(data, Mapping):
-        values = {name: _unfold_nested(data[name], inner) for name in data}
-        return {name: each for name, each in values.items() if each is not None} or None
-    if isinstance(data, tuple | list):
-        items = [_unfold_nested(each, inner) for each in data]
-        return [item for item in items if item is not None] or None
+    containers = containers | {id(data)}
+    content = vars(data) if is_object(data) else data
+    if isinstance(content, Mapping):
+        return _collect_values(content, containers)
+    if isinstance(content, tuple | list):
+        return _collect_items(content, containers)
     return None
+
+
+def _collect_values(mapping: Mapping[Any, Any], containers: set[int]) -> dict[Any, Any] | None:
+    """Return the mapping's values that have tensors, by name; None if there are none."""
+    values = {name: _collect_tensors(mapping[name], containers) for name in mapping}
+    return {name: value for name, value in values.items() if value is not None} or None
+
+
+def _collect_items(items: Sequence[Any], containers: set[int]) -> list[Any] | None:
+    """Return the items that have tensors; None if there are none."""
+    collected = [_collect_tensors(item, containers) for item in items]
+    return [item for item in collected if item is not None] or None
 
 
 def find_objects(data: Any) -> list[Any]:
@@ -55,7 +66,7 @@ def find_objects(data: Any) -> list[Any]:
         return [found for name in data for found in find_objects(data[name])]
     if isinstance(data, tuple | list):
         return [found for each in data for found in find_objects(each)]
-    return [data] if is_object(data) and _unfold_nested(data, set()) else []
+    return [data] if is_object(data) and _collect_tensors(data, set()) else []
 
 
 def remake(fresh: Any, recorded: Any, known: Mapping[int, Any]) -> Any:

@@ -830,29 +830,23 @@ class StepTimer:
         )
 
     def _make_timed_step(self, marked: _MarkedStep, spent: _StepDurations) -> TimedStep:
-        """Return the times of a step, with NaN for unknown ones."""
-        spans, last = dict(spent.spans), marked.marks[-1][0]
-        if last in (OWN, SUM, UPDATE):  # the end of these phases is unknown
-            spans[last] -= spent.last_s
-            if not any(phase == last for phase, _ in marked.marks[:-1]):
-                del spans[last]
-        own_s, waiting_s = spans.get(OWN, math.nan), spans.get(SUM, math.nan)
-        rest = (PREPARATION, BETWEEN, FILES, VALIDATION)
-        between = [spans[each] for each in rest if each in spans]
-        cpu = marked.cpu
+        """Return the times of a step as a TimedStep, with NaN for unknown times."""
+        phase_seconds = _list_ended_phases(marked, spent)
+        own_s, waiting_s = (phase_seconds.get(phase, math.nan) for phase in (OWN, SUM))
+        cpu, are_parts_known = marked.cpu, self.has_own_work
         return TimedStep(
-            marked.sizes,
-            own_s if self.has_own_work else math.nan,
-            waiting_s if self.has_own_work else math.nan,
-            spent.input_s,
-            spent.step_s,
-            sum(between) if between else math.nan,
-            marked.number,
-            marked.disturbed,
-            marked.behind,
-            cpu.own_s / own_s if cpu is not None and own_s > 0 else math.nan,
-            math.nan if cpu is None else _least(spent.input_s, cpu.idle_input_s),
-            spent.sums,
+            sizes=marked.sizes,
+            own_work_s=own_s if are_parts_known else math.nan,
+            waiting_s=waiting_s if are_parts_known else math.nan,
+            input_s=spent.input_s,
+            step_s=spent.step_s,
+            between_s=_add_up_between(phase_seconds),
+            number=marked.number,
+            disturbed=marked.disturbed,
+            behind=marked.behind,
+            computing=cpu.own_s / own_s if cpu is not None and own_s > 0 else math.nan,
+            idle_input_s=math.nan if cpu is None else _least(spent.input_s, cpu.idle_input_s),
+            sums=spent.sums,
         )
 
     def _list_step_sums(
@@ -892,6 +886,24 @@ class StepTimer:
             idle_input_s,
             idle_own_s,
         )
+
+
+def _list_ended_phases(marked: _MarkedStep, spent: _StepDurations) -> dict[Phase, float]:
+    """Return the seconds of a step's phases, without those after the last mark if it has no end."""
+    seconds, last = dict(spent.spans), marked.marks[-1][0]
+    if last not in (OWN, SUM, UPDATE):  # nothing marks the end of these phases
+        return seconds
+    seconds[last] -= spent.last_s
+    if not any(phase == last for phase, _ in marked.marks[:-1]):
+        del seconds[last]
+    return seconds
+
+
+def _add_up_between(phase_seconds: Mapping[Phase, float]) -> float:
+    """Return the seconds between the backward pass and the next batch; NaN if unknown."""
+    phases: tuple[Phase, ...] = (PREPARATION, BETWEEN, FILES, VALIDATION)
+    between = [phase_seconds[phase] for phase in phases if phase in phase_seconds]
+    return sum(between) if between else math.nan
 
 
 def _list_marks(marked: _MarkedStep) -> list[Any]:

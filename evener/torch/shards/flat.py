@@ -215,12 +215,12 @@ class Flat:
         if self._sender is not None:
             summed = torch.empty_like(self.shard)
             self._sender.add_up(summed)
-            self._add_reduced(summed, keeps=True)
+            self._accept_sums(summed, owns_memory=True)
             self.held.add("gathered", -self._sender.taken_bytes - self._sender.received_bytes)
             self._work, self._sends = [], False
             return
         assert self._grads is not None
-        self._add_reduced(self._grads[self.start : self.stop])
+        self._accept_sums(self._grads[self.start : self.stop])
         self.held.add("gathered", -byte_count(self._grads))
         self._work, self._grads = [], None
 
@@ -247,16 +247,26 @@ class Flat:
                 slot.view = view
         return self._grad_shard
 
-    def _add_reduced(self, summed: torch.Tensor, keeps: bool = False) -> None:
-        """Add a reduced gradient to this rank's gradient."""
-        for slot in self.slots:
-            if slot.received or slot.piece.grad is not None:
-                self._add_to_earlier(summed)
-                return
-        # with `keeps`, `summed` itself becomes the gradient
-        shard = self._make_views(summed if keeps else None)
-        if shard is not summed:
-            shard.copy_(summed)
+    def _accept_sums(self, summed: torch.Tensor, owns_memory: bool = False) -> None:
+        """Make `summed` the gradients of this rank's shard, or add it to those that are there.
+
+        `summed` are the gradients summed over the ranks. With `owns_memory`, nothing else uses
+        their memory, so that they aren't copied.
+        """
+        if self._has_gradients():
+            self._add_to_earlier(summed)
+        else:
+            self._begin_gradients(summed, owns_memory)
+
+    def _has_gradients(self) -> bool:
+        """True if this rank's shard has gradients of earlier backward passes."""
+        return any(slot.received or slot.piece.grad is not None for slot in self.slots)
+
+    def _begin_gradients(self, summed: torch.Tensor, owns_memory: bool) -> None:
+        """Make `summed` the first gradients of this rank's shard."""
+        gradients = self._make_views(summed if owns_memory else None)
+        if gradients is not summed:
+            gradients.copy_(summed)
         for slot in self.slots:
             slot.received, slot.before = True, False
 

@@ -381,7 +381,7 @@ class Exchange:
         for bucket in self._buckets:
             bucket.receive()
         if self.noise is not None:
-            self.noise.receive(self._buckets)
+            self.noise.finish_sum(self._buckets)
         self._sent, self._unsent, self.waits, self.unsummed = 0, False, False, False
         self.sums, self.ran = self.sums + 1, True
         self.held.forget_failure()

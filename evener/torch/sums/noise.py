@@ -91,22 +91,28 @@ class RankNoise:
             note_own()
             self._sum = dist.all_reduce(own, group=group, async_op=True), own
 
-    def receive(self, buckets: Iterable[Bucket]) -> None:
-        """Compute the norm of the summed gradients in `buckets`, which completes the sample."""
+    def finish_sum(self, buckets: Iterable[Bucket]) -> None:
+        """Complete this step's sample, if it has one, from the summed gradients in `buckets`."""
         # if this is another sum of the same batch, neither sum has the whole gradient
-        self._sample = None
-        if self._sum is not None:
-            work, weighted = self._sum
-            work.wait()
-            whole = _add_squares([_norm(bucket.gradients) for bucket in buckets])
-            self._batch = sum(self._rows())
-            self._sample = self._rows(), HostCopy(torch.cat([weighted, whole.to(weighted.device)]))
-        self._own = []
-        self._sum = None
-        self._begun = []
-        self._noted = []
+        self._sample = self._complete_sample(buckets) if self._sum is not None else None
+        self._forget_batches()
         self._summed_at = self._updates
         self.steps += 1
+
+    def _complete_sample(self, buckets: Iterable[Bucket]) -> _Sample:
+        """Return the sample of the sum of squared norms and the norm of the summed gradients."""
+        work, squares_of_ranks = self._sum
+        work.wait()
+        square_of_sum = _add_squares([_norm(bucket.gradients) for bucket in buckets])
+        rows = self._rows()
+        self._batch = sum(rows)
+        both = torch.cat([squares_of_ranks, square_of_sum.to(squares_of_ranks.device)])
+        return rows, HostCopy(both)
+
+    def _forget_batches(self) -> None:
+        """Forget the batches whose gradients have been summed."""
+        self._own, self._sum = [], None
+        self._begun, self._noted = [], []
 
     def scale(self) -> NoiseScale | None:
         """Read the samples whose copies are complete, and return the noise scale.
