@@ -129,19 +129,17 @@ class Exchanges:
         arguments: Any,
         keywords: Any,
         guard: Guard | None,
+        place: str,
         is_uneven: bool,
         checks: bool = True,
     ) -> Any:
         """Call the collective `wrapped`, and return its result.
 
-        With `guard` and `checks`, set `fault` if the exchanged values prevent unequal shares. With
-        `is_uneven`, gathered tensors may have different numbers of rows.
+        `place` is the file and line of the call in the program's code. With `guard` and `checks`,
+        set `fault` if the exchanged values prevent unequal shares. With `is_uneven`, gathered
+        tensors may have different numbers of rows.
         """
-        # A gather then returns each rank's tensor with its own number of rows. A known library's
-        # collectives aren't inspected.
-        place = "" if self._nested else find_caller(sys._getframe(1))
-        if not place or (guard is not None and guard.is_replaying):
-            return wrapped(*arguments, **keywords)
+        # a gather then returns each rank's tensor with its own number of rows
         call = make_call(wrapped, arguments, keywords, place)
         self._note(call)
         if guard is not None and not checks:
@@ -163,6 +161,16 @@ class Exchanges:
         else:
             _forget_filled(call, guard)
         return result
+
+    def find_place(self, guard: Guard | None) -> str:
+        """Return where the program's own code calls the collective that begins now.
+
+        Return "" for a call that isn't inspected: one of a known library, one inside another
+        collective, or one of a repeated computation.
+        """
+        if self._nested or (guard is not None and guard.is_replaying):
+            return ""
+        return find_caller(sys._getframe(1))
 
     def _run(self, call: ExchangeCall, is_uneven: bool) -> Any:
         """Call the collective; gather different numbers of rows if `is_uneven`."""
@@ -335,16 +343,16 @@ def find_caller(frame: FrameType | None) -> str:
 
 def name_package(frame: FrameType) -> str:
     """Return the top-level package of a frame's code, such as "torch"."""
-    return _module(frame).partition(".")[0]
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def is_between(frame: FrameType) -> bool:
     """True if a frame runs one of the wrappers around collectives (see _BETWEEN)."""
-    name = _module(frame)
+    return _is_module_between(str(frame.f_globals.get("__name__", "")))
+
+
+@cache  # a step of a sharded model has hundreds of collectives, each with several such frames
+def _is_module_between(name: str) -> bool:
     return any(name == each or name.startswith(f"{each}.") for each in _BETWEEN)
 
 

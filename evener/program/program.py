@@ -345,9 +345,13 @@ class Program:
         """Run a collective that the program or a library starts, and inspect what it exchanges."""
         if self._even_start is not None and comes_from_rows(wrapped.__name__):
             self._note_callback(self._even_start, wrapped.__name__)
+        guard = self._guard
+        place = self.exchanges.find_place(guard)
+        if not place:
+            return wrapped(*arguments, **keywords)
         is_uneven = self.is_uneven or self.notebook.was_uneven
         checks = self.training is None
-        return self.exchanges.see(wrapped, arguments, keywords, self._guard, is_uneven, checks)
+        return self.exchanges.see(wrapped, arguments, keywords, guard, place, is_uneven, checks)
 
     def _note_callback(self, start: EvenStart, name: str) -> None:
         """Record a collective that the program calls inside a trainer's step."""

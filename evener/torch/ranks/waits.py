@@ -14,14 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_timers: weakref.WeakSet[Any] = weakref.WeakSet()
+# a WeakSet takes as long to iterate over as the rest of a short wait
+_timers: list[weakref.ref[Any]] = []
 
 
 def time_waits(timer: Any) -> None:
     """From now on, exclude waits for collectives within passes from a timer's own work."""
     # On a GPU, the host doesn't wait for collectives. The excluded time is that in which the
     # computing stream waits for another stream, which runs the collectives.
-    _timers.add(timer)
+    if all(each() is not timer for each in _timers):
+        _timers.append(weakref.ref(timer, _timers.remove))
     _time_waits_in(dist.Work, "wait")
     for name in ("wait_event", "wait_stream"):
         _time_waits_in(torch.cuda.Stream, name, _is_current)
@@ -47,11 +49,17 @@ def _time_waits_in(kind: Any, name: str, counts: Callable[[Any], bool] | None = 
     def wait(*arguments: Any, **keywords: Any) -> Any:
         if counts is not None and not counts(arguments[0]):
             return original(*arguments, **keywords)
-        entered = [timer for timer in _timers if timer.begin_wait()]
+        entered = []
+        for reference in _timers:
+            timer = reference()
+            if timer is not None and timer.begin_wait():
+                entered.append(timer)
+        if not entered:
+            return original(*arguments, **keywords)
         try:
             return original(*arguments, **keywords)
         finally:
-            for each in entered:
-                each.end_wait()
+            for timer in entered:
+                timer.end_wait()
 
     setattr(kind, name, wait)
