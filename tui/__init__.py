@@ -1,4 +1,1 @@
-"""The commands and the full-screen app: everything a person sees.
-
-This package measures nothing and decides nothing.
-"""
+"""The terminal app and the command line of evener."""

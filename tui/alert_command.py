@@ -1,4 +1,4 @@
-"""Starts the user's command for an alert without waiting for it to finish."""
+"""Start the command that the user has set for alerts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ LIMIT_SECONDS = 60.0
 
 
 def start_command(command: str, alert: Alert) -> str:
-    """Start the user's command for an alert; return "", or an error message.
+    """Start `command` for `alert` in the background, and return "" or why it couldn't start.
 
-    The command's environment describes the alert. EVENER_ALERT is its kind, EVENER_ABOUT the label
-    of the device or training, and EVENER_TEXT the message. The command has no terminal, and is
-    killed after `LIMIT_SECONDS`.
+    The command runs without a shell, in a session of its own, and with its streams on /dev/null. It
+    finds the alert in the environment variables EVENER_ALERT (kind), EVENER_ABOUT (device or
+    training) and EVENER_TEXT (message), and is killed after 60 seconds.
     """
     described = {
         "EVENER_ALERT": alert.kind,

@@ -1,4 +1,4 @@
-"""The full-screen app: its screens, keys and colours."""
+"""The app with its four screens: its keys, themes, settings and exit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MakeScreen = Callable[[], Screen[None]]
 
 
 def _screen_maker(name: str) -> MakeScreen:
-    """Return a function that imports and creates the named screen."""
+    """Return a factory that imports the module of a screen only when the screen is first shown."""
     return lambda: getattr(import_module(f"evener.tui.screens.{name}"), f"{name.title()}Screen")()
 
 
@@ -62,9 +62,15 @@ def _settings_provider() -> type[Provider]:
 
 
 class EvenerApp(BaseApp):
-    """The full-screen app.
+    """The evener app: Monitor, Balance, Runs and Trainings, one mode each.
 
-    Its four screens share one stream of snapshots and at most one session.
+    Use `tui.start.draw_app` to run it.
+
+    - `publisher`: the sampler that reads the devices.
+    - `theme`: "dark", "light" or "contrast".
+    - `replayed`: a recorded run to replay at the start, and its speed relative to real time.
+    - `first_start`: open the welcome dialog.
+    - `options`: arguments of `BaseApp`.
     """
 
     TITLE = "evener"
@@ -112,11 +118,11 @@ class EvenerApp(BaseApp):
         self.theme = f"evener-{theme}"
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
-        """Return defaults of evener's own theme variables, for themes that don't define them."""
+        """Return evener's dark colours as defaults, because Textual's own themes lack them."""
         return meanings(dark=True)
 
     async def on_mount(self) -> None:
-        """Open the Monitor or a replay, start sampling, and exit cleanly on SIGTERM and SIGHUP."""
+        """Show the first screen, install signal handlers, and start to read the devices."""
         # not by DEFAULT_MODE: from Python 3.12 on, its widgets would be mounted before any screen
         # is on the stack
         await self.switch_mode("balance" if self._replayed else "monitor")
@@ -137,7 +143,7 @@ class EvenerApp(BaseApp):
             self.call_after_refresh(_tune_garbage_collection)
 
     def switch_mode(self, mode: str) -> AwaitMount:
-        """Switch to the screen `mode`."""
+        """Switch to a screen without styling a newly created one twice."""
         # A new screen is styled when it is created. Textual would style it a second time.
         self._makes_screen = mode not in self._screen_stacks
         made = super().switch_mode(mode)
@@ -147,12 +153,12 @@ class EvenerApp(BaseApp):
         return made
 
     def refresh_css(self, animate: bool = True) -> None:
-        """Apply all styles again, except while a screen is created: that styles it anyway."""
+        """Apply the stylesheet to all widgets, except while `switch_mode` creates a screen."""
         if not self._makes_screen:
             super().refresh_css(animate)
 
     async def on_event(self, event: Event) -> None:
-        """Process each key completely before the next key."""
+        """Handle key presses at once and in order, ahead of the widgets' message queues."""
         # Textual passes a key through the widgets first, and runs the binding of a key such as Tab
         # or Ctrl-U only when the widgets haven't handled the key. By then, text typed right after
         # the key would already be in the previous field, or would be deleted.
@@ -170,16 +176,16 @@ class EvenerApp(BaseApp):
             await super().on_event(event)
 
     def hang_up(self) -> None:
-        """Exit as on SIGHUP when the terminal has disappeared. Any thread may call this."""
+        """Exit because the terminal has gone, with the exit code of SIGHUP. Thread-safe."""
         if self._started_on is not None:
             self._started_on.call_soon_threadsafe(self.exit, 128 + signal.SIGHUP)
 
     async def on_unmount(self) -> None:
-        """Wait for every thread to end before the terminal is restored."""
+        """Stop the threads without blocking the event loop."""
         await asyncio.to_thread(self.close_threads)
 
     async def action_leave(self) -> None:
-        """Quit the app, after a confirmation if a search is running."""
+        """Quit, after a confirmation if a search is running."""
         from .screens.dialogs import confirm
 
         if not self.searches:
@@ -191,19 +197,19 @@ class EvenerApp(BaseApp):
         confirm(self, "Quit", question, self.exit)
 
     def action_show(self, name: str) -> None:
-        """Open the screen `name`, unless a dialog is open."""
+        """Switch to the screen called `name`, unless a dialog is open."""
         if name != self.current_mode and not isinstance(self.screen, ModalScreen):
             self.switch_mode(name)
 
     def action_welcome(self) -> None:
-        """Open the welcome dialog."""
+        """Open the dialog that is shown at the first start."""
         from .screens.welcome import WelcomeDialog
 
         if not isinstance(self.screen, ModalScreen):
             self.push_screen(WelcomeDialog(), self._open_choice)
 
     def _open_choice(self, key: str | None) -> None:
-        """Open what the user chose in the welcome dialog."""
+        """Do what the user has chosen in the welcome dialog."""
         if key == "b":
             self.action_show("balance")
         elif key == "w":
@@ -215,10 +221,9 @@ class EvenerApp(BaseApp):
             self.exit()
 
     def closing_lines(self, width: int | None) -> list[str]:
-        """Return the lines to print on the terminal after the app is closed.
+        """Return the lines to print after the app has closed, wrapped at `width` columns if given.
 
-        They are about the last search and a training that was started in the app. Text about the
-        search is wrapped to `width` characters, or not wrapped if it is None.
+        They describe the last search and the training run that was started in this app.
         """
         from .text.closing import closing_lines
 
@@ -229,7 +234,7 @@ class EvenerApp(BaseApp):
         return lines
 
     def get_key_display(self, binding: Binding) -> str:
-        """Return a key's name as evener's pages spell it, such as Space, Enter or Ctrl-S."""
+        """Return the name of a key as all pages write it: Ctrl-P, Shift-Tab, Enter."""
         shown = super().get_key_display(binding)
         if shown.startswith("^") and len(shown) > 1:
             return f"Ctrl-{shown[1:].upper()}"
@@ -238,7 +243,7 @@ class EvenerApp(BaseApp):
         return shown.capitalize() if shown in SPELLED_KEYS else shown
 
     def action_help(self) -> None:
-        """Open the help page, unless a dialog is open."""
+        """Show the key bindings and the meaning of all marks."""
         from .screens.dialogs import DetailsDialog, help_lines
 
         if not isinstance(self.screen, ModalScreen):
@@ -254,7 +259,7 @@ class EvenerApp(BaseApp):
             self.push_screen(CommandPalette(placeholder=hint, id="--command-palette"))
 
     def action_settings(self, first: str = "") -> None:
-        """Open the dialog of all settings, with the focus on the setting whose label is `first`."""
+        """Open the settings dialog at the setting labelled `first`."""
         from .screens.settings_dialog import SettingsDialog
 
         if not isinstance(self.screen, ModalScreen):
@@ -266,7 +271,7 @@ class EvenerApp(BaseApp):
         self.theme = f"evener-{self.settings.theme}"
 
     def action_switch_theme(self) -> None:
-        """Switch to the next of evener's themes, and save the choice."""
+        """Switch to the next of evener's three themes, and save the choice."""
         names = get_args(ThemeName)
         now = self.theme.removeprefix("evener-")
         place = names.index(now) if now in names else -1
@@ -274,7 +279,7 @@ class EvenerApp(BaseApp):
         self.theme = f"evener-{self.settings.theme}"
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        """Yield the commands of the palette that aren't bound to keys of the screen."""
+        """Yield the commands that the palette offers on every screen."""
         for name, title in SCREENS.items():
             yield SystemCommand(
                 f"Show {title}", f"The {title} screen", lambda name=name: self.action_show(name)
@@ -293,7 +298,7 @@ class EvenerApp(BaseApp):
         yield SystemCommand("Quit", "Leave evener", self.action_leave)
 
     def _handle_exception(self, error: Exception) -> None:
-        """Exit, and write the traceback to a file, not the terminal."""
+        """Write a crash log and exit, instead of printing the traceback over the screen."""
         # `tui.start` prints the file's path after restoring the terminal
         self.crash_log = self.crash_log or write_crash_log(error)
         super()._handle_exception(error)
@@ -301,7 +306,7 @@ class EvenerApp(BaseApp):
 
 
 def _tune_garbage_collection() -> None:
-    """Enable garbage collection again, but make it rare."""
+    """Turn garbage collection on again, for objects created from now on."""
     # The objects that exist now are never scanned, because that would take 40 ms each time.
     gc.collect()
     gc.freeze()
@@ -348,7 +353,7 @@ _BASE = {  # Textual's own variables
 
 
 def meanings(*, dark: bool) -> dict[str, str]:
-    """Return the theme variables that Textual's themes lack, for a dark or a light theme."""
+    """Return the colour of each `ev-` stylesheet variable on a dark or light background."""
     return {f"ev-{key}": colours[not dark] for key, colours in _MEANINGS.items()}
 
 
@@ -358,7 +363,7 @@ def _theme(name: str, *, dark: bool) -> Theme:
 
 
 def _contrast_theme() -> Theme:
-    """Return a white-on-black theme with bright frames and secondary text."""
+    """Return the theme with high contrast: white on black, with brighter frames and labels."""
     bright = {
         "ev-dim": "#b8c0cc",
         "ev-title": "#d0d7e2",

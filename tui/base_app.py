@@ -1,8 +1,4 @@
-"""The app as its screens see it, without the screens.
-
-It holds the newest snapshot, at most one session, and messages to the user. Screens and widgets
-import this module instead of the full app, because the full app imports them.
-"""
+"""The state that all screens share: device readings, the search, settings and alerts."""
 
 from __future__ import annotations
 
@@ -51,20 +47,16 @@ _SERIALS = itertools.count(1)
 
 @dataclass
 class SessionReported(Message):
-    """Posted when a live or replayed session reports an event.
+    """Message: the session with the id `source` has reported an event.
 
-    `source` is the number of the session's SessionThread, to recognize late events of an earlier
-    session.
+    The id tells late events of an earlier session from new ones.
     """
 
     source: int
     event: Event
 
     def can_replace(self, message: Message) -> bool:
-        """True if `message`, which is queued, reports earlier progress of the same probe.
-
-        Such a message is dropped; other events of a session never are.
-        """
+        """Return whether a newer progress report of the same probe makes this one obsolete."""
         return (
             isinstance(message, SessionReported)
             and isinstance(message.event, ProbeProgress)
@@ -76,10 +68,9 @@ class SessionReported(Message):
 
 @dataclass
 class SessionEnded(Message):
-    """The message that a session's thread has ended.
+    """Message: the session with the id `source` has ended.
 
-    `source` is the number of the SessionThread. `fault` and `remedy` explain a failure; they are ""
-    if the session succeeded.
+    `fault` and `remedy` say why it failed; both are "" after success.
     """
 
     source: int
@@ -88,10 +79,9 @@ class SessionEnded(Message):
 
 
 class SessionThread:
-    """Runs one session in a thread.
+    """Run a search or a replay in a thread, and post its events as messages.
 
-    It posts the session's events and, as the last message, `SessionEnded`. `make` creates the
-    session inside the thread, because that takes time.
+    `make` creates the session in that thread; `post` must be thread-safe.
     """
 
     def __init__(self, make: Callable[[], EventThread], post: Post) -> None:
@@ -103,22 +93,22 @@ class SessionThread:
         self._thread = threading.Thread(target=self._run, name="evener-session", daemon=True)
 
     def start(self) -> None:
-        """Start the session in its thread, without waiting for it."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Tell the session to end with the best plan found so far, without waiting for its end."""
+        """Ask the session to stop, and return at once."""
         self._stopping.set()
         if self._session is not None:
             self._session.stop()
 
     def pause(self, paused: bool) -> None:
-        """Pause the session if `paused` is True, else resume it."""
+        """Pause or resume the session."""
         if self._session is not None:
             (self._session.pause if paused else self._session.unpause)()
 
     def close(self) -> None:
-        """Stop the session and wait for its child processes to end, for at most `JOIN_SECONDS`."""
+        """Stop the session, and wait up to 30 seconds for its thread to end."""
         self.stop()
         if self._thread.is_alive():
             self._thread.join(JOIN_SECONDS)
@@ -145,7 +135,11 @@ class SessionThread:
 
 
 def write_crash_log(error: BaseException) -> Path | None:
-    """Write a traceback to a new file and return its path; None if no file can be written."""
+    """Write the traceback of `error` to a new file, and return its path.
+
+    The file is in the user's state directory, else in the temporary directory; None if neither can
+    be written.
+    """
     import platformdirs
 
     name = f"crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
@@ -163,7 +157,7 @@ def write_crash_log(error: BaseException) -> Path | None:
 
 
 def _write_new(path: Path, text: str) -> None:
-    """Create a file for this user only; raise FileExistsError if it exists."""
+    """Write a private file; raise FileExistsError if it exists already."""
     # In a shared directory, an existing file could be another user's symbolic link.
     with open(
         os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w"
@@ -176,20 +170,19 @@ INTERVALS_SECONDS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 @dataclass
 class Sampled(Message):
-    """The message that the sampler has taken a snapshot."""
+    """Message: the devices have been read."""
 
     snapshot: Snapshot
 
     def can_replace(self, message: Message) -> bool:
-        """True if `message`, which is queued, is a snapshot too: only the newest one is shown."""
+        """Return whether `message` is a newer reading."""
         return isinstance(message, Sampled)
 
 
 def make_session(request: Request, **resumed: Any) -> EventThread:
-    """Return a session for this request on this machine.
+    """Create the session for a search or for a comparison of layouts.
 
-    The session compares several layouts if `request.compare` is set. `resumed` are keyword
-    arguments of `open_run`, such as `resume`, the id of a run to resume.
+    `resumed` holds the keyword arguments of `open_run` to resume an earlier run.
     """
     from evener.balancer.families import FAMILIES
     from evener.balancer.jobs import make_comparison_job
@@ -205,17 +198,25 @@ def make_session(request: Request, **resumed: Any) -> EventThread:
 
 
 class PlainScrollBar(ScrollBarRender):
-    """A scroll bar drawn in whole cells by background colour alone, for ASCII mode."""
+    """A scroll bar of spaces, for terminals without block characters."""
 
     VERTICAL_BARS: ClassVar[list[str]] = [" "] * 8
     HORIZONTAL_BARS: ClassVar[list[str]] = [" "] * 8
 
 
 class BaseApp(App[int]):
-    """The app without its screens.
+    """Base class of the app, with the state that screens and dialogs share.
 
-    It holds the newest snapshot, the session's state, and the alerts. Threads report changes to the
-    app as messages.
+    The reactive attributes `snapshot` (last reading of the devices), `balance` (state of the search
+    or replay) and `start_fault` tell screens what has changed.
+
+    - `publisher`: the sampler that reads the devices.
+    - `devices`: the device specification of new searches, such as "auto".
+    - `trainable`: the devices that a search could use.
+    - `readonly`: allow no searches, signals or changes of runs.
+    - `ascii`: draw with ASCII characters only.
+    - `session_maker`: creates sessions; tests replace it.
+    - `settings_file`: where changed settings are saved; None doesn't save them.
     """
 
     # not `reactive`: that would redraw the whole screen at each tick
@@ -260,20 +261,17 @@ class BaseApp(App[int]):
         ScrollBar.renderer = PlainScrollBar if self.ascii else ScrollBarRender
 
     def close_threads(self) -> None:
-        """Stop the session and the sampling, and wait until both threads have ended.
-
-        Unless the session hangs, no child process of a probe outlives this call.
-        """
+        """Stop the session and the sampler, and wait for their threads."""
         if self._session is not None:
             self._session.close()
         self.publisher.close()
 
     def shown(self, text: str) -> str:
-        """Return `text` as the app draws it: in ASCII mode, with similar ASCII characters."""
+        """Return `text` with ASCII characters only if the app draws in ASCII."""
         return to_ascii(text) if self.ascii else text
 
     def on_sampled(self, message: Sampled) -> None:
-        """Store the newest snapshot, which the screens watch, and show new alerts."""
+        """Publish a new reading of the devices, and raise the alerts that it triggers."""
         for alert in self.alert_watch.see(message.snapshot):
             self._show_alert(alert)
         self.snapshot = message.snapshot
@@ -291,7 +289,7 @@ class BaseApp(App[int]):
             self.show_message(alert.text, severity="warning")
 
     def keep(self, **changed: Any) -> None:
-        """Change settings, given by their names, and save all settings to the user's file."""
+        """Change settings by field name and save them; a failure to save is shown as a message."""
         settings = msgspec.structs.replace(self.settings, **changed)
         if settings == self.settings:
             return
@@ -301,10 +299,7 @@ class BaseApp(App[int]):
                 save_settings(self.settings_file, settings)
 
     def apply_settings(self) -> None:
-        """Apply the interval between readings and the thresholds of alerts.
-
-        Screens read their own settings each time they are drawn.
-        """
+        """Apply the settings of the sampling interval and of alerts."""
         self.publisher.interval_seconds = self.settings.interval_seconds
         self.alert_watch.rules = self._alert_rules
 
@@ -320,11 +315,9 @@ class BaseApp(App[int]):
         kept: Sequence[ObservationEntry] = (),
         **resumed: Any,
     ) -> None:
-        """Start a search on these devices, or resume a run.
+        """Start a search on `devices`, unless one is running or the app is read-only.
 
-        A resumed run gives its measurements as `kept`, and keyword arguments of `open_run` such as
-        its id as `resumed`. Nothing happens if a search is running already. A read-only app shows a
-        warning instead.
+        `kept` and `resumed` are the measurements and the `open_run` arguments of a run to resume.
         """
         if self.readonly:
             self.show_message("This app is read-only: it starts no search.", severity="warning")
@@ -334,10 +327,7 @@ class BaseApp(App[int]):
             self._replace_session(lambda: self._session_maker(request, **resumed), state, devices)
 
     def replay(self, record: JournalContents, speed: float = 8.0) -> None:
-        """Replay the events of a run, `speed` times as fast as they happened.
-
-        If a search is running, show a warning instead.
-        """
+        """Replay a recorded run, `speed` times as fast as it ran, unless a search is running."""
         from evener.balancer.store.runs import EventReplay, recorded_events
 
         if self.searches:
@@ -356,7 +346,7 @@ class BaseApp(App[int]):
         state: SessionState,
         devices: tuple[Device, ...] | None = None,
     ) -> None:
-        """End the previous session and start one made by `make`."""
+        """Drop the current session and start another one; `devices` is None for a replay."""
         self.forget_session()
         self._session = SessionThread(make, self.post_message)
         # a replay has no devices
@@ -366,7 +356,7 @@ class BaseApp(App[int]):
         self._session.start()
 
     def forget_session(self) -> None:
-        """Stop the session or the replay and reset the state, so that the form is shown again."""
+        """Stop the session and clear its state, so that the search form is shown again."""
         if self._session is not None:
             self._session.stop()
         self._session = None
@@ -375,23 +365,23 @@ class BaseApp(App[int]):
 
     @property
     def searches(self) -> bool:
-        """True while a search is running."""
+        """Whether a search, not a replay, is running."""
         return self.balance.active and not self.replays
 
     def pause_session(self, paused: bool) -> None:
-        """Pause the search if `paused` is True, else resume it."""
+        """Pause or resume the running session."""
         if self._session is not None and self.balance.active:
             self._session.pause(paused)
             self.balance = msgspec.structs.replace(self.balance, paused=paused)
 
     def stop_session(self) -> None:
-        """Stop the search; its result is the best plan found so far."""
+        """Ask the running session to stop; the best result so far is kept."""
         if self._session is not None and self.balance.active:
             self.balance = msgspec.structs.replace(self.balance, stopping=True, paused=False)
             self._session.stop()
 
     def on_session_reported(self, message: SessionReported) -> None:
-        """Apply an event of the session to the state, unless the session has been replaced."""
+        """Advance the search state by an event of the current session."""
         if self._session is not None and message.source == self._session.source:
             self._before = None
             self.balance = advance(self.balance, message.event)
@@ -400,9 +390,9 @@ class BaseApp(App[int]):
             self._publish_loads()
 
     def on_session_ended(self, message: SessionEnded) -> None:
-        """Store that the session has ended, and why.
+        """Store how the session has ended, and show a message where the screen doesn't say so.
 
-        If the session couldn't start, restore the state that was shown before it.
+        A search that failed before its first event restores the state shown before.
         """
         if self._session is None or message.source != self._session.source:
             return
@@ -428,7 +418,7 @@ class BaseApp(App[int]):
             self._show_end(fault)
 
     def _show_end(self, fault: str) -> None:
-        """Show the error, or the verdict if there is no error."""
+        """Show the error or the first line of the result as a message."""
         if fault:
             self.show_message(fault, severity="error")
         elif self.balance.finished is not None:
@@ -436,7 +426,10 @@ class BaseApp(App[int]):
             self.show_message(f"The search ended. {answer}")
 
     def _publish_loads(self) -> None:
-        """Pass each probed device's samples/s and rows to the sampler."""
+        """Set each device's training speed and rows per pass, as the running probes report them.
+
+        The sampler adds them to its readings.
+        """
         loads: dict[str, tuple[float | None, int]] = {}
         for running in self.balance.running:
             trains = running.phase in ("warming up", "measuring")
@@ -450,10 +443,7 @@ class BaseApp(App[int]):
         self.publisher.set_loads(loads)
 
     def session_samples(self) -> tuple[DeviceSample | None, ...]:
-        """Return the newest sample of each device of the session, in the session's order.
-
-        The sample is None for a device that the monitor doesn't see.
-        """
+        """Return the latest reading of each device of the search, None for a device not in it."""
         seen = (
             {sample.device.key: sample for sample in self.snapshot.devices}
             if self.snapshot is not None
@@ -462,9 +452,10 @@ class BaseApp(App[int]):
         return tuple(seen.get(device.key) for device in self._session_devices)
 
     def start_training(self, arguments: Sequence[str], log: Path) -> None:
-        """Start a training by `evener launch` with these arguments; its output goes to `log`.
+        """Start `evener` with `arguments` as a training run whose output goes to `log`.
 
-        Raises RequestError if another training started here is still running.
+        Raises RequestError if a training run that was started here is still running, or if the log
+        can't be written.
         """
         if self.training is not None and self.training.runs:
             raise RequestError(
@@ -474,7 +465,7 @@ class BaseApp(App[int]):
         self.training = LocalTraining(arguments, log)
 
     def change_interval(self, direction: int) -> None:
-        """Shorten (`direction` -1) or lengthen (1) the interval between readings, and save it."""
+        """Change the sampling interval to the next longer (1) or shorter (-1) one, and save it."""
         steps = sorted({*INTERVALS_SECONDS, self.publisher.interval_seconds})
         place = steps.index(self.publisher.interval_seconds) + direction
         seconds = steps[max(0, min(place, len(steps) - 1))]
@@ -483,7 +474,7 @@ class BaseApp(App[int]):
 
     @contextmanager
     def showing_errors(self) -> Iterator[None]:
-        """Return a context manager that shows an EvenerError as a message instead of raising it."""
+        """Context manager: show an EvenerError as a message instead of raising it."""
         try:
             yield
         except EvenerError as fault:
@@ -492,14 +483,14 @@ class BaseApp(App[int]):
     def show_message(
         self, text: str, *, severity: Literal["information", "warning", "error"] = "information"
     ) -> None:
-        """Show a message that disappears after a few seconds, without interpreting markup in it."""
+        """Show a notification of plain text, without markup or control characters."""
         self.notify(plain(text), severity=severity, markup=False)
 
 
 class UsesApp(MessagePump):
-    """A mixin for screens and widgets that gives typed access to the app."""
+    """Mixin for screens and widgets that use the state of `BaseApp`."""
 
     @property
     def evener(self) -> BaseApp:
-        """The app as a BaseApp."""
+        """The running app, typed as `BaseApp`."""
         return cast(BaseApp, self.app)

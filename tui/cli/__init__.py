@@ -1,1 +1,1 @@
-"""The command line: the options, the output streams, and the code of each command."""
+"""The commands of `evener`, one module per group of commands."""

@@ -1,8 +1,4 @@
-"""The commands `evener balance` and `evener compare`, which search for the fastest layout.
-
-`balance` compares splits over all devices. `compare` also compares other layouts, such as single
-devices. Both can resume an earlier search. A dry run of `balance` prints what fits in memory.
-"""
+"""The commands `balance` and `compare`."""
 
 from __future__ import annotations
 
@@ -103,7 +99,10 @@ def balance(
 def _read_budget(
     request: Request, budget: str | None, resume: str | None
 ) -> tuple[Request, float | None]:
-    """Return the request with its budget, and seconds to add when resuming."""
+    """Return the request with its time budget, and by how many seconds to extend a resumed run.
+
+    The second value is None where the budget in the request counts.
+    """
     if budget is None:
         return request, None
     if budget.startswith("+") and resume is None:
@@ -120,7 +119,7 @@ def _read_budget(
 
 
 def _run_dry(job: Job, as_json: bool) -> int:
-    """Run a dry run, print its result, and return the exit code."""
+    """Run a dry run, print what fits in memory, and return the exit code."""
     stop = threading.Event()
     with stopped_by_signals(stop.set, "stopping") as caught:
         result = dry_run(job, _phase_printer(), stop)
@@ -132,7 +131,7 @@ def _run_dry(job: Job, as_json: bool) -> int:
 
 
 def _phase_printer() -> Callable[[ProbeProgress], None]:
-    """Return a callback that prints the name of each new phase."""
+    """Return a progress callback that prints each phase of a probe once."""
     phases = set[str]()
 
     def report(progress: ProbeProgress) -> None:
@@ -206,7 +205,7 @@ def compare(
 
 
 def _resume_comparison(request: Request, resume: str, others: str | None) -> OpenRun:
-    """Open a comparison to resume; raise RequestError if `others` is given."""
+    """Open a comparison to resume; RequestError if its layouts would change or the run is a search."""
     # `others` is an option that chooses layouts, which can't change any more
     if others:
         raise RequestError(

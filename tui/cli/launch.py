@@ -1,8 +1,4 @@
-"""The commands `evener launch` and `evener run`, which start a training process on each device.
-
-The processes of `launch` have the shares of a plan. Those of `run` have shares that follow the
-devices' speed, unless a plan is given.
-"""
+"""The commands `launch` and `run`, which start training scripts."""
 
 from __future__ import annotations
 
@@ -143,7 +139,10 @@ def launch(
 
 
 def _train(job: HostJob, guard: GuardedTraining, name: str, starts: str, max_restarts: int) -> int:
-    """Train on this host, restarting lost processes, and return the exit code."""
+    """Run the processes of a job to their end, and return the exit code.
+
+    A script that exits with 0 but has never read the plan counts as an error.
+    """
     from evener.launch.processes import named_output
     from evener.launch.restarts import run_job
 
@@ -172,7 +171,7 @@ def _print_summary(
     as_json: bool,
     notes: Sequence[RankNote] = (),
 ) -> None:
-    """Print and save a training's summary, if any process reported steps."""
+    """Save and print a summary of the training run, if any of its processes has left a record."""
     end: End = "failed" if code else "finished"
     if code > SIGNALLED:
         end = "interrupted"
@@ -198,12 +197,12 @@ def _print_summary(
 
 
 def _name(job: HostJob) -> str:
-    """Return the script's file name, or "-m" with the module's name."""
+    """Return a short name of the job's script: its file name, or `-m MODULE`."""
     return " ".join(job.command[:2]) if job.command[0] == "-m" else Path(job.command[0]).name
 
 
 def _list_shares(job: HostJob) -> str:
-    """Return this host's shares, like "5 rows on CPU:0"."""
+    """Describe the share of each device on this host, such as "640 rows on GPU:0"."""
     # For a device without rows, the text says how much of a sharded model's state the device holds.
     listed = []
     for share, device in zip(job.own, chain.from_iterable(job.processes), strict=True):
@@ -216,7 +215,7 @@ def _list_shares(job: HostJob) -> str:
 
 
 def _print_other_hosts(job: HostJob, max_restarts: int) -> None:
-    """Print the commands to run on the plan's other hosts."""
+    """Print the command that starts the training run on each other host of the plan."""
     options = ["--max-restarts", str(max_restarts)] if max_restarts else []
     if not job.use_file:
         options.append(OPTION)
@@ -309,14 +308,14 @@ def run(
 
 
 def _write_start(job: HostJob) -> str:
-    """Return text like "starts on GPU:0, GPU:1"."""
+    """Describe the devices that the program starts on."""
     labels = ", ".join(device.label for device in chain.from_iterable(job.processes))
     alone = "" if len(job.processes) > 1 else ", one device, so it has no shares to balance"
     return f"starts on {labels}{alone}"
 
 
 def _check_several(plan: Plan) -> None:
-    """Raise RequestError for `--noise` if only one device trains."""
+    """Raise RequestError unless the plan uses at least two devices."""
     # The noise scale is computed from differences between the gradients of several devices.
     if len(plan.layout.active) == 1:
         raise RequestError(

@@ -1,7 +1,4 @@
-"""The commands `evener devices` and `evener doctor`.
-
-They list this machine's devices, and check what is missing for a training.
-"""
+"""The commands `devices` and `doctor`."""
 
 from __future__ import annotations
 
@@ -78,7 +75,11 @@ def _as_json(device: Device) -> dict[str, Any]:
 
 
 def _check(devices: str, address: str) -> tuple[tuple[Check, ...], str]:
-    """Check this machine or cluster, and name its usable devices."""
+    """Check the machine, or the cluster if `devices` names hosts.
+
+    Returns the checks and a text that names the devices. Raises DeviceError if they are
+    unavailable.
+    """
     if parse_request(devices)[0].host is None:
         found = discover(devices)  # unavailable devices raise an error of their own
         return check_machine(), _name_devices(found.devices)
@@ -86,7 +87,10 @@ def _check(devices: str, address: str) -> tuple[tuple[Check, ...], str]:
 
 
 def _check_links(devices: str) -> tuple[tuple[Check, ...], tuple[LinkMeasurement, ...]]:
-    """Measure and check the links between this machine's devices."""
+    """Measure an all-reduce between the devices, and return the checks and the measurements.
+
+    Raises RequestError for devices of several hosts and for simulated ones.
+    """
     if parse_request(devices)[0].host is not None:
         raise RequestError(
             "--links measures the devices of one machine.",
@@ -104,14 +108,14 @@ def _check_links(devices: str) -> tuple[tuple[Check, ...], tuple[LinkMeasurement
 
 
 def _name_devices(devices: Sequence[Device]) -> str:
-    """Join the devices' labels, shortened like "GPU:1 and 6 more"."""
+    """List the labels of up to 8 devices, and how many more there are."""
     labels = [device.label for device in devices[:MOST_NAMED]]
     more = len(devices) - len(labels)
     return ", ".join(labels) + (f" and {more} more" if more else "")
 
 
 def _conclude(checks: Sequence[Check], devices: str) -> str:
-    """Say in one line whether `evener balance` can run."""
+    """Summarize the checks in one sentence: ready, or what is missing."""
     broken = [check.name for check in checks if check.level == "problem"]
     if broken and set(broken) == FRAMEWORKS:
         return (

@@ -1,8 +1,4 @@
-"""The entry point of the command line: runs a command, and turns errors into exit codes.
-
-The module of a command is imported only when that command runs, so that no command waits for the
-imports of another.
-"""
+"""The `evener` command: find the subcommand, run it, and turn errors into exit codes."""
 
 from __future__ import annotations
 
@@ -41,7 +37,7 @@ _MODULES = {  # the module of each command, in the order of --help
 
 
 class _Commands(TyperGroup):
-    """All commands; each one's module is imported when it's needed."""
+    """Command group that imports a command's module only when the command is used."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -49,7 +45,7 @@ class _Commands(TyperGroup):
         self.commands = {**dict.fromkeys(_MODULES), **self.commands}  # type: ignore[dict-item]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Import the command's module and return it; None if unknown."""
+        """Return the command called `cmd_name`, or None if it doesn't exist."""
         if cmd_name not in _MODULES:
             return super().get_command(ctx, cmd_name)
         module = import_module(f"evener.tui.cli.{_MODULES[cmd_name]}")
@@ -120,7 +116,7 @@ def start(
 
 
 def _refuse_misplaced(context: typer.Context, command: str) -> None:
-    """Raise RequestError if an app option precedes a command."""
+    """Raise RequestError for an app option given before a subcommand, which would ignore it."""
     # the command would silently ignore it
     for option in context.command.params:
         source = context.get_parameter_source(option.name or "")
@@ -156,10 +152,7 @@ def show_help(
 
 
 def main(arguments: list[str]) -> int:
-    """Run a command as the program's main function, and return its exit code.
-
-    Unlike `run`, it first guards the standard streams, which may be closed at any time.
-    """
+    """Run the command line and return the exit code, with protected standard streams."""
     guard_streams()
     code = run(arguments)
     # everything is done, so a key pressed twice must not change the exit code
@@ -168,9 +161,9 @@ def main(arguments: list[str]) -> int:
 
 
 def run(arguments: list[str]) -> int:
-    """Run the command line `arguments` and return the exit code.
+    """Run the command line and return the exit code: errors are printed, not raised.
 
-    An EvenerError is printed as one sentence, without a traceback.
+    With `--json`, an error is printed as a JSON object. A bug in evener still raises.
     """
     of_script = arguments[:1] in (["launch"], ["run"])  # most arguments belong to the script
     as_json = "--json" in arguments and not of_script
@@ -201,9 +194,9 @@ def run(arguments: list[str]) -> int:
 
 
 def spread_lists(arguments: list[str]) -> list[str]:
-    """Repeat an option before each value, because the parser takes one value per option.
+    """Repeat the flag before each value of options that take lists, as Typer expects.
 
-    `--gpus 0 1 --batches 820,568` becomes `--gpus 0 --gpus 1 --batches 820 --batches 568`.
+    `--batches 820 568` and `--batches 820,568` both become `--batches 820 --batches 568`.
     """
     spread: list[str] = []
     current = ""

@@ -1,7 +1,4 @@
-"""The commands `evener monitor` and `evener demo`, in the app, as text or as JSON.
-
-The option `--web`, which shows the app in a browser, is implemented here too.
-"""
+"""The commands `monitor` and `demo`, and the app in a browser."""
 
 from __future__ import annotations
 
@@ -111,7 +108,10 @@ def monitor(
 
 
 def _metrics_server(address: str | None, public: bool, once: bool) -> Serving:
-    """Return a function that opens the metrics server, if requested."""
+    """Return the context manager that serves metrics at `address`, or a null context without one.
+
+    Raises RequestError if the options contradict each other or the address is invalid.
+    """
     if address is None:
         if public:
             raise RequestError(
@@ -147,7 +147,10 @@ def _open(devices: str, only_visible: bool, ray_address: str) -> Source:
 
 
 def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapshot]:
-    """Yield one snapshot, or one every `pause` seconds if `loops`."""
+    """Yield readings of the devices every `pause` seconds, or a single one unless `loops`.
+
+    If a later reading fails, the last one is yielded again, marked as stale.
+    """
     # The devices are read once before the first snapshot, so that every snapshot has rates.
     from evener.devices.sampler import stale
 
@@ -171,7 +174,10 @@ def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapsho
 
 
 def _read_first(source: Source) -> Snapshot:
-    """Sample once, and wait until the next sample can have rates."""
+    """Read the devices once, and wait until a second reading can show rates.
+
+    Raises DeviceError if they can't be read.
+    """
     try:
         first = source.sample()
     except OSError as error:
@@ -190,11 +196,7 @@ def _unreadable(error: OSError) -> DeviceError:
 
 
 def draw_reading(snapshot: Snapshot, ascii_only: bool) -> str:
-    """Return a snapshot as text for standard output.
-
-    On a terminal, the text has the terminal's width and colours; otherwise it is plain. If
-    `ascii_only`, it contains only ASCII characters.
-    """
+    """Format a reading for standard output: coloured on a terminal, unless NO_COLOR is set."""
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     width = shutil.get_terminal_size((132, 24)).columns
     text = snapshot_text(snapshot, max(80, width), colour=colour)
@@ -217,10 +219,7 @@ _CODES: dict[Tone, str] = {
 
 
 def snapshot_text(snapshot: Snapshot, width: int, *, colour: bool) -> str:
-    """Return a snapshot as text: host, notes, devices, links, processes and trainings.
-
-    Lines have at most `width` cells. If `colour`, the text has ANSI escape sequences.
-    """
+    """Format devices, links, processes and training runs as tables of `width` columns."""
     rows: tuple[PanelRow, ...] = device_rows(snapshot)
     grid = PROCESSES._replace(nothing=nothing_there(snapshot.devices))
     shown = sort_rows(PROCESS_COLUMNS, process_rows(snapshot), Order("memory"))
@@ -238,7 +237,7 @@ def _link_lines(snapshot: Snapshot, width: int) -> Iterator[Line]:
 
 
 def _list_links(snapshot: Snapshot) -> tuple[Link, ...]:
-    """Return the stored measurements of links between the snapshot's devices."""
+    """Return the stored measurements of links between the devices."""
     # The import takes time, so it is done only for two or more devices.
     if len(snapshot.devices) < 2:
         return ()
@@ -248,10 +247,7 @@ def _list_links(snapshot: Snapshot) -> tuple[Link, ...]:
 
 
 def snapshot_document(snapshot: Snapshot) -> dict[str, object]:
-    """Return the data that `--json` prints for a snapshot.
-
-    The reports of training processes are replaced by the trainings to which they belong.
-    """
+    """Return the JSON document of a reading, with the reports joined to training runs."""
     document = msgspec.structs.asdict(snapshot) | {"trainings": _join(snapshot)}
     document["links"] = _list_links(snapshot)
     del document["reports"]
@@ -259,7 +255,7 @@ def snapshot_document(snapshot: Snapshot) -> dict[str, object]:
 
 
 def _notes(snapshot: Snapshot) -> Iterator[str]:
-    """Yield the host with its driver, then notes about the machine."""
+    """Yield the host with its driver version, then the warnings."""
     if snapshot.driver:
         maker = name_maker(sample.device for sample in snapshot.devices)
         yield f"{plain(snapshot.host.hostname)}, {maker} driver {plain(snapshot.driver)}"
@@ -267,7 +263,7 @@ def _notes(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _join(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
-    """Return the trainings to which the snapshot's reports belong."""
+    """Group the reports of all processes into training runs and their ranks."""
     # The module that joins reports to trainings is imported only if there are reports.
     if not snapshot.reports:
         return ()
@@ -277,7 +273,7 @@ def _join(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
 
 
 def _training_parts(snapshot: Snapshot, width: int) -> Iterator[Line]:
-    """Yield a table of trainings, then details of each one."""
+    """Yield a table of the training runs, then details of each one that has several ranks."""
     # A training with a single process and no id is only listed in the table, which already shows
     # all of its values.
     rows = _join(snapshot)
@@ -306,11 +302,10 @@ def _drawn(line: Line) -> str:
 
 
 def show_in_browser(devices: str, readonly: bool, port: int, look: Mapping[str, object]) -> int:
-    """Serve the app to a browser until a signal arrives; return the exit code.
+    """Serve the app to browsers on this machine, and return the exit code.
 
-    `look` maps flags of the app, such as `--theme`, to their values (True for a flag without one).
-    Port 0 means any free port. Raises RequestError or DeviceError if the app can't start with these
-    devices.
+    `look` holds options of `evener monitor` and their values; False, None and "" are left out.
+    Raises an error first if the devices are unavailable.
     """
     from evener.devices.sampler import open_sampler
 
@@ -359,7 +354,7 @@ def demo(
 
 
 def _print_demo(ascii_only: bool) -> None:
-    """Print the demo as text: a search, then a training."""
+    """Print the demo as text: a simulated search, then three readings of a training run."""
     from evener.balancer.request import Request
     from evener.balancer.run import open_run
     from evener.balancer.session import Session

@@ -1,4 +1,4 @@
-"""Command-line options that several commands share, such as the options of a search request."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -93,17 +93,17 @@ RunName = Annotated[
 
 
 def _group_of(name: str) -> Callable[..., Any]:
-    """Return the constructor for options in this field's `--help` group."""
+    """Return the constructor of options in the `--help` group of a request field."""
     if name in TRAINING:
         return WHAT
     return BATCH if name in BATCHES else LENGTH
 
 
 def takes_request(*names: str) -> Callable[[Callable[..., int]], Callable[..., None]]:
-    """Return a decorator that adds the options `names` of a search request to a command.
+    """Decorator: give a command one option for each named field of `Request`.
 
-    The decorated function gets the request as its first argument. The value that it returns becomes
-    the exit code.
+    The command gets the parsed request as its first argument, and returns its exit code. Raises
+    RequestError for values that are not valid.
     """
     fields = inspect.signature(Request).parameters
     types = inspect.get_annotations(Request, eval_str=True)
@@ -134,6 +134,6 @@ def takes_request(*names: str) -> Callable[[Callable[..., int]], Callable[..., N
 
 
 def _help_order(parameter: inspect.Parameter) -> tuple[int, bool]:
-    """Return a key that sorts options by group, rare ones last."""
+    """Sort key of options in `--help`: by group, with the seed and pace last."""
     (option,) = parameter.annotation.__metadata__
     return GROUPS.index(option.rich_help_panel), parameter.name in ("seed", "pace")

@@ -1,9 +1,7 @@
-"""The outputs of a command: standard streams, which may be lost while it runs, and files.
+"""Standard streams that survive a closed pipe, error messages, and checks of output files.
 
-A stream is lost if its pipe, terminal or descriptor is closed. If standard error is lost, the
-command continues. If standard output is lost, the command ends: writing raises `ReaderGoneError` if
-nobody reads the output, and `OutputError` if it is a file that can't be written. Output files are
-checked before anything is measured.
+A command goes on without standard error. If standard output fails, writing raises ReaderGoneError
+or OutputError, which ends the command.
 """
 
 from __future__ import annotations
@@ -27,21 +25,15 @@ from ..view.cells import to_ascii
 
 
 class ReaderGoneError(Exception):
-    """Raised if nobody reads standard output any more.
-
-    It isn't an OSError, because argument parsers handle OSErrors themselves.
-    """
+    """Standard output was closed by its reader, such as `head`, or its terminal has gone."""
 
 
 class OutputError(RequestError):
-    """Raised if standard output is a file that can't be written, such as on a full disk.
-
-    The error is always reported on standard error, even with `--json`.
-    """
+    """Standard output can't be written, for instance because the disk is full."""
 
 
 class _GuardedFile(io.FileIO):
-    """A file that ignores later writes once one fails."""
+    """Standard stream that ignores failed writes, apart from the first one if `raises`."""
 
     def __init__(self, descriptor: int, raises: bool) -> None:
         # if `raises`, the first failed write raises ReaderGoneError or OutputError
@@ -50,7 +42,10 @@ class _GuardedFile(io.FileIO):
         self._is_terminal = os.isatty(descriptor)  # unknown after a hang-up
 
     def write(self, data: object) -> int:
-        """Write and return the size, even if the bytes were lost."""
+        """Write `data` and return its size in bytes, also if the write failed and is ignored.
+
+        Raises ReaderGoneError or OutputError at the first failure, if `raises` was set.
+        """
         size = memoryview(data).nbytes  # type: ignore[arg-type]  # a buffer, as everywhere in io
         try:
             return super().write(data) or 0  # type: ignore[arg-type]
@@ -72,25 +67,22 @@ class _GuardedFile(io.FileIO):
 
 
 def terminal_columns() -> int | None:
-    """Return the width of the terminal on standard output; None if it isn't a terminal."""
+    """Return the width of the terminal, or None if standard output is no terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def draws_screens() -> bool:
-    """True if the full-screen app can run, in a browser or on this terminal.
-
-    A terminal can't if TERM is unset or "dumb". In a browser, TEXTUAL_DRIVER is set.
-    """
+    """Return whether the terminal, or Textual's driver for browsers, can show the app."""
     if "TEXTUAL_DRIVER" in os.environ:
         return True
     return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def guard_streams() -> None:
-    """Replace the standard streams by streams that survive being closed.
+    """Replace the standard streams, so that a closed or full one can't crash the process.
 
-    A standard stream that is already closed is opened on /dev/null. Otherwise the next file to be
-    opened, such as a journal, would get the stream's descriptor and its output.
+    Missing streams are opened on /dev/null. Characters that the encoding lacks are replaced by
+    similar ASCII ones.
     """
     for descriptor in range(3):
         try:
@@ -103,7 +95,7 @@ def guard_streams() -> None:
 
 
 def _similar(error: UnicodeError) -> tuple[str, int]:
-    """Replace characters that the stream can't encode with similar ASCII."""
+    """Codec error handler: encode characters as similar ASCII ones."""
     assert isinstance(error, UnicodeEncodeError)
     # `codecs` also expects the index at which to continue
     return to_ascii(error.object[error.start : error.end].replace("±", "+-")), error.end
@@ -125,10 +117,7 @@ def _guarded(descriptor: int, before: TextIO | None) -> io.TextIOWrapper:
 
 
 def report_fault(fault: EvenerError, as_json: bool) -> int:
-    """Print an error to standard error, and return its exit code.
-
-    If `as_json`, print it as JSON to standard output instead.
-    """
+    """Print an error, to standard output as JSON or to standard error, and return its exit code."""
     if as_json:
         error = {"kind": fault.kind, "message": fault.message, "remedy": fault.remedy}
         print(json_text({"error": error}), flush=True)
@@ -138,10 +127,7 @@ def report_fault(fault: EvenerError, as_json: bool) -> int:
 
 
 def check_plan_file(path: Path, option: str) -> None:
-    """Raise RequestError unless a plan can be written to `path`.
-
-    `option` is the option that named the path, for the message.
-    """
+    """Raise RequestError unless a plan can be written to `path`, a .toml or .json file."""
     if path.suffix not in (".toml", ".json"):
         remedy = f"Name it {path.stem or 'plan'}.toml or {path.stem or 'plan'}.json."
         raise RequestError(
@@ -156,10 +142,7 @@ def check_plan_file(path: Path, option: str) -> None:
 
 
 def check_replaceable(path: Path, remedy: str = "Name another file.") -> None:
-    """Raise RequestError with this `remedy` if the file exists and isn't a plan.
-
-    A plan may be replaced, because the run that found it still has it.
-    """
+    """Raise RequestError if `path` is a file but not a plan; a plan may be overwritten."""
     if path.is_file():
         try:
             load_plan(path)
@@ -168,14 +151,14 @@ def check_replaceable(path: Path, remedy: str = "Name another file.") -> None:
 
 
 def check_export(path: Path | None) -> None:
-    """Raise RequestError if `path`, the value of `--export`, is given but can't be written."""
+    """Raise RequestError if the plan can't be written to `path`, before a long search begins."""
     if path is not None:
         check_plan_file(path, "--export")
         check_replaceable(path)
 
 
 def check_new(path: Path, force: bool) -> None:
-    """Raise RequestError if the file exists already, unless `force` is True."""
+    """Raise RequestError if `path` exists, unless `force`."""
     if not force and path.exists():
         raise RequestError(
             f"{path} exists already.", "Add --force to replace it, or name another file."

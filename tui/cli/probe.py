@@ -1,4 +1,4 @@
-"""The command `evener probe`, which times training at chosen batch sizes."""
+"""The command `probe`, which measures one given layout."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def probe(
 
 
 def _parse_length(seconds: str | None, steps: int | None) -> ProbeLength:
-    """Return the length given by `--seconds` or `--steps`, but not both."""
+    """Read the length of each run; the options `--seconds` and `--steps` exclude each other."""
     if steps is not None:
         if seconds is not None:
             raise RequestError(
@@ -116,7 +116,11 @@ def _parse_length(seconds: str | None, steps: int | None) -> ProbeLength:
 
 
 def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, ...] | None]:
-    """Return the `--devices` value and device indices that `--gpus` chooses."""
+    """Return the device specification, and the positions of the chosen devices in it.
+
+    The positions are None without `--gpus`. Raises RequestError for indices that are repeated or no
+    whole numbers.
+    """
     if gpus is None:
         # the first devices will be used
         return spec, None
@@ -143,7 +147,7 @@ def _announce(resolved: Job, repeat: int, length: ProbeLength) -> None:
 def _print_run(
     run: ProbeRepeat, number: int, repeat: int, devices: Sequence[Device], length: ProbeLength
 ) -> None:
-    """Print a run's result and warnings; runs count from 1."""
+    """Print a run's speed with half of its 95 % interval, and warnings about the measurement."""
     interval = run.this_run
     error = half_width(interval.value, interval.low, interval.high)
     print_notice(f"run {number} of {repeat}: {rate(interval.value)} samples/s ± {error}")
@@ -153,14 +157,14 @@ def _print_run(
 def _write_doubts(
     doubts: Sequence[MeasurementDoubt], devices: Sequence[Device], length: ProbeLength
 ) -> list[str]:
-    """Describe doubts about a run, naming the option for longer runs."""
+    """Describe the reasons to doubt a measurement, one sentence each."""
     on_gpus = any(not device.on_cpu for device in devices)
     longer = "more --steps" if length.steps else "a longer --seconds"
     return [write_doubt(one, on_gpus, longer) for one in describe_doubts(doubts, devices)]
 
 
 def _make_table(runs: Sequence[ProbeRepeat], layout: Layout, labels: Sequence[str]) -> Table:
-    """Make a table of runs, with energy if any measured power."""
+    """Return the table of all runs, with a column group for energy if it was measured."""
     note = "±: half of the 95 % interval."
     if len(layout.active) > 1:
         how = (
@@ -185,7 +189,7 @@ def _make_table(runs: Sequence[ProbeRepeat], layout: Layout, labels: Sequence[st
 def _table_rows(
     runs: Sequence[ProbeRepeat], layout: Layout, labels: Sequence[str], energy: bool
 ) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of the table."""
+    """Yield the cells of each row of the table."""
     # Each run has a row for each device and, if there are several devices, one for all of them
     # together. The last row is for all runs together.
     several = len(layout.active) > 1
@@ -215,7 +219,7 @@ def _table_rows(
 def _measurement_cells(
     speed: float | None, error: str, memory: int | None, power: Power | None, energy: bool
 ) -> tuple[str, ...]:
-    """Return cells for samples/s, error, memory and, if asked, energy."""
+    """Return the cells for speed, its error, memory in bytes and, if `energy`, power."""
     shown = "-" if speed is None else rate(speed)
     held = "-" if memory is None else size(memory)
     if not energy:

@@ -1,7 +1,4 @@
-"""The commands `evener runs`, `export`, `report` and `replay`.
-
-They list, show, compare, delete, export and replay past runs.
-"""
+"""The commands for stored runs: `runs`, `export`, `report` and `replay`."""
 
 from __future__ import annotations
 
@@ -119,7 +116,7 @@ def list_runs(
 
 
 def _parse_states(text: str | None) -> list[State] | None:
-    """Parse states like `failed,stopped`; raise RequestError for an unknown one."""
+    """Split the comma-separated states of `--state`; RequestError for an unknown one."""
     words = parse_words(text)
     for word in words or ():
         if word not in get_args(State):
@@ -145,7 +142,7 @@ def _print_table(listed: Sequence[RunSummary]) -> None:
 
 
 def _write_shortfall(summary: RunSummary) -> str:
-    """Return how much slower the training was than planned, or ""."""
+    """Say why training was slower than the plan, or "" if it wasn't."""
     trained = summary.trained
     if trained is None or not trained.falls_short:
         return ""
@@ -176,7 +173,7 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
 
 
 def _list_devices(summary: RunSummary) -> str:
-    """Return the run's first few devices as text."""
+    """List the devices of a run in at most 40 characters."""
     # A training's devices are given by their product names, each with its count.
     if summary.kind == "training":
         return plain(brief_devices(summary.devices), _WIDEST_TEXT)
@@ -185,7 +182,7 @@ def _list_devices(summary: RunSummary) -> str:
 
 
 def _write_trained(trained: Trained) -> str:
-    """Return text like "900 (2 x)": samples/s and number of trainings."""
+    """Return the cell with the speed of the last training run and the number of runs."""
     return f"{rate(trained.samples_per_second)} ({trained.trainings} x)"
 
 
@@ -320,7 +317,7 @@ def delete_runs(
 
 
 def _delete(found: Sequence[str], yes: bool) -> None:
-    """Delete runs after asking the user, unless `yes`."""
+    """Delete runs, after a confirmation unless `yes`; RequestError if nobody can be asked."""
     if not yes:
         if not sys.stdin.isatty():
             raise RequestError(
@@ -417,9 +414,9 @@ def replay(
 
 
 def print_events(events: Iterable[Event]) -> Finished | None:
-    """Print a session's events to standard error, and its result to standard output.
+    """Print the events of a run, and its result at the end.
 
-    Return the result; None if the session ended without one.
+    Returns the last event, or None if the run has no result.
     """
     state = SessionState()
     for event in events:

@@ -1,4 +1,4 @@
-"""Runs a session for a command: shows its progress, saves its plan, and stops it on signals."""
+"""Run a search on the command line: live progress, signals, and the result."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PRESSED_TWICE_SECONDS = 1.0  # a second signal within this time is ignored
 
 
 class _Progress:
-    """A session's state and the messages below its live lines."""
+    """State of a search, and messages that wait below the live lines."""
 
     def __init__(self) -> None:
         self.state = SessionState()
@@ -45,7 +45,7 @@ class _Progress:
         self.drawn = False  # True while there are live lines on a terminal
 
     def show_message(self, text: str) -> None:
-        """Show a message below the live lines, or on standard error."""
+        """Show a message below the live lines, or on standard error without them. Signal-safe."""
         if self.drawn:
             self.messages.append(text)
         else:
@@ -59,18 +59,17 @@ def run_session(
     as_json: bool,
     more: Callable[[Session, Finished, Sequence[str]], Mapping[str, object]] = lambda *_: {},
 ) -> int:
-    """Run a session to its end, save its plan, and return the exit code.
+    """Run a search to its end, write its plan, print the result, and return the exit code.
 
-    - `show`: prints the result, from the session, the result, the devices' labels and the next
-      steps.
-    - `export`: the plan's file, or None.
-    - `as_json`: print a JSON document instead.
-    - `more`: returns data to add to that document.
+    The first Ctrl-C, SIGTERM or SIGHUP stops the search and keeps the best result so far; a second
+    one ends the process at once.
 
-    The exit code is 0, or 128 plus the number of the signal that interrupted the session. If the
-    journal can't be written, it is that error's exit code, and the plan is saved and shown
-    nevertheless. Signals are caught until everything is written, so that no file is left
-    incomplete.
+    - `show`: prints the result; gets the session, its last event, the device labels, and the
+      commands to run next.
+    - `export`: where to write the plan; None doesn't write it.
+    - `more`: returns further fields of the JSON document.
+
+    Raises NoLayoutError if nothing could be measured.
     """
     progress = _Progress()
     words = "stopping; the best result so far is kept"
@@ -110,7 +109,10 @@ def run_session(
 def _run_to_its_end(
     session: Session, progress: _Progress, as_json: bool
 ) -> tuple[Finished, UnwrittenError | None]:
-    """Run the session; return its result and any journal error."""
+    """Run the session, close it, and return its last event.
+
+    If there is a result but the journal couldn't be written to the end, also returns that error.
+    """
     try:
         return _show_progress(session, progress, as_json), None
     except UnwrittenError as fault:
@@ -124,11 +126,7 @@ def _run_to_its_end(
 def result_json(
     run: str, finished: Finished, steps: Sequence[str], more: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return the result as JSON-serializable data.
-
-    It contains the run's id, the verdict as fields and as text, the data `more`, the plan, and the
-    next steps.
-    """
+    """Return the JSON document of a finished search."""
     return {
         "run": run,
         "verdict": finished.found,
@@ -141,7 +139,7 @@ def result_json(
 
 
 def _write_error(text: str) -> None:
-    """Print a line to standard error; a signal handler may call this."""
+    """Write a line to standard error without buffering, as needed in a signal handler."""
     with contextlib.suppress(OSError, ValueError):
         os.write(2, f"\nevener: {text}\n".encode())
 
@@ -153,11 +151,14 @@ def stopped_by_signals(
     at_once: str = "ended at once",
     show: Callable[[str], None] = _write_error,
 ) -> Iterator[list[int]]:
-    """In this context, the first Ctrl-C, SIGTERM or SIGHUP calls `stop` and shows `words`.
+    """Context manager: the first Ctrl-C, SIGTERM or SIGHUP calls `stop`.
 
-    The context's value is a list, to which the signal's exit code is added. A second signal within
-    `PRESSED_TWICE_SECONDS` is ignored. A later one shows `at_once` and raises KeyboardInterrupt.
-    `show` displays a message.
+    A second signal, more than a second later, raises KeyboardInterrupt. Yields a list that gets the
+    exit code of the first signal: 128 plus its number.
+
+    - `words`: message at the first signal.
+    - `at_once`: message at the second signal.
+    - `show`: shows a message; called in a signal handler.
     """
     caught: list[int] = []
     first_at = 0.0
@@ -179,7 +180,7 @@ def stopped_by_signals(
 
 
 def _show_progress(session: Session, progress: _Progress, as_json: bool) -> Finished:
-    """Run the session, showing progress on standard error."""
+    """Print the events of a session until it ends, and return the last one."""
     on_terminal = sys.stderr.isatty() and not as_json
     with _live_lines(progress) if on_terminal else contextlib.nullcontext() as live:
         progress.drawn = on_terminal
@@ -196,7 +197,7 @@ def _show_progress(session: Session, progress: _Progress, as_json: bool) -> Fini
 
 @contextlib.contextmanager
 def _live_lines(progress: _Progress) -> Iterator[Live]:
-    """Keep live lines on the terminal, and remove them afterwards."""
+    """Context manager: redraw the progress at the bottom of the terminal, four times a second."""
     from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text
@@ -222,16 +223,13 @@ def _live_lines(progress: _Progress) -> Iterator[Live]:
 
 
 def search_screen(state: SessionState, width: int) -> tuple[Line, ...]:
-    """Return the live lines of a running search on a terminal.
-
-    They show the devices, the best layout so far, the current measurement, and the remaining time.
-    """
+    """Return the lines of a running search: its devices, the best layouts, and the remaining time."""
     lanes = whole_table(SEARCH_DEVICES, search_device_rows(state)[:MOST_DEVICES], width)
     return (*lanes, *rival_lines(state, width, 0), *search_lines(state, width, 1))
 
 
 def _print_line(line: str, live: Live | None) -> None:
-    """Print a line to standard error, above any live lines."""
+    """Print a line above the live lines, or to standard error without them."""
     if live is not None:
         live.console.print(plain(line), markup=False, highlight=False, soft_wrap=True)
     else:

@@ -1,8 +1,4 @@
-"""Explains errors in a command line in evener's own words instead of the parser's.
-
-The exception classes of the parser are private to typer, so they are recognized by their
-names and attributes.
-"""
+"""Explain the command line parser's errors in evener's own words."""
 
 from __future__ import annotations
 
@@ -22,10 +18,7 @@ _NO_COMMAND = re.compile(r"^No such command '(?P<given>.*?)'\.", re.DOTALL)
 
 
 def usage_fault(error: Exception, command: str) -> EvenerError | None:
-    """Return the error to print for an exception of the parser, or None for others.
-
-    The remedy names the help of the command that failed, or of `command` if that is unknown.
-    """
+    """Return evener's error for a usage error of `command`, or None for any other exception."""
     describe = getattr(error, "format_message", None)
     if describe is None:
         return None
@@ -46,7 +39,7 @@ def usage_fault(error: Exception, command: str) -> EvenerError | None:
 
 
 def _explain_missing(error: Exception, command: str, look: str) -> RequestError | None:
-    """Return the error for a missing argument or value, else None."""
+    """Explain a missing argument or value, or a value after a flag that takes none."""
     kind = type(error).__name__
     parameter = getattr(error, "param", None)
     if kind == "MissingParameter" and parameter is not None:
@@ -60,7 +53,7 @@ def _explain_missing(error: Exception, command: str, look: str) -> RequestError 
 
 
 def _explain_unknown(error: Exception, command: str, look: str) -> RequestError | None:
-    """Return the error for an unknown option or command, else None."""
+    """Explain an unknown option or command, with similar names if there are any."""
     if type(error).__name__ == "NoSuchOption":
         option = plain(str(getattr(error, "option_name", "")), MOST_SHOWN)
         alike = sorted(getattr(error, "possibilities", None) or ())
@@ -79,7 +72,7 @@ def _explain_unknown(error: Exception, command: str, look: str) -> RequestError 
 
 
 def _explain_value(error: Exception, message: str, look: str) -> RequestError | None:
-    """Return the error for a refused option value, else None."""
+    """Explain a value that the option's type doesn't accept."""
     parameter = getattr(error, "param", None)
     refused = _REFUSED.match(message)
     if parameter is None or refused is None:
@@ -91,14 +84,14 @@ def _explain_value(error: Exception, message: str, look: str) -> RequestError | 
 
 
 def _name(parameter: Any) -> str:
-    """Return an option's flag, or an argument's name in the help."""
+    """Return the name of an option or argument as the user types it."""
     if getattr(parameter, "param_type_name", "") == "option":
         return str(parameter.opts[0])
     return str(parameter.metavar or parameter.human_readable_name).rstrip(".")
 
 
 def _describe_type(kind: Any) -> str:
-    """Describe the numbers or choices that a parameter accepts, or ""."""
+    """Describe the accepted values, such as "a whole number from 0 to 65535", or "" if unknown."""
     choices = getattr(kind, "choices", None)
     if choices is not None:
         return _either([str(getattr(choice, "value", choice)) for choice in choices])
@@ -114,5 +107,5 @@ def _describe_type(kind: Any) -> str:
 
 
 def _either(words: Sequence[str]) -> str:
-    """Join words like "created, time or workload"."""
+    """Join words by commas and "or"."""
     return join_words(words, "or")
