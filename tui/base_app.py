@@ -426,10 +426,7 @@ class BaseApp(App[int]):
             self.show_message(f"The search ended. {answer}")
 
     def _publish_loads(self) -> None:
-        """Set each device's training speed and rows per pass, as the running probes report them.
-
-        The sampler adds them to its readings.
-        """
+        """Give simulated devices the load of the running probes, so that the monitor shows it."""
         loads: dict[str, tuple[float | None, int]] = {}
         for running in self.balance.running:
             trains = running.phase in ("warming up", "measuring")

@@ -1,7 +1,4 @@
-"""The app of `evener demo`: a search on two simulated cards, and a training by its plan.
-
-It shows the result of the search, then a replay of the search, then the training.
-"""
+"""The demo: a search and a training run on two simulated devices, without a GPU."""
 
 from __future__ import annotations
 
@@ -29,11 +26,7 @@ COOL = "SIM:0 has cooled down: its rows come back. Now with your own model: even
 
 
 class DemoApp(EvenerApp):
-    """The app of the demo, which opens one screen after the other without user input.
-
-    The screens show the result of a search, a replay of the search, and a training. All keys
-    work as usual.
-    """
+    """The app as a guided demo: a result, a replay of its search, then training by its plan."""
 
     def __init__(self, **options: Any) -> None:
         self._cards = TrainingSource()
@@ -43,14 +36,11 @@ class DemoApp(EvenerApp):
         self._trains = False
 
     async def on_mount(self) -> None:
-        """Show the simulated cards briefly, then start the search.
-
-        The search starts later because importing its modules would delay the first frame.
-        """
+        """Start the search a second after the app has opened."""
         self.set_timer(FIRST_SECONDS, self._search)
 
     def closing_lines(self, width: int | None) -> list[str]:
-        """Return the line to print after the demo, without commands for its deleted run."""
+        """Return the line to print after the demo."""
         return ["Nothing was measured, and nothing was kept. With your own cards: evener"]
 
     def _search(self) -> None:
@@ -60,7 +50,7 @@ class DemoApp(EvenerApp):
         self.action_show("balance")
 
     def on_session_ended(self, message: SessionEnded) -> None:
-        """Show the replay after the search and then the training, each after a pause."""
+        """Go on to the next part of the demo when the search or its replay has ended."""
         finished = self.balance.finished
         if message.fault or finished is None:
             return
@@ -73,7 +63,7 @@ class DemoApp(EvenerApp):
             self.set_timer(READING_SECONDS, self._train)
 
     def _replay_search(self) -> None:
-        """Replay the search, unless the user has started another search meanwhile."""
+        """Replay the search at four times its speed, unless another search is running."""
         try:
             record = read_run(self.last_run)
         except EvenerError:
@@ -91,5 +81,5 @@ class DemoApp(EvenerApp):
             self.set_timer(HOT_UNTIL, lambda: self._show_caption(COOL))
 
     def _show_caption(self, text: str) -> None:
-        """Show a message that explains the current part of the demo."""
+        """Show a caption for seven seconds."""
         self.notify(text, title="Demo: all keys work, q quits", timeout=7.0, markup=False)

@@ -1,7 +1,4 @@
-"""A training that the app has started by a plan: its process, and the end of its log.
-
-The training may outlive the app. Its output goes to a file, and the app doesn't wait for it.
-"""
+"""A training run that the app has started on this machine."""
 
 from __future__ import annotations
 
@@ -21,9 +18,9 @@ TAIL_BYTES = 64 << 10  # bytes at the end of the log that are read for its last 
 
 
 class LocalTraining:
-    """A training process, which runs `evener` with these arguments in its own process session.
+    """Start `evener` with `arguments` as a process of its own that outlives the app.
 
-    Its output is appended to `log`. Raises RequestError if the log can't be written.
+    Its output is appended to the file `log`. Raises RequestError if that file can't be written.
     """
 
     def __init__(self, arguments: Sequence[str], log: Path) -> None:
@@ -44,34 +41,37 @@ class LocalTraining:
 
     @property
     def pid(self) -> int:
-        """The process ID of the launcher."""
+        """The id of the launcher's process."""
         return self._process.pid
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code; None while the training runs."""
+        """The exit code, negative after a signal, or None while the process is running."""
         return self._process.poll()
 
     @property
     def runs(self) -> bool:
-        """True until the training has ended."""
+        """Whether the process is still running."""
         return self.exit_code is None
 
     def stop(self) -> None:
-        """Send SIGINT to the training, as Ctrl-C does: most trainings then save a checkpoint."""
+        """Send SIGINT, as Ctrl-C does, so that the script can save a checkpoint."""
         if self.runs:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGINT)
 
     def state_text(self) -> str:
-        """Return the process ID as text while the training runs, and afterwards how it ended."""
+        """Return the process id, or how the process has ended."""
         code = self.exit_code
         if code is None:
             return f"process {self.pid}"
         return "has ended" if code == 0 else f"ended with exit code {code}"
 
     def read_tail(self, lines: int) -> list[str]:
-        """Return the last `lines` lines of the log, without text overwritten by a progress bar."""
+        """Return up to `lines` lines from the end of the log, or none if it can't be read.
+
+        Of a progress bar that rewrites its line, only the last state is returned.
+        """
         try:
             with open(self.log, "rb") as stream:
                 length = stream.seek(0, os.SEEK_END)
@@ -85,7 +85,7 @@ class LocalTraining:
         return rows[-lines:] if lines > 0 else []
 
     def closing_lines(self) -> tuple[str, ...]:
-        """Return the lines about the training to print after the app is closed."""
+        """Return the process's state and log and, while it runs, the command that stops it."""
         if not self.runs:
             return (f"{self.command}: {self.state_text()}; its log: {self.log}",)
         return (
@@ -95,9 +95,9 @@ class LocalTraining:
 
 
 def read_command(text: str) -> list[str]:
-    """Return the arguments of a command line `evener launch PLAN SCRIPT ...`, without "evener".
+    """Split a command line into the arguments after `evener`.
 
-    Raises RequestError for any other command line.
+    Raises RequestError unless the line is `evener launch PLAN SCRIPT...` with matching quotes.
     """
     try:
         parts = shlex.split(text)

@@ -1,7 +1,4 @@
-"""The command palette.
-
-It offers every key of the open screen, the commands of all screens, every run, and every setting.
-"""
+"""The entries of the command palette: key bindings, app commands, runs and settings."""
 
 from __future__ import annotations
 
@@ -80,14 +77,17 @@ OTHER_WORDS = {  # words that users may search for instead, by action
 
 
 def entry(key: str, words: str | Content, more: str = "") -> Content:
-    """Return a line of the palette: a key, a description of the key, and a dim remark."""
+    """Return the text of a palette entry: the key, the words and, dimmed, `more`."""
     return Content.assemble(
         (f"{key:>{KEY_CELLS}}  ", "$text-primary"), words, (f"  {more}" if more else "", "$ev-dim")
     )
 
 
 class OfferedKey(NamedTuple):
-    """A key binding, the widget or screen that has it, and the widget's title ("": a screen)."""
+    """A key binding that has an effect now.
+
+    `node` is the widget that owns it, and `title` the panel's title, "" for the screen's own keys.
+    """
 
     node: DOMNode
     binding: Binding
@@ -95,12 +95,12 @@ class OfferedKey(NamedTuple):
 
     @property
     def action(self) -> str:
-        """The name of the binding's action, without its parameters."""
+        """The name of the action, without namespace and parameters."""
         return parse(self.binding.action)[1]
 
 
 def offered_keys(screen: Widget) -> Iterator[OfferedKey]:
-    """Yield the keys of a screen and its panels that have an effect now, one for each action."""
+    """Yield the key bindings of a screen and its panels that have an effect now, each once."""
     seen: set[tuple[str, str]] = set()
     nodes: list[DOMNode] = [screen]
     nodes += [each for each in screen.query("*") if each.can_focus and each.display]
@@ -128,25 +128,27 @@ def _has_effect(node: DOMNode, binding: Binding) -> bool:
 
 
 def _begins(query: str, words: str) -> bool:
-    """True if each word of `query` begins a word in `words`."""
+    """Return whether each word of the query begins one of `words`."""
     asked = query.lower().split()
     return bool(asked) and all(any(one.startswith(each) for one in words.split()) for each in asked)
 
 
 class KeyDiscovery(DiscoveryHit):
-    """An entry for a key of the open screen, listed above the commands that all screens have."""
+    """A key binding listed in the palette before anything is typed."""
 
     @property
     def score(self) -> float:
-        """The score for sorting: higher than 0, which is the score of Textual's own entries."""
+        """A score that lists key bindings above all other entries."""
         return 1.0
 
 
 class PaletteEntry(NamedTuple):
-    """An entry of the command palette for one of the screen's keys.
+    """A key binding as the palette lists it.
 
-    `moves` is True if the key only moves within a list or a screen. A search also finds the
-    entry by `other_words`.
+    - `words`: the panel and the description.
+    - `moves`: whether it only moves within a list or screen; such keys are found by a search
+      only.
+    - `other_words`: what users may search for instead.
     """
 
     key: str
@@ -157,7 +159,7 @@ class PaletteEntry(NamedTuple):
 
 
 class KeysProvider(Provider):
-    """Provides an entry for every key of the screen: the key, its panel, and its description."""
+    """Palette provider: the key bindings that have an effect now."""
 
     def _entries(self) -> Iterator[PaletteEntry]:
         app = cast(BaseApp, self.app)
@@ -170,13 +172,13 @@ class KeysProvider(Provider):
             yield PaletteEntry(key, words, partial(_press, app, offered), moves, other_words)
 
     async def discover(self) -> Hits:
-        """Yield all keys except those that only move within a list or a screen."""
+        """Yield all key bindings, apart from those that only move a cursor or the focus."""
         for each in self._entries():
             if not each.moves:
                 yield KeyDiscovery(entry(each.key, each.words), each.command, text=each.words)
 
     async def search(self, query: str) -> Hits:
-        """Yield the keys whose description, or a word in `OTHER_WORDS`, matches the query."""
+        """Yield the key bindings whose description or other words match the query."""
         matcher = self.matcher(query)
         for each in self._entries():
             score = matcher.match(each.words)
@@ -188,10 +190,10 @@ class KeysProvider(Provider):
 
 
 class AppProvider(Provider):
-    """Provides an entry for each command that is the same on all screens."""
+    """Palette provider: the app's commands, with their keys."""
 
     async def discover(self) -> Hits:
-        """Yield the commands that all screens have; they are listed below the screen's own keys."""
+        """Yield all commands of the app."""
         for title, more, command, *_ in self.app.get_system_commands(self.screen):
             shown = entry(APP_KEYS.get(title, ""), title, more)
             yield DiscoveryHit(shown, command, text=title)
@@ -207,7 +209,7 @@ class AppProvider(Provider):
 
 
 async def _press(app: BaseApp, offered: OfferedKey) -> None:
-    """Focus the panel of a key, and run the key's action."""
+    """Run the action of a key binding, with its panel focused first."""
     node = offered.node
     if isinstance(node, Widget) and node.can_focus:
         node.focus()
@@ -215,10 +217,10 @@ async def _press(app: BaseApp, offered: OfferedKey) -> None:
 
 
 class RunsProvider(Provider):
-    """Provides an entry for every run, found by its id, workload and devices."""
+    """Palette provider: stored runs, which open on the Runs screen."""
 
     async def startup(self) -> None:
-        """Read the list of runs once, while the palette opens."""
+        """Read the list of runs in a thread."""
         from evener.balancer.store.runs import list_runs
 
         self._runs = await asyncio.to_thread(list_runs)
@@ -244,10 +246,10 @@ class RunsProvider(Provider):
 
 
 class SettingsProvider(Provider):
-    """Provides an entry for every setting, which opens the settings dialog at that setting."""
+    """Palette provider: settings, which open in the settings dialog."""
 
     async def search(self, query: str) -> Hits:
-        """Yield the settings whose label matches the query, each with a command that opens it."""
+        """Yield the settings whose label matches the query."""
         from .screens.settings_dialog import LABELS
 
         app = cast(BaseApp, self.app)

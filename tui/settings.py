@@ -1,4 +1,4 @@
-"""The app's settings, which are stored in a TOML file of the user."""
+"""The user's settings of the app, and the TOML file that keeps them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ FILE_NAME = "settings.toml"
 
 
 class AlertSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The settings of alerts: what happens on an alert, and the thresholds in percent."""
+    """What raises an alert, and what happens then.
+
+    An alert is raised for a device that is throttled for more than `throttled_percent` of the time,
+    and for a training run below `plan_percent` of its plan's samples/s.
+    """
 
     bell: bool = False  # ring the terminal's bell
     command: str = ""  # a program with its arguments, started for each alert
@@ -26,10 +30,7 @@ class AlertSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All persistent settings of the app.
-
-    The settings file contains only the settings that differ from these defaults.
-    """
+    """The settings of the app; fields have the names that the TOML file uses."""
 
     theme: ThemeName = "dark"
     interval_seconds: Annotated[float, Meta(ge=0.1, le=3600)] = 1.0  # seconds between readings
@@ -41,17 +42,16 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def settings_path() -> Path:
-    """Return the path of the user's settings file, which may not exist."""
+    """Return the path of the settings file in the user's configuration directory."""
     import platformdirs
 
     return Path(platformdirs.user_config_dir("evener")) / FILE_NAME
 
 
 def load_settings(path: Path) -> tuple[Settings, str]:
-    """Return the settings in a file, and a message.
+    """Read the settings file; return the settings, and why the file was ignored or "".
 
-    If there is no file, return the defaults. If the file can't be read, return the defaults and a
-    message that says why; otherwise the message is "".
+    A missing file gives the defaults. So does an unreadable or invalid one, with a reason.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -64,7 +64,7 @@ def load_settings(path: Path) -> tuple[Settings, str]:
 
 
 def save_settings(path: Path, settings: Settings) -> None:
-    """Write the settings that differ from the defaults to a file.
+    """Write the settings that differ from their defaults.
 
     Raises RequestError if the file can't be written.
     """

@@ -1,7 +1,4 @@
-"""Simulates a training by a plan, for the demo.
-
-One card overheats now and then, and the shares are adjusted by the same rule as in real trainings.
-"""
+"""A simulated training run for the demo, on two devices of which the first gets hot."""
 
 from __future__ import annotations
 
@@ -33,9 +30,10 @@ STEPS_SHOWN = 8  # number of last steps shown, each a copy of the newest
 
 
 class TrainingSource(SimulatedSource):
-    """A source of snapshots of the demo's two cards, which train after a call of `train`.
+    """Simulated devices that can train by a plan, and report it as a real training run does.
 
-    `clock` returns the time in seconds.
+    In each period of 70 seconds, the first device is hot for 35 and loses 30 % of its speed, and
+    the rule of `evener run` moves rows to the other one. `clock` returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -45,10 +43,7 @@ class TrainingSource(SimulatedSource):
         self._first: Training | None = None
 
     def train(self, plan: Plan) -> None:
-        """Start a training by this plan; the next reading is the first that shows it.
-
-        The plan must have a share for each card. It is safe to call this from any thread.
-        """
+        """Start to train with the shares of `plan`, which must be for these devices."""
         shares = plan.layout.share
         names = [device.label for device in self.devices()]
         most = [share.most for share in shares]
@@ -68,7 +63,7 @@ class TrainingSource(SimulatedSource):
         self._first = msgspec.structs.replace(first, step_spread=NOISE, **of_plan)
 
     def sample(self) -> Snapshot:
-        """Return a snapshot of the cards and, once it has begun, of the training."""
+        """Return a reading of the devices, with the training run's reports once it has started."""
         if self._first is None:
             return super().sample()
         now = self._clock()
@@ -84,7 +79,7 @@ class TrainingSource(SimulatedSource):
         )
 
     def _train_until(self, now: float, slowed: float, first: Training) -> tuple[Training, ...]:
-        """Advance the training to `now`, and return its ranks' reports."""
+        """Advance the training run to the time `now`, and return the reports of its ranks."""
         # New shares take effect at the next reading.
         rows = self._rule.shares
         own = [self.machine.device_seconds(place, share, True) for place, share in enumerate(rows)]
@@ -131,7 +126,7 @@ class TrainingSource(SimulatedSource):
 
 
 def _heat(sample: DeviceSample) -> DeviceSample:
-    """Return a device's sample as if heat throttled the device."""
+    """Return a reading with the temperature, clock and throttling of a hot device."""
     clock_mhz = value(round((1 - SLOWED) * (sample.clock_mhz.current or 0.0)))
     held = {
         "throttled_percent": value(100 * SLOWED),

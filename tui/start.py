@@ -1,10 +1,7 @@
-"""Starts the app on a terminal or for a browser, and exits if the terminal disappears.
+"""Start the full-screen app, and leave the terminal in order when it ends.
 
-The devices are first read while Textual is being imported, because both take time.
-
-Only processes of the terminal's own session receive SIGHUP when the terminal disappears. Without
-that signal, Textual's writer thread blocks forever on the closed terminal, and the event loop runs
-no signal handler. So a thread watches the terminal.
+SIGHUP reaches only the terminal's own session. Without it, Textual blocks for good when the
+terminal is closed, so a thread watches the terminal.
 """
 
 from __future__ import annotations
@@ -36,14 +33,14 @@ LIBRARIES = ("textual",)  # installed by the extra `app`
 
 
 def has_app() -> bool:
-    """True if the libraries that the app needs are installed."""
+    """Return whether the app's libraries are installed."""
     return all(find_spec(name) is not None for name in LIBRARIES)
 
 
 def prepare_app() -> None:
-    """Check that the app is installed, and disable garbage collection for its start.
+    """Prepare to start the app: turn off garbage collection until its first frame is drawn.
 
-    Raises RequestError with the install command if the app's libraries are missing.
+    Raises RequestError if the app's libraries are not installed.
     """
     # the app enables garbage collection once it has been drawn: objects made at the start stay, and
     # scanning them is slow
@@ -64,15 +61,16 @@ def run_app(
     | None = None,
     **options: Any,
 ) -> int:
-    """Run the app on this terminal and return the exit code.
+    """Run the app until the user leaves it, and return the exit code.
 
-    - `theme`: the theme's name; None for the theme of the user's settings.
-    - `serving`: returns a context around the app, such as a metrics server. Its argument is a
-      callable that returns the latest snapshot.
-    - `options`: passed to the app.
+    - `devices`: the devices to read and to search on, such as "auto".
+    - `theme`: overrides the theme of the settings, unless None.
+    - `serving`: returns a context manager that serves the latest reading; active while the app
+      runs.
+    - `options`: further arguments of `EvenerApp`.
 
-    Raises RequestError or DeviceError, with the terminal unchanged, if the app isn't installed or
-    the devices or the address are invalid.
+    Raises RequestError or DeviceError, before anything is drawn, if the app isn't installed or the
+    devices are not available.
     """
     prepare_app()
     path = settings_path()
@@ -98,7 +96,7 @@ def run_app(
 
 
 def _is_first_start(options: Mapping[str, Any]) -> bool:
-    """True if no runs exist, and the user can start a search."""
+    """Return whether to show the welcome dialog: on a terminal, with no stored runs."""
     from evener.balancer.store.runs import have_runs
 
     may_start = not options.get("readonly") and not options.get("replayed")
@@ -106,12 +104,12 @@ def _is_first_start(options: Mapping[str, Any]) -> bool:
 
 
 def _owns_terminal() -> bool:
-    """True if the app draws on a terminal instead of a browser."""
+    """Return whether the app runs on a real terminal rather than in a browser."""
     return sys.stdout.isatty() and "TEXTUAL_DRIVER" not in os.environ
 
 
 def _run_demo(theme: str | None, options: Mapping[str, Any]) -> int:
-    """Run the demo after the app, and return its exit code."""
+    """Run `evener demo` with the same look, and return its exit code."""
     # The app has been closed. The demo is a separate process, which stores nothing.
     words = [*(["--theme", theme] if theme else []), *(["--ascii"] if options.get("ascii") else [])]
     return subprocess.call([sys.executable, "-P", "-m", "evener", "demo", *words])
@@ -121,9 +119,10 @@ def draw_app(
     app: EvenerApp,
     around: AbstractContextManager[object] = contextlib.nullcontext(),  # noqa: B008
 ) -> int:
-    """Run an app on this terminal inside the context `around`, and return the exit code.
+    """Run `app` within the context manager `around`, and return the exit code.
 
-    When the app has ended, print its closing lines or, after a crash, where the traceback is.
+    Prints the app's closing lines to the terminal. Returns 129 if the terminal has gone, and 70
+    after a crash, whose traceback is in a file.
     """
     app.publisher.start()
     app.snapshot = app.publisher.latest()
@@ -150,7 +149,7 @@ def draw_app(
 
 
 def _discard_output() -> None:
-    """Redirect the standard streams to /dev/null when the terminal has disappeared."""
+    """Redirect the standard streams to /dev/null, because their terminal has gone."""
     # Otherwise Python would fail to flush the streams at exit, and would exit with 120.
     with open(os.devnull, "wb") as nowhere:
         for stream in (sys.__stdout__, sys.__stderr__):
@@ -161,7 +160,7 @@ def _discard_output() -> None:
 
 
 def _end_threads(app: EvenerApp) -> None:
-    """Stop the app's threads, and Textual's input thread."""
+    """Stop the app's threads and Textual's input thread."""
     # Textual has stopped its input thread already. But a hang-up is followed by SIGCONT, on which
     # Textual starts another input thread.
     app.close_threads()
@@ -170,7 +169,7 @@ def _end_threads(app: EvenerApp) -> None:
 
 @contextlib.contextmanager
 def _drawing_on_the_terminal() -> Iterator[None]:
-    """Make `sys.__stderr__`, where Textual draws, a terminal."""
+    """Context manager: draw on the terminal of standard output if standard error is redirected."""
     before = sys.__stderr__
     if before is not None and before.isatty():
         yield
@@ -190,10 +189,9 @@ CODE = 129  # the exit code after SIGHUP
 
 @contextmanager
 def watching_terminal(leave: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
-    """End the app if its terminal hangs up while in this context.
+    """Context manager: call `leave` as soon as the terminal hangs up.
 
-    `leave` is called immediately, to exit the app. If the app still runs after `GRACE_SECONDS`,
-    `end` is called to stop its threads, and the process exits.
+    If the app hasn't ended two seconds later, calls `end` and exits the process with code 129.
     """
     if sys.__stdin__ is None or not (sys.__stdin__.isatty() or "TEXTUAL_DRIVER" in os.environ):
         yield

@@ -205,7 +205,11 @@ def compare(
 
 
 def _resume_comparison(request: Request, resume: str, others: str | None) -> OpenRun:
-    """Open a comparison to resume; RequestError if its layouts would change or the run is a search."""
+    """Open the run of a comparison to resume it.
+
+    Raises RequestError if the run is a plain search or if `others`, the option that chooses
+    layouts, is given.
+    """
     # `others` is an option that chooses layouts, which can't change any more
     if others:
         raise RequestError(

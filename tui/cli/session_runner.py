@@ -223,7 +223,7 @@ def _live_lines(progress: _Progress) -> Iterator[Live]:
 
 
 def search_screen(state: SessionState, width: int) -> tuple[Line, ...]:
-    """Return the lines of a running search: its devices, the best layouts, and the remaining time."""
+    """Return the lines of a search in progress: its devices, the best layouts, and its state."""
     lanes = whole_table(SEARCH_DEVICES, search_device_rows(state)[:MOST_DEVICES], width)
     return (*lanes, *rival_lines(state, width, 0), *search_lines(state, width, 1))
 

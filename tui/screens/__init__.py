@@ -1,1 +1,1 @@
-"""The app's four screens, the form of a search, and the dialogs."""
+"""The screens and dialogs of the app."""

@@ -1,4 +1,4 @@
-"""The Balance screen: a form that defines a search, then the search, then its result."""
+"""The Balance screen: a form for a new search, then the search and its result."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ NOT_IN_REPLAYS = ("stop", "go_on", "report")
 
 
 class BalanceScreen(RunActions, PanelScreen):
-    """Shows the form, or the app's session with its result.
-
-    A session continues while another screen is open.
-    """
+    """The Balance screen: shows the form, or the running search, replay or result."""
 
     NAME = "balance"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -47,20 +44,17 @@ class BalanceScreen(RunActions, PanelScreen):
 
     @property
     def chosen_run(self) -> str:
-        """The id of the session's run; "" if there is none."""
+        """The id of the run that is shown, or ""."""
         return self.evener.balance.run
 
     def panels(self) -> Iterable[Widget]:
-        """Yield the switcher between the form and the view of the search."""
+        """Yield the form and the view of a search, of which one is visible."""
         with ContentSwitcher(initial="setup", id="switch"):
             yield BalanceForm(id="setup")
             yield BalanceView(self.result_keys)
 
     def on_mount(self) -> None:
-        """Watch the session, the snapshots, and the errors of sessions that couldn't start.
-
-        Without a session, focus the list of models.
-        """
+        """Follow the search and the device readings, and focus the list of models."""
         self.watch(self.app, "balance", self._followed)
         self.watch(self.app, "snapshot", self._sampled, init=False)
         self.watch(self.app, "start_fault", self.query_one(BalanceForm).complain, init=False)
@@ -68,7 +62,7 @@ class BalanceScreen(RunActions, PanelScreen):
             self.query_one("#pick-workload", Ticks).focus()
 
     def result_keys(self) -> list[KeyHint]:
-        """Return the keys that act on the result and are enabled now, such as "write the plan"."""
+        """Return the keys that act on the result now, as hints for the result panel."""
         keys = [
             KeyHint("e", "write the plan"),
             KeyHint("g", "train by it here"),
@@ -99,23 +93,23 @@ class BalanceScreen(RunActions, PanelScreen):
         self.refresh_bindings()
 
     def _sampled(self) -> None:
-        """Update the device rows with the newest samples, and nothing else."""
+        """Update the devices of the search with a new reading."""
         if self.is_current and self.evener.balance != SessionState():
             self.query_one(SearchDevicePanel).set_data(samples=self.evener.session_samples())
 
     def redraw(self) -> None:
-        """Draw the form and the current state of the session."""
+        """Draw the form and the search anew."""
         self.fit_frames()
         self._sampled()
         self.query_one(BalanceView).set_data(self.evener.balance)
         self.query_one(BalanceForm).redraw()
 
     def on_resize(self) -> None:
-        """Redraw for the new size."""
+        """Fit all panels into the new terminal size."""
         self.redraw()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Enable only the keys that have an effect now. Textual hides the others."""
+        """Return whether an action is possible in the present state of the search."""
         if self.evener.replays and action in NOT_IN_REPLAYS:
             return False
         if action in ("pause", "stop"):
@@ -131,19 +125,19 @@ class BalanceScreen(RunActions, PanelScreen):
 
     @property
     def _is_measuring(self) -> bool:
-        """True while a search is running and has no result yet."""
+        """Whether a search or replay is running and has no result yet."""
         state = self.evener.balance
         return state.active and state.finished is None
 
     def _can_begin_again(self, action: str) -> bool:
-        """True if "new" (the form) or "go_on" (resume) is possible."""
+        """Return whether a new search can start, or the run that has ended can be resumed."""
         state = self.evener.balance
         if self.evener.replays:
             return True
         return state.ended and (action == "new" or bool(state.run))
 
     def _has_usable_result(self, action: str) -> bool:
-        """True if the search's result allows this action, like exporting it."""
+        """Return whether there is a result that `action` can use."""
         finished = self.evener.balance.finished
         if finished is None:
             return False
@@ -155,29 +149,29 @@ class BalanceScreen(RunActions, PanelScreen):
         return recommends_plan(finished) and has_script
 
     def action_pause(self, paused: bool) -> None:
-        """Pause the search if `paused` is True, else resume it."""
+        """Pause or resume the search."""
         self.evener.pause_session(paused)
 
     def action_stop(self) -> None:
-        """Stop the search after a confirmation; the best plan so far is kept."""
+        """Stop the search after a confirmation; its best plan is kept."""
         question = "Stop the search? The best plan so far is kept."
         confirm(self.evener, "Stop", question, self.evener.stop_session)
 
     def action_export(self) -> None:
-        """Ask for a path, and write the search's plan to it."""
+        """Ask for a file name, and write the plan."""
         finished = self.evener.balance.finished
         if finished is not None:
             dialog = plan_dialog(self.evener, finished.plan, self.chosen_run, finished)
             self.app.push_screen(dialog)
 
     def action_train_here(self) -> None:
-        """Ask for a training command, then write the plan and start that command."""
+        """Ask for the command that trains by the plan, and start it."""
         finished = self.evener.balance.finished
         if finished is not None:
             ask_to_train(self.evener, finished.plan, self.chosen_run)
 
     def action_read_all(self) -> None:
-        """Show all results of the search as a page."""
+        """Open a dialog with all details of the result."""
 
         def draw(width: int) -> tuple[Line, ...]:
             state = self.evener.balance
@@ -186,12 +180,12 @@ class BalanceScreen(RunActions, PanelScreen):
         self.open_details("Result", draw, wide=True)
 
     def action_open_probe(self) -> None:
-        """Show all details of the measurement under the cursor."""
+        """Open a dialog with the measurement under the cursor."""
         row = self.query_one(LogPanel).chosen
         if row is not None:
             self.open_details("Measurement", lambda width: probe_lines(row, width))
 
     def action_new(self) -> None:
-        """Return to the form for another search."""
+        """Return to the form for a new search."""
         self.evener.forget_session()
         self.query_one("#pick-workload", Ticks).focus()

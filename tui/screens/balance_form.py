@@ -1,8 +1,4 @@
-"""The form that starts a search.
-
-It has fields for the model, the devices, the global batch and the budget; all other options
-are under "more".
-"""
+"""The form that starts a search."""
 
 from __future__ import annotations
 
@@ -108,15 +104,14 @@ _BY_OPTION = {"set": "settings", "input": "inputs", "workload": "own", "devices"
 
 
 def field_label(name: str) -> str:
-    """Return the form's label for a field."""
+    """Return the label of a form field."""
     return _LABELS.get(name) or name.replace("_", " ")
 
 
 def to_form_terms(text: str) -> tuple[str, str]:
-    """Rewrite an error message for the form, and return the field to correct.
+    """Replace options in an error message by form labels; also return the first option's field.
 
-    Command-line options such as --global-batch become the form's labels. The field is the first
-    option's; it is "" if the message names no option.
+    The field is "" if the message names no option.
     """
     options = re.findall(r"--([a-z][a-z-]*)", text)
     fields = {option: _BY_OPTION.get(option, option.replace("-", "_")) for option in options}
@@ -127,9 +122,12 @@ def to_form_terms(text: str) -> tuple[str, str]:
 
 
 class Model(NamedTuple):
-    """An entry in the list of models; `own` is True for the user's.
+    """An entry in the list of models.
 
-    `name` is the value for `--workload`; it is "" for the entry "another file".
+    - `name`: the workload, or "" for a file that the user still has to name.
+    - `label`: how the list shows the name.
+    - `note`: the text beside it.
+    - `own`: False for evener's built-in models.
     """
 
     name: str
@@ -139,11 +137,11 @@ class Model(NamedTuple):
 
 
 def list_models(found: Sequence[str], last: RunSummary | None, now: float) -> list[Model]:
-    """Return the entries for the list of models.
+    """Return the models to choose from: the user's own, then the built-in ones.
 
-    The first entry is the model of the last search, if there is one. Then come the functions
-    `found` in this directory's files, "another file", and evener's built-in models. `now` is the
-    Unix time.
+    - `found`: functions found in the current folder, as file.py:function.
+    - `last`: the last search for a model of the user's own, whose model is listed first.
+    - `now`: the present time in Unix seconds.
     """
     models: list[Model] = []
     if last is not None:
@@ -160,14 +158,14 @@ def list_models(found: Sequence[str], last: RunSummary | None, now: float) -> li
 
 
 def _full_name(workload: str) -> str:
-    """Return a function's name with the absolute path of its file."""
+    """Return a workload's name with the absolute path of its file."""
     # With absolute paths, two spellings of the same file give equal names.
     home, _, function = workload.rpartition(":")
     return f"{Path(home).absolute()}:{function}"
 
 
 def _short_path(workload: str) -> str:
-    """Shorten a function's file path to one relative to this directory."""
+    """Return a workload's name with the path relative to the current folder, if it is inside."""
     home, _, function = workload.rpartition(":")
     path, here = Path(home), Path.cwd()
     short = path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path
@@ -175,7 +173,7 @@ def _short_path(workload: str) -> str:
 
 
 def _last_balanced_text(last: RunSummary, now: float) -> str:
-    """Say how many days ago a model was balanced, and how fast."""
+    """Describe the last search: how many days ago, and its samples/s."""
     made = time.strptime(last.created.removesuffix("Z"), "%Y-%m-%dT%H:%M:%S")
     days = max(0.0, now - _utc_seconds(made)) / 86400
     ago = "today" if days < 1 else f"{days:.0f} day{'s' * (days >= 1.5)} ago"
@@ -190,10 +188,7 @@ def _utc_seconds(moment: time.struct_time) -> float:
 
 
 def find_last_own(summaries: Sequence[RunSummary]) -> RunSummary | None:
-    """Return the newest search of one of the user's own models, or None.
-
-    Searches whose file no longer exists are skipped.
-    """
+    """Return the newest search for a model in a file that still exists, or None."""
     for summary in sorted(summaries, key=lambda each: each.created, reverse=True):
         home = summary.workload.rpartition(":")[0]
         own = summary.kind == "search" and bool(home) and names_a_file(home)
@@ -203,10 +198,7 @@ def find_last_own(summaries: Sequence[RunSummary]) -> RunSummary | None:
 
 
 class BalanceForm(UsesApp, Vertical):
-    """The form for a search; it starts the search that its fields describe.
-
-    If a field is invalid, the form focuses the field and shows why.
-    """
+    """A form with the options of a search, hints, and buttons to start it or to try a dry run."""
 
     can_focus = False
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -222,7 +214,7 @@ class BalanceForm(UsesApp, Vertical):
         self._user_chose_model = False  # whether the user has chosen the model
 
     def compose(self) -> ComposeResult:
-        """Yield the fields, the hint on the focused field, the buttons, and the explanation."""
+        """Yield the fields, a line for hints and errors, the buttons, and a text about searches."""
         with VerticalScroll(id="fields", can_focus=False, classes="panel") as fields:
             fields.border_title = "Balance a model"
             yield self._row("pick-workload", Ticks(id="pick-workload", title="", single=True))
@@ -273,10 +265,7 @@ class BalanceForm(UsesApp, Vertical):
         return bool(devices) and find_backend(devices[0].kind).simulated
 
     def on_mount(self) -> None:
-        """List the devices of this machine and the built-in models.
-
-        The models in this directory are added when they have been found.
-        """
+        """Fill the lists of devices and models."""
         devices = self.evener.trainable
         rows = [
             (device.label, f"{_memory(device)}  {short_name(device.name)}".lstrip())
@@ -290,13 +279,13 @@ class BalanceForm(UsesApp, Vertical):
         self.show_rows()
 
     async def find_own_models(self) -> None:
-        """Search this directory's files and the past runs for models, and add them to the list."""
+        """List the user's own models: from the last search, and found in the current folder."""
         found = await asyncio.to_thread(find_models, Path.cwd())
         last = await asyncio.to_thread(_read_last_own)
         self._offer_models(found, last)
 
     def _offer_models(self, found: Sequence[str], last: RunSummary | None) -> None:
-        """List the models, and tick one of them."""
+        """Fill the list of models."""
         # A model that the user has ticked stays ticked. Otherwise the first of the user's own
         # models is ticked, or the default built-in model if there are none.
         panel = self.query_one("#pick-workload", Ticks)
@@ -318,15 +307,15 @@ class BalanceForm(UsesApp, Vertical):
 
     @property
     def model(self) -> Model:
-        """The model that is ticked in the list."""
+        """The chosen model."""
         return self._models[min(self.query_one("#pick-workload", Ticks).ticked)]
 
     def on_one_of_changed(self) -> None:
-        """Show or hide the rows that depend on the changed choice."""
+        """Show the fields that the changed choice needs."""
         self.show_rows()
 
     def show_rows(self) -> None:
-        """Show only the rows that the values of the other fields require."""
+        """Show the fields that the present choices need, and hide the others."""
         # The path is needed for "another file", and the other rows are under "more". Of these, the
         # layouts are needed for a comparison, and the largest slowdown for an objective that
         # accepts lower speed.
@@ -346,10 +335,7 @@ class BalanceForm(UsesApp, Vertical):
         return find_objective(self.query_one("#objective", OneOf).value).trades_speed
 
     def redraw(self) -> None:
-        """Make the lists of models and devices as high as the other fields allow.
-
-        If there is room, an explanation of searches is shown below the form.
-        """
+        """Divide the height between the lists; show the text about searches if there is room."""
         height = self.size.height - HINT_ROWS - 1
         bare = self.screen.has_class("-bare")
         frame = 0 if bare else 2
@@ -372,14 +358,14 @@ class BalanceForm(UsesApp, Vertical):
         self._explain()
 
     def _count_model_rows(self) -> int:
-        """Return the height of the list of models in lines."""
+        """Return the height that the list of models needs."""
         # There is room for the user's own models, and for the first built-in model, whose line says
         # how many more follow. Without own models, there is room for all built-in ones.
         own = [model for model in self._models if model.own]
         return len(own) + 1 if any(model.name for model in own) else len(self._models)
 
     def on_resize(self) -> None:
-        """Set the heights of the form's parts again for the new size."""
+        """Fit the form into the new size."""
         self.call_after_refresh(self.redraw)
 
     @on(Button.Pressed, "#start")
@@ -393,7 +379,7 @@ class BalanceForm(UsesApp, Vertical):
         self.action_try()
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Tick the entry "another file" when the user types a file's name."""
+        """Choose "another file" as soon as the user types the name of one."""
         if event.input.id == "own" and event.value.strip() and self.model.name:
             names = [model.name for model in self._models]
             self.query_one("#pick-workload", Ticks).tick_only(names.index(""))
@@ -401,25 +387,25 @@ class BalanceForm(UsesApp, Vertical):
             self.show_rows()
 
     def on_input_submitted(self) -> None:
-        """Move the focus to the next field when Enter is pressed."""
+        """Move to the next field."""
         self.screen.focus_next()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Disable the start of a search or a dry run if the app is read-only."""
+        """Return whether an action is possible: a read-only app starts nothing."""
         return action not in ("send", "try") or not self.evener.readonly
 
     def action_more(self) -> None:
-        """Show the options under "more", or hide them."""
+        """Show or hide the further options."""
         self.query_one("#more", OneOf).action_change(1)
 
     def action_send(self) -> None:
-        """Start the search that the form describes, or show what is wrong in the form."""
+        """Start the search, or show what is wrong in the form."""
         read = self._read_or_complain()
         if read is not None:
             self.evener.start_session(*read)
 
     def action_try(self) -> None:
-        """Start a dry run: build the model, run a few steps, and show what fits in memory."""
+        """Try the model in a dry run, or show what is wrong in the form."""
         from .dry_run import DryRunDialog
 
         read = self._read_or_complain()
@@ -427,7 +413,7 @@ class BalanceForm(UsesApp, Vertical):
             self.app.push_screen(DryRunDialog(read[0]), self._after_dry_run)
 
     def _after_dry_run(self, starts: bool | None) -> None:
-        """Start the search if the user chose to."""
+        """Start the search if the user has chosen to, after the dry run."""
         if starts:
             self.action_send()
 
@@ -441,10 +427,7 @@ class BalanceForm(UsesApp, Vertical):
         return read
 
     def complain(self, text: str) -> None:
-        """Show an error message and mark its field, until the form is sent again.
-
-        An empty `text` removes the message and the mark.
-        """
+        """Show an error and focus the field at fault; "" removes the error."""
         self._complaint, named = to_form_terms(text)
         wrong = self._find_wrong(text, named)
         if text and self.query_one(f"#row-{wrong}").has_class("-more"):
@@ -461,7 +444,7 @@ class BalanceForm(UsesApp, Vertical):
         self.call_after_refresh(self.redraw)
 
     def _find_wrong(self, text: str, named: str) -> str:
-        """Return the form's field that an error message is about."""
+        """Return the id of the field that an error message is about."""
         # Without an option, the model is at fault if the message mentions its file, else the
         # devices.
         # `named` is the field of the option in the message, or ""
@@ -482,7 +465,7 @@ class BalanceForm(UsesApp, Vertical):
     @on(ListPanel.Moved)
     @on(Ticks.Ticked)
     def _chosen(self) -> None:
-        """Update the form when the chosen model may have changed."""
+        """Show the fields that the chosen model or device needs."""
         focused = self.screen.focused
         if focused is not None and focused.id == "pick-workload":
             self._user_chose_model = True
@@ -490,7 +473,7 @@ class BalanceForm(UsesApp, Vertical):
 
     @on(DescendantFocus)
     def _explain(self) -> None:
-        """Show the error message, or else explain the focused field."""
+        """Show the error, else a hint about the focused field."""
         problem, field = self.query_one("#problem", Lines), self.screen.focused
         room = problem.size.width or self.app.size.width  # 0 before the first layout
         if self._complaint:
@@ -502,7 +485,7 @@ class BalanceForm(UsesApp, Vertical):
         problem.show(text_lines(self._hint(field), room, HINT_ROWS, "dim"))
 
     def _hint(self, field: Widget | None) -> str:
-        """Explain a field and, in a list, the entry under the cursor."""
+        """Return the hint for a field, with a list's entry under the cursor."""
         name = (field.id if field is not None else None) or ""
         hint = HINTS.get(name, "")
         if isinstance(field, Ticks) and field.chosen is not None:
@@ -536,7 +519,7 @@ class BalanceForm(UsesApp, Vertical):
 
 
 def _read_last_own() -> RunSummary | None:
-    """Return the newest search of a user's model, or None."""
+    """Return the last search for a model of the user's own, or None if runs can't be read."""
     try:
         return find_last_own(runs.list_runs())
     except EvenerError:

@@ -1,7 +1,4 @@
-"""The base classes of all screens.
-
-A screen has a bar at the top, its own panels, and the keys at the bottom.
-"""
+"""What the screens have in common: frames, the top bar, the bar of keys, pause and filter."""
 
 from __future__ import annotations
 
@@ -38,29 +35,29 @@ WHERE_WIDE = (  # actions whose keys are shown last, if there is room
 
 
 class PanelScreen(UsesApp, Screen[None]):
-    """A screen of the app; `NAME` is its Textual mode. It is redrawn when its size changes."""
+    """Base class of the app's screens: a top bar, panels, and a bar of keys."""
 
     NAME = ""
     BLANK = True  # the panels cover the whole screen
 
     def compose(self) -> ComposeResult:
-        """Yield the top bar, the screen's own panels, and the bar of keys."""
+        """Yield the bars and the panels between them."""
         yield TopBar(self.NAME)
         yield from self.panels()
         yield KeysBar()
 
     def panels(self) -> Iterable[Widget]:
-        """Return the screen's own panels, from top to bottom."""
+        """Yield the panels from top to bottom; subclasses implement it."""
         raise NotImplementedError
 
     def redraw(self) -> None:
-        """Rebuild the lines of every panel."""
+        """Draw all panels anew; subclasses implement it."""
         raise NotImplementedError
 
     def fit_frames(self) -> int:
-        """Give the panels frames if there is room, and stack them on a narrow terminal.
+        """Hide frames in a small terminal; return the lines that a panel's frame takes: 0 or 2.
 
-        Return the number of lines that a panel's frame takes: 2, or 0 without frames.
+        Sets the class `-bare` below 100 columns or 30 lines, and `-narrow` below 100 columns.
         """
         width, height = self.app.size
         self.set_class(width < NARROW or height < LOW, "-bare")
@@ -68,30 +65,26 @@ class PanelScreen(UsesApp, Screen[None]):
         return 0 if self.has_class("-bare") else 2
 
     def on_lines_resized(self, event: Lines.Resized) -> None:
-        """Redraw for the new size, once even if several panels changed their sizes."""
+        """Draw the panels anew after the layout has changed the size of one."""
         event.stop()
         self.call_after_refresh(self.redraw)
 
     def open_details(
         self, title: str, draw: Callable[[int], tuple[Line, ...]], *, wide: bool = False
     ) -> None:
-        """Open a page of text with this title over the screen.
-
-        `draw(width)` returns the page's lines. `wide` makes the page wider than other dialogs. The
-        modules of dialogs are imported when the first dialog opens.
-        """
+        """Open a dialog with the lines that `draw` returns for a width in cells."""
         from .dialogs import DetailsDialog
 
         self.app.push_screen(DetailsDialog(title, draw, wide=wide))
 
     async def on_screen_resume(self) -> None:
-        """Redraw the screen when it is shown again, because hidden screens aren't redrawn."""
+        """Draw the screen when the user comes back to it."""
         self.query_one(TopBar).redraw()
         self.redraw()
 
 
 class SnapshotScreen(PanelScreen):
-    """A screen that is redrawn at each new snapshot until the user pauses it."""
+    """Base class of screens that show the latest reading of the devices, and can pause."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("p", "pause(True)", "Pause"),
@@ -108,19 +101,16 @@ class SnapshotScreen(PanelScreen):
 
     @property
     def shown(self) -> Snapshot | None:
-        """The snapshot to draw: the newest or, while the screen is paused, that of the pause.
-
-        It is None before the first snapshot.
-        """
+        """The reading on the screen: the latest, or the one at the pause; None before the first."""
         return self._paused_at or self.evener.snapshot
 
     @property
     def state(self) -> str:
-        """ "paused" while the screen is paused, else ""."""
+        """ "paused", or "" while the screen follows new readings."""
         return "paused" if self._paused_at is not None else ""
 
     def on_mount(self) -> None:
-        """Focus the list, and redraw at each new snapshot unless the screen is paused or hidden."""
+        """Focus the first list, and follow new readings."""
         self.query_one(ListPanel).focus()
         self.watch(self.app, "snapshot", self._sampled, init=False)
 
@@ -129,10 +119,7 @@ class SnapshotScreen(PanelScreen):
             self.redraw()
 
     def place_panels(self, rows: Mapping[str, int]) -> None:
-        """Set the height of each panel in lines, including its frame; 0 hides the panel.
-
-        `rows` maps CSS selectors to heights.
-        """
+        """Set the height of each panel, by its selector; panels of height 0 are hidden."""
         # Setting heights lays out the screen again, so heights are set only if they have changed.
         placed = (self.app.size, rows)
         if self._placed == placed:
@@ -144,28 +131,28 @@ class SnapshotScreen(PanelScreen):
             panel.styles.height = count
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Enable "Pause" while the screen is updated, and "Resume" while it is paused."""
+        """Return whether an action is possible: either pause or resume."""
         return action != "pause" or parameters[0] is (self._paused_at is None)
 
     def action_pause(self, paused: bool) -> None:
-        """Stop updating the screen if `paused`, else resume; sampling continues in either case."""
+        """Keep the present reading on the screen, or follow new readings again."""
         self._paused_at = self.evener.snapshot if paused else None
         self.refresh_bindings()
         self.redraw()
 
     def action_refresh(self) -> None:
-        """Resume updating the screen, and redraw everything."""
+        """Resume, and draw the whole screen anew."""
         self.action_pause(False)
         self.refresh(layout=True)
 
     def action_change_interval(self, direction: int) -> None:
-        """Shorten (-1) or lengthen (1) the interval between readings."""
+        """Read the devices less often (1) or more often (-1)."""
         self.evener.change_interval(direction)
         self.redraw()
 
 
 class SortedScreen(PanelScreen):
-    """A screen with one sorted list and a field for its filter."""
+    """Base class of screens with a table that the user can filter, sort and mark."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("slash", "filter", "Filter", key_display="/"),
@@ -174,31 +161,31 @@ class SortedScreen(PanelScreen):
     FILTERED = ""  # the columns in which the filter searches, for its placeholder
 
     def filter_field(self) -> Input:
-        """Return a new field for the filter, which is hidden until the user opens it."""
+        """Return the input field of the filter, hidden until it is used."""
         return Input(placeholder=f"words in {self.FILTERED}", id="filter", compact=True)
 
     @property
     def sorted_panel(self) -> SortedPanel[Any]:
-        """The screen's sorted list."""
+        """The table that is filtered and sorted."""
         return self.query_one(SortedPanel)
 
     def action_filter(self) -> None:
-        """Open the filter's field; the list then shows only rows that contain its words."""
+        """Show and focus the filter."""
         field = self.query_one("#filter", Input)
         field.add_class("-open")
         field.focus()
         self.redraw()
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Filter the list while the user types."""
+        """Filter the table by the words typed so far."""
         self.sorted_panel.filter_by(event.value)
 
     def on_input_submitted(self) -> None:
-        """Keep the filter, close its field, and focus the list."""
+        """Return to the table, and keep it filtered."""
         self._close_filter()
 
     def action_end_filter(self) -> None:
-        """Remove the filter and all marks, and focus the list."""
+        """Clear the filter, and remove the marks of all rows."""
         self.query_one("#filter", Input).value = ""
         self.sorted_panel.untag()
         self._close_filter()
@@ -213,14 +200,14 @@ SCREENS = {"monitor": "Monitor", "balance": "Balance", "runs": "Runs", "training
 
 
 class TopBar(Lines):
-    """The line with the screens' names and their keys; a click on a name opens that screen."""
+    """The first line: the names of the screens, with `shown` highlighted, and the status."""
 
     def __init__(self, shown: str) -> None:
         super().__init__(id="top")
         self.shown = shown
 
     def on_mount(self) -> None:
-        """Redraw at each new snapshot, because the line shows its time and host."""
+        """Follow new readings."""
         self.watch(self.app, "snapshot", self._sampled, init=False)
 
     def _sampled(self) -> None:
@@ -228,7 +215,7 @@ class TopBar(Lines):
             self.redraw()
 
     def redraw(self) -> None:
-        """Rebuild the line for the newest snapshot and the current width."""
+        """Draw the line, with the state of devices and the time of the last reading."""
         app = self.evener
         right: tuple[str, ...] = ()
         if app.snapshot is not None:
@@ -238,21 +225,17 @@ class TopBar(Lines):
 
 
 class KeysBar(Lines):
-    """The line with the keys that work now; clicking a key presses it.
-
-    It replaces Textual's footer, which creates a widget for each key whenever the focus moves, and
-    keeps a thousand of them in memory.
-    """
+    """The last line: the keys that have an effect now. A click on one presses it."""
 
     def __init__(self) -> None:
         super().__init__(id="keys", classes="bar")
 
     def on_mount(self) -> None:
-        """Redraw when the key bindings change, for example because the focus has moved."""
+        """Follow changes of the key bindings."""
         self.screen.bindings_updated_signal.subscribe(self, lambda _: self.redraw())
 
     def redraw(self) -> None:
-        """Rebuild the line from the active key bindings."""
+        """Draw as many keys as fit, the most important first."""
         active = [binding.binding for binding in self.screen.active_bindings.values()]
         by_action: dict[str, Binding] = {}
         more: dict[str, Binding] = {}
@@ -267,13 +250,13 @@ class KeysBar(Lines):
         self.show([Line(tuple(span for hint in hints for span in hint))])
 
     def _hint(self, binding: Binding) -> tuple[Span, ...]:
-        """Return a key with its description; clicking either presses the key."""
+        """Return a key and its description, clickable."""
         action = f"app.simulate_key('{binding.key}')"
         key = Span(f" {self.app.get_key_display(binding)}", "key", action)
         return key, Span(f" {binding.description}", "text", action)
 
     def _fit(self, hints: list[tuple[Span, ...]]) -> list[tuple[Span, ...]]:
-        """Remove hints until they fit, but keep the last `ALWAYS`."""
+        """Drop hints from the middle until the rest fits; the last three always stay."""
         width = self.size.width
         while len(hints) > ALWAYS and sum(map(span_cells, hints)) > width:
             del hints[-ALWAYS - 1]
@@ -282,7 +265,7 @@ class KeysBar(Lines):
     def _extend(
         self, hints: list[tuple[Span, ...]], more: list[tuple[Span, ...]]
     ) -> list[tuple[Span, ...]]:
-        """Add hints that fit, before the last `ALWAYS`."""
+        """Insert further hints before the last three, as far as they fit."""
         left = self.size.width - sum(map(span_cells, hints))
         added = []
         for hint in more:

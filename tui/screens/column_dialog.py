@@ -1,4 +1,4 @@
-"""The dialog for choosing the columns of the device table."""
+"""The dialog that chooses the columns of the device table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALWAYS = ("id",)  # columns that identify a row and can't be hidden
 
 
 class ColumnDialog(Dialog[None]):
-    """The list of columns with ticks; only ticked columns are shown. The choice is saved."""
+    """Dialog that shows or hides columns of the device table."""
 
     def __init__(self) -> None:
         super().__init__("Columns of the devices")
@@ -22,11 +22,11 @@ class ColumnDialog(Dialog[None]):
         self._titles = {column.key: column.titles[0] for column in DEVICES.columns}
 
     def content(self) -> Iterable[Widget]:
-        """Yield the list, which has an entry for each column."""
+        """Yield the list of columns."""
         yield Ticks(id="columns", title="")
 
     def on_mount(self) -> None:
-        """Tick the columns that are currently shown."""
+        """Tick the columns that are shown."""
         hidden = self.evener.settings.hidden_columns
         shown = frozenset(place for place, key in enumerate(self._keys) if key not in hidden)
         ticks = self.query_one(Ticks)

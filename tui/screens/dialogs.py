@@ -1,4 +1,4 @@
-"""Dialogs over a screen: a page of text, a question with its answers, and a text field."""
+"""Base classes of dialogs, the dialogs for signals and confirmations, and the help text."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ WIDEST = 116  # cells of a wide dialog's text
 
 
 class Text(Lines):
-    """A widget that shows lines of text; its height is the number of lines."""
+    """Lines of text, as high as their number."""
 
     def show(self, lines: Iterable[Line]) -> None:
-        """Draw these lines, and set the widget's height to their number."""
+        """Show the lines, and set the height to fit them."""
         kept = tuple(lines)
         self.styles.height = max(1, len(kept))
         super().show(kept)
 
 
 class Dialog(UsesApp, ModalScreen[AnswerT], Generic[AnswerT]):
-    """A box over the screen with a title. Escape closes it without a result."""
+    """Base class of dialogs: a titled box that Escape or q closes."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "dismiss", "Close")]
 
@@ -46,27 +46,26 @@ class Dialog(UsesApp, ModalScreen[AnswerT], Generic[AnswerT]):
         self._box_title = title
 
     def compose(self) -> ComposeResult:
-        """Yield the frame with the dialog's content."""
+        """Yield the box with its content."""
         with Vertical(classes="box") as box:
             box.border_title = self._box_title
             box.border_subtitle = "Esc closes"
             yield from self.content()
 
     def content(self) -> Iterable[Widget]:
-        """Return the widgets inside the frame, from top to bottom."""
+        """Yield the widgets in the box; subclasses implement it."""
         raise NotImplementedError
 
     @property
     def text_width(self) -> int:
-        """The width in cells of text inside the frame."""
+        """The width in cells for text in the box."""
         return max(1, min(WIDEST if self.has_class("-wide") else 72, self.app.size.width - 4))
 
 
 class DetailsDialog(Dialog[None]):
-    """A page of text, which scrolls if it doesn't fit.
+    """Dialog with text that scrolls and is redrawn at each reading of the devices.
 
-    `draw(width)` returns the lines of the page, and is called again at each new snapshot. If
-    `wide`, the page is wider than other dialogs.
+    `draw` returns the lines for a width in cells. A wide dialog has up to 116 cells, others 72.
     """
 
     def __init__(
@@ -77,28 +76,27 @@ class DetailsDialog(Dialog[None]):
         self.set_class(wide, "-wide")
 
     def content(self) -> Iterable[Widget]:
-        """Yield the scrollable widget of the page."""
+        """Yield the scrolling text."""
         with VerticalScroll(id="scroll"):
             yield Text()
 
     def on_mount(self) -> None:
-        """Redraw the page at each new snapshot, because its text may change."""
+        """Redraw the text at each reading."""
         self.watch(self.app, "snapshot", self.redraw)
 
     def on_resize(self) -> None:
-        """Rebuild the page for the new width."""
+        """Wrap the text to the new width."""
         self.redraw()
 
     def redraw(self) -> None:
-        """Rebuild the page; one column is left free for the scroll bar."""
+        """Draw the text anew."""
         self.query_one(Text).show(self._draw(max(1, self.text_width - 1)))
 
 
 class ChoiceDialog(Dialog[str]):
-    """A question with a few answers, each with a key and a button.
+    """Dialog with a question and a button for each answer; it returns the key of the chosen one.
 
-    `draw(width)` returns the lines of the question. The dialog's result is the key of the chosen
-    answer. The first answer must be harmless, because its button has the focus at first.
+    `answers` maps keys to labels. Pressing an answer's key chooses it. The first answer is focused.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -114,7 +112,7 @@ class ChoiceDialog(Dialog[str]):
         self.answers = answers  # labels of the answers by their keys
 
     def content(self) -> Iterable[Widget]:
-        """Yield the question, and a button for each answer."""
+        """Yield the question and the buttons."""
         yield Text(id="question")
         with Horizontal():
             for key, label in self.answers.items():
@@ -126,27 +124,24 @@ class ChoiceDialog(Dialog[str]):
                 )
 
     def on_mount(self) -> None:
-        """Show the question, and focus the first button."""
+        """Show the question, and focus the first answer."""
         self.query_one(Text).show([*self._draw(self.text_width), line()])
         self.query(Button).first().focus()
 
     def on_key(self, event: Key) -> None:
-        """Close the dialog with the answer whose key was pressed."""
+        """Choose the answer whose key was pressed."""
         if event.key in self.answers:
             self.dismiss(event.key)
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
-        """Close the dialog with the answer of the pressed button."""
+        """Choose the answer of the pressed button."""
         self.dismiss((event.button.id or "")[-1])
 
 
 def confirm(
     app: App[int], action: str, question: str, then: Callable[[], Any], title: str = ""
 ) -> None:
-    """Ask before an action that can't be undone, and call `then` if confirmed.
-
-    `action` is the label of the confirming button, and the dialog's title unless `title` is given.
-    """
+    """Ask a question, and call `then` only if the user confirms `action`."""
 
     def draw(width: int) -> Iterable[Line]:
         return (line(Span(row)) for row in wrap(plain(question), width, 8))
@@ -158,17 +153,14 @@ def confirm(
 
 
 class FieldDialog(Dialog[bool]):
-    """A dialog with one text field, and errors in the text below it.
-
-    The dialog's result is True once the text has been accepted.
-    """
+    """Base class of dialogs with one input field and a hint; they return True once done."""
 
     def __init__(self, title: str, field: Input, hint: str) -> None:
         super().__init__(title)
         self._field, self._hint = field, hint
 
     def content(self) -> Iterable[Widget]:
-        """Yield the field, and the hint below it."""
+        """Yield the field and the hint."""
         yield self._field
         yield Text(id="hint")
 
@@ -178,14 +170,14 @@ class FieldDialog(Dialog[bool]):
         self._field.focus()
 
     def show_message(self, text: str, *, bad: bool = False) -> None:
-        """Show a message below the field, in the error colour if `bad`."""
+        """Replace the hint by a message; `bad` shows it as an error."""
         rows = wrap(plain(text), self.text_width, 8)
         self.query_one("#hint", Text).show(
             [line(Span(row, "bad" if bad else "dim")) for row in rows]
         )
 
     async def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Submit the text; close the dialog if it is accepted, or show why it is refused."""
+        """Submit the text, and close the dialog or show what is wrong."""
         event.stop()
         try:
             done = await self.submit(event.value.strip())
@@ -196,9 +188,9 @@ class FieldDialog(Dialog[bool]):
                 self.dismiss(True)
 
     async def submit(self, text: str) -> bool:
-        """Act on the text, and return True if the dialog can be closed.
+        """Act on the text, and return whether the dialog should close; subclasses implement it.
 
-        Raises EvenerError with the reason if the text is invalid.
+        An EvenerError that it raises is shown in the dialog.
         """
         raise NotImplementedError
 
@@ -212,7 +204,7 @@ _MEANINGS = {
 
 
 def choose_signal(app: BaseApp, chosen: Sequence[ProcessSample]) -> None:
-    """Ask which signal to send to these processes, ask for confirmation, and send it."""
+    """Ask which signal to send to the chosen processes, and confirm it."""
     once = tuple(
         {(process.pid, process.start_time): process for process in chosen}.values()
     )  # a process may be on several devices
@@ -312,10 +304,7 @@ _KEYS = {
 
 
 def help_lines(notes: Sequence[str], width: int) -> tuple[Line, ...]:
-    """Return the help page, wrapped to lines of `width` cells.
-
-    The page ends with `notes`, which are about this machine.
-    """
+    """Return the help: all keys, the meaning of marks, and warnings about this machine."""
     lines: list[Line] = []
     for title, keys in _KEYS.items():
         lines.append(line(Span(title, "strong")))

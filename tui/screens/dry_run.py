@@ -1,4 +1,4 @@
-"""A dry run from the form: builds the model, runs a few steps, and shows what fits in memory."""
+"""The dialog of a dry run."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from .dialogs import Dialog, Text
 
 
 class DryRunDialog(Dialog[bool]):
-    """Does a dry run and shows its progress, then what fits in memory.
+    """Dialog that tries a model for a few steps on one device, and shows what fits in memory.
 
-    The dialog's result is True if the user starts the search from here.
+    It returns True if the user then starts the search. Closing it stops the dry run.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -41,20 +41,20 @@ class DryRunDialog(Dialog[bool]):
         self._stop = threading.Event()
 
     def content(self) -> Iterable[Widget]:
-        """Yield the text, which shows the progress and then the result, and the buttons."""
+        """Yield the text and the buttons."""
         yield Text(id="findings")
         with Horizontal():
             yield Button("Close", id="close", compact=True)
             yield Button("Start the search", id="begin", variant="success", compact=True)
 
     def on_mount(self) -> None:
-        """Start the dry run in a worker."""
+        """Begin the dry run."""
         self.query_one("#begin").display = False
         self._show_text("The model is being built, and takes a few steps on one device.")
         self.run_worker(self._try())
 
     def on_unmount(self) -> None:
-        """Stop the dry run if it is still running."""
+        """Stop the dry run."""
         self._stop.set()
 
     async def _try(self) -> None:
@@ -77,7 +77,7 @@ class DryRunDialog(Dialog[bool]):
         return dry_run(make_job(self._request), self._report, self._stop)
 
     def _report(self, progress: ProbeProgress) -> None:
-        """Show the dry run's phase; called by the measuring thread."""
+        """Show the progress of the dry run. Called in its thread."""
         if not self._stop.is_set():
             words = f"{progress.phase}, {duration(progress.at_seconds)}"
             self.app.call_later(self._show_text, f"The model on one device: {words}.")
@@ -87,10 +87,10 @@ class DryRunDialog(Dialog[bool]):
             self.query_one(Text).show([*text_lines(text, self.text_width, 12, tone, 0), line()])
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
-        """Close the dialog; its result says whether to start the search."""
+        """Close the dialog, and return whether the search should start."""
         event.stop()
         self.dismiss(event.button.id == "begin")
 
     def action_start(self) -> None:
-        """Close the dialog, and start the search."""
+        """Close the dialog and start the search."""
         self.dismiss(True)

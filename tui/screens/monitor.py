@@ -1,7 +1,4 @@
-"""The Monitor screen and its panels.
-
-It shows all devices, graphs of their metrics over time, and the processes on the devices.
-"""
+"""The Monitor screen: devices, their graphs, and the processes on them."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ _BARS = 3  # lines for the top bar, the host and the keys
 
 
 class MonitorScreen(SnapshotScreen, SortedScreen):
-    """The screen with all devices, graphs of their metrics over time, and the processes."""
+    """The Monitor screen: a table of devices, their graphs over time, and a table of processes."""
 
     NAME = "monitor"
     FILTERED = "pid, user, device or command"
@@ -61,7 +58,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
     ]
 
     def panels(self) -> Iterable[Widget]:
-        """Yield the panels: host, notes, devices, graphs, processes, and the filter's field."""
+        """Yield the host's line, warnings, devices, graphs, processes and the filter."""
         yield Lines(id="host", classes="bar")
         yield Lines(id="notes")
         yield DevicePanel()
@@ -70,7 +67,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         yield self.filter_field()
 
     def redraw(self) -> None:
-        """Draw the current snapshot or, while paused, the one at which the screen was paused."""
+        """Draw the reading, unless there is none yet."""
         snapshot = self.shown
         if snapshot is None:
             return
@@ -108,14 +105,14 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self.query_one("#notes", Lines).show(self._notes(snapshot))
 
     def _notes(self, snapshot: Snapshot) -> tuple[Line, ...]:
-        """Return the newest unread alert, or else the machine's notes."""
+        """Return the newest unread alert, else the warnings about this machine."""
         app, width = self.evener, self.app.size.width
         if app.unread_alerts:
             return (alert_line(app.alerts[-1], app.unread_alerts, width),)
         return note_lines(snapshot.notes, width)
 
     def on_list_panel_moved(self) -> None:
-        """Draw the graphs again, because they mark the device under the cursor."""
+        """Highlight the device under the cursor in the graphs."""
         self._draw_graphs()
 
     def _draw_graphs(self) -> None:
@@ -125,32 +122,32 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
             graphs.set_data(snapshot.devices, devices.sample)
 
     def action_alerts(self) -> None:
-        """Show every alert since the start, the newest first, and mark all alerts as read."""
+        """Open the list of alerts, the newest first, and count them as read."""
         alerts = tuple(reversed(self.evener.alerts))
         self.evener.unread_alerts = 0
         self.open_details("Alerts", lambda width: alert_lines(alerts, width))
         self.redraw()
 
     def action_columns(self) -> None:
-        """Open the dialog for choosing the columns of the device table."""
+        """Open the dialog that chooses the columns of the device table."""
         from .column_dialog import ColumnDialog
 
         self.app.push_screen(ColumnDialog(), lambda _: self.redraw())
 
     def action_step_time(self, cells: int) -> None:
-        """Move the cursor over the graphs by `cells`; negative numbers move it to earlier times."""
+        """Move the time cursor of the graphs by some cells."""
         self.query_one(TimelinePanel).step(cells)
 
     def action_change_span(self, direction: int) -> None:
-        """Show a longer (`direction` 1) or shorter (-1) period in the graphs."""
+        """Show more time (1) or less time (-1) in the graphs."""
         self.query_one(TimelinePanel).change_span(direction)
 
     def action_common_scale(self) -> None:
-        """Switch between one scale per metric for all devices, and a scale for each device."""
+        """Switch between one scale for all devices and one for each."""
         self.query_one(TimelinePanel).toggle_scale()
 
     def action_end_filter(self) -> None:
-        """Hide the graphs' cursor if it is shown; otherwise remove the filter and all marks."""
+        """Hide the time cursor if there is one, else end the filter."""
         # In the filter's field, Escape always ends the filter.
         graphs = self.query_one(TimelinePanel)
         if graphs.cursor is not None and self.focused is not self.query_one("#filter"):
@@ -159,7 +156,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
             super().action_end_filter()
 
     def action_open_device(self) -> None:
-        """Show all details of the device under the cursor; on a host, fold or unfold it."""
+        """Open details of the device under the cursor; for a host, show or hide its devices."""
         panel = self.query_one(DevicePanel)
         chosen = panel.rows[panel.cursor]
         if isinstance(chosen, HostRow):
@@ -180,14 +177,14 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self.open_details(sample.device.label, draw)
 
     def _newest(self, sample: DeviceSample) -> DeviceSample:
-        """Return the device's newest sample, or `sample` if it has disappeared."""
+        """Return the latest reading of the same device, or `sample` if it has gone."""
         devices = self.evener.snapshot.devices if self.evener.snapshot is not None else ()
         return next(
             (device for device in devices if device.device.key == sample.device.key), sample
         )
 
     def action_open_process(self) -> None:
-        """Show all details of the process under the cursor."""
+        """Open details of the process under the cursor."""
         panel = self.query_one(ProcessPanel)
         chosen = panel.rows[panel.cursor]
         key = identity(chosen.sample)
@@ -207,14 +204,17 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self.open_details(f"Process {chosen.sample.pid}", draw)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Enable only the keys that have an effect now."""
+        """Return whether an action is possible:
+
+        signals need a process and an app that isn't read-only.
+        """
         if action == "signal":
             panel = self.query(ProcessPanel)
             return bool(panel) and panel.first().count > 0 and not self.evener.readonly
         return super().check_action(action, parameters)
 
     def action_signal(self) -> None:
-        """Ask which signal to send to the marked processes, or to the one under the cursor."""
+        """Choose a signal for the marked processes, or for the one under the cursor."""
         from .dialogs import choose_signal
 
         chosen = self.query_one(ProcessPanel).chosen_rows
@@ -229,7 +229,7 @@ STAY_SECONDS = 4.0  # seconds that the row of an ended process stays
 
 
 class DevicePanel(ListPanel[PanelRow]):
-    """The panel with a row for each device; the devices of a cluster are below their hosts."""
+    """Table of the devices, grouped by host if there are several."""
 
     OPEN = "screen.open_device"
 
@@ -240,23 +240,17 @@ class DevicePanel(ListPanel[PanelRow]):
 
     @property
     def position(self) -> Position:
-        """The cursor's position.
-
-        The cursor is drawn even without the focus, because the graphs mark its device too.
-        """
+        """The cursor and the first visible row."""
         return Position(self.cursor, self.top)
 
     @property
     def sample(self) -> DeviceSample | None:
-        """The sample of the device under the cursor; on a host, that of the host's first device.
-
-        It is None if there are no devices.
-        """
+        """The reading of the device under the cursor, or of a host's first device."""
         row = self.chosen.rows[0] if isinstance(self.chosen, HostRow) else self.chosen
         return row.sample if row is not None else None
 
     def place(self, snapshot: Snapshot) -> None:
-        """Set the devices to show, from a snapshot. They are drawn at the next refresh."""
+        """Set the rows from a reading."""
         publisher = self.evener.publisher
         self.place_rows(
             group_rows(
@@ -267,7 +261,7 @@ class DevicePanel(ListPanel[PanelRow]):
         self.entitle(subtitle=f"read every {publisher.interval_seconds:g} s")
 
     def grid(self) -> Grid[PanelRow]:
-        """Return the device table without hidden columns."""
+        """Return the columns that the user hasn't hidden."""
         hidden = {*self.evener.settings.hidden_columns}
         if self.has_graphs:
             hidden.add("history")
@@ -279,7 +273,7 @@ class DevicePanel(ListPanel[PanelRow]):
 
 
 class ProcessPanel(SortedPanel[ProcessRow]):
-    """The panel with a row for each process on a device."""
+    """Table of the processes on the devices; ended ones stay for four seconds."""
 
     COLUMNS = PROCESSES.columns
     OPEN = "screen.open_process"
@@ -294,15 +288,15 @@ class ProcessPanel(SortedPanel[ProcessRow]):
         self._seen: dict[Identity, tuple[ProcessSample, float]] = {}
 
     def identity(self, row: ProcessRow) -> Identity:
-        """Return the identity of the row's process."""
+        """Return what identifies the row's process."""
         return identity(row.sample)
 
     def search_text_of(self, row: ProcessRow) -> str:
-        """Return the text of a row that the filter searches for the user's words."""
+        """Return the text that the filter searches."""
         return process_search_text(row)
 
     def follow(self, snapshot: Snapshot) -> None:
-        """Show the processes of a snapshot; ended processes stay visible for `STAY_SECONDS`."""
+        """Set the rows from a reading, together with the processes that have just ended."""
         now = snapshot.at_seconds
         kept = {
             key: (each, at)
@@ -316,7 +310,7 @@ class ProcessPanel(SortedPanel[ProcessRow]):
         )
 
     def grid(self) -> Grid[ProcessRow]:
-        """Return the table of processes, with a message if it is empty."""
+        """Return the columns, and the text for an empty table."""
         return PROCESSES._replace(
             nothing="No process matches the filter." if self.words else self._nothing
         )

@@ -1,4 +1,4 @@
-"""Dialogs for one run: write its plan or report, train by its plan, resume it, show its errors."""
+"""Dialogs for a stored run: continue it, write its files, train by its plan, show errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _FOREIGN = re.compile(
 
 
 class ContinueDialog(FieldDialog):
-    """Asks how much longer to measure a run, and resumes the run."""
+    """Dialog that asks how much longer to measure, and resumes the run."""
 
     def __init__(self, run: StoredRun) -> None:
         budget = run.header.request.budget_seconds
@@ -56,7 +56,7 @@ class ContinueDialog(FieldDialog):
         self._run = run
 
     async def submit(self, text: str) -> bool:
-        """Start a session that resumes the run; `text` is the time to add."""
+        """Resume the run for the given time; raises RequestError if it isn't a duration."""
         header, kept = self._run.header, self._run.record.seen
         more = parse_duration(text, "The time")
         self.evener.start_session(
@@ -66,9 +66,9 @@ class ContinueDialog(FieldDialog):
 
 
 def errors_file(run: str) -> Path | None:
-    """Return the file with the errors of a run's child processes, or None.
+    """Return the file with the errors of a run's probe processes, or None if there is none.
 
-    If `run` is "", return the file of the last measurement that belonged to no run.
+    "" stands for a search that has no run yet.
     """
     with suppress(EvenerError):
         path = runs.errors_path(run) if run else error_file()
@@ -77,11 +77,7 @@ def errors_file(run: str) -> Path | None:
 
 
 def own_frames(text: str) -> str:
-    """Return a traceback's frames in the user's own code, below a heading.
-
-    Frames of evener, the standard library and installed packages are left out, as are duplicates.
-    Return "" if no frame is left.
-    """
+    """Return the traceback lines of the user's own files under a heading, or ""."""
     frames = dict.fromkeys(
         found[0] for found in _FRAME.finditer(text) if not _FOREIGN.match(found[1])
     )
@@ -89,11 +85,7 @@ def own_frames(text: str) -> str:
 
 
 def errors_dialog(run: str) -> DetailsDialog:
-    """Return a dialog with the errors that a run's child processes wrote.
-
-    The traceback frames of the user's own code come first. Of a long file, only the last
-    `MOST_ERROR_BYTES` are shown.
-    """
+    """Return a dialog with the errors of a run's probe processes, the user's own frames first."""
     path, text = errors_file(run), ""
     if path is not None:
         with (
@@ -113,15 +105,15 @@ def errors_dialog(run: str) -> DetailsDialog:
 
 
 class RunActions(UsesApp):
-    """A mixin for screens with actions on one run: resume it, report on it, show its errors."""
+    """Mixin for screens with actions on a chosen run."""
 
     @property
     def chosen_run(self) -> str:
-        """The id of the run that the actions apply to; "" if there is none."""
+        """The id of the run that actions apply to, or ""; subclasses implement it."""
         raise NotImplementedError
 
     def action_go_on(self) -> None:
-        """Ask how much longer to measure the run, resume it, and open the Balance screen."""
+        """Ask for more time, resume the run, and switch to the Balance screen."""
 
         def show(done: bool | None) -> None:
             if done:
@@ -131,24 +123,22 @@ class RunActions(UsesApp):
             self.app.push_screen(ContinueDialog(runs.load_run(self.chosen_run)), show)
 
     def action_report(self) -> None:
-        """Ask for a path, and write the run's report to it."""
+        """Ask for a file name, and write the run's report."""
         self.app.push_screen(report_dialog(self.chosen_run))
 
     def action_traceback(self) -> None:
-        """Show the errors that the run's child processes wrote."""
+        """Open the errors of the run's probe processes."""
         self.app.push_screen(errors_dialog(self.chosen_run))
 
 
 class SaveDialog(FieldDialog):
-    """Asks for a path, and writes a file to it.
+    """Dialog that asks for a file name and writes a document.
 
-    - `what`: the kind of document, such as "plan".
-    - `name`: the proposed path.
-    - `endings`: the allowed file name extensions.
-    - `save`: writes the file, in a thread, because it may be slow.
-    - `next_step`: called with the written path; returns what the user can do next as text, or "".
-
-    An existing file is replaced only after the user confirms it.
+    - `what`: the document, such as "plan".
+    - `name`: the file name to begin with.
+    - `endings`: the file name endings to accept.
+    - `save`: writes the file; called in a thread.
+    - `next_step`: returns what to do with the file, for the message at the end, or "".
     """
 
     def __init__(
@@ -167,7 +157,10 @@ class SaveDialog(FieldDialog):
         self._next_step = next_step
 
     async def submit(self, text: str) -> bool:
-        """Write the file with the path `text`; if it exists, ask first whether to replace it."""
+        """Write the file, after a confirmation if it exists.
+
+        Raises RequestError for a folder or an unknown ending.
+        """
         path = Path(os.path.expanduser(text))  # ~name of an unknown user stays as it is
         self._check(path)
         if not os.path.exists(path):  # writing to an unreadable path raises an error
@@ -204,9 +197,9 @@ class SaveDialog(FieldDialog):
 
 
 def plan_dialog(app: BaseApp, plan: Plan, run: str, end: Finished | None) -> SaveDialog:
-    """Return a dialog that writes a plan, then shows the command that trains by it.
+    """Return a dialog that writes the plan of a run, and then says how to train by it.
 
-    The command isn't shown if the run's result (`end`) advises against using the plan.
+    `end` is the end of the search, or None if unknown.
     """
 
     def find_step(path: str) -> str:
@@ -218,9 +211,9 @@ def plan_dialog(app: BaseApp, plan: Plan, run: str, end: Finished | None) -> Sav
 
 
 class TrainDialog(FieldDialog):
-    """Asks for a training command, writes the plan for it, and starts it.
+    """Dialog with a command line that trains by a plan; Enter starts it.
 
-    `path` is the plan's file; it isn't written again if `written` is True.
+    `path` is the plan's file, which the dialog writes first unless `written`.
     """
 
     def __init__(self, plan: Plan, run: str, path: str, written: bool) -> None:
@@ -238,7 +231,7 @@ class TrainDialog(FieldDialog):
         self._written = written
 
     async def submit(self, text: str) -> bool:
-        """Write the plan if necessary, and start the training; `text` is the command line."""
+        """Start the command; raises RequestError if it isn't `evener launch PLAN SCRIPT`."""
         arguments = read_command(text)
         if not self._written and self._path in arguments:
             await asyncio.to_thread(self._plan.save, Path(self._path))
@@ -248,10 +241,7 @@ class TrainDialog(FieldDialog):
 
 
 def ask_to_train(app: BaseApp, plan: Plan, run: str) -> None:
-    """Ask for a command to train by the plan, start it, and show the trainings.
-
-    The proposed command names the plan's file, which is written first if it doesn't exist.
-    """
+    """Open a dialog that trains by the plan of a run, then show the Trainings screen."""
     written = app.written_plans.get(run, "")
     free = "plan.toml" if not os.path.exists("plan.toml") else f"plan-{run}.toml"
 
@@ -263,7 +253,7 @@ def ask_to_train(app: BaseApp, plan: Plan, run: str) -> None:
 
 
 def report_dialog(run: str) -> SaveDialog:
-    """Return a dialog that writes the report of run `run` as HTML."""
+    """Return a dialog that writes the report of a run."""
     from ..text.page import REPORT_FORMATS, save_report
 
     return SaveDialog("report", "report.html", REPORT_FORMATS, lambda path: save_report(run, path))

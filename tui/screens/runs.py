@@ -1,4 +1,4 @@
-"""The Runs screen: the list of past runs, and the plans of one or two runs side by side."""
+"""The Runs screen: stored runs, their plans, and a comparison of two."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .run_dialogs import RunActions, ask_to_train, errors_file, plan_dialog
 
 
 class RunPanel(SortedPanel[RunSummary]):
-    """The panel with a row for each run; marked runs are compared."""
+    """Table of the stored runs."""
 
     COLUMNS = RUN_COLUMNS
     OPEN = "screen.read_all"
@@ -43,28 +43,27 @@ class RunPanel(SortedPanel[RunSummary]):
         super().__init__("Runs", id="runs", order=Order("run"))
 
     def identity(self, row: RunSummary) -> str:
-        """Return the run's id."""
+        """Return the id of the run."""
         return row.run
 
     def search_text_of(self, row: RunSummary) -> str:
-        """Return the text of a row that the filter searches for the user's words."""
+        """Return the text that the filter searches."""
         return run_search_text(row)
 
     def set_data(self, found: Sequence[RunSummary]) -> None:
-        """Show these runs, and remove the marks of runs that have disappeared."""
+        """Set the runs, and keep the marks of those that still exist."""
         self.tagged &= {summary.run for summary in found}
         super().set_data(found)
 
     def grid(self) -> Grid[RunSummary]:
-        """Return the table of runs, with a message if it is empty."""
+        """Return the columns, and the text for an empty table."""
         return Grid(RUN_COLUMNS, "No run matches." if self.words else NO_RUN)
 
 
 class RunsScreen(RunActions, SortedScreen):
-    """The screen with the past runs.
+    """The Runs screen: a table of stored runs, above the plan of the one under the cursor.
 
-    The runs' journals are read when the screen is opened, when a session has started or ended,
-    and on F5.
+    A marked run is shown beside it, with the differences between the two.
     """
 
     NAME = "runs"
@@ -86,12 +85,12 @@ class RunsScreen(RunActions, SortedScreen):
 
     @property
     def chosen_run(self) -> str:
-        """The id of the run under the cursor; "" if there is none."""
+        """The id of the run under the cursor, or ""."""
         chosen = self.query_one(RunPanel).chosen
         return chosen.run if chosen is not None else ""
 
     def panels(self) -> Iterable[Widget]:
-        """Yield the panels: the list, the differences, one or two plans, and the filter's field."""
+        """Yield the table, the differences, the plans of two runs, and the filter."""
         yield RunPanel()
         yield Lines("Differences", id="differences", classes="panel")
         with Horizontal(id="plans"):
@@ -100,21 +99,24 @@ class RunsScreen(RunActions, SortedScreen):
         yield self.filter_field()
 
     def on_mount(self) -> None:
-        """Focus the list, and watch the session to reload the list when it starts or ends."""
+        """Focus the table, and follow the search."""
         self.query_one(RunPanel).focus()
         self.watch(self.app, "balance", self._followed, init=False)
 
     async def _followed(self, before: SessionState, state: SessionState) -> None:
-        """Reload the list of runs when the session starts or ends."""
+        """Reload the runs when a search begins or ends."""
         if self.is_current and (before.run, before.ended) != (state.run, state.ended):
             await self.action_reload()
 
     async def on_screen_resume(self) -> None:
-        """Reload the list when the screen is shown again, because there may be new runs."""
+        """Reload the runs when the user comes back to the screen."""
         await self.action_reload()
 
     async def go_to(self, name: str) -> None:
-        """Move the cursor to the run `name`, and remove a filter that hides the run."""
+        """Reload the runs, and move the cursor to the run with the id `name`.
+
+        Ends the filter if it hides that run.
+        """
         await self.action_reload()
         panel = self.query_one(RunPanel)
         if name not in [panel.identity(row) for row in panel.rows]:
@@ -124,7 +126,7 @@ class RunsScreen(RunActions, SortedScreen):
             panel.action_move(names.index(name) - panel.cursor)
 
     async def action_reload(self) -> None:
-        """Read the list of runs again."""
+        """Read the runs from disk again."""
         with self.evener.showing_errors():
             found = await asyncio.to_thread(runs.list_runs)
             self._plans.clear()
@@ -132,7 +134,7 @@ class RunsScreen(RunActions, SortedScreen):
             self.redraw()
 
     def redraw(self) -> None:
-        """Draw the list, and the plans of the chosen runs."""
+        """Divide the height, and draw the table and the plans."""
         self.fit_frames()
         panel = self.query_one(RunPanel)
         around = 2 if self.has_class("-bare") else 4
@@ -146,12 +148,12 @@ class RunsScreen(RunActions, SortedScreen):
         self.refresh_bindings()
 
     def on_list_panel_moved(self) -> None:
-        """Draw the plan of the run under the cursor."""
+        """Show the plan of the run under the cursor."""
         self._draw_plans()
         self.refresh_bindings()
 
     def _draw_plans(self) -> None:
-        """Draw the chosen run's plan, to the right of a marked run's."""
+        """Draw the plan of the run under the cursor, beside a marked run if there is one."""
         panel = self.query_one(RunPanel)
         chosen = self.chosen_run
         others = [name for row in panel.chosen_rows if (name := panel.identity(row)) != chosen]
@@ -165,7 +167,7 @@ class RunsScreen(RunActions, SortedScreen):
             right.show(self._plan_lines(chosen, *right.size))
 
     def _draw_differences(self, before: str, after: str) -> None:
-        """Draw how two runs differ; hide the panel unless both are searches."""
+        """Show how two searches differ; hide the panel for training runs or a single run."""
         panel = self.query_one("#differences", Lines)
         lines: tuple[Line, ...] = ()
         with suppress(EvenerError):
@@ -179,13 +181,13 @@ class RunsScreen(RunActions, SortedScreen):
         panel.show(lines)
 
     def _load(self, name: str) -> StoredRun:
-        """Return a stored run, cached until the list is reloaded."""
+        """Load a run; it is read only once until the next reload."""
         found = self._plans.get(name) or runs.load_run(name)
         self._plans[name] = found
         return found
 
     def _plan_lines(self, name: str, width: int, height: int) -> tuple[Line, ...]:
-        """Return a search's plan, a training's journal, or a read error."""
+        """Return the lines about a run, fitted to the panel, or the error if it can't be read."""
         if not name:
             return ()
         try:
@@ -203,7 +205,7 @@ class RunsScreen(RunActions, SortedScreen):
             return text_lines(str(fault), width, 6, "bad")
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Enable only the keys that have an effect on the run under the cursor."""
+        """Return whether an action is possible with the run under the cursor."""
         if action not in (
             "go_on",
             "replay",
@@ -230,7 +232,7 @@ class RunsScreen(RunActions, SortedScreen):
         }.get(action, state != "unreadable")
 
     def _has_script(self, name: str) -> bool:
-        """True if a command can train by the run's plan."""
+        """Return whether the run's plan is for a script that `evener launch` can start."""
         try:
             plan = self._load(name).plan
         except EvenerError:
@@ -238,7 +240,7 @@ class RunsScreen(RunActions, SortedScreen):
         return plan is not None and bool(find_training_command(plan, "plan.toml"))
 
     def action_read_all(self) -> None:
-        """Show all results of the run under the cursor, or the whole journal of a training."""
+        """Open all details of the run."""
         name = self.chosen_run
         with self.evener.showing_errors():
             training = runs.load_training(name)
@@ -256,14 +258,14 @@ class RunsScreen(RunActions, SortedScreen):
             self.open_details(name, lambda width: run_page(found, width, path), wide=True)
 
     def action_train_here(self) -> None:
-        """Ask for the command that trains by the plan under the cursor, then start it."""
+        """Ask for the command that trains by the run's plan, and start it."""
         name = self.chosen_run
         with self.evener.showing_errors():
             plan = self._load(name).require_plan()
             ask_to_train(self.evener, plan, name)
 
     def action_export(self) -> None:
-        """Ask for a path, and write the plan of the run under the cursor to it."""
+        """Ask for a file name, and write the run's plan."""
         with self.evener.showing_errors():
             name = self.chosen_run
             found = runs.load_run(name)
@@ -271,7 +273,7 @@ class RunsScreen(RunActions, SortedScreen):
             self.app.push_screen(dialog)
 
     def action_replay(self) -> None:
-        """Replay the run under the cursor on the Balance screen."""
+        """Replay the run on the Balance screen."""
         name = self.chosen_run
         if not name:
             return
@@ -280,7 +282,7 @@ class RunsScreen(RunActions, SortedScreen):
             self.app.switch_mode("balance")
 
     def action_delete(self) -> None:
-        """Delete the marked runs, or the run under the cursor, after a confirmation."""
+        """Delete the marked runs, or the one under the cursor, after a confirmation."""
         names = [row.run for row in self.query_one(RunPanel).chosen_rows]
         what = (
             f"the run {names[0]} and its journal"

@@ -1,7 +1,4 @@
-"""The dialog that shows and changes all settings.
-
-Each change takes effect immediately and is saved.
-"""
+"""The settings dialog."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ PLAN_PERCENTS = (70.0, 80.0, 90.0, 95.0)
 
 
 class Choice(NamedTuple):
-    """A setting with its possible values; `write` returns a value's text."""
+    """A setting with a few values to choose from; `write` returns the label of a value."""
 
     key: str  # a field of the settings, or "alerts." and a field of the alert settings
     label: str
@@ -63,7 +60,7 @@ LABELS = (*(choice.label for choice in CHOICES), COMMAND_LABEL)
 
 
 def read_setting(app: BaseApp, key: str) -> Any:
-    """Return the current value of a setting; `key` is the same as in the setting's `Choice`."""
+    """Return the value of a setting by its key, such as "alerts.bell"."""
     value: Any = app.settings
     for part in key.split("."):
         value = getattr(value, part)
@@ -71,11 +68,7 @@ def read_setting(app: BaseApp, key: str) -> Any:
 
 
 class SettingsDialog(Dialog[None]):
-    """A dialog with a row for each setting.
-
-    The left and right keys change the focused setting. `first` is the label of the row to focus
-    first, or "".
-    """
+    """Dialog with all settings, which take effect at once; the one labelled `first` is focused."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("down", "app.focus_next", "Next", show=False),
@@ -87,7 +80,7 @@ class SettingsDialog(Dialog[None]):
         self._first = first  # label of the row that is focused first
 
     def content(self) -> Iterable[Widget]:
-        """Yield a row for each setting, and the path of the settings file."""
+        """Yield a row for each setting, and a hint."""
         for place, choice in enumerate(CHOICES):
             value = read_setting(self.evener, choice.key)
             words = [choice.write(each) for each in self._values(choice)]
@@ -101,12 +94,12 @@ class SettingsDialog(Dialog[None]):
         return Horizontal(Static(label, classes="label", markup=False), field, classes="field")
 
     def _values(self, choice: Choice) -> Sequence[Any]:
-        """List the usual values, and first the current one if it differs."""
+        """Return the values to choose from, with the present one first if it isn't among them."""
         value = read_setting(self.evener, choice.key)
         return choice.values if value in choice.values else (value, *choice.values)
 
     def on_mount(self) -> None:
-        """Focus the first row or the requested one, and show where the settings are saved."""
+        """Show where the settings are kept, and focus a row."""
         path = self.evener.settings_file
         kept = f"Kept in {path}." if path is not None else "They hold until the app ends."
         hint = f"Up and down choose a setting, left and right change it. {kept} Columns: key C."
@@ -116,7 +109,7 @@ class SettingsDialog(Dialog[None]):
 
     @on(OneOf.Changed)
     def _changed(self) -> None:
-        """Save the chosen values and apply them."""
+        """Apply the choices that the user has changed."""
         for place, choice in enumerate(CHOICES):
             word = self.query_one(f"#choice-{place}", OneOf).value
             for value in self._values(choice):
@@ -137,10 +130,10 @@ class SettingsDialog(Dialog[None]):
     @on(Input.Submitted)
     @on(DescendantBlur)
     def _take_command(self) -> None:
-        """Save the command to start on an alert."""
+        """Apply the command for alerts when the user leaves its field."""
         self._set("alerts.command", self.query_one(Input).value.strip())
 
     async def action_dismiss(self, result: None = None) -> None:
-        """Save the typed command, and close the dialog."""
+        """Apply the command for alerts, and close the dialog."""
         self._take_command()
         await super().action_dismiss(result)

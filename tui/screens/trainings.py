@@ -1,8 +1,4 @@
-"""The Trainings screen and its panels.
-
-It shows all trainings, which ranks of a training wait for which ranks, and what would make
-the training faster.
-"""
+"""The Trainings screen: training runs, their ranks, and what slows them down."""
 
 from __future__ import annotations
 
@@ -42,7 +38,7 @@ _LEAST_LOG = 5
 
 
 class TrainingsScreen(SnapshotScreen):
-    """The screen with all trainings, and all details of the training under the cursor."""
+    """The Trainings screen: a table of training runs, with details of the one under the cursor."""
 
     NAME = "trainings"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("x", "stop_training", "Stop")]
@@ -52,7 +48,7 @@ class TrainingsScreen(SnapshotScreen):
         self._ended = EndedTrainings(_find_summary)
 
     def panels(self) -> Iterable[Widget]:
-        """Yield the panels: trainings, ranks, causes, last steps, shares, graphs, and the log."""
+        """Yield the tables of runs and ranks, and the panels with details."""
         yield TrainingPanel()
         yield RankPanel()
         yield Lines("What holds it up", id="causes", classes="panel")
@@ -62,7 +58,7 @@ class TrainingsScreen(SnapshotScreen):
         yield Lines("Log", id="training-log", classes="panel")
 
     def redraw(self) -> None:
-        """Draw the trainings of the snapshot, and trainings that ended recently."""
+        """Draw the reading, unless there is none yet."""
         if (snapshot := self.shown) is not None:
             with self.app.batch_update():
                 rows = self._ended.add_ended(join_trainings(snapshot), snapshot.at_seconds)
@@ -70,7 +66,7 @@ class TrainingsScreen(SnapshotScreen):
                 self._show_chosen(snapshot)
 
     def on_list_panel_moved(self) -> None:
-        """Show the details of the training under the cursor."""
+        """Show details of the training run under the cursor."""
         if self.shown is not None:
             self._show_chosen(self.shown)
 
@@ -85,7 +81,7 @@ class TrainingsScreen(SnapshotScreen):
             panel.show(self._draw(name, row, snapshot, panel) if row is not None and shown else ())
 
     def _place_training_panels(self, row: TrainingRow | None, snapshot: Snapshot) -> None:
-        """Set each panel's height; `row` is the training to show."""
+        """Divide the height between the panels by what the training run has to show."""
         frame = self.fit_frames()
         size = self.evener.size
         height = size.height - _BARS
@@ -103,7 +99,7 @@ class TrainingsScreen(SnapshotScreen):
     def _draw(
         self, name: str, row: TrainingRow, snapshot: Snapshot, panel: Lines
     ) -> Sequence[Line]:
-        """Draw the panel with the CSS selector `name` for one training."""
+        """Return the lines of one of the panels with details."""
         width, height = panel.size
         match name:
             case "#causes":
@@ -125,13 +121,13 @@ class TrainingsScreen(SnapshotScreen):
                 )
 
     def _log_rows(self, height: int, *, shares_rows: bool) -> int:
-        """Return the log panel's height: 0 unless this app started a training."""
+        """Return the height of the log panel: 0 if no training run was started in this app."""
         if self.evener.training is None:
             return 0
         return max(_LEAST_LOG, height // 3) if shares_rows else max(_LEAST_LOG, height - 8)
 
     def _show_log(self) -> None:
-        """Show the end of the log of a training started here."""
+        """Show the last lines of the log."""
         training, panel = self.evener.training, self.query_one("#training-log", Lines)
         if training is None:
             return
@@ -141,7 +137,7 @@ class TrainingsScreen(SnapshotScreen):
         panel.show(whole_lines(text, max(1, width))[-height:] if height else ())
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Enable the stop action only while a training started from this app is running."""
+        """Return whether an action is possible: only a run started here and still running can stop."""
         # In a read-only app, the action is always disabled.
         if action == "stop_training":
             training = self.evener.training
@@ -149,14 +145,14 @@ class TrainingsScreen(SnapshotScreen):
         return super().check_action(action, parameters)
 
     def action_stop_training(self) -> None:
-        """Stop the training that was started from this app, after a confirmation."""
+        """Stop the training run that was started here, after a confirmation."""
         training = self.evener.training
         if training is not None:
             question = f"Stop {training.command}? It gets the signal that Ctrl-C sends."
             confirm(self.evener, "Stop", question, training.stop)
 
     def action_open_training(self) -> None:
-        """Show all details of the training under the cursor."""
+        """Open details of the training run under the cursor."""
         chosen = self.query_one(TrainingPanel).rows[self.query_one(TrainingPanel).cursor]
 
         def draw(width: int) -> tuple[Line, ...]:
@@ -170,13 +166,13 @@ class TrainingsScreen(SnapshotScreen):
 
 
 def _find_summary(run: str) -> Sequence[str]:
-    """Return the lines of a training's summary; empty without one."""
+    """Return the lines of a training run's summary, or none if there is no summary."""
     summary = load_summary(run)
     return describe_summary(summary) if summary is not None else ()
 
 
 class TrainingPanel(ListPanel[TrainingRow]):
-    """The panel with a row for each training; the cursor stays on a training if its row moves."""
+    """Table of the training runs."""
 
     OPEN = "screen.open_training"
 
@@ -185,44 +181,44 @@ class TrainingPanel(ListPanel[TrainingRow]):
         self.state = ""
 
     def set_data(self, rows: Sequence[TrainingRow], state: str) -> None:
-        """Show these trainings; `state` ("paused" or "") is added to the heading."""
+        """Set the rows; `state` is "paused" or ""."""
         self.state = state
         self.place_rows(rows)
         self.redraw()
 
     def identity(self, row: TrainingRow) -> Hashable:
-        """Return the identity of the row's training."""
+        """Return what identifies the row's training run."""
         return row.key
 
     def grid(self) -> Grid[TrainingRow]:
-        """Return the table of the trainings."""
+        """Return the columns."""
         return TRAININGS
 
     def redraw(self) -> None:
-        """Draw the rows, and the screen's state in the heading."""
+        """Draw the table and the number of training runs."""
         self.entitle(subtitle=f"{self.count} in all" if self.count > 1 else "")
         self._draw_table(self.grid(), note=self.state)
 
 
 class RankPanel(ListPanel[RankRow]):
-    """The panel with a row for each rank of a training."""
+    """Table of a training run's ranks, with a legend of the breakdown of their step time."""
 
     def __init__(self) -> None:
         super().__init__(id="ranks")
 
     def set_data(self, row: TrainingRow | None) -> None:
-        """Show the ranks of a training; None shows an empty panel."""
+        """Show the ranks of a training run, or none for None."""
         self.place_rows(row.ranks if row is not None else ())
         if row is not None:
             self.entitle(f"Ranks of {plain(row.workload or row.framework, 60)}")
         self.redraw()
 
     def grid(self) -> Grid[RankRow]:
-        """Return the table of the ranks."""
+        """Return the columns that these ranks have values for."""
         return rank_grid(self.rows)
 
     def redraw(self) -> None:
-        """Draw the ranks, and below them the legend of their bars if there is room."""
+        """Draw the table, and the legend if there is room."""
         if not self.rows:
             self.show(())
             return

@@ -1,4 +1,4 @@
-"""The welcome dialog of the first start, which offers several things to do first."""
+"""The dialog at the first start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXT_ROWS = 2  # most lines of a way's description
 
 
 class StartChoice(NamedTuple):
-    """An option of the welcome dialog: the key that chooses it, its title, and a description."""
+    """A way to begin: its key, title and description."""
 
     key: str
     title: str
@@ -30,10 +30,7 @@ class StartChoice(NamedTuple):
 
 
 class StartChoices(Lines):
-    """The list of options of the welcome dialog, with a cursor.
-
-    An option is chosen by Enter, by its key, or by a click.
-    """
+    """List of ways to begin, chosen by arrow keys and Enter or by a click."""
 
     can_focus = True
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -49,12 +46,12 @@ class StartChoices(Lines):
         self._first_rows: list[int] = []  # index of the first line of each way to begin
 
     def offer(self, choices: tuple[StartChoice, ...]) -> None:
-        """Show these options in place of the previous ones."""
+        """Set the list."""
         self.choices = choices
         self.redraw()
 
     def redraw(self) -> None:
-        """Draw each option with its key, separated by blank lines."""
+        """Draw the list."""
         lines: list[Line] = []
         self._first_rows = []
         for place, choice in enumerate(self.choices):
@@ -70,25 +67,25 @@ class StartChoices(Lines):
         self.show(lines)
 
     def action_move(self, steps: int) -> None:
-        """Move the cursor by `steps` entries; it wraps around at both ends."""
+        """Move the cursor by `steps`, around the ends."""
         self.cursor = (self.cursor + steps) % max(1, len(self.choices))
         self.redraw()
 
     def action_open(self) -> None:
-        """Choose the option under the cursor."""
+        """Choose the entry under the cursor."""
         self.screen.dismiss(self.choices[self.cursor].key)
 
     def click_row(self, row: int, clicks: int) -> None:
-        """Choose the option on the clicked line."""
+        """Choose the entry that was clicked."""
         place = bisect_right(self._first_rows, row) - 1
         if 0 <= place < len(self.choices):
             self.screen.dismiss(self.choices[place].key)
 
 
 class WelcomeDialog(Dialog[str]):
-    """Asks a new user what to do first.
+    """Dialog at the first start; it returns the key of the chosen way to begin, or None.
 
-    The dialog's result is the key of the chosen option; None if the dialog was closed.
+    "b" balances a model, "w" watches what trains now, and "d" shows the demo.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -100,15 +97,12 @@ class WelcomeDialog(Dialog[str]):
         self._models: tuple[str, ...] = ()  # models found in the current folder
 
     def content(self) -> Iterable[Widget]:
-        """Yield the question, and the list of options."""
+        """Yield the question and the list."""
         yield Lines(id="question")
         yield StartChoices()
 
     def on_mount(self) -> None:
-        """Show the options, and update them at each new snapshot.
-
-        The text of the first option names a model of the current directory once one has been found.
-        """
+        """Show the question, and look for models in the current folder."""
         text = "Where would you like to begin?  b, w, d or arrows and Enter."
         question = self.query_one("#question", Lines)
         question.show([*text_lines(text, self.text_width, 2, "text", 0), line()])
@@ -141,10 +135,7 @@ class WelcomeDialog(Dialog[str]):
 
 
 def write_activity(snapshot: Snapshot | None) -> str:
-    """Say how many trainings or processes use the devices, for the welcome dialog.
-
-    If no training reports its steps, the text says how to start one that does.
-    """
+    """Say in a sentence what trains on the devices now, or how to begin."""
     reports = snapshot.reports if snapshot is not None else ()
     trainings = {report.training or str(report.pid) for report in reports}
     if len(trainings) == 1:

@@ -1,1 +1,1 @@
-"""Serves evener over HTTP: metrics for Prometheus, and the app in a browser."""
+"""HTTP servers: the app in a browser, and metrics for Prometheus."""

@@ -1,9 +1,4 @@
-"""Serves the app to a browser on this machine, with textual-serve.
-
-Each visitor gets an app process of its own. textual-serve alone would let every web page that the
-user visits open and control the app. So a request must have this machine's loopback address as its
-host, come from the page that evener serves, and contain the token of the printed URL.
-"""
+"""Serve the app to browsers on this machine, behind a secret address."""
 
 from __future__ import annotations
 
@@ -42,37 +37,34 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class SilentConnections:
-    """Connections that haven't yet sent a request from the user's own page.
-
-    Their number and duration are limited, because anybody on this machine can open connections.
-    """
+    """Connections without a valid request yet: at most 64, each for up to 10 seconds."""
 
     def __init__(self) -> None:
         self._ends: dict[web.RequestHandler, asyncio.TimerHandle] = {}  # oldest first
 
     def add(self, connection: web.RequestHandler) -> None:
-        """Add a new connection; if there are `MOST_SILENT` already, close the oldest first."""
+        """Add a new connection; if there are too many, close the oldest one."""
         if len(self._ends) >= MOST_SILENT:
             self.close(next(iter(self._ends)))
         loop = asyncio.get_running_loop()
         self._ends[connection] = loop.call_later(SILENT_SECONDS, self.close, connection)
 
     def remove(self, connection: web.RequestHandler) -> None:
-        """Stop limiting a connection that has sent a request from the user's own page."""
+        """Remove a connection that has sent a valid request, or has been closed."""
         ends = self._ends.pop(connection, None)
         if ends is not None:
             ends.cancel()
 
     def close(self, connection: web.RequestHandler) -> None:
-        """Close a connection that sent no request from the user's own page in time."""
+        """Close a connection."""
         self.remove(connection)
         connection.force_close()
 
 
 class BrowserServer(Server):
-    """A textual-serve server with evener's own page, which checks host, origin and token.
+    """Server that runs `command`, a Textual app, once for each browser page.
 
-    `command` is the command line of the app process.
+    It listens on 127.0.0.1 only, and answers only requests with its random token in the path.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -96,7 +88,7 @@ class BrowserServer(Server):
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse a request unless it comes from the user's own page."""
+        """Refuse requests from other hosts or pages or without the token; add headers to the rest."""
         host = request.headers.get("Host", "")
         origin = request.headers.get("Origin")
         token = request.path.split("/")[1]
@@ -128,14 +120,18 @@ class BrowserServer(Server):
             self._visits.discard(visit)
 
     async def _end_visits(self, _: web.Application) -> None:
-        """End the app processes of all visitors when the server shuts down."""
+        """End the app of every open page, and wait up to 5 seconds."""
         for visit in self._visits:
             visit.cancel()
         if self._visits:
             await asyncio.wait(self._visits, timeout=SHUTDOWN_SECONDS)
 
     async def run(self, listening: socket.socket) -> int:
-        """Serve on this socket until a signal arrives, and return 128 plus the signal's number."""
+        """Serve on the socket `listening` until a signal ends it, and return the exit code.
+
+        SIGINT, SIGTERM and SIGHUP end it, with 128 plus the signal's number. Prints the address to
+        open.
+        """
         runner = web.AppRunner(
             await self._make_app(), access_log=None, shutdown_timeout=SHUTDOWN_SECONDS
         )
@@ -167,9 +163,9 @@ class BrowserServer(Server):
 
 
 def serve_browser(command: Sequence[str], port: int) -> int:
-    """Serve the app that `command` starts until a signal arrives, and return the exit code.
+    """Serve `command` to browsers on this machine until a signal, and return the exit code.
 
-    `port` 0 takes a free port. Raises RequestError if the port can't be used.
+    `port` 0 takes any free port. Raises RequestError if the port can't be used.
     """
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -189,7 +185,7 @@ def _end(ended: asyncio.Future[int], code: int) -> None:
 
 
 def _page_headers(host: str) -> dict[str, str]:
-    """Return the HTTP headers that protect the page and its token."""
+    """Return the HTTP security headers of a page."""
     # The headers forbid requests to other hosts, frames around the page, and the token in a Referer
     # header.
     sources = {

@@ -1,7 +1,7 @@
-"""Serves the monitor's newest snapshot as Prometheus metrics over HTTP.
+"""Serve readings of devices and training runs as metrics for Prometheus.
 
-Metrics that dcgm-exporter also exports have the same names here. A value that isn't current is left
-out, as Prometheus recommends, so that its series ends instead of showing a false zero.
+Device metrics have the names and labels of NVIDIA's dcgm-exporter; those of training runs begin
+with `evener_`. Values that are unknown or out of date are left out.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ WHAT_IS_SERVED = (
 
 
 class _Reading:
-    """The collector that prometheus-client calls for each request."""
+    """Prometheus collector of the latest reading; `latest` returns None before the first one."""
 
     def __init__(self, latest: Callable[[], Snapshot | None]) -> None:
         self._latest = latest
 
     def collect(self) -> Iterable[Any]:
-        """Return the metrics of the newest snapshot; none before the first snapshot."""
+        """Return the metrics of the latest reading, or none before the first one."""
         snapshot = self._latest()
         return () if snapshot is None else metric_families(snapshot)
 
 
 class _Clients:
-    """The server's open connections, oldest first, limited in number and age."""
+    """The server's open connections, limited in number and duration. Thread-safe."""
 
     def __init__(self) -> None:
         self._since: dict[socket.socket, float] = {}  # monotonic seconds
@@ -61,7 +61,7 @@ class _Clients:
         self._change = threading.Condition()
 
     def add(self, client: socket.socket) -> None:
-        """Add a connection; if there are too many, shut down the oldest."""
+        """Add a connection; if 64 are open, first cut off the oldest one."""
         # Requests are answered within milliseconds, so the oldest connection only blocks others.
         with self._change:
             while len(self._since) >= MOST_CLIENTS:
@@ -72,7 +72,7 @@ class _Clients:
             self._since[client] = time.monotonic()
 
     def close(self, client: socket.socket, close: Callable[[socket.socket], None]) -> None:
-        """Close a connection by calling `close` while holding the lock."""
+        """Remove a connection and close it by calling `close`."""
         # Without the lock, another thread could shut the connection down afterwards, when its
         # descriptor may already belong to another connection.
         with self._change:
@@ -82,7 +82,7 @@ class _Clients:
             self._change.notify_all()
 
     def cut_off_late(self) -> None:
-        """Shut down connections older than `REQUEST_SECONDS`, even active ones."""
+        """Cut off connections that are older than 10 seconds."""
         until = time.monotonic() - REQUEST_SECONDS
         with self._change:
             for client, since in self._since.items():
@@ -99,7 +99,7 @@ class _Handler(WSGIRequestHandler):
     timeout = REQUEST_SECONDS  # seconds without receiving a byte
 
     def log_message(self, *_: object) -> None:
-        """Log nothing, because standard error may be the app's terminal."""
+        """Log nothing."""
 
 
 class _Server4(ThreadingWSGIServer):
@@ -110,20 +110,20 @@ class _Server4(ThreadingWSGIServer):
         super().__init__(*given)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Handle a client's request in a separate thread."""
+        """Register a new connection, and answer its request in a thread."""
         self._clients.add(request)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection after its request was answered or abandoned."""
+        """Close a connection after its response."""
         self._clients.close(request, super().shutdown_request)
 
     def service_actions(self) -> None:
-        """Shut down late connections; called at least twice a second."""
+        """Cut off late connections; called regularly by the server's loop."""
         self._clients.cut_off_late()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore OSError from clients that disconnect or send nothing."""
+        """Print unexpected exceptions, but not those of broken connections."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
@@ -133,10 +133,9 @@ class _Server6(_Server4):
 
 
 def parse_metrics_address(text: str, public: bool) -> Address:
-    """Return the address of the metrics server from `text`, as HOST:PORT.
+    """Parse an address of the form HOST:PORT.
 
-    Raises RequestError if the address is invalid, or if other machines can reach it and
-    `public` is False.
+    Raises RequestError if it is invalid, or if other machines can reach it and `public` is False.
     """
     address = parse_address(text, "--metrics")
     if not public and not is_loopback(address.authority):
@@ -149,10 +148,10 @@ def parse_metrics_address(text: str, public: bool) -> Address:
 
 @contextmanager
 def serving_metrics(address: Address, latest: Callable[[], Snapshot | None]) -> Iterator[None]:
-    """Serve the newest snapshot as metrics at `address` while in this context.
+    """Context manager: serve the reading that `latest` returns, at `address` from a thread.
 
-    `latest` returns the snapshot, or None before the first one. Raises RequestError if the port
-    can't be used.
+    Prints the URL to standard error. On a loopback address, requests for other host names are
+    refused. Raises RequestError if the address can't be used.
     """
     registry = CollectorRegistry()
     registry.register(_Reading(latest))
@@ -302,7 +301,7 @@ _NOISE = (  # name, field of NoiseScale, help; unknown ends are left out
 
 
 def metric_families(snapshot: Snapshot) -> Iterator[Metric]:
-    """Yield every metric of this snapshot."""
+    """Yield the metrics of a reading: devices, ranks, gradient noise scale and shares."""
     hostname = clean(snapshot.host.hostname)
     yield _gauge(
         "evener_reading_timestamp_seconds",
@@ -384,7 +383,7 @@ def _training_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
 
 
 def _noise_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
-    """Yield each rank's noise scale and the ends of its interval."""
+    """Yield the gradient noise scale of each rank, in rows, with the ends of its interval."""
     # A rank without a noise scale has no samples, and an infinite value is left out.
     for name, field, help_text in _NOISE:
         ends = (
@@ -442,12 +441,12 @@ def _describe(device: Device, hostname: str) -> Labels:
 
 
 def _short_name(device: Device) -> str:
-    """Return the device's maker (or kind) and index, like "nvidia0"."""
+    """Return a device name as dcgm-exporter writes it, such as "nvidia0"."""
     return f"{find_backend(device.kind).maker.lower() or device.kind}{device.index}"
 
 
 def _training_labels(training: Training, hostname: str) -> Labels:
-    """Return a training's labels: id, workload, rank and host."""
+    """Return the labels of a rank: training run, workload, rank and host name."""
     # an unknown rank is ""
     rank = "" if training.rank < 0 else str(training.rank)
     host = next((clean(live.host) for live in training.devices if live.host), hostname)
@@ -455,7 +454,7 @@ def _training_labels(training: Training, hostname: str) -> Labels:
 
 
 def _uuid_and_name(live: LiveDevice, devices: Mapping[str, Device]) -> tuple[str, str]:
-    """Return the device's UUID, and its short name or index."""
+    """Return the id and short name of a rank's device."""
     # the monitor may not see this device
     device = devices.get(live.id)
     index = str(live.index) if live.index >= 0 else ""
