@@ -116,7 +116,7 @@ def list_runs(
 
 
 def _parse_states(text: str | None) -> list[State] | None:
-    """Split the comma-separated states of `--state`; RequestError for an unknown one."""
+    """Split the comma-separated states of `--state`; raise RequestError for an unknown one."""
     words = parse_words(text)
     for word in words or ():
         if word not in get_args(State):

@@ -245,7 +245,10 @@ class DevicePanel(ListPanel[PanelRow]):
 
     @property
     def sample(self) -> DeviceSample | None:
-        """The reading of the device under the cursor, or of a host's first device."""
+        """The reading of the device under the cursor; on a host, of its first device.
+
+        None without devices.
+        """
         row = self.chosen.rows[0] if isinstance(self.chosen, HostRow) else self.chosen
         return row.sample if row is not None else None
 

@@ -137,7 +137,7 @@ class TrainingsScreen(SnapshotScreen):
         panel.show(whole_lines(text, max(1, width))[-height:] if height else ())
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Return whether an action is possible: only a run started here and still running can stop."""
+        """Return whether an action is possible: only a run that was started here can be stopped."""
         # In a read-only app, the action is always disabled.
         if action == "stop_training":
             training = self.evener.training

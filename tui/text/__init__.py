@@ -1,1 +1,1 @@
-"""Text for terminals: numbers, tables and progress lines. It imports no screen."""
+"""Text for the terminal, JSON and HTML: summaries, tables, reports and parsing of options."""

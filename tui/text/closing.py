@@ -1,4 +1,4 @@
-"""The lines about a search that the terminal shows after the app was closed."""
+"""What the terminal shows after the app has closed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ from .summaries import verdict_lines
 
 
 def closing_lines(run: str, path: str, width: int | None) -> list[str]:
-    """Return the lines to print for a run after the app was closed.
+    """Return the result of the app's last search and the commands that come next.
 
-    They are the run's verdict, or its number of measurements if it hasn't ended. Then come the
-    commands that write its plan and resume it. If the run can't be read, return only the error.
-
-    `path` is the file to which the plan was written, or "". Lines are wrapped to `width`
-    characters, or not wrapped if it is None.
+    `path` is the file to which the plan was written, or "". Lines are wrapped at `width` columns
+    unless it is None.
     """
     try:
         found = runs.load_run(run)

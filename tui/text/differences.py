@@ -1,4 +1,4 @@
-"""Formats the difference between two runs as text, for `evener runs compare`."""
+"""Text of `evener runs compare`: by how much one training run or plan is slower than another."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ LONGER = "train both for longer, or on cores that nothing else uses"
 
 
 def difference_lines(found: RunDifference, most: float) -> list[str]:
-    """Return lines that compare two runs, in total and by phase of a step.
+    """Describe how two runs differ, and whether the second is slower by more than `most`.
 
-    The last line says whether the second run is slower by more than the fraction `most`.
+    `most` is a fraction: 0.05 allows 5 % more time per sample.
     """
     rows = [
         ("run", "samples/s"),

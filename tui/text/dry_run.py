@@ -1,4 +1,4 @@
-"""Formats the result of a dry run as text."""
+"""Text of a dry run."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ from evener.printable import align, plain
 
 
 def dry_run_lines(result: DryRunResult) -> list[str]:
-    """Return the result of a dry run as lines.
-
-    First come notes, and the workload and settings that were tried. A table has a row for each
-    device. The last line has the longest time that a search would take, and the largest model that
-    fits.
-    """
+    """Return what was tried, and a table of what fits in each device's memory."""
     return [
         *(f"note: {plain(note)}" for note in result.notes),
         plain(result.write_tried(), 1000),

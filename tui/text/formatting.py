@@ -1,4 +1,4 @@
-"""Formats numbers, sentences and tables for people, and JSON and TOML for programs."""
+"""Wrapping, tables and JSON for all commands."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _WITHIN_FIGURE = re.compile(r"(?<=\d) (?=\d{3}(?!\d)|%)|(?<=±) (?=\d)")
 
 
 def unbroken(text: str) -> str:
-    """Return `text` with no-break spaces inside its numbers, such as 2 165, 0.7 % and ± 0.7 %."""
+    """Replace spaces within numbers such as "1 024 %" by no-break spaces."""
     return _WITHIN_FIGURE.sub(NO_BREAK, text)
 
 
 def folded(text: str, width: int | None, indent: str = "") -> list[str]:
-    """Wrap a sentence into lines of at most `width` characters, but never narrower than 20.
+    """Wrap text at `width` columns, without breaking words or numbers; None doesn't wrap it.
 
-    Lines after the first begin with `indent`. If `width` is None, the sentence is a single line.
+    Lines after the first begin with `indent`. The width is at least 20.
     """
     if width is None:
         return [text]
@@ -44,10 +44,9 @@ def folded(text: str, width: int | None, indent: str = "") -> list[str]:
 def energy_cells(
     samples_per_second: float, active_watts: float, idle_watts: float
 ) -> tuple[str, str, str]:
-    """Return cells for a layout's samples per joule, active watts and idle watts.
+    """Return cells for samples/J, the watts of active devices and the watts of idle ones.
 
-    Devices in use are active, the other ones idle. The samples per joule count both. Each cell is
-    "-" if no power is known.
+    All are "-" if the power is unknown (0 watts).
     """
     watts = active_watts + idle_watts
     if not watts:
@@ -56,10 +55,10 @@ def energy_cells(
 
 
 class Table(NamedTuple):
-    """A text table; the first of its rows holds the column headings.
+    """A text table with aligned columns; the first row is the heading.
 
-    Columns from index `numbers_from` on hold numbers and are right-aligned. `note` is a sentence
-    below the table that explains the headings.
+    - `numbers_from`: the first column that is aligned to the right.
+    - `note`: a text below the table.
     """
 
     title: str
@@ -68,10 +67,9 @@ class Table(NamedTuple):
     note: str = ""
 
     def lines(self, width: int | None = None) -> list[str]:
-        """Return the title, rows and note as lines, followed by an empty line.
+        """Return the lines of the table and an empty one; the note is wrapped at `width` columns.
 
-        A table without rows becomes "title: note", or no lines if one of them is empty. Otherwise,
-        the note is wrapped to `width` characters, or not wrapped if that is None.
+        Without rows below the heading, only the title and note are returned, if both are set.
         """
         if len(self.rows) < 2:
             return [f"{self.title}: {self.note}", ""] if self.title and self.note else []
@@ -88,9 +86,9 @@ _UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def json_text(data: object) -> str:
-    """Return `data` as one line of JSON that is safe to print.
+    """Encode `data` as JSON that is safe to print on a terminal.
 
-    Bytes of file names that aren't valid UTF-8 become question marks.
+    Bytes that are not valid Unicode are replaced.
     """
     try:
         text = msgspec.json.encode(data).decode()
@@ -100,21 +98,17 @@ def json_text(data: object) -> str:
 
 
 def harmless_json(document: bytes) -> str:
-    """Return the JSON document with its control characters escaped, so that printing it is safe."""
+    """Return encoded JSON as text, with control characters escaped."""
     return _harmless(document.decode(), lambda sign: json.dumps(sign)[1:-1])
 
 
 def toml_text(document: bytes) -> str:
-    """Escape the control characters of a TOML document, to print it safely.
-
-    All strings of the document must be basic strings (in double quotes), because only they allow
-    escapes.
-    """
+    """Return encoded TOML as text, with control characters escaped."""
     return _harmless(document.decode(), lambda sign: f"\\U{ord(sign):08x}")
 
 
 def _harmless(text: str, escape: Callable[[str], str]) -> str:
-    """Replace each control character by the result of `escape`."""
+    """Replace control characters that a terminal could act on by calling `escape`."""
     # Control characters are DEL and every non-ASCII control or format character, surrogate, and
     # line or paragraph separator. The encoders have already escaped ASCII control characters in
     # strings.
@@ -127,10 +121,7 @@ def _harmless(text: str, escape: Callable[[str], str]) -> str:
 
 
 def cut_path(text: str, most: int) -> str:
-    """Return the path `text` shortened to at most `most` characters.
-
-    The first directories are replaced by an ellipsis, because the file's name is at the end.
-    """
+    """Shorten a path to `most` characters by replacing its first folders with "…"."""
     if len(text) <= most:
         return text
     kept = text[len(text) - most + 1 :]

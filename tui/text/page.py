@@ -1,8 +1,4 @@
-"""Renders the report of a run as one self-contained HTML page.
-
-The page has inline SVG, no scripts and no network requests. It suits dark and light themes,
-desktops and phones.
-"""
+"""The HTML report of a search, a single page without scripts."""
 
 from __future__ import annotations
 
@@ -59,16 +55,15 @@ summary { cursor: pointer; margin-top: .6rem; }
 
 
 class Html(str):
-    """Text that is already HTML markup and must not be escaped again."""
+    """A table cell that is HTML already and must not be escaped."""
 
     __slots__ = ()
 
 
 def save_report(name: str, output: Path) -> None:
-    """Write a run's HTML report to `output`, a path that ends in .html.
+    """Write the report of the run called `name` to an .html file.
 
-    `name` is the run's id, a prefix of the id, or `last`. Raises RequestError if the report
-    can't be written.
+    Raises RequestError for another file name ending.
     """
     if output.suffix not in REPORT_FORMATS:
         raise RequestError(f"-o {output} doesn't end in .html.", "Name it report.html.")
@@ -76,7 +71,7 @@ def save_report(name: str, output: Path) -> None:
 
 
 def html_page(report: ReportData) -> str:
-    """Return the HTML page of a report: the recommendation, its gains, then the measurements."""
+    """Return the HTML page of a report."""
     simulated = is_simulated(device.kind for device in report.header.devices)
     mark = " (simulated)" if simulated else ""
     hosts = sorted({device.host for device in report.header.devices} - {""})
@@ -108,7 +103,7 @@ def html_page(report: ReportData) -> str:
 
 
 def _verdict_html(report: ReportData) -> Iterator[str]:
-    """Yield the recommendation, gains over other layouts, and next commands."""
+    """Yield the recommendation, a table that compares the plan with other layouts, and next steps."""
     written = report.written
     first = plain(report.verdict.split("\n")[0], 1000)
     if written is not None:
@@ -136,14 +131,14 @@ def _verdict_html(report: ReportData) -> Iterator[str]:
 
 
 def _remarks(report: ReportData) -> Sequence[str]:
-    """Return the sentences of the verdict that follow its first line."""
+    """Return the sentences after the recommendation."""
     if report.written is not None:
         return [plain(words, 1000) for words in report.written.remarks]
     return [plain(line, 1000) for line in report.verdict.split("\n")[1:]]
 
 
 def _bar(*parts: tuple[float, str, float], most: float) -> Html:
-    """Return a bar of (length, colour, opacity) segments; `most` fills it."""
+    """Return a horizontal bar of (length, colour, opacity) parts; a full bar has length `most`."""
     scale = 100 / most if most else 0
     pieces = (
         f'<i style="width:{length * scale:.2f}%;background:{colour};opacity:{opacity:g}"></i>'
@@ -171,7 +166,7 @@ def _shares(report: ReportData) -> str:
 
 
 def _legend(report: ReportData) -> str:
-    """Return the legend: each device's colour and best solo throughput."""
+    """Return the legend of the chart: each device's colour and best speed."""
     entries = []
     for number, curve in enumerate(report.curves):
         colour = SERIES[number % len(SERIES)]
@@ -181,7 +176,7 @@ def _legend(report: ReportData) -> str:
 
 
 def _describe_curve(curve: MeasuredCurve) -> str:
-    """Return text like ": 900 samples/s at 64", or ": not measured alone"."""
+    """Return the highest samples/s of a curve, and at which batch it was measured."""
     if not curve.points:
         return ": not measured alone"
     batch, speed = max(curve.points, key=lambda point: point[1])
@@ -230,7 +225,7 @@ def _ranking(report: ReportData) -> str:
 def _ranking_row(
     bar: Evidence, header: Header, tokens: bool, energy: bool, most: float
 ) -> tuple[str, ...]:
-    """Return a layout's table row, where `most` samples/s fill the bar."""
+    """Return the cells of a layout in the ranking."""
     # The faint end of the bar is the 95 % interval.
     throughput = bar.throughput
     speed = bar.throughput.samples_per_second
@@ -250,7 +245,7 @@ def _ranking_row(
 
 
 def _draw_timeline(report: ReportData) -> str:
-    """Return the timeline of all probes with their times, stages and results."""
+    """Return a table of all probes, with bars that show when each one ran."""
     labels = [device.label for device in report.header.devices]
     most = max((entry.at_seconds for entry in report.seen), default=0.0)
     rows = []
@@ -269,7 +264,7 @@ def _draw_timeline(report: ReportData) -> str:
 
 
 def _stage_legend(report: ReportData) -> str:
-    """Return a legend with the colours of stages in the timeline."""
+    """Return the legend of the timeline's colours."""
     stages = dict.fromkeys(STAGE_WORDS[entry.seen.probe.stage] for entry in report.seen)
     colours = {stage: STAGES.get(stage, OTHER) for stage in stages}
     if not all(isinstance(entry.seen, Timed) for entry in report.seen):
@@ -302,7 +297,11 @@ def _draw_table(
     kind: str = "",
     rare: range = range(0),
 ) -> str:
-    """Return an HTML table; `numbers` and `rare` are column indices."""
+    """Return an HTML table.
+
+    `numbers` are the columns aligned to the right, `rare` those hidden on phones, and `kind` is a
+    CSS class.
+    """
 
     # phones hide rare columns
     def classes(column: int) -> str:

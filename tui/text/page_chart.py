@@ -1,7 +1,4 @@
-"""Draws the chart of a report as inline SVG: each device's solo samples/s by batch size.
-
-Batch sizes are on a logarithmic axis, as in the app. Both axes have round ticks (1, 2, 5, 10, ...).
-"""
+"""The report's SVG chart: samples/s of each device against the batch size."""
 
 from __future__ import annotations
 
@@ -27,10 +24,7 @@ MOST_TICKS = 6
 
 
 def round_ticks(high: float, most: int = MOST_TICKS) -> list[float]:
-    """Return round ticks from 0 to `high`, at most `most` of them above 0.
-
-    The distance between ticks is 1, 2 or 5 times a power of ten.
-    """
+    """Return up to `most` round tick positions from 0 to `high`, plus 0."""
     if high <= 0:
         return [0.0]
     power = 10.0 ** math.floor(math.log10(high / most))
@@ -43,11 +37,7 @@ def round_ticks(high: float, most: int = MOST_TICKS) -> list[float]:
 
 
 def round_log_ticks(low: float, high: float, most: int = MOST_TICKS) -> list[float]:
-    """Return the ticks 1, 2 and 5 times 10^n between `low` and `high`.
-
-    If there are more than `most`, 2 times 10^n is left out, then 5 times 10^n, and then some of the
-    powers of ten.
-    """
+    """Return up to `most` round tick positions on a logarithmic axis from `low` to `high`."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for round_ in ((1, 2, 5), (1, 5), (1,)):
         ticks = [step * 10.0**power for power in powers for step in round_]
@@ -58,7 +48,7 @@ def round_log_ticks(low: float, high: float, most: int = MOST_TICKS) -> list[flo
 
 
 class _Axes:
-    """The chart's axes, which map batch size and throughput to pixels."""
+    """Map batch sizes (logarithmic) and samples/s (linear) to pixels."""
 
     def __init__(self, batches: Iterable[float], speeds: Iterable[float]) -> None:
         known = [batch for batch in batches if batch > 0]
@@ -70,22 +60,20 @@ class _Axes:
         self.top = 1.04 * max(speeds, default=1.0)
 
     def x(self, batch: float) -> float:
-        """Return a batch size's distance in pixels from the left edge."""
+        """Return the horizontal position of a batch size."""
         part = math.log(max(batch, self.low) / self.low) / math.log(self.high / self.low)
         return LEFT + (WIDE - LEFT - RIGHT) * min(1.0, part)
 
     def y(self, speed: float) -> float:
-        """Return the distance in pixels of `speed` samples/s from the top edge."""
+        """Return the vertical position of a speed in samples/s."""
         return ABOVE + (HIGH - ABOVE - BELOW) * (1 - speed / self.top)
 
 
 def draw_curves(curves: Sequence[MeasuredCurve], frontier: Sequence[Point] = ()) -> str:
-    """Return the chart of all devices' curves as SVG.
+    """Return an SVG chart of the devices' curves and, dashed, of the fastest layout at each batch.
 
-    Dotted lines mark batch sizes that ran out of memory. `frontier` lists (batch size, samples/s,
-    worth) for each batch size that is faster than all smaller ones. The worth is how many samples/s
-    very small batches would need to learn as fast. Samples/s are a dashed line, worth a dash-dotted
-    one.
+    `frontier` has (batch, samples/s, worth) points, where worth is the samples/s in small batches
+    that would learn as much.
     """
     axes = _find_axes(curves, frontier)
     parts = [*_draw_ticks(axes)]
@@ -103,7 +91,7 @@ def draw_curves(curves: Sequence[MeasuredCurve], frontier: Sequence[Point] = ())
 
 
 def _find_axes(curves: Sequence[MeasuredCurve], frontier: Sequence[Point]) -> _Axes:
-    """Return axes that cover all points, including failed batch sizes."""
+    """Return axes that cover all points."""
     batches: list[float] = []
     speeds: list[float] = []
     for curve in curves:
@@ -133,7 +121,7 @@ def _draw_ticks(axes: _Axes) -> Iterable[str]:
 
 
 def _write_tick(speed: float) -> str:
-    """Return the label of a tick at `speed` samples/s, without insignificant digits."""
+    """Return the label of a tick on the speed axis."""
     return count_words(round(speed)) if speed == round(speed) else f"{speed:g}"
 
 

@@ -1,4 +1,4 @@
-"""Parses what a user types on the command line or in the form."""
+"""Parse what users type in options and in the form: durations, numbers, settings, devices."""
 
 from __future__ import annotations
 
@@ -84,10 +84,15 @@ def make_request(
     noise_scale: str | None = None,
     **fields: Any,
 ) -> Request:
-    """Return the search request for these options of the command line or the form.
+    """Build a request from options, of which some are text; `fields` go to `Request` as they are.
 
-    The named options are text as the user typed it, or None. `fields` are already parsed fields of
-    `Request`. Raises RequestError with the name of the invalid option.
+    - `settings`: key=value pairs for the workload.
+    - `budget`: a duration such as "5m", or "none".
+    - `inputs`: "host" or "device".
+    - `max_slowdown`: a percentage or fraction, such as "10%" or "0.1".
+    - `noise_scale`: rows, or the id of a training run that measured it.
+
+    Raises RequestError for a value that can't be used.
     """
     if framework not in (None, *_FRAMEWORKS):
         raise RequestError(
@@ -114,9 +119,9 @@ def make_request(
 
 
 def parse_max_slowdown(text: str) -> float:
-    """Parse a maximum slowdown such as 10% or 0.1 into a fraction of 0 or more.
+    """Return the fraction that "10%" or "0.1" stands for.
 
-    Raises RequestError for any other text.
+    Raises RequestError for other text and for negative numbers.
     """
     number = text.strip()
     part = _parse_number(number.removesuffix("%"), "--max-slowdown")
@@ -126,7 +131,7 @@ def parse_max_slowdown(text: str) -> float:
 
 
 def _parse_noise_scale(text: str) -> tuple[NoiseScale, int | None]:
-    """Parse rows, or load a training's noise scale and batch size."""
+    """Return the gradient noise scale, and the training run's global batch if it is known."""
     if not _LIKE_ROWS.fullmatch(text):
         measured = load_noise(text)
         return measured.scale, measured.batch or None
@@ -137,7 +142,7 @@ def _parse_noise_scale(text: str) -> tuple[NoiseScale, int | None]:
 
 
 def _default_framework(workload: str | None) -> str:
-    """Return a workload's framework if the user chose none."""
+    """Return the framework for a workload when the user names none."""
     # A built-in workload has a framework, and a user's file imports one. Otherwise the default is
     # an installed framework, tensorflow before torch.
     installed = next((each for each in _FRAMEWORKS if find_spec(each)), _FRAMEWORKS[0])
@@ -152,15 +157,14 @@ def _default_framework(workload: str | None) -> str:
 
 
 def _misread(option: str, text: str, kind: str, example: str) -> RequestError:
-    """Return an error that says what to write, with an example."""
+    """Return the error for an option's text that isn't of the expected kind."""
     return RequestError(f"{option} {text!r} is not {kind}.", f"Write it like {example}.")
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
-    """Parse `key=value` pairs into a dictionary.
+    """Parse key=value pairs, the values as JSON where possible and as text otherwise.
 
-    A value that is valid JSON is parsed, and any other value stays text. Raises RequestError for a
-    pair without a key or "=", and for a value that can't be stored as JSON.
+    Raises RequestError for text without a key or "=", and for values that can't be stored.
     """
     settings: dict[str, Any] = {}
     for pair in pairs:
@@ -185,7 +189,7 @@ def _parse_value(text: str) -> Any:
 
 
 def parse_words(text: str | None) -> list[str] | None:
-    """Split a comma-separated list such as `solo,even` into words; return None for None.
+    """Split a comma-separated list; None stays None.
 
     Raises RequestError for an empty word.
     """
@@ -198,14 +202,14 @@ def parse_words(text: str | None) -> list[str] | None:
 
 
 def parse_budget(text: str) -> float | None:
-    """Parse a time budget such as "5m" into seconds; return None (no limit) for "none"."""
+    """Return a time budget in seconds, or None for "none"."""
     return None if text == "none" else parse_duration(text, "--budget")
 
 
 def parse_duration(text: str, name: str) -> float:
-    """Convert a duration such as "120s", "2m", "1h30m" or "90" to seconds.
+    """Return the seconds of a duration such as 90, 90s, 10m, 1h30m or 30d.
 
-    Raises RequestError for any other text. The message begins with `name`, the option's name.
+    Raises RequestError for other text; `name` is the option to blame.
     """
     given = text.strip()
     if re.fullmatch(r"\d+(\.\d+)?", given):
@@ -217,10 +221,9 @@ def parse_duration(text: str, name: str) -> float:
 
 
 def select_devices(spec: str, devices: Sequence[Device], chosen: Sequence[int]) -> str:
-    """Return a value of `--devices` for the devices with indices `chosen`.
+    """Return a device specification for the chosen positions of `devices`, which `spec` names.
 
-    `devices` are all devices that the value `spec` selects. Raises RequestError if no device is
-    chosen, or if `spec` is a machine file and not all of its devices are chosen.
+    Raises RequestError if none is chosen, or for a part of a simulated machine's file.
     """
     if not chosen:
         raise RequestError("No device is chosen.", "Tick at least one with Space.")
@@ -255,10 +258,9 @@ def _select_simulated(spec: str, devices: Sequence[Device], chosen: Sequence[int
 
 
 def parse_samples(text: str, name: str) -> int:
-    """Parse a number of samples, which may contain spaces.
+    """Parse a whole number of samples, with or without spaces; `name` is the option to blame.
 
-    Raises RequestError for any other text. The message begins with `name`, the name of the option
-    or field.
+    Raises RequestError for other text.
     """
     try:
         return int(text.replace(" ", ""))
@@ -269,7 +271,7 @@ def parse_samples(text: str, name: str) -> int:
 
 
 def _parse_number(text: str, name: str) -> float:
-    """Parse a number; raise RequestError, naming the option, for other text."""
+    """Parse a number; `name` is the option that a RequestError blames."""
     try:
         return float(text)
     except ValueError:
@@ -277,10 +279,9 @@ def _parse_number(text: str, name: str) -> float:
 
 
 def request_fields(typed: Mapping[str, str]) -> dict[str, Any]:
-    """Return the form's fields as keyword arguments of `make_request`.
+    """Convert the text of form fields to arguments of `make_request`, and leave out empty ones.
 
-    `typed` maps each field's name to its text. Empty fields are left out, so that their defaults
-    apply. Raises RequestError for a field that can't be parsed.
+    Raises RequestError for a number that can't be parsed.
     """
     readers: dict[str, Callable[[str, str], Any]] = {
         "settings": lambda text, _: text.split(),

@@ -1,8 +1,4 @@
-"""Formats a comparison of layouts as text.
-
-One table has the ranking. Another is about packing (several trainings on one device). A third shows
-how an even split scales with the number of devices. The module imports no screen.
-"""
+"""Tables and JSON of `evener compare`: layouts by speed, scaling and packing."""
 
 from __future__ import annotations
 
@@ -34,11 +30,7 @@ RANKING_NOTE = (
 
 
 def ranking_table(report: SearchReport, labels: Sequence[str]) -> Table:
-    """Return a table with a row for each layout, the winner first.
-
-    It shows throughput, step time, and the difference from the winner. `labels` are the devices'
-    short names, such as GPU:0, in the search's order.
-    """
+    """Return a table of all compared layouts, the fastest first."""
     counts = ("tokens/s", "padding") if report.mean_length else ()
     drawn = [mean_power(report.turns_of(ranked.candidate.layout)) for ranked in report.ranking]
     energy = ("samples/J", "W", "idle W") if any(drawn) else ()
@@ -82,7 +74,7 @@ def ranking_table(report: SearchReport, labels: Sequence[str]) -> Table:
 
 
 def _token_cells(report: SearchReport, ranked: RankedLayout) -> tuple[str, ...]:
-    """Return cells for tokens/s and padding; empty unless rows are texts."""
+    """Return the cells for tokens/s and padding, or none if rows have no lengths."""
     if not report.mean_length:
         return ()
     padding = padding_share(report.turns_of(ranked.candidate.layout))
@@ -95,11 +87,7 @@ def _energy_cells(ranked: RankedLayout, power: Power | None) -> tuple[str, str, 
 
 
 def where(ranked: RankedLayout, labels: Sequence[str]) -> str:
-    """Return the devices of a layout with their samples, such as "GPU:0[820] GPU:1[568]".
-
-    Five trainings on one device are written "5 x GPU:0[256]". If the devices hold different parts
-    of the model, the text ends in their common batch, as in "GPU:0 GPU:1 [820]".
-    """
+    """Return the devices of a layout with their shares, such as "GPU:0[640] GPU:1[384]"."""
     layout = ranked.candidate.layout
     if layout.traits.placed:
         return f"{' '.join(labels[i] for i in layout.active)} [{layout.global_batch}]"
@@ -108,15 +96,7 @@ def where(ranked: RankedLayout, labels: Sequence[str]) -> str:
 
 
 def against(ranked: RankedLayout, winner: RankedLayout) -> str:
-    """Return how a layout's throughput differs from the winner's, with 95 % interval.
-
-    An example is "-9.0 % (-9.4 to -8.6)". For the winner itself, return "chosen". These notes may
-    precede the difference:
-
-    - `tie`, or `unclear` for a possible tie
-    - `larger batch` for a faster layout that wasn't chosen because of its batch size
-    - `too uncertain` if the measurements don't show which layout is faster
-    """
+    """Return how much faster or slower than the winner a layout is, with its 95 % interval."""
     if ranked.against is None:
         return "chosen"
     low, high = (
@@ -135,11 +115,7 @@ def against(ranked: RankedLayout, winner: RankedLayout) -> str:
 
 
 def packing_tables(report: SearchReport) -> list[Table]:
-    """Return a table for each way to share a device, such as MPS.
-
-    Each row is for a number of trainings on one device. It has their combined throughput, the
-    seconds for `SCALING_STEPS` steps, and the memory used.
-    """
+    """Return tables of several training runs on one device, one for each way to pack them."""
     heads = ("trainings", "batch", "samples/s together", f"s per {SCALING_STEPS} steps", "memory")
     packs = report.packings
     return [
@@ -165,10 +141,9 @@ def _pack_row(observation: Observation) -> tuple[str, str, str, str, str]:
 
 
 def scaling_table(report: SearchReport) -> Table:
-    """Return a table that shows how an even split scales with the number of devices.
+    """Return a table of equal shares over 1, 2 and more devices, compared with one device.
 
-    It has the time for `SCALING_STEPS` steps without tuned options (XLA, precision). It has only
-    headings if no single device or no even split was measured.
+    It is empty unless both were measured.
     """
     plain_ones = [ranked for ranked in report.ranking if not ranked.candidate.layout.knobs]
     single = next((one for one in plain_ones if one.candidate.layout.traits.alone), None)
@@ -193,7 +168,7 @@ def scaling_table(report: SearchReport) -> Table:
 
 
 def ranking_json(report: SearchReport, labels: Sequence[str]) -> dict[str, Any]:
-    """Return the ranking as JSON-serializable data; the names of its keys contain the units."""
+    """Return the compared layouts and packings as JSON data; names of keys end in units."""
     standings = report.ranking
     titles = name_all([standing.candidate for standing in standings], len(labels))
     return {

@@ -1,7 +1,4 @@
-"""Collects what the report of a run shows: verdict, curves, ranking and timeline.
-
-The module draws nothing.
-"""
+"""The data of a run's report."""
 
 from __future__ import annotations
 
@@ -27,9 +24,10 @@ THE_PLAN = "the plan"  # its name in the ranking
 
 
 class MeasuredCurve(msgspec.Struct, frozen=True):
-    """A device's solo measurements: (batch size, samples/s) in order of batch size.
+    """The speed of one device alone.
 
-    `failed_batch` is the smallest batch size that ran out of memory; None if none did.
+    - `points`: (batch, samples/s) of each batch that was measured, by batch.
+    - `failed_batch`: the smallest batch that ran out of memory, or None.
     """
 
     label: str
@@ -38,10 +36,7 @@ class MeasuredCurve(msgspec.Struct, frozen=True):
 
 
 class ReportData(msgspec.Struct, frozen=True):
-    """The data of a run's report, ready to be drawn.
-
-    Sequences with an item for each device are in the order of the run's devices.
-    """
+    """What a report shows of a run."""
 
     header: Header
     labels: tuple[str, ...]
@@ -57,10 +52,9 @@ class ReportData(msgspec.Struct, frozen=True):
 
 
 def read_report(name: str) -> ReportData:
-    """Return the report of a run, named by id, prefix or `last`.
+    """Read the run called `name` and its plan.
 
-    The plan of an unfinished run is the best one so far, as in an export. Raises RequestError if
-    there is no such run, or if it has no plan.
+    Raises an error if the run can't be read or has no plan.
     """
     found = runs.load_run(name)
     header = found.header
@@ -86,7 +80,7 @@ def read_report(name: str) -> ReportData:
 
 
 def _find_steps(run: str, end: Finished | None) -> tuple[str, ...]:
-    """Return the next commands, or one that resumes an unfinished run."""
+    """Return the commands that come next."""
     if end is None:
         return (f"to go on: evener balance --resume {run}",)
     return write_next_steps(run, end, "", True)
@@ -98,7 +92,7 @@ def _find_frontier(end: Finished | None) -> Sequence[Point]:
 
 
 def _label(device: Device) -> str:
-    """Return the device's label with its limits, like "GPU:0 @60%"."""
+    """Return a device's label, with its limit of cores and memory if it has one."""
     limit = plain(write_limit(device.limit), 32)
     return f"{device.label} @{limit}" if limit else device.label
 
@@ -121,7 +115,7 @@ def _curve(record: JournalContents, position: int) -> MeasuredCurve:
 
 
 def _rank(plan: Plan) -> tuple[Evidence, ...]:
-    """Return the plan and the ranked rivals, the fastest first."""
+    """Return the plan and the layouts that it was compared with, the fastest first."""
     # Three kinds of rivals are left out: layouts on one device, which the chart of curves shows;
     # larger batches; and the plan's own layout under another name.
     rivals = []
@@ -134,7 +128,7 @@ def _rank(plan: Plan) -> tuple[Evidence, ...]:
 
 
 def write_layout(layout: PlanLayout, header: Header) -> str:
-    """Return a layout's devices with their shares, such as "GPU:0[820] + GPU:1[568]"."""
+    """Return the devices of a layout with their shares, such as "GPU:0[640] + GPU:1[384]"."""
     parts = zip(header.devices, layout.share, strict=True)
     where = " + ".join(
         f"{each.label}[{write_part(share)}]" for each, share in parts if share.takes_part

@@ -1,4 +1,4 @@
-"""The short names of a search's stages, which the app and the report share."""
+"""Short words for the stages of a search."""
 
 from __future__ import annotations
 

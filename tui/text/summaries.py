@@ -1,7 +1,4 @@
-"""Formats a search, its plan and the journal of a training as text.
-
-A measurement becomes a line; shares and rivals (layouts to compare the plan with) are tables.
-"""
+"""Text about probes, plans, results and training runs."""
 
 from __future__ import annotations
 
@@ -80,7 +77,7 @@ _KEPT_IN = re.compile(r" \((?:traceback|stack|output) in [^)]*\)\.?$")
 
 
 def list_doubts(seen: Timed) -> list[str]:
-    """Return the doubts about a measurement, such as "speed drifting"."""
+    """Return short words for each reason to doubt a measurement."""
     # A few steps always vary, so "steps vary a lot" is left out after a short measurement.
     codes = [warning.code for warning in seen.warnings]
     if "too_short" in codes:
@@ -89,7 +86,7 @@ def list_doubts(seen: Timed) -> list[str]:
 
 
 def event_line(event: Event, labels: Sequence[str]) -> str | None:
-    """Return the line to print for an event of a search; None for an event that isn't printed."""
+    """Return the line that a command prints for an event, or None if it prints none."""
     if isinstance(event, Started):
         kept = f", {event.replayed} measurements kept" if event.replayed else ""
         return f"run {event.run}: {event.workload} on {', '.join(event.devices)}{kept}"
@@ -99,7 +96,7 @@ def event_line(event: Event, labels: Sequence[str]) -> str | None:
 
 
 def _brief_text(seen: Observation, labels: Sequence[str]) -> str:
-    """Return a measurement as one log line."""
+    """Describe a measurement in one line, with errors cut short."""
     # An exception is only named by its class, because the end of the search reports its message,
     # the source line and the file with the traceback.
     if not isinstance(seen, Failed):
@@ -113,7 +110,7 @@ def _brief_text(seen: Observation, labels: Sequence[str]) -> str:
 
 
 def budget_left_text(state: SessionState) -> str:
-    """Return the remaining budget as text; "" for a search without a time limit."""
+    """Return ", at most 1 min left" with the time left of the budget, or "" without a budget."""
     # The clock of simulated devices differs from the wall clock, so their time is marked.
     left = seconds_left(state)
     simulated = is_simulated(state.devices)
@@ -124,11 +121,7 @@ def budget_left_text(state: SessionState) -> str:
 
 
 def brief_devices(labels: Sequence[str]) -> str:
-    """Return device labels in short form.
-
-    "GPU:0" and "GPU:1" become "GPU:0,1". Devices with the same name are counted, as in "2 × NVIDIA
-    H200".
-    """
+    """Return device labels in a short form, such as "GPU:0,1" or "2 × NVIDIA H200"."""
     kinds = {label.partition(":")[0] for label in labels}
     numbers = [label.partition(":")[2] for label in labels]
     if len(kinds) == 1 and all(number.isdigit() for number in numbers):
@@ -138,7 +131,7 @@ def brief_devices(labels: Sequence[str]) -> str:
 
 
 def observation_text(seen: Observation, labels: Sequence[str]) -> str:
-    """Return a measurement as one line of text: its stage, layout and outcome."""
+    """Describe a measurement in one line: stage, layout and outcome."""
     return (
         f"{_stage_text(seen)} {layout_text(seen.probe.layout, labels)}: "
         f"{outcome_text(seen, labels)}"
@@ -146,15 +139,14 @@ def observation_text(seen: Observation, labels: Sequence[str]) -> str:
 
 
 def _stage_text(seen: Observation) -> str:
-    """Return the measurement's stage, padded to 6 characters."""
+    """Return the word for the probe's stage, padded to a column."""
     return f"{STAGE_WORDS[seen.probe.stage]:<6}"
 
 
 def outcome_text(seen: Observation, labels: Sequence[str], plus_minus: str = "± ") -> str:
-    """Return the outcome of a measurement as text.
+    """Return a probe's samples/s with half of its 95 % interval, or why it failed.
 
-    It is the samples/s with any doubts, or "out of memory", or why the measurement failed.
-    `plus_minus` is the text before the error of the samples/s; "±" without a blank saves a cell.
+    Reasons to doubt the measurement follow.
     """
     if isinstance(seen, Timed):
         error = half_width(seen.throughput.value, seen.throughput.low, seen.throughput.high)
@@ -173,18 +165,14 @@ def outcome_text(seen: Observation, labels: Sequence[str], plus_minus: str = "±
 
 
 def outcome_name(seen: Observation) -> str:
-    """Return the name of an outcome: "timed", "out of memory" or "failed"."""
+    """Return "timed", "out of memory" or "failed"."""
     if isinstance(seen, Timed):
         return "timed"
     return "out of memory" if isinstance(seen, OutOfMemory) else "failed"
 
 
 def share_text(layout: Layout, device: int) -> str:
-    """Return a device's rows and passes as text, such as "820 = 2 × 410".
-
-    `device` is its index. If the probe measures rows of only one length, the text ends with that
-    length in tokens.
-    """
+    """Return the rows of a device, with those of a pass if it takes several."""
     # A device without rows only holds a part of the model's state.
     if not layout.shares[device]:
         return STATE_ONLY
@@ -193,11 +181,7 @@ def share_text(layout: Layout, device: int) -> str:
 
 
 def layout_text(layout: Layout, labels: Sequence[str], most: int = 8) -> str:
-    """Return the active devices with their shares, such as "GPU:0[820] GPU:1[568]".
-
-    Tuned options follow in parentheses. If there are more than `most` devices and options, the
-    last ones are replaced by their number, as in "and 3 more".
-    """
+    """Return a layout's devices with their shares, and its options, in at most `most` words."""
     words = [f"{labels[i]}[{share_text(layout, i)}]" for i in layout.active]
     if layout.processes > 1:
         words.insert(0, f"{layout.processes} x")
@@ -215,14 +199,12 @@ def summary_lines(
     found: Verdict | None = None,
     steps: Sequence[str] = (),
 ) -> list[str]:
-    """Return the whole result of a search as lines.
+    """Return the result of a search: the plan's shares, its alternatives, and the verdict.
 
-    They are the workload, tables of shares and rivals, the verdict with the next `steps`, remarks
-    and warnings. A known noise scale adds a table of batch sizes.
-
-    - `labels`: the devices' short names, in the plan's order.
-    - `verdict`: the stored text of the verdict, if there is no structured one (`found`).
-    - `width`: the terminal's width, to which sentences are wrapped; None for no wrapping.
+    - `verdict`: the verdict as text, for runs that have no `found`.
+    - `width`: where to wrap lines; None doesn't wrap.
+    - `found`: the verdict as data.
+    - `steps`: commands to run next.
     """
     frontier = frontier_table(found).lines()
     rivals = [
@@ -237,10 +219,7 @@ def summary_lines(
 
 
 def about_lines(plan: Plan, found: Verdict | None, width: int | None) -> list[str]:
-    """Return lines about the measured workload, preceded by a note if the devices are simulated.
-
-    Return an empty list without a structured verdict (`found`).
-    """
+    """Return the workload, framework and precision, and whether devices are simulated."""
     if found is None:
         return []
     lines = []
@@ -262,12 +241,7 @@ def verdict_lines(
     found: Verdict | None = None,
     steps: Sequence[str] = (),
 ) -> list[str]:
-    """Return the verdict and the next steps as lines.
-
-    They have the recommendation, the next `steps`, doubts about the measurements, why the search
-    ended, and the plan's other warnings. Without a structured verdict (`found`), the stored text
-    `verdict` is used instead.
-    """
+    """Return the recommendation, next steps, warnings, and how the search ended."""
     first, *others = verdict.split("\n")
     written = VerdictText(
         first, "", "", remarks=tuple(others)
@@ -288,7 +262,7 @@ def verdict_lines(
 
 
 def write_search(search: SearchSummary, found: Verdict | None = None) -> str:
-    """Return how much was measured, and why the search ended, as text."""
+    """Return how many probes a search took, for how long, and why it stopped."""
     # The reason is left out if it would contradict the recommendation to measure again.
     failed = found.failed if found is not None else 0
     full = search.out_of_memory
@@ -303,11 +277,7 @@ def write_search(search: SearchSummary, found: Verdict | None = None) -> str:
 
 
 def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> list[str]:
-    """Return a table with a row for each device, and the sentences that explain it.
-
-    A row has the device's share, its samples/s in the plan, and its solo samples/s. Tokens/s and
-    samples per joule follow if they are known. Sentences are wrapped to `width`.
-    """
+    """Return a table of the plan's shares and of each device's speed, and lines that explain it."""
     alone = alone_at_batch(plan)
     rows = [("device", "name", "share", "ratio", "in the plan", "", "alone")]
     combined = plan.throughput.samples_per_second
@@ -343,17 +313,14 @@ def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> 
 
 
 def write_part(share: Share) -> str:
-    """Return a device's rows and passes as text.
-
-    Without rows, the text says whether the device holds a part of the model's state or is left out.
-    """
+    """Return a share's rows, or that the device holds state only or is left out."""
     if share.batch:
         return write_share(share.batch, share.micro)
     return STATE_ONLY if share.state else "left out"
 
 
 def _explain_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]) -> list[str]:
-    """Return lines that explain the column "alone", if it has measurements."""
+    """Explain the column of speeds that devices reach alone."""
     shares = [*plan.layout.active, *(solo.layout.active[0] for solo in alone.values())]
     lines = ["alone: samples/s of a device by itself, at that many samples a step"]
     lines[0] += _explain_faster_alone(plan, alone, labels)
@@ -364,7 +331,7 @@ def _explain_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]
 
 
 def _explain_faster_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]) -> str:
-    """Explain why a device that is faster alone isn't compared, else ""."""
+    """Name the devices that were faster alone with another batch than the one compared."""
     single = find_single(plan)
     if single is None:
         return ""
@@ -385,12 +352,7 @@ def _explain_faster_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequen
 
 
 def frontier_table(found: Verdict | None) -> Table:
-    """Return a table of batch sizes that are faster than all smaller ones.
-
-    Each row has a batch size, its samples/s, and their worth in learning. The worth is how many
-    samples/s very small batches would need to learn as fast. There are no rows if the noise scale
-    is unknown.
-    """
+    """Return the table of samples/s and learning value by batch; empty without a noise scale."""
     learning = found.learning if found is not None else None
     frontier = learning.frontier if learning is not None else ()
     rows = [(str(batch), rate(speed), rate(value)) for batch, speed, value in frontier]
@@ -398,7 +360,7 @@ def frontier_table(found: Verdict | None) -> Table:
 
 
 def _write_energy(throughput: Throughput) -> str:
-    """Return the samples per joule and the watts of all devices."""
+    """Return samples/J and watts of the plan."""
     # If some devices of the plan are idle, the power of active and of idle devices follows.
     efficiency, active, idle = energy_cells(
         throughput.samples_per_second, throughput.active_watts, throughput.idle_watts
@@ -421,11 +383,10 @@ def _write_alone(solo: Evidence | None) -> str:
 
 
 def versus(best: RatedLayout, rated: RatedLayout) -> str:
-    """Return the best layout's gain over `rated` briefly, such as "+20.4 %".
+    """Return by how much the plan is faster: "+20 %", "tie", or "" if it can't be compared.
 
-    Return "tie" if both are equally fast, "unclear" if `rated` is too uncertain, and "" if the gain
-    is unknown for another reason. If `rated` is the sum of all solo throughputs, return the best
-    layout's fraction of it, such as "97 % of it".
+    "unclear" stands for a speed that is too uncertain. For the sum of all devices alone, returns
+    the percentage that the plan reaches.
     """
     gain = rated.gain_of(best)
     if gain is None:
@@ -440,10 +401,9 @@ def versus(best: RatedLayout, rated: RatedLayout) -> str:
 
 
 def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> list[str]:
-    """Return lines on the plan's rivals, such as another split or a faster larger batch.
+    """Return a line for each layout that the plan is compared with.
 
-    One line compares the plan with the sum of all solo throughputs. Without `with_gains`, the
-    plan's gains are left out, because the verdict's headline has them.
+    Without `with_gains`, the plan's gain is left out, since the verdict states it.
     """
     lines = []
     own = plan_rate(plan, tuple(labels))
@@ -459,7 +419,7 @@ def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> l
 
 
 def _write_other_batch(own: RatedLayout, rival: RatedLayout) -> str:
-    """Return text like " = 1024 samples a step", or "" if unneeded."""
+    """Return the layout's batch where it differs from the plan's, else ""."""
     # The line itself says it in two cases: for a rival on one device, whose share is its whole
     # batch, and for a larger batch, whose name contains its size.
     total = sum(rival.batches)
@@ -470,7 +430,7 @@ def _write_other_batch(own: RatedLayout, rival: RatedLayout) -> str:
 
 
 def _only_notes(own: RatedLayout, rival: RatedLayout) -> str:
-    """Return a rival's notes, for a line without the plan's gain."""
+    """Return the text after a speed that isn't the plan's gain."""
     # For the sum of solo throughputs, the note is the fraction of the sum that the plan reaches.
     # For other rivals, it is why no gain is known.
     if rival.gain_of(own) is None or rival.kind == "sum":
@@ -483,7 +443,7 @@ def _write_earlier(rival: RatedLayout) -> str:
 
 
 def _write_rate(interval: Interval) -> str:
-    """Return samples/s as text, with the error only if it's large."""
+    """Return samples/s, with the error if it is large."""
     if not is_rough(interval):
         return f"{rate(interval.value)} samples/s"
     error = half_width(interval.value, interval.low, interval.high)
@@ -491,7 +451,7 @@ def _write_rate(interval: Interval) -> str:
 
 
 def _why_unsaid(own: RatedLayout, rival: RatedLayout) -> str:
-    """Say why the plan's gain over a rival isn't given."""
+    """Say why the plan can't be compared with a layout."""
     if not is_known(rival.rate):
         return "; too uncertain to compare"
     if not is_known(own.rate):
@@ -505,7 +465,7 @@ def _why_unsaid(own: RatedLayout, rival: RatedLayout) -> str:
 
 
 def _write_plan_gain(own: RatedLayout, rival: RatedLayout) -> str:
-    """Return the plan's gain over a rival, or why it's unknown."""
+    """Say how much the plan gains or loses against a layout."""
     gain = rival.gain_of(own)
     if gain is None:
         return _why_unsaid(own, rival)
@@ -528,12 +488,7 @@ WORTH_SAYING = 0.05  # least relative change of steps/s that is printed
 
 
 def training_report(training: RecordedTraining) -> Iterator[str]:
-    """Yield the lines that describe a recorded training in the terminal.
-
-    A summary comes first. Then comes a line for each start, change of shares, pass that ran out of
-    memory, and the end. A speed has a line if it differs from the last one printed by more than
-    `WORTH_SAYING`, or if the next entry isn't a speed.
-    """
+    """Yield the lines about a recorded training run: its state, results and events."""
     start = training.start
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(training.began_at))
     # a script may have no name
@@ -550,7 +505,7 @@ def training_report(training: RecordedTraining) -> Iterator[str]:
 
 
 def _report_entries(training: RecordedTraining) -> Iterator[str]:
-    """Yield a line for each start, change and end of a training."""
+    """Yield a line for each start, share change, retry and end, and for notable speed changes."""
     last_printed = 0.0
     apart = NoiseEntry | StepsEntry
     entries = [entry for entry in training.entries if not isinstance(entry, apart)]
@@ -578,7 +533,7 @@ def _report_entries(training: RecordedTraining) -> Iterator[str]:
 
 
 def _noise_sentences(training: RecordedTraining) -> Iterator[str]:
-    """Yield a sentence with the last noise scale, if one was measured."""
+    """Yield the last measurement of the gradient noise scale."""
     # If the first measured value was clearly different, the sentence has both values.
     found = [entry for entry in training.entries if isinstance(entry, NoiseEntry)]
     for entry in found[-1:]:

@@ -1,7 +1,4 @@
-"""The text of `evener help workload`.
-
-It lists the built-in workloads, and says how to measure your own model.
-"""
+"""The text of `evener help workload`."""
 
 from __future__ import annotations
 
@@ -84,7 +81,7 @@ if __name__ == "__main__":
 
 
 def workload_help() -> str:
-    """Return the whole text of `evener help workload`."""
+    """Return the built-in workloads, how to write one's own, and two examples."""
     entries = [registry.find(name) for name in registry.names()]
     rows = [(f"  {entry.name}", entry.summary) for entry in entries]
     settings = [
