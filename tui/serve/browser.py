@@ -88,7 +88,7 @@ class BrowserServer(Server):
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse requests from other hosts or pages, or without the token; add headers to the rest."""
+        """Refuse requests without the token or from other pages, and add headers to responses."""
         host = request.headers.get("Host", "")
         origin = request.headers.get("Origin")
         token = request.path.split("/")[1]

@@ -103,7 +103,7 @@ def html_page(report: ReportData) -> str:
 
 
 def _verdict_html(report: ReportData) -> Iterator[str]:
-    """Yield the recommendation, a table that compares the plan with other layouts, and next steps."""
+    """Yield the recommendation, the comparison with other layouts, and the next steps."""
     written = report.written
     first = plain(report.verdict.split("\n")[0], 1000)
     if written is not None:

@@ -24,7 +24,7 @@ MOST_TICKS = 6
 
 
 def round_ticks(high: float, most: int = MOST_TICKS) -> list[float]:
-    """Return up to `most` round tick positions from 0 to `high`, plus 0."""
+    """Return 0 and up to `most` multiples of a round step, not above `high`."""
     if high <= 0:
         return [0.0]
     power = 10.0 ** math.floor(math.log10(high / most))

@@ -168,7 +168,7 @@ def scaling_table(report: SearchReport) -> Table:
 
 
 def ranking_json(report: SearchReport, labels: Sequence[str]) -> dict[str, Any]:
-    """Return the compared layouts and packings as JSON data; names of keys end in units."""
+    """Return the compared layouts and packings as JSON data, with units in the keys' names."""
     standings = report.ranking
     titles = name_all([standing.candidate for standing in standings], len(labels))
     return {

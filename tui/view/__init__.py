@@ -1,5 +1,4 @@
-"""Turns records into the rows, cells and lines that a screen shows, without needing a screen.
+"""What the screens show: tables, charts and sentences as lines of cells.
 
-Read `cells` first, which defines lines and the spans that they consist of. Then read `table`, whose
-columns grow with the terminal. `devices`, `monitor` and `balance_lines` use both.
+These modules don't use Textual, so commands print the same lines.
 """

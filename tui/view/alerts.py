@@ -1,7 +1,4 @@
-"""Alerts on problems of a device or a training that last for a while.
-
-A problem is reported once. It is reported again only if it has ended and come back.
-"""
+"""Alerts about devices and training runs: hot, throttled, idle, silent, or slower than planned."""
 
 from __future__ import annotations
 
@@ -26,13 +23,12 @@ SILENT_REPORT_SECONDS = 30.0  # a training is silent if its report is late by mo
 
 
 class Alert(NamedTuple):
-    """A problem of a device or training that has lasted long enough to report.
+    """A problem of a device or training run that has lasted long enough to report.
 
-    - `kind`: a key of `SECONDS`, which says how long such a problem must last.
-    - `about`: the device's key, the training's id or, without an id, "pid " and its process ID.
-    - `label`: the name of the device or training on the screen.
-    - `text`: the description of the problem.
-    - `at_seconds`: when it was reported, in Unix time.
+    - `kind`: "hot", "throttled", "idle", "silent" or "below plan".
+    - `about`: the device's key or the training run's id.
+    - `label`: their name for people.
+    - `at_seconds`: when it was raised, in Unix seconds.
     """
 
     kind: str
@@ -43,21 +39,14 @@ class Alert(NamedTuple):
 
 
 class AlertRules(NamedTuple):
-    """The thresholds of alerts, in percent.
-
-    A device is reported if it is throttled for at least `throttled_percent` of the time. A training
-    is reported if it reaches less than `plan_percent` of its plan's samples/s.
-    """
+    """The thresholds of alerts, in percent of the time and of the plan's samples/s."""
 
     throttled_percent: float = 20.0
     plan_percent: float = 90.0
 
 
 class AlertWatch:
-    """Checks every snapshot for problems, and reports each problem once.
-
-    A problem is reported once it has lasted `SECONDS[kind]` seconds.
-    """
+    """Raise an alert once for each problem that lasts."""
 
     def __init__(self, rules: AlertRules) -> None:
         self.rules = rules
@@ -65,7 +54,11 @@ class AlertWatch:
         self._reported: set[tuple[str, str]] = set()
 
     def see(self, snapshot: Snapshot) -> tuple[Alert, ...]:
-        """Return the alerts that this snapshot triggers; a lasting problem triggers only one."""
+        """Return the alerts that a new reading of the devices raises.
+
+        A problem is reported when it has lasted for its time in `SECONDS`, and again only after it
+        has gone.
+        """
         now = snapshot.at_seconds
         found = {(one.kind, one.about): one for one in find_alerts(snapshot, self.rules)}
         self._since = {key: self._since.get(key, now) for key in found}
@@ -79,15 +72,12 @@ class AlertWatch:
 
     @property
     def reported(self) -> frozenset[str]:
-        """The devices and trainings with a problem that was reported and still lasts.
-
-        They are given as in `Alert.about`.
-        """
+        """The devices and training runs, by key or id, with a reported problem that lasts."""
         return frozenset(about for _, about in self._reported)
 
 
 def find_alerts(snapshot: Snapshot, rules: AlertRules) -> Iterator[Alert]:
-    """Yield every problem in this snapshot, even if it has only just begun."""
+    """Yield all problems in a single reading, regardless of how long they have lasted."""
     training = {device.id for report in snapshot.reports for device in report.devices}
     for sample in snapshot.devices:
         yield from _device_alerts(sample, rules, sample.device.id in training)
@@ -139,7 +129,7 @@ def _is_silent(report: Training, now: float) -> bool:
 
 
 def _part_of_plan(reports: Sequence[Training]) -> float | None:
-    """Return a training's speed / its plan's speed, or None if unknown."""
+    """Return the fraction of the plan's samples/s that the ranks reach, or None if unknown."""
     plan = max(report.plan_samples_per_second for report in reports)
     ranks = {report.rank for report in reports}
     world = max(1, *(report.world for report in reports))

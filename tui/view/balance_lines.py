@@ -1,4 +1,4 @@
-"""Renders the panels of the Balance screen as lines: shares, throughput and progress."""
+"""Lines about a search: shares, comparison of layouts, progress, warnings and verdict."""
 
 from __future__ import annotations
 
@@ -49,11 +49,7 @@ MOST_ROWS = 6  # most lines of the layout, enough to show it whole for many devi
 
 
 def share_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
-    """Return the best layout's shares as one coloured bar with a legend.
-
-    While another split is being measured, its shares are a second bar if `height` allows it. Before
-    any split has been measured, the lines describe the progress of the solo measurements instead.
-    """
+    """Draw the shares of the best layout so far, and those of the split that is being measured."""
     chosen = chosen_layout(state)
     if _measures_alone(state):
         return (*text_lines(_solo_progress(state), width, 3, "dim"),)
@@ -82,7 +78,7 @@ def share_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
 
 
 def _measures_alone(state: SessionState) -> bool:
-    """True if a search on several devices has measured no split yet."""
+    """Return whether only single devices have been measured so far."""
     # Then no shares are shown, because they would look like a decision.
     best = state.best
     if state.finished is not None or len(state.devices) == 1 or has_split(state):
@@ -91,14 +87,14 @@ def _measures_alone(state: SessionState) -> bool:
 
 
 def _solo_progress(state: SessionState) -> str:
-    """Return the progress of the solo measurements, before any split is measured."""
+    """Say how many batch sizes were measured on single devices."""
     sizes = [each.probe.layout.global_batch for each in timed(state)]
     measured = f" {len(set(sizes))} batch sizes so far." if sizes else ""
     return f"No split was measured yet: each device is measured alone first.{measured}"
 
 
 def shares_bar(shares: Sequence[int], width: int) -> Line:
-    """Return the shares as one bar of `width` cells, each device in its colour."""
+    """Draw a bar divided in proportion to the shares, one colour for each device."""
     # Each part but the last ends in a half cell, so that the parts are distinct without colours.
     parts = apportion(width - 2, [float(share) for share in shares])
     last = max((device for device, part in enumerate(parts) if part), default=0)
@@ -112,10 +108,9 @@ def shares_bar(shares: Sequence[int], width: int) -> Line:
 
 
 def share_legend(state: SessionState, layout: Layout, width: int) -> list[Line]:
-    """Return the legend of the shares in lines of at most `width` cells.
+    """Return the legend of the bar: each device with its rows and their percentage.
 
-    A search on more than `DETAILED_SHARES` devices has a short legend: no percentages, and devices
-    without a share are only counted.
+    Above 8 devices, percentages are left out, and idle devices are only counted.
     """
     devices = range(len(layout.shares))
     detailed = len(devices) <= DETAILED_SHARES
@@ -147,18 +142,14 @@ def _share_item(state: SessionState, layout: Layout, device: int) -> tuple[Span,
 
 
 def _tried_layout(state: SessionState, chosen: Layout) -> Layout | None:
-    """Return a split being measured that differs from `chosen`, or None."""
+    """Return the split that is being measured, if it differs from the best one, else None."""
     splits = (each.probe.layout for each in state.running if len(each.probe.layout.active) > 1)
     known = (chosen.shares, chosen.pass_rows)
     return next((layout for layout in splits if (layout.shares, layout.pass_rows) != known), None)
 
 
 def rival_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
-    """Return each layout's samples/s, a bar, and the best layout's gain over it.
-
-    The best layout comes first. On a narrow terminal, bars are on lines of their own, or left out
-    if `height` is too small.
-    """
+    """Draw the layouts that were compared, with their samples/s and the gain of the best one."""
     found = rivals(state)
     if not found:
         return (line(Span(" Nothing has been measured yet.", "dim")),)
@@ -180,7 +171,7 @@ def rival_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
 
 
 def _count_name_cells(found: Sequence[RatedLayout], width: int) -> int:
-    """Return the width in cells of the column with layout names."""
+    """Return the width of the column with layout names."""
     if width < _WHOLE_CELLS:
         widest_gain = max(len(write_gain_of(found[0], each)) for each in found)
         return max(1, min(USUAL_NAME, width - _BRIEF_CELLS - widest_gain))
@@ -189,11 +180,7 @@ def _count_name_cells(found: Sequence[RatedLayout], width: int) -> int:
 
 
 def write_fastest(state: SessionState) -> str:
-    """Describe the fastest measurement if it is faster than the best layout; else "".
-
-    The note says why the best layout is slower, such as a larger batch in that measurement. Return
-    "" before a split was measured, and after the search.
-    """
+    """Explain why a measurement was faster than the best layout's mean; "" if none was."""
     if state.finished is not None or state.best is None or not has_split(state):
         return ""
     whole = [each for each in timed(state) if not each.probe.layout.length]
@@ -248,11 +235,9 @@ def _rival_line(
 
 
 def write_gain_of(best: RatedLayout, rated: RatedLayout) -> str:
-    """Return the best layout's gain over `rated`, such as "plan +20.4 %".
+    """Return the gain of the best layout with its basis: "plan +20 %", or "turns +3 %".
 
-    The first word is "plan" if `best` is the plan of a finished search, "best" while the search
-    runs. It is "turns" if both were measured in turns; the gain may then differ from the two
-    samples/s. If there is no gain, return the text of `versus`, such as "tie".
+    "turns" marks layouts that were measured alternately.
     """
     gain = versus(best, rated)
     if not gain.startswith(("+", "-")):
@@ -262,16 +247,12 @@ def write_gain_of(best: RatedLayout, rated: RatedLayout) -> str:
 
 
 def versus_tone(text: str) -> Tone:
-    """Return "good" for a positive gain, as written by `write_gain_of` or `versus`, else "dim"."""
+    """Return the tone of a gain: good if it is positive, else dim."""
     return "good" if "+" in text and "+0.0" not in text else "dim"
 
 
 def search_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
-    """Describe what a search does and why, its progress, and the latest measurements.
-
-    Warnings take at most a third of `height`. While the search runs, at least two lines remain for
-    the measurements.
-    """
+    """Return what the search is doing, its progress and warnings, and the newest measurements."""
     warnings = state.notes if state.finished is None else other_warnings(state.finished)
     head = [*_doing_lines(state, width), *_progress_lines(state, width)]
     room = height - len(head)
@@ -285,7 +266,7 @@ def search_lines(state: SessionState, width: int, height: int) -> tuple[Line, ..
 
 
 def other_warnings(finished: Finished) -> list[str]:
-    """Return the plan's warnings, except warnings that the verdict's lines already contain."""
+    """Return the plan's warnings that the verdict doesn't mention."""
     doubts = write_verdict(finished.found).doubts if finished.found is not None else ()
     return [warning for warning in finished.plan.warnings if warning not in doubts]
 
@@ -303,11 +284,7 @@ def _doing_lines(state: SessionState, width: int) -> tuple[Line, ...]:
 
 
 def finished_lines(finished: Finished, width: int) -> tuple[Line, ...]:
-    """Return the lines of a finished search's verdict.
-
-    They are the layout with its throughput and the recommendation, gains, the next step,
-    warnings and remarks.
-    """
+    """Return the verdict, next steps, warnings and remarks of a finished search."""
     if finished.found is None:  # a run by an older version, which stored only the text
         return text_lines(finished.verdict, width, MOST_ROWS, "good")
     written = write_verdict(finished.found)
@@ -325,7 +302,7 @@ def finished_lines(finished: Finished, width: int) -> tuple[Line, ...]:
 
 
 def verdict_head(finished: Finished, width: int) -> list[Line]:
-    """Return the lines with the recommendation, the throughput and the layout of the result."""
+    """Return the recommendation and the plan's samples/s."""
     # The recommendation usually comes first. If it ends with the layout, it comes after the layout
     # instead, without repeating it.
     if finished.found is None:
@@ -346,7 +323,7 @@ def verdict_head(finished: Finished, width: int) -> list[Line]:
 
 
 def _throughput_lines(throughput: str, layout: str, simulated: bool, width: int) -> list[Line]:
-    """Put the throughput and its layout on one line, or on two."""
+    """Return the samples/s and the layout, on one line if they fit."""
     mark = Span(f"{BETWEEN}{Mark.SIMULATED} simulated" if simulated else "", "warn")
     beside = Span(f"{BETWEEN}{plain(layout)}", "strong")
     first = Span(f" {plain(throughput)}", "headline")
@@ -356,7 +333,7 @@ def _throughput_lines(throughput: str, layout: str, simulated: bool, width: int)
 
 
 def _search_progress(state: SessionState) -> str:
-    """Return what is being measured and why."""
+    """Say in one sentence what the search is doing."""
     # If all running probes are still building their models, name the devices on which they do so.
     building = [each for each in state.running if each.phase == "building"]
     if building and len(building) == len(state.running):
@@ -367,7 +344,7 @@ def _search_progress(state: SessionState) -> str:
 
 
 def _progress_lines(state: SessionState, width: int) -> tuple[Line, ...]:
-    """Return lines on the number of measurements and the remaining budget."""
+    """Return the counts of probes, the time, and how much of the budget is used."""
     # After the search, they give the reason why it ended instead of the budget.
     left = seconds_left(state)
     search = state.finished.plan.search if state.finished is not None else None
@@ -410,10 +387,9 @@ def _mark(seen: Observation) -> tuple[str, Tone]:
 
 
 def warning_lines(warnings: Sequence[str], width: int, most: int | None = None) -> tuple[Line, ...]:
-    """Return a plan's warnings, each wrapped to `width`, in at most `most` lines.
+    """Return the warnings in at most `most` lines, or all of them for None.
 
-    If not all lines fit, the last one ends in an ellipsis. If `most` is None, all
-    lines are returned.
+    Each warning has an alarm mark in front.
     """
     rows = [
         (Mark.ALARM if not place else " ", row)

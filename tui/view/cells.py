@@ -1,7 +1,6 @@
-"""Text in tones, and lines that fill an exact number of terminal cells.
+"""Lines of coloured text, measured in terminal cells.
 
-A line consists of spans, each in one tone: a named colour that a theme defines. The module also
-defines the symbols that lines contain.
+A wide character, such as a Chinese one, takes two cells, and a combining character none.
 """
 
 from __future__ import annotations
@@ -17,10 +16,7 @@ from ..text.formatting import NO_BREAK, unbroken
 
 
 class Mark:
-    """The non-ASCII symbols that are drawn, one cell each.
-
-    `to_ascii` replaces each by a similar ASCII character for terminals without Unicode.
-    """
+    """The characters with a special meaning on the screens."""
 
     FULL, HALF, TRACK = "━╸─"  # of a bar: a filled cell, half a filled cell, an empty cell
     LEVELS = " ▁▂▃▄▅▆▇█"  # a cell of a graph, from empty to filled
@@ -49,7 +45,7 @@ _SIGNS = str.maketrans(
 
 
 def _similar_braille(bits: int) -> str:
-    """Return an ASCII character that looks like these braille dots."""
+    """Return an ASCII character that resembles a braille character's dots."""
     # A braille character that is filled from the bottom becomes one of similar height. Any other
     # becomes one at the mean height of its dots.
     rows = [row for row, mask in enumerate((0x09, 0x12, 0x24, 0xC0)) if bits & mask]
@@ -67,7 +63,7 @@ _SIMILAR: dict[int, int | str] = {
 
 
 def to_ascii(text: str) -> str:
-    """Return `text` with non-ASCII characters replaced by ASCII ones that take as many cells."""
+    """Replace all other characters by similar ASCII ones of the same width."""
     for sign in ("± ", "±\u00a0", " ±"):  # two cells before and after
         text = text.replace(sign, "+-")
     text = text.translate(_SIMILAR)
@@ -75,10 +71,7 @@ def to_ascii(text: str) -> str:
 
 
 def _ascii_sign(sign: str) -> str:
-    """Return a letter without accents.
-
-    Any other character becomes question marks.
-    """
+    """Return the base letter of an accented letter, or question marks."""
     if sign.isascii():
         return sign
     letter = unicodedata.normalize("NFKD", sign)[0]
@@ -125,7 +118,7 @@ DEVICE_TONES: tuple[Tone, ...] = get_args(DeviceTone)
 
 
 class Span(NamedTuple):
-    """Text in one tone; `action` is the Textual action that a click on the text runs, or ""."""
+    """A piece of text with one tone and, if clickable, a Textual action."""
 
     text: str
     tone: Tone = "text"
@@ -133,14 +126,14 @@ class Span(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A line of the terminal; `cursor` is True for the line that keys act on."""
+    """A line of spans, highlighted if the cursor is on it."""
 
     spans: tuple[Span, ...] = ()
     cursor: bool = False
 
     @property
     def text(self) -> str:
-        """The line's text without colours."""
+        """The text without tones."""
         return "".join(span.text for span in self.spans)
 
 
@@ -148,26 +141,17 @@ BLANK = Line()
 
 
 def line(*spans: Span | str, cursor: bool = False) -> Line:
-    """Return a line of spans; plain strings have the tone "text".
-
-    `cursor` is True for the line that keys act on.
-    """
+    """Make a line from spans and plain strings."""
     return Line(tuple(Span(span) if isinstance(span, str) else span for span in spans), cursor)
 
 
 def device_tone(position: int) -> Tone:
-    """Return the tone of the device at this index in the session's list of devices.
-
-    A device has the same tone on every screen. Tones repeat after eight devices.
-    """
+    """Return the colour of a device by its position; eight colours repeat."""
     return DEVICE_TONES[position % len(DEVICE_TONES)]
 
 
 def cells(text: str) -> int:
-    """Return the number of terminal cells that `text` takes.
-
-    A wide East Asian character takes two cells, a combining mark none.
-    """
+    """Return how many terminal cells the text takes."""
     return len(text) if text.isascii() else _count_cells(text)
 
 
@@ -183,7 +167,7 @@ def _sign_cells(sign: str) -> int:
 
 
 def cut(text: str, width: int, ellipsis: str = "…") -> str:
-    """Return `text` in at most `width` cells; a longer text is truncated and ends in `ellipsis`."""
+    """Shorten text to `width` cells, with an ellipsis at the end if anything was cut."""
     if cells(text) <= width:
         return text
     room = width - cells(ellipsis)
@@ -201,17 +185,14 @@ def cut(text: str, width: int, ellipsis: str = "…") -> str:
 def fit(
     text: str, width: int, align: Literal["left", "right"] = "left", ellipsis: str = "…"
 ) -> str:
-    """Return `text` padded or truncated to exactly `width` cells.
-
-    Short text is aligned to the left or right. Truncated text ends in `ellipsis`.
-    """
+    """Shorten or pad text to exactly `width` cells."""
     shown = cut(text, width, ellipsis)
     blank = " " * (width - cells(shown))
     return shown + blank if align == "left" else blank + shown
 
 
 def span_cells(spans: Iterable[Span]) -> int:
-    """Return the number of terminal cells that the spans take together."""
+    """Return how many cells the spans take."""
     taken = 0
     for text, _, _ in spans:  # not by `cells`: calls would take most of the time
         taken += len(text) if text.isascii() else _count_cells(text)
@@ -219,10 +200,7 @@ def span_cells(spans: Iterable[Span]) -> int:
 
 
 def join_spans(spans: Iterable[Span]) -> list[tuple[str, Tone, str]]:
-    """Merge adjacent spans of the same tone, to render a line faster.
-
-    Return the merged spans as (text, tone, action). Spans with an action aren't merged.
-    """
+    """Merge neighbouring spans of one tone, to draw them faster."""
     # Blanks have no visible tone, so they are merged with the span before them.
     joined: list[tuple[str, Tone, str]] = []
     text = action = ""
@@ -241,10 +219,7 @@ def join_spans(spans: Iterable[Span]) -> list[tuple[str, Tone, str]]:
 def pad(
     spans: tuple[Span, ...], width: int, align: Literal["left", "right"] = "left"
 ) -> tuple[Span, ...]:
-    """Return the spans in exactly `width` cells: truncated on the right, or padded with spaces.
-
-    Short text is aligned to the left or right.
-    """
+    """Cut or pad spans to exactly `width` cells."""
     missing = width - span_cells(spans)
     if missing == 0:
         return spans
@@ -263,10 +238,7 @@ def pad(
 
 
 def spread(left: tuple[Span, ...], right: tuple[Span, ...], width: int) -> Line:
-    """Return a line of `width` cells with `left` at its left end and `right` at its right end.
-
-    If both don't fit, `right` is dropped.
-    """
+    """Put one text at the left and one at the right end of a line; drop the right one if needed."""
     gap = width - span_cells(left) - span_cells(right)
     if gap >= 1:
         return Line((*left, Span(" " * gap), *right))
@@ -274,9 +246,9 @@ def spread(left: tuple[Span, ...], right: tuple[Span, ...], width: int) -> Line:
 
 
 def wrap(text: str, width: int, most: int) -> tuple[str, ...]:
-    """Wrap `text` at spaces into at most `most` lines of at most `width` cells.
+    """Break text into at most `most` lines of `width` cells; an ellipsis marks what is cut.
 
-    Numbers aren't broken between lines. If text is left over, the last line ends in an ellipsis.
+    Numbers are not broken at their thousands.
     """
     lines = [""]
     for word in filter(None, unbroken(text).split(" ")):
@@ -298,19 +270,13 @@ def wrap(text: str, width: int, most: int) -> tuple[str, ...]:
 def text_lines(
     text: str, width: int, most: int, tone: Tone = "text", indent: int = 1
 ) -> tuple[Line, ...]:
-    """Return a text as at most `most` lines, wrapped between words and indented by `indent` cells.
-
-    Control characters in the text are escaped.
-    """
+    """Wrap text into at most `most` indented lines; control characters are removed."""
     rows = wrap(plain(text, 2000), max(4, width - indent - 1), most)
     return tuple(line(Span(" " * indent + row, tone)) for row in rows)
 
 
 def fit_rows(lines: Sequence[Line], height: int, hint: str) -> tuple[Line, ...]:
-    """Return the lines that fit in `height`; `hint` replaces the others.
-
-    `hint` says how to read the lines that are left out.
-    """
+    """Cut lines to `height`; if some are left out, the last line is `hint`."""
     if len(lines) <= height:
         return tuple(lines)
     kept = tuple(lines[: max(0, height - 1)])
@@ -318,10 +284,7 @@ def fit_rows(lines: Sequence[Line], height: int, hint: str) -> tuple[Line, ...]:
 
 
 def whole_lines(text: str, width: int, tone: Tone = "text") -> tuple[Line, ...]:
-    """Return all of a text of several lines, with control characters escaped.
-
-    Lines longer than `width` are wrapped, between words if possible.
-    """
+    """Wrap text without cutting anything; line breaks and indentation stay."""
     rows: list[str] = []
     for given in text.splitlines():
         taken, start = 0, 0

@@ -1,8 +1,4 @@
-"""Renders values in cells: readings as short texts, bars and sparklines.
-
-A reading without a value is shown as the reason why it is missing. Charts with axes are in `plot`,
-graphs over time in `time_graph`.
-"""
+"""Small drawings and short number formats for tables: bars, graphs, readings."""
 
 from __future__ import annotations
 
@@ -34,12 +30,12 @@ celsius = "{:.0f} °C".format
 
 
 def samples_rate(number: float) -> str:
-    """Return a throughput in samples/s as text with its unit."""
+    """Format a throughput in samples/s, with its unit."""
     return f"{rate(number)} samples/s"
 
 
 def short(number: float) -> str:
-    """Format a number in at most four characters, such as 0.5, 12, 684, 2123, 12k or 2.1M."""
+    """Format a number in a few characters, such as 7.5, 812, 12k or 3.4M."""
     if number < 0:
         return f"-{short(-number)}"
     for below, scale, unit in (
@@ -60,7 +56,7 @@ def _digits(number: float) -> str:
 
 
 def short_bytes(count: float) -> str:
-    """Format a number of bytes in at most four characters, such as 0, 12K, 340M or 1.2G."""
+    """Format bytes in a few characters with binary units, such as 812B, 1.5K or 40G."""
     if count < 999.5:
         return f"{count:.0f}B" if count >= 0.5 else "0"
     for unit in "KMG":
@@ -71,10 +67,7 @@ def short_bytes(count: float) -> str:
 
 
 def run_time(seconds: float | None) -> str:
-    """Format a duration in a few characters, such as 0:07, 59:59, 23h59 or 99d23h.
-
-    Return "" if the duration is unknown.
-    """
+    """Format seconds as 3:05, 2h10 or 1d04h; "" if unknown or negative."""
     if seconds is None or seconds < 0:
         return ""
     minutes, rest = divmod(int(seconds), 60)
@@ -85,16 +78,15 @@ def run_time(seconds: float | None) -> str:
 
 
 def gib(count: float) -> str:
-    """Format a number of bytes as GiB in a few characters, such as 0.1, 7.2, 62 or 140."""
+    """Format bytes in GiB, without the unit."""
     number = count / GIB
     return f"{number:.1f}" if number < 9.95 else f"{number:.0f}"
 
 
 def reading_text(reading: Reading, draw: Callable[[float], str], width: int) -> tuple[str, bool]:
-    """Return a reading as text, and whether its value is current.
+    """Return the text of a reading, and whether it is a current value.
 
-    `draw` formats the value. A stale value is preceded by a mark, or replaced by the mark if both
-    don't fit in `width` cells. Without a value, the text is a word or a symbol that says why.
+    A missing value becomes a word or a mark; an old value has "~" in front.
     """
     if reading.current is not None:
         return draw(reading.current), True
@@ -114,10 +106,9 @@ def draw_reading(
     draw: Callable[[float], str] = whole,
     tone: Callable[[float], Tone] | Tone = "text",
 ) -> Span:
-    """Return a reading as one span, right-aligned in `width` cells.
+    """Draw a reading in `width` cells, aligned to the right.
 
-    `draw` formats its value. `tone` is the tone of a current value, or a function that returns it.
-    A missing or stale value is "dim", or "bad" if the device is lost.
+    `tone` applies to current values only; others are dim, and lost ones bad.
     """
     text, current = reading_text(reading, draw, width)
     if not current:
@@ -127,10 +118,9 @@ def draw_reading(
 
 
 def temperature_tone(sample: DeviceSample) -> Callable[[float], Tone]:
-    """Return a function that maps a temperature of this device in °C to a tone.
+    """Return the function that gives a temperature in °C its tone.
 
-    The tone depends on the temperature at which the device throttles, or 90 °C if unknown. It is
-    "bad" from 3 °C below it, else "warn" from 10 °C below it, else "text".
+    It warns 10 °C below the limit at which the device slows down, and alarms 3 °C below it.
     """
     limit = sample.temperature_limit_celsius.current or 90.0
 
@@ -143,21 +133,14 @@ def temperature_tone(sample: DeviceSample) -> Callable[[float], Tone]:
 
 
 def throttle_tone(number: float) -> Tone:
-    """Return the tone for a percentage of throttled time.
-
-    It is "bad" from 20 % on, "warn" from 0.5 % on, else "dim".
-    """
+    """Return the tone of a percentage of throttled time."""
     if number >= 20:
         return "bad"
     return "warn" if number >= 0.5 else "dim"
 
 
 def traffic(sample: DeviceSample) -> Reading:
-    """Return the device's total PCIe and NVLink traffic, both ways, in bytes/s.
-
-    If some values are stale, the total is stale too. If no value is known, return a reading without
-    a value that says why.
-    """
+    """Return the bytes per second over PCIe and NVLink together, both ways."""
     parts = (
         sample.link_receive_bytes_per_second,
         sample.link_send_bytes_per_second,
@@ -177,10 +160,7 @@ def traffic(sample: DeviceSample) -> Reading:
 
 
 def bar(share: float, width: int, tone: Tone = "accent") -> tuple[Span, ...]:
-    """Return a bar of `width` cells filled to the fraction `share`, from 0 to 1.
-
-    The bar is readable without colours.
-    """
+    """Draw a horizontal bar; `share` 1 fills it, and values above 0 are always visible."""
     if width <= 0:
         return ()
     halves = round(max(0.0, min(1.0, share)) * width * 2)
@@ -192,10 +172,7 @@ def bar(share: float, width: int, tone: Tone = "accent") -> tuple[Span, ...]:
 
 
 def work_bar(own_work_s: float, waiting_s: float, longest_s: float, width: int) -> tuple[Span, ...]:
-    """Return a bar of compute time (own work) followed by waiting time, both in seconds.
-
-    The full `width` stands for `longest_s` seconds, for example the step of the slowest rank.
-    """
+    """Draw compute time, then waiting time, as a bar; `longest_s` seconds fill it."""
     own, both = (
         round(width * min(1.0, seconds / longest_s)) if longest_s > 0 else 0
         for seconds in (own_work_s, own_work_s + waiting_s)
@@ -212,9 +189,9 @@ def work_bar(own_work_s: float, waiting_s: float, longest_s: float, width: int) 
 def graph(
     values: Sequence[float | None], width: int, height: int, highest: float
 ) -> tuple[str, ...]:
-    """Return a filled graph of the newest values as `height` lines, from top to bottom.
+    """Draw values as a graph of `height` lines, from top to bottom, the newest value at the right.
 
-    Each column is one value, the newest at the right. A value of `highest` fills the whole height.
+    `highest` is the upper end of the axis; a value of None leaves its column empty.
     """
     if width <= 0 or height <= 0:
         return ()
@@ -226,7 +203,7 @@ def graph(
 
 
 def _count_steps(number: float | None, highest: float, most: int) -> int:
-    """Return a value's height in eighths of cells, at most `most`."""
+    """Return how many of `most` steps of a column are filled for a value."""
     # A known value has at least one step, so that it is visible.
     if number is None or highest <= 0 or not math.isfinite(number):
         return 0
@@ -235,7 +212,7 @@ def _count_steps(number: float | None, highest: float, most: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _stack(count: int, height: int, levels: str, shade: str) -> tuple[str, ...]:
-    """Return a column of cells, top first, filled up to `count` steps."""
+    """Return the characters of a column, from top to bottom."""
     # `levels` has the characters of a cell from empty to full
     each = len(levels) - 1
     belows = range((height - 1) * each, -1, -each)
@@ -246,7 +223,7 @@ def _stack(count: int, height: int, levels: str, shade: str) -> tuple[str, ...]:
 
 
 def nice_ceiling(number: float) -> float:
-    """Round up to 1, 2, 2.5, 5 or 10 times a power of ten, for the upper end of an axis."""
+    """Round up to 1, 2, 2.5, 5 or 10 times a power of ten; 1 for values that are not positive."""
     # With so few possible ends, the axis rarely changes while values grow.
     if number <= 0 or not math.isfinite(number):
         return 1.0
@@ -257,6 +234,6 @@ def nice_ceiling(number: float) -> float:
 
 
 def axis_ticks(highest: float, most: int) -> list[float]:
-    """Return about `most` equally spaced round numbers, from 0 to at most `highest`."""
+    """Return 0 and up to `most` multiples of a round step, not above `highest`."""
     step = nice_ceiling(highest / max(1, most))
     return [step * place for place in range(int(highest / step + 1e-9) + 1)]

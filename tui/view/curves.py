@@ -1,7 +1,4 @@
-"""The chart of a search: each device's solo samples/s by batch size.
-
-It shows confidence intervals, and the batch sizes that ran out of memory.
-"""
+"""The chart of a search: samples/s of each device alone against its rows."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ ALIKE = 0.03  # curves whose relative difference stays below this are drawn once
 
 
 def curve_chart(state: SessionState) -> Chart:
-    """Return the chart of the devices' curves in this state of a search.
+    """Return the chart of measured points and predicted curves of all devices.
 
-    Devices whose measurements differ by at most `ALIKE` share a curve. Its label names all of them.
+    Devices whose points are within 3 % of each other share one curve.
     """
     found = curves(state)
     groups = _group_alike(found)
@@ -41,7 +38,7 @@ def _group_alike(found: Sequence[ChartedCurve]) -> list[list[ChartedCurve]]:
 
 
 def _are_alike(one: ChartedCurve, other: ChartedCurve) -> bool:
-    """True if both devices have nearly equal throughput at equal batch sizes."""
+    """Return whether two devices measured nearly the same speeds at the same batches."""
     if not one.measured or len(one.measured) != len(other.measured):
         return False
     for (batch, speed), (other_batch, other_speed) in zip(
@@ -57,7 +54,7 @@ def _make_series(
     group: Sequence[ChartedCurve],
     measured: dict[tuple[int, int, float], tuple[int, Timed]],
 ) -> Series:
-    """Draw one curve for similar devices, with all their points."""
+    """Return the measured points and the predicted curve of devices that share one."""
     first = group[0]
     # the cursor shows `measured` at each point
     points = [
@@ -97,7 +94,7 @@ def _point(device: int, batch: int, speed: float, seen: tuple[int, Timed] | None
 
 
 def _by_point(state: SessionState) -> dict[tuple[int, int, float], tuple[int, Timed]]:
-    """Map (device, batch size, samples/s) to probe number and solo measurement."""
+    """Map (device, batch, samples/s) to the number and measurement of the probe."""
     found = {}
     before = state.probes - len(state.seen)
     for number, entry in enumerate(state.seen, start=before + 1):
@@ -111,7 +108,7 @@ def _by_point(state: SessionState) -> dict[tuple[int, int, float], tuple[int, Ti
 
 
 def _mark_failed_batches(state: SessionState, found: Sequence[ChartedCurve]) -> tuple[Zone, ...]:
-    """Return a line at each device's smallest batch size without enough memory."""
+    """Return marks at the batches that ran out of memory."""
     # From the largest of these batch sizes on, the chart is hatched.
     failed = [
         (curve.failed_batch, curve.device) for curve in found if curve.failed_batch is not None

@@ -1,7 +1,4 @@
-"""The device table: a row for each device, with each metric or the reason why it is missing.
-
-The devices of a cluster are listed below their hosts.
-"""
+"""The table of devices: one row for each device and, on a cluster, for each host."""
 
 from __future__ import annotations
 
@@ -39,10 +36,7 @@ NEWEST_TICKS = 48  # most ticks in the history of a row
 
 
 class DeviceRow(msgspec.Struct, frozen=True):
-    """A device's row in the table: its newest sample and its recent history.
-
-    If it trains, `speeds` has its past samples/s; otherwise, `busy` has its past utilisation.
-    """
+    """A device's row: its reading, history and part in a training run."""
 
     sample: DeviceSample
     speeds: tuple[float | None, ...] = ()  # samples/s, oldest first
@@ -54,7 +48,7 @@ class DeviceRow(msgspec.Struct, frozen=True):
 
 
 class HostRow(msgspec.Struct, frozen=True):
-    """A host as a row; its devices are listed below it unless the host is folded."""
+    """The row of a host in a cluster, with its devices below; `folded` hides them."""
 
     host: str
     rows: tuple[DeviceRow, ...]
@@ -67,10 +61,9 @@ PanelRow = DeviceRow | HostRow
 def device_rows(
     snapshot: Snapshot, history: History = lambda *_: (), alarmed: Collection[str] = ()
 ) -> tuple[DeviceRow, ...]:
-    """Return a row for each device, with recent history and step times.
+    """Return a row for each device of a reading.
 
-    `history` returns the recent values of a device's metric. `alarmed` has the keys of the devices
-    with a current alert.
+    `alarmed` holds the keys of devices with an alert.
     """
     work = work_by_device(snapshot)
     return tuple(
@@ -87,9 +80,9 @@ def _device_row(sample: DeviceSample, history: History, work: Work, alarmed: boo
 
 
 def group_rows(rows: Sequence[DeviceRow], folded: Collection[str]) -> tuple[PanelRow, ...]:
-    """Return the rows grouped under their hosts; devices without a host stay ungrouped.
+    """Put a row for each host in front of its devices; drop the devices of folded hosts.
 
-    The devices of the hosts in `folded` are left out.
+    Devices of this machine have no host row.
     """
     grouped: list[PanelRow] = []
     for host in dict.fromkeys(row.sample.device.host for row in rows):
@@ -102,10 +95,7 @@ def group_rows(rows: Sequence[DeviceRow], folded: Collection[str]) -> tuple[Pane
 
 
 def draw_host(row: HostRow, width: int, here: bool) -> Line:
-    """Draw a host's line: folded or not, its name, and its devices' totals.
-
-    The line of a lost host says why it was lost. `here` is True if the cursor is on the line.
-    """
+    """Draw a host's row with the totals of its devices, or why it is lost."""
     count = len(row.rows)
     head = (
         Span(f" {Mark.FOLDED if row.folded else Mark.DESCENDING} ", "dim"),
@@ -126,11 +116,7 @@ def draw_host(row: HostRow, width: int, here: bool) -> Line:
 
 
 def together_spans(samples: Sequence[DeviceSample], room: int) -> tuple[Span, ...]:
-    """Return totals of several devices, as many as fit in `room` cells.
-
-    They are samples/s, mean utilisation, watts and memory, in this order. For fewer than two
-    devices, return an empty tuple.
-    """
+    """Return totals of all devices in up to `room` cells; empty for a single device."""
     if len(samples) < 2:
         return ()
     spans: tuple[Span, ...] = (Span(f"{len(samples)} devices", "title"),)
@@ -142,7 +128,7 @@ def together_spans(samples: Sequence[DeviceSample], room: int) -> tuple[Span, ..
 
 
 def _facts_together(samples: Sequence[DeviceSample]) -> Iterator[tuple[Span, ...]]:
-    """Yield the totals of devices with their units, the most important first."""
+    """Yield the total speed, mean utilisation, power and memory of all devices."""
     speed = _read(samples, "samples_per_second")
     if any(speed):
         yield Span(f"  {rate(sum(speed))}", "speed"), Span(" samples/s", "dim")
@@ -159,7 +145,7 @@ def _facts_together(samples: Sequence[DeviceSample]) -> Iterator[tuple[Span, ...
 
 
 def _read(samples: Sequence[DeviceSample], field: str) -> list[float]:
-    """Return the current values of `field`, without missing or stale ones."""
+    """Return the current values of a metric."""
     return _current([getattr(sample, field) for sample in samples])
 
 
@@ -171,10 +157,7 @@ _MAKERS = re.compile(r"^(NVIDIA|AMD|Intel)\s+|\b(GeForce|Tesla|Corporation)\s+")
 
 
 def short_name(name: str) -> str:
-    """Return a product name without its vendor.
-
-    "NVIDIA GeForce GTX 1080 Ti" becomes "GTX 1080 Ti".
-    """
+    """Return a product name without its maker, such as "H200" for "NVIDIA H200"."""
     return _MAKERS.sub("", plain(name, 80)).strip() or plain(name, 80)
 
 
@@ -206,7 +189,7 @@ def _devices(row: PanelRow) -> tuple[DeviceRow, ...]:
 
 
 def _reports(*fields: str) -> Callable[[PanelRow], bool]:
-    """Return a test whether a row's devices support any of `fields`."""
+    """Return a predicate: does a row's device support any of these metrics?"""
     # A column with these fields is shown only if the predicate is True for some row.
     return lambda row: any(
         getattr(each.sample, field).state is not State.UNSUPPORTED
@@ -220,10 +203,7 @@ def _has_work(row: PanelRow) -> bool:
 
 
 def memory_tone(sample: DeviceSample) -> Callable[[float], Tone]:
-    """Return a function that maps this device's used bytes to a tone.
-
-    The tone is "warn" from 98 % of the device's memory on, else "memory".
-    """
+    """Return the function that gives used bytes their tone; it warns from 98 % on."""
     most = sample.memory_total_bytes.value
     return lambda number: "warn" if most and number >= 0.98 * most else "memory"
 
@@ -241,14 +221,7 @@ def _reading(
     full: float = 0.0,
     most: int = 0,
 ) -> Column[Any]:
-    """Return a column for the reading `field`, with a bar if it fits.
-
-    - `least_width`: the width in cells without a bar.
-    - `draw`: formats the value.
-    - `tone`: a tone, or a function from a sample to a function from a value to a tone.
-    - `limit`: the field that has the maximum, or "".
-    - `full`: the value that fills the bar if there is no `limit`; 0 for no bar.
-    """
+    """Make the column of a metric, with its limit, unit and a bar as far as there is room."""
 
     def cell(row: DeviceRow, width: int) -> tuple[Span, ...]:
         reading: Reading = getattr(row.sample, field)
@@ -286,11 +259,7 @@ _REASON_LETTERS = {
 
 
 def reason_letters(reasons: Sequence[str], room: int) -> str:
-    """Abbreviate the reasons for throttling to letters, at most `room` of them.
-
-    P is power, T thermal, B brake, S sync or software, and H hardware. Any other reason becomes
-    its first letter.
-    """
+    """Return the first letters of throttling reasons, as the help explains them."""
     letters = []
     for reason in reasons:
         word = next((word for word in _REASON_LETTERS if word in reason.lower()), "")
@@ -329,7 +298,7 @@ def _links(row: DeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _work(row: DeviceRow, width: int) -> tuple[Span, ...]:
-    """Draw compute time as a percentage of compute and waiting time."""
+    """Draw compute time as a percentage of compute and waiting, with a bar if there is room."""
     if row.work is None:
         return (Span(Mark.NONE, "dim"),)
     own, waiting = row.work
@@ -420,7 +389,7 @@ DEVICE_COLUMNS: tuple[Column[Any], ...] = (
 
 
 def _draw_row(row: PanelRow, widths: Mapping[str, int], width: int, here: bool) -> Line:
-    """Draw a device's or host's row; `here` is True under the cursor."""
+    """Draw the row of a device or a host."""
     if isinstance(row, HostRow):
         return draw_host(row, width, here)
     sample = row.sample

@@ -1,7 +1,4 @@
-"""The lines of the Monitor screen except its device table.
-
-They are header lines, the table of processes, and all details of a device or a process.
-"""
+"""The Monitor screen's bars, details of devices, and table of processes."""
 
 from __future__ import annotations
 
@@ -47,14 +44,9 @@ LEAST_TERMINAL = 40  # least terminal columns for graphs
 def arrange(
     width: int, height: int, frame: int, devices: int, processes: int = 1
 ) -> dict[str, int]:
-    """Return each panel's height in lines, frames included, by CSS selector.
+    """Divide a screen's height between devices, graphs and processes.
 
-    - `width`, `height`: the size of the terminal.
-    - `frame`: the lines that a panel's frame takes.
-    - `devices`, `processes`: the rows that the tables could show.
-
-    Lines go first to the device table, then in this order to a few processes, small graphs, more
-    processes and larger graphs.
+    Returns lines by panel selector; 0 hides the graphs. `frame` is the lines of a panel's frame.
     """
     least_processes = min(3 + frame, max(0, height - 2))
     listed = max(1, min(max(1, devices) + 1 + frame, height - least_processes))
@@ -71,11 +63,7 @@ def arrange(
 
 
 def top_line(screens: Mapping[str, str], shown: str, right: Sequence[str], width: int) -> Line:
-    """Return the product's name, the screens with their keys, and a text on the right.
-
-    `screens` maps the screens' names to their titles, and `shown` is the open screen's name. The
-    text on the right is the first item of `right` that fits. Clicking a screen's title opens it.
-    """
+    """Draw the names of the screens and, at the right, the longest status text that fits."""
     left = [Span(" evener ", "strong")]
     for number, (name, title) in enumerate(screens.items(), start=1):
         action = f"app.show('{name}')"
@@ -87,11 +75,7 @@ def top_line(screens: Mapping[str, str], shown: str, right: Sequence[str], width
 
 
 def status_texts(snapshot: Snapshot, clock: str) -> tuple[str, ...]:
-    """Return texts about a snapshot, the longest first, from which `top_line` takes one that fits.
-
-    The first has the host, the driver and the time (`clock`), the second the host and the time, the
-    third only the time.
-    """
+    """Return the host, driver and time, from the longest form to the shortest."""
     maker = name_maker(sample.device for sample in snapshot.devices)
     driver = f"{maker} {plain(snapshot.driver, 20)}".lstrip() if snapshot.driver else ""
     host = plain(snapshot.host.hostname, 30)
@@ -100,10 +84,7 @@ def status_texts(snapshot: Snapshot, clock: str) -> tuple[str, ...]:
 
 
 def alert_line(alert: Alert, unread: int, width: int) -> Line:
-    """Return a line with the newest alert, its time, and the number of other unread alerts.
-
-    `unread` counts the newest alert too.
-    """
+    """Draw the newest alert and the number of other unread ones."""
     at = time.strftime("%H:%M:%S", time.localtime(alert.at_seconds))
     more = f" (+{unread - 1})" if unread > 1 else ""
     hint = f"{more}  a: all"
@@ -114,10 +95,7 @@ def alert_line(alert: Alert, unread: int, width: int) -> Line:
 
 
 def alert_lines(alerts: Sequence[Alert], width: int) -> tuple[Line, ...]:
-    """Return all alerts with their times, in the given order.
-
-    Without alerts, say which problems will be listed.
-    """
+    """Return the lines of all alerts with their times."""
     if not alerts:
         words = (
             "No alert so far: a device that is hot, throttled, silent, or idle while a training "
@@ -134,11 +112,7 @@ def alert_lines(alerts: Sequence[Alert], width: int) -> tuple[Line, ...]:
 
 
 def host_line(snapshot: Snapshot, width: int, state: str = "") -> Line:
-    """Return a line with the CPU use, the load and the memory of the machine.
-
-    At its right end is `state`, such as "paused". If `state` is "", the line ends with totals of
-    all devices, as many as fit.
-    """
+    """Draw the host's CPU, load and memory, and the totals of all devices or `state`."""
     host = snapshot.host
     share = host.memory_used_bytes / host.memory_total_bytes if host.memory_total_bytes else 0.0
     size = 6 if width < 100 else 14
@@ -163,10 +137,7 @@ MOST_NOTE_LINES = 3
 
 
 def note_lines(notes: Sequence[str], width: int) -> tuple[Line, ...]:
-    """Return the first note about the machine, and the number of the other notes.
-
-    The note is wrapped into at most `MOST_NOTE_LINES` lines. Without notes, return no lines.
-    """
+    """Return the first warning in up to 3 lines, and how many more there are."""
     if not notes:
         return ()
     more = f" (+{len(notes) - 1}: see help)" if len(notes) > 1 else ""
@@ -186,10 +157,7 @@ def _fact(label: str, text: str, tone: Tone = "text") -> Line:
 
 
 def describe_reading(reading: Reading, draw: Callable[[float], str]) -> str:
-    """Return a reading as text: its value, a stale value with its age, or why there is no value.
-
-    `draw` formats the value.
-    """
+    """Return a reading in words: its value, how old it is, or why it is missing."""
     if reading.state is State.VALUE and reading.value is not None:
         return draw(reading.value)
     if reading.state is State.STALE and reading.value is not None:
@@ -212,7 +180,7 @@ def _reading(
 
 
 def _limited(text: Callable[[float], str], whole: Reading) -> Callable[[float], str]:
-    """Return a formatter like "300 W of 700 W"; `whole` is the maximum."""
+    """Return a format that adds the limit to a value, such as "40 GiB of 140 GiB"."""
     return lambda number: f"{text(number)} of {text(whole.value)}" if whole.value else text(number)
 
 
@@ -231,10 +199,7 @@ def _energy(joules: float) -> str:
 def device_details(
     sample: DeviceSample, width: int, links: Sequence[Link] = ()
 ) -> tuple[Line, ...]:
-    """Return every metric of a device with its unit, or why it is missing.
-
-    `links` are measured links between any devices; only this device's links are listed.
-    """
+    """Return all metrics of a device, its links, and its last events."""
     device = sample.device
     facts = [
         _fact("name", plain(device.name)),
@@ -284,7 +249,7 @@ def device_details(
 
 
 def _fold_unreported(facts: Sequence[Line], width: int) -> tuple[Line, ...]:
-    """Return supported metrics, then a sentence that names the others."""
+    """List all metrics that the device doesn't support in one sentence at the end."""
     # The device doesn't support a metric without a value.
     missing = [fact for fact in facts if fact.spans[-1].text == STATE_WORDS[State.UNSUPPORTED]]
     names = ", ".join(fact.spans[0].text.strip() for fact in missing)
@@ -293,7 +258,7 @@ def _fold_unreported(facts: Sequence[Line], width: int) -> tuple[Line, ...]:
 
 
 def process_details(row: ProcessSample, started: str, width: int) -> tuple[Line, ...]:
-    """Return all facts about a process as lines. `started` is its start time as text."""
+    """Return all metrics of a process, and its whole command."""
     facts = [
         _fact("pid", str(row.pid), "strong"),
         _fact("user", plain(row.user)),
@@ -326,9 +291,10 @@ Identity = tuple[int, float, str]  # pid, start, device: a pid may be reused, wi
 
 
 class ProcessRow(NamedTuple):
-    """A process in the process table; `ended` is True if it has ended.
+    """A process on a device.
 
-    The run time is in seconds; None if the start time is unknown.
+    - `seconds`: its run time, or None if unknown.
+    - `ended`: whether it has ended, and its values are the last ones.
     """
 
     sample: ProcessSample
@@ -355,7 +321,7 @@ def _reading_column(
 
 
 def _sorted_by(reading: Reading) -> float:
-    """Return a reading's value as a sort key, or -1 without one."""
+    """Return a reading's value to sort by; unknown ones come below 0."""
     return -1.0 if reading.value is None else reading.value
 
 
@@ -373,7 +339,7 @@ def _text(
 
 
 def _draw_busy(row: ProcessRow, width: int) -> tuple[Span, ...]:
-    """Draw a bar of the process's computing time on its device."""
+    """Draw how busy the process keeps the device, as a bar."""
     busy = row.sample.sm_percent.current
     return () if busy is None else bar(busy / 100, width)
 
@@ -423,20 +389,17 @@ PROCESSES = Grid(PROCESS_COLUMNS)
 
 
 def process_search_text(row: ProcessRow) -> str:
-    """Return the text of a process that the filter searches for the user's words."""
+    """Return the text that the filter searches: pid, user, device and command."""
     return f"{row.sample.pid} {row.sample.user} {row.sample.device_label} {row.sample.command}"
 
 
 def identity(sample: ProcessSample) -> Identity:
-    """Return a key that identifies a process on a device in every snapshot."""
+    """Return the pid, start time and device of a process, which together identify it."""
     return (sample.pid, sample.start_time, f"{sample.host}/{sample.device_id}")
 
 
 def process_rows(snapshot: Snapshot, ended: Sequence[ProcessSample] = ()) -> tuple[ProcessRow, ...]:
-    """Return a row for each process in the snapshot, and each `ended` one.
-
-    The rows are sorted by process ID. Ended processes have stale values.
-    """
+    """Return the rows of the processes in a reading and of those that have just ended."""
     return tuple(
         ProcessRow(
             _as_old(each) if each in ended else each,
@@ -461,10 +424,6 @@ def _as_old(sample: ProcessSample) -> ProcessSample:
 
 
 def nothing_there(devices: Sequence[DeviceSample]) -> Lesson:
-    """Say why a list of processes is empty, and how to begin.
-
-    If all devices are CPUs, the message is about trainings, because no other processes would be
-    listed.
-    """
+    """Return what an empty table of processes says: how to start a training run."""
     only_cpu = bool(devices) and all(sample.device.on_cpu for sample in devices)
     return NO_TRAINING if only_cpu else NO_PROCESS

@@ -1,8 +1,6 @@
-"""A line chart in braille, as lines of spans.
+"""Charts of measured points and curves, drawn with braille dots.
 
-It has several series on linear or log2 axes, with round ticks, intervals as strokes, hatched zones
-and one cursor. A terminal cell has two columns and four rows of braille dots. The module imports no
-screen and doesn't interpret its values: each point carries the text that is shown at the cursor.
+A cell has two columns and four rows of dots.
 """
 
 from __future__ import annotations
@@ -25,10 +23,9 @@ _HATCH = "╱"
 
 
 class PlotPoint(NamedTuple):
-    """A point of a series.
+    """A measured point; `low` and `high` are the ends of its confidence interval, or None.
 
-    `low` and `high` are the ends of its confidence interval along y; if they are None, no interval
-    is drawn. `text` is shown while the cursor is at the point.
+    `text` is what the cursor reads out.
     """
 
     x: float
@@ -39,9 +36,9 @@ class PlotPoint(NamedTuple):
 
 
 class Series(NamedTuple):
-    """A curve through the vertices of `line`, with markers at the measured `points`.
+    """The points and the curve of one colour in a chart.
 
-    The curve is dashed for x above `known_to`, because it is only a prediction there.
+    Beyond x = `known_to`, the curve is a prediction and drawn with gaps.
     """
 
     label: str
@@ -53,7 +50,7 @@ class Series(NamedTuple):
 
 
 class Zone(NamedTuple):
-    """A hatched range of x, such as the batch sizes that run out of memory; `label` names it."""
+    """A hatched range of x, such as batches that run out of memory."""
 
     low: float
     high: float = math.inf
@@ -62,17 +59,14 @@ class Zone(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """The range of values along one side of the chart, on a linear or a log2 scale."""
+    """A linear or base-2 logarithmic axis."""
 
     low: float
     high: float
     log2: bool = False
 
     def place(self, number: float) -> float:
-        """Return a value's position on the axis, from 0 to 1.
-
-        Values outside the axis are clamped to its ends.
-        """
+        """Return where a value lies on the axis, from 0 to 1."""
         number = max(self.low, min(self.high, number))
         if self.log2:
             share = math.log2(number / self.low) / math.log2(self.high / self.low)
@@ -81,7 +75,7 @@ class Axis(NamedTuple):
         return max(0.0, min(1.0, share))
 
     def ticks(self, most: int) -> list[float]:
-        """Return about `most` round numbers to label; on a log2 axis, they are powers of 2."""
+        """Return round values for about `most` ticks."""
         if not self.log2:
             steps = axis_ticks(self.high - self.low, most)
             return [self.low + step for step in steps]
@@ -92,10 +86,9 @@ class Axis(NamedTuple):
 
 
 def make_axis(numbers: Iterable[float], *, log2: bool) -> Axis:
-    """Return an axis whose range contains all these numbers.
+    """Return an axis with round ends that covers the values; a linear one begins at 0.
 
-    A linear axis begins at 0, and a log2 axis begins and ends at powers of 2. Infinite numbers are
-    ignored; a log2 axis also ignores zero and negative numbers.
+    Values that are not finite are ignored and, on a logarithmic axis, those that are not positive.
     """
     usable = [number for number in numbers if math.isfinite(number) and (number > 0 or not log2)]
     if log2:
@@ -108,10 +101,10 @@ def make_axis(numbers: Iterable[float], *, log2: bool) -> Axis:
 
 
 class Chart(NamedTuple):
-    """The contents of a chart.
+    """What a chart shows.
 
-    `cursor` is a value of x; the points there are described below the chart. Without a cursor
-    (None), nothing is described. `draw_x` and `draw_y` format the labels of the axes.
+    `cursor` is the x of the points that are read out, or None; `draw_x` and `draw_y` format the
+    labels of the axes.
     """
 
     series: tuple[Series, ...] = ()
@@ -127,21 +120,21 @@ class Chart(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """True if no series has a point or a line."""
+        """Whether there is nothing to draw."""
         return not any(one.points or one.line for one in self.series)
 
     def stops(self) -> tuple[float, ...]:
-        """Return every x that has a point, in ascending order; the cursor can move to these."""
+        """Return all x at which there are points, in order."""
         return tuple(sorted({point.x for one in self.series for point in one.points}))
 
     def read_out(self) -> tuple[tuple[Series, PlotPoint], ...]:
-        """Return the points at the cursor, each with its series."""
+        """Return the points at the cursor, with their series."""
         return tuple(
             (one, point) for one in self.series for point in one.points if point.x == self.cursor
         )
 
     def axes(self) -> tuple[Axis, Axis]:
-        """Return the x axis and the y axis, which contain all points, lines and intervals."""
+        """Return the x axis and the y axis, which cover all points, curves and zones."""
         across: list[float] = [zone.low for zone in self.zones]
         up: list[float] = []
         for one in self.series:
@@ -152,10 +145,7 @@ class Chart(NamedTuple):
 
 
 class Canvas:
-    """The cells of a chart: braille dots, and text behind or before them.
-
-    Text behind the dots is visible only in cells without dots.
-    """
+    """A drawing of braille dots, with text in front of them and behind."""
 
     def __init__(self, width: int, height: int) -> None:
         self.width = width
@@ -166,17 +156,14 @@ class Canvas:
         self._front: dict[tuple[int, int], tuple[str, Tone]] = {}
 
     def dot(self, x: int, y: int, tone: Tone) -> None:
-        """Draw a dot, unless it is outside the canvas; `x` and `y` count dots from the top left."""
+        """Set a dot; its cell takes the tone. Dots outside are ignored."""
         column, row = x // 2, y // 4
         if 0 <= column < self.width and 0 <= row < self.height:
             self._bits[row][column] |= DOTS[x % 2][y % 4]
             self._tones[row][column] = tone
 
     def stroke(self, start: tuple[int, int], end: tuple[int, int], tone: Tone, every: int) -> None:
-        """Draw a straight line between two dots, given by their coordinates.
-
-        If `every` is above 1, draw only each `every`-th dot, for a dashed line.
-        """
+        """Draw a straight line of dots; with `every` above 1, with gaps."""
         across, down = end[0] - start[0], end[1] - start[1]
         steps = max(abs(across), abs(down), 1)
         for step in range(0, steps + 1, every):
@@ -185,17 +172,14 @@ class Canvas:
             self.dot(x, y, tone)
 
     def write(self, column: int, row: int, text: str, tone: Tone, *, behind: bool = False) -> None:
-        """Write text, beginning at a cell given by its column and row.
-
-        The text covers the dots. If `behind` is True, it is visible only in cells without dots.
-        """
+        """Write text at a cell; `behind` leaves it visible only where there are no dots."""
         layer = self._behind if behind else self._front
         for place, sign in enumerate(text, column):
             if 0 <= place < self.width and 0 <= row < self.height:
                 layer[place, row] = sign, tone
 
     def row(self, row: int) -> tuple[Span, ...]:
-        """Return the cells of a row, counted from the top, as spans."""
+        """Return a row of cells as spans."""
         spans = []
         for column in range(self.width):
             bits = self._bits[row][column]
@@ -207,7 +191,7 @@ class Canvas:
 
 
 class Frame(NamedTuple):
-    """The position and size of the plot inside the chart, to convert values to cells and back."""
+    """Where a chart's axes and plot are, in cells."""
 
     x: Axis
     y: Axis
@@ -216,11 +200,11 @@ class Frame(NamedTuple):
     height: int
 
     def column(self, number: float) -> int:
-        """Return the cell column of a value of x, counted from the left of the plot."""
+        """Return the column of an x value."""
         return self.dots(number, self.y.low)[0] // 2
 
     def y_ticks(self) -> list[float]:
-        """Return round values of y, at which the axis has labels."""
+        """Return the values to label on the y axis."""
         # A label takes a whole line, so its position is rounded. If that makes the distances
         # between labels uneven, fewer values are returned.
         ticks: list[float] = []
@@ -233,21 +217,18 @@ class Frame(NamedTuple):
         return ticks
 
     def row(self, number: float) -> int:
-        """Return the cell row of a value of y, counted from the top of the plot."""
+        """Return the row of a y value, from the top."""
         return self.dots(self.x.low, number)[1] // 4
 
     def dots(self, x: float, y: float) -> tuple[int, int]:
-        """Return a point's coordinates in dots, counted from the top left of the plot."""
+        """Return the column and row of dots of a point, from the top left."""
         across = round(self.x.place(x) * (self.width * 2 - 1))
         up = round(self.y.place(y) * (self.height * 4 - 1))
         return across, self.height * 4 - 1 - up
 
 
 def frame_chart(chart: Chart, width: int, height: int) -> Frame:
-    """Return the geometry of a chart of `width` × `height` cells.
-
-    The plot leaves room for the legend, the x axis with its labels, and the labels of y.
-    """
+    """Return where the parts of a chart go in `width` by `height` cells."""
     x, y = chart.axes()
     rows = max(1, height - 3)
     ticks = Frame(x, y, 0, width, rows).y_ticks()
@@ -257,10 +238,9 @@ def frame_chart(chart: Chart, width: int, height: int) -> Frame:
 
 
 def draw_chart(chart: Chart, width: int, height: int) -> tuple[Line, ...]:
-    """Return the chart in exactly `height` lines of `width` cells.
+    """Draw a chart: a legend, the plot with its y labels, and the x axis.
 
-    If the chart has no points, return one line with its message `chart.nothing`. If the size is
-    below `LEAST_WIDTH` × `LEAST_HEIGHT`, return no lines.
+    Returns no lines below 24 x 5 cells, and a message if the chart is empty.
     """
     if width < LEAST_WIDTH or height < LEAST_HEIGHT:
         return ()
@@ -319,7 +299,7 @@ def _draw_cursor(canvas: Canvas, frame: Frame, chart: Chart) -> None:
 
 
 def _legend(chart: Chart, width: int) -> Line:
-    """Return the line above a plot: the y caption and series labels."""
+    """Return the caption of the y axis and the labels of the series."""
     # Labels that don't fit are only counted.
     named = [one for one in chart.series if one.label]
     spans = [Span(f" {chart.y_caption}  ", "title")]
@@ -334,7 +314,7 @@ def _legend(chart: Chart, width: int) -> Line:
 
 
 def _y_labels(chart: Chart, frame: Frame) -> Iterator[tuple[Span, ...]]:
-    """Yield each line's label and piece of the y axis, top first."""
+    """Yield the label and the axis at the left of each row."""
     labels = {frame.row(tick): chart.draw_y(tick) for tick in frame.y_ticks()}
     for row in range(frame.height):
         label = labels.get(row, "")
@@ -345,7 +325,7 @@ def _y_labels(chart: Chart, frame: Frame) -> Iterator[tuple[Span, ...]]:
 
 
 def _x_axis(chart: Chart, frame: Frame, width: int) -> tuple[Line, Line]:
-    """Return the x axis with ticks, and its labels with the caption."""
+    """Return the x axis and the line of labels below it."""
     axis = ["─"] * frame.width
     labels = [" "] * (frame.left + frame.width)
     caption = f" {chart.x_caption}" if chart.x_caption else ""
@@ -364,18 +344,12 @@ def _x_axis(chart: Chart, frame: Frame, width: int) -> tuple[Line, Line]:
 
 
 def nearest(stops: Sequence[float], frame: Frame, column: int) -> float | None:
-    """Return the x value in `stops` that is drawn nearest to a cell.
-
-    `column` counts from the left of the plot. Return None if there are no stops.
-    """
+    """Return the stop whose column is nearest to `column`, or None without stops."""
     return min(stops, key=lambda stop: abs(frame.column(stop) - column), default=None)
 
 
 def read_out_line(chart: Chart, width: int) -> Line:
-    """Return the points at the cursor as one line.
-
-    If no point is at the cursor, the line says which keys move the cursor.
-    """
+    """Return the values at the cursor, or a hint how to read them."""
     found = chart.read_out()
     if not found:
         hint = "← → read the points" if chart.stops() else ""

@@ -1,8 +1,4 @@
-"""Collects the ranks of a training as rows, and the causes that slow the training down.
-
-There are five kinds of causes: silent ranks, input, work between steps, waiting, and other
-processes on the training's devices.
-"""
+"""The ranks of a training run: their devices, step times, and what slows them down."""
 
 from __future__ import annotations
 
@@ -37,10 +33,9 @@ NO_STEP = RankStep(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class RankRow(msgspec.Struct, frozen=True):
-    """A rank of a training on one of its devices.
+    """A rank of a training run on one of its devices.
 
-    Unknown numbers are 0, unknown texts are empty, and an unknown rank is -1. Fields that end in
-    `_s` are in seconds.
+    Unknown numbers are 0, unknown texts "", and an unknown rank is -1.
     """
 
     rank: int
@@ -81,10 +76,7 @@ DOING: dict[Doing, str] = {  # what a silent rank is doing
 
 
 class Cause(msgspec.Struct, frozen=True):
-    """A cause that slows a training down, and its description (`text`).
-
-    The numbers in the text are also fields, so that programs needn't parse the text.
-    """
+    """Something that slows a training run down, or keeps it from going on."""
 
     kind: str  # the kind of a limit, or SILENT
     text: str
@@ -97,10 +89,7 @@ class Cause(msgspec.Struct, frozen=True):
 
 
 class RankOnDevice(NamedTuple):
-    """A rank on a device: row, report, and the device's newest sample.
-
-    The sample is None if the monitor doesn't see the device.
-    """
+    """A rank's row with its report about a device, and the device's reading if there is one."""
 
     row: RankRow
     live: LiveDevice
@@ -110,10 +99,9 @@ class RankOnDevice(NamedTuple):
 def place_ranks(
     report: Training, samples: SamplesByDevice, at_seconds: float
 ) -> Iterator[RankOnDevice]:
-    """Yield a row for each device in the report of one process.
+    """Yield a row for each device of a rank's report.
 
-    A process that reports no device gives one row without a device. `samples` has the newest
-    samples of the devices that the monitor sees, and `at_seconds` is the time of the snapshot.
+    `samples` are the readings by host and device id; `at_seconds` is the time of the reading.
     """
     silent_s = silent_seconds(report, at_seconds)
     for live in report.devices or (LiveDevice("", -1, 0, report.samples_per_second),):
@@ -150,29 +138,22 @@ def place_ranks(
 def measure_on_device(
     place: RankOnDevice, rows: Sequence[RankRow], report: Training
 ) -> MeasuredRank:
-    """Return the measurements of the rank at `place`, to find out what limits the training.
-
-    `rows` are all rows of the training; they determine how the rank is named.
-    """
+    """Return the measurements of a rank from which the limits of its run are found."""
     row, name = place.row, _name_rank(place.row, rows)
     return measure_rank(report, place.live, name, row.recent, row.micro, report.starved)
 
 
 def silent_seconds(report: Training, at_seconds: float) -> float:
-    """Return for how many seconds the next report of a silent process has been overdue.
-
-    Return 0 for a process that isn't silent. A process is silent if its report is late by more than
-    `OLD_SECONDS` and by more than `SILENT_STEPS` steps.
-    """
+    """Return for how many seconds a rank's report is overdue; 0 while it is at most a bit late."""
     late_s = report.late_seconds(at_seconds)
     return late_s if late_s > max(OLD_SECONDS, SILENT_STEPS * report.step_s) else 0.0
 
 
 def work_by_device(snapshot: Snapshot) -> Work:
-    """Return the seconds of compute and waiting per step, by host and device id.
+    """Return the seconds of compute and waiting per step of each device that trains.
 
-    Compute is the rank's own work. A device is left out if its compute time is unknown or its
-    training is silent. The host is "" if all devices are local.
+    Devices with overdue reports are left out. The host in the keys is "" for devices of this
+    machine.
     """
     local = not any(sample.device.host for sample in snapshot.devices)
     return {
@@ -185,7 +166,7 @@ def work_by_device(snapshot: Snapshot) -> Work:
 
 
 def _name(live: LiveDevice) -> str:
-    """Name a device that the monitor doesn't see, from the report."""
+    """Return the name of a device that the monitor doesn't see."""
     name = label_device(live.id, live.index)
     name = name or (f"device {live.index}" if live.index >= 0 else "")
     return plain("/".join(part for part in (live.host, name) if part), 80)
@@ -197,11 +178,11 @@ def find_causes(
     processes: Sequence[ProcessSample],
     missing: int = 0,
 ) -> tuple[Cause, ...]:
-    """Return the causes that slow a training down.
+    """Return what slows a training run down: silence, limits of its steps, heat, other processes.
 
-    They are silent ranks, the limits that `judged` found in the steps, throttled devices, and
-    other `processes` on the training's devices. `missing` is the number of ranks without a report
-    on this machine.
+    - `judged`: the analysis of its steps.
+    - `processes`: all processes on the devices.
+    - `missing`: the number of ranks that don't report on this machine.
     """
     rows = [place.row for place in ranks]
     return (
@@ -213,14 +194,14 @@ def find_causes(
 
 
 def _name_rank(row: RankRow, rows: Sequence[RankRow]) -> str:
-    """Name a rank by its device, or by number if it's shared."""
+    """Return the name of a rank in sentences: its device if it is the only rank there."""
     if row.device and sum(other.device == row.device for other in rows) == 1:
         return row.device
     return f"Rank {row.rank}" if row.rank >= 0 else f"Process {row.pid}"
 
 
 def _find_silent_causes(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
-    """Yield a cause for each silent rank that others wait for."""
+    """Yield a cause for each silent rank that the others wait for."""
     # If all ranks are silent in the same part of a step, there is one cause for all of them.
     silent = [row for row in rows if row.silent_s]
     holding = _find_holding(silent)
@@ -236,7 +217,7 @@ def _find_silent_causes(rows: Sequence[RankRow], missing: int) -> Iterator[Cause
 
 
 def _find_holding(silent: Sequence[RankRow]) -> list[RankRow]:
-    """Return the silent ranks that the other ranks wait for."""
+    """Return the silent ranks that hold the others up."""
     # They are the ranks that have stopped or, without any, those with the least progress in the
     # step.
     stopped = [row for row in silent if not row.doing]
@@ -247,7 +228,7 @@ def _find_holding(silent: Sequence[RankRow]) -> list[RankRow]:
 
 
 def _are_all_at_one(rows: Sequence[RankRow], holding: Sequence[RankRow]) -> bool:
-    """True if all ranks are silent in the same part of a step."""
+    """Return whether all of several ranks are silent in the same part of a step."""
     # A rank that isn't in `holding` has made more progress. A single rank isn't waited for.
     at = {row.doing for row in rows}
     return len(rows) == len(holding) > 1 and len(at) == 1 and "" not in at
@@ -261,7 +242,7 @@ def _describe_all(rows: Sequence[RankRow], missing: int) -> Cause:
 
 
 def _describe_silent(row: RankRow, name: str, waits: bool, unknown: bool) -> Cause:
-    """Describe a silent rank; `waits` is True if others wait for it."""
+    """Describe a silent rank, and whether others wait for it."""
     if waits and not row.doing:
         silent = f"{name} has been silent for {duration(row.silent_s)}"
         text = f"{silent}: stopped, or gone; the others wait for it."
@@ -274,7 +255,7 @@ def _describe_silent(row: RankRow, name: str, waits: bool, unknown: bool) -> Cau
 
 
 def _describe_silence(row: RankRow) -> str:
-    """Return where in a step a rank is silent, and how long."""
+    """Say where in a step a rank is silent, and for how long."""
     perhaps = ", perhaps in an evaluation or a checkpoint" if row.doing == "between steps" else ""
     return f"{DOING[row.doing]} for {duration(row.silent_s)}{perhaps}"
 
@@ -284,13 +265,13 @@ def _waiting_for_it(others: bool) -> str:
 
 
 def _silence_kind(row: RankRow) -> str:
-    """Return the kind of cause, by the part of the step."""
+    """Return the kind of limit that explains the silence, or `SILENT`."""
     kinds: dict[Doing, str] = {"input": LimitKind.INPUT, "between steps": LimitKind.BETWEEN}
     return kinds.get(row.doing, SILENT)
 
 
 def _progress(row: RankRow) -> tuple[int, int]:
-    """Return a rank's progress: batch number, then part of the step."""
+    """Return how far a silent rank has come, to compare it with others."""
     # A rank requests its next batch either before or after its work between steps. So these two
     # parts of a step count as equally far.
     return row.batch, min(ORDER.index(row.doing), ORDER.index("between steps"))
@@ -312,7 +293,7 @@ _WHAT = {  # what takes time in a step: on all ranks, or on one
 def _describe_limit(
     limit: TrainingLimit, judged: TrainingAnalysis, rows: Sequence[RankRow]
 ) -> Cause:
-    """Return a limit of the training as a cause with its description."""
+    """Describe a limit of the training run's steps as a cause."""
     # For a limit of one rank, the description says whether the other ranks wait for it.
     seconds, part = limit.milliseconds / 1e3, limit.share
     named = [row for row in rows if limit.by and limit.by == _name_rank(row, rows)]
@@ -330,7 +311,7 @@ def _describe_limit(
 
 
 def _write_limit(limit: TrainingLimit, named: Sequence[RankRow], waited_s: float) -> str:
-    """Describe what limits a training, as a sentence without full stop."""
+    """Describe a limit, with its milliseconds or percentage of a step."""
     # `named` is empty if the limit concerns several ranks
     took = milliseconds(limit.milliseconds / 1e3)
     if limit.kind == LimitKind.UNEQUAL and named:

@@ -1,4 +1,4 @@
-"""The panel with the result of a search: what it found, the gains as bars, and the next steps."""
+"""The result of a search: verdict, shares, gains over other layouts, and keys."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PLAN_NAME = "this plan"
 
 
 class KeyHint(NamedTuple):
-    """A key that works now, and what it does (`words`)."""
+    """A key and what it does, shown below a result."""
 
     key: str
     words: str
@@ -51,10 +51,9 @@ class KeyHint(NamedTuple):
 def result_lines(
     state: SessionState, width: int, height: int, keys: Sequence[KeyHint]
 ) -> tuple[Line, ...]:
-    """Return a finished search's verdict in `height` lines, with keys in the last one.
+    """Return the result in at most `height` lines, the last with keys.
 
-    If not everything fits, the line above the keys says that Enter opens the whole text. Before the
-    end of the search, return no lines.
+    Empty while there is no result.
     """
     finished = state.finished
     if finished is None:
@@ -70,12 +69,12 @@ def result_lines(
 
 
 def count_rows(state: SessionState, width: int) -> int:
-    """Return the number of lines that the whole panel needs at this width."""
+    """Return how many lines the whole result takes."""
     return len(result_lines(state, width, 999, ()))
 
 
 def _shares(state: SessionState, width: int) -> list[Line]:
-    """Return a bar of shares with a legend, if several devices train."""
+    """Draw the plan's shares; empty for one device or if there is no room."""
     chosen = chosen_layout(state)
     if chosen is None or len(chosen.active) < 2 or width < 20:
         return []
@@ -83,10 +82,7 @@ def _shares(state: SessionState, width: int) -> list[Line]:
 
 
 def gain_bars(state: SessionState, width: int) -> list[Line]:
-    """Return a bar of samples/s for the plan and for each of its rivals.
-
-    A rival's bar is followed by the plan's gain over the rival.
-    """
+    """Draw a bar for the plan and for each layout that it is compared with."""
     shown = [each for each in rivals(state) if each.kind != "sum"]
     if not shown:
         return []
@@ -115,14 +111,14 @@ def _gain_bar(
 
 
 def _blocks(part: float, width: int, first: bool) -> tuple[Span, ...]:
-    """Return a bar filled to `part`; only the plan's is coloured."""
+    """Draw a bar whose length is `part` of `width`."""
     # It is lower than a line of text, so that bars don't touch.
     count = max(1, round(min(1.0, part) * width))
     return Span(BAR_SIGN * count, "speed" if first else "dim"), Span(" " * (width - count))
 
 
 def _remarks(finished: Finished, width: int) -> list[Line]:
-    """Return the verdict's doubts, the plan's other warnings, and the verdict's remarks."""
+    """Return the warnings and remarks of the verdict."""
     written = _written(finished)
     doubts = written.doubts if written is not None else ()
     remarks = written.remarks if written is not None else ()
@@ -137,7 +133,7 @@ def _written(finished: Finished) -> VerdictText | None:
 
 
 def _keys_line(keys: Sequence[KeyHint], width: int) -> Line:
-    """Return clickable keys with labels, as many as fit."""
+    """Return the keys that fit; a click on one presses it."""
     spans: list[Span] = []
     for hint in keys:
         action = f"app.simulate_key('{hint.key}')"
@@ -152,10 +148,9 @@ def _keys_line(keys: Sequence[KeyHint], width: int) -> Line:
 
 
 def everything_lines(state: SessionState, width: int, path: str = "") -> tuple[Line, ...]:
-    """Return a search's results as a page: verdict, tables, and every measurement.
+    """Return all about a finished search: verdict, next steps, shares, and every measurement.
 
-    `path` is the file to which the plan was written, or "". Before the end of the search, return no
-    lines.
+    `path` is the file of the plan, or "" if it wasn't written.
     """
     finished = state.finished
     if finished is None:
@@ -188,7 +183,7 @@ def everything_lines(state: SessionState, width: int, path: str = "") -> tuple[L
 
 
 def _verdict_texts(finished: Finished) -> list[str]:
-    """Return the verdict's gains, doubts, warnings and remarks."""
+    """Return the sentences after the recommendation."""
     written = _written(finished)
     if written is None:
         # a run of an older version has only the verdict's text

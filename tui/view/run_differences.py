@@ -1,4 +1,4 @@
-"""Compares two runs: how their plans differ, and whether the runs are comparable."""
+"""How two stored runs and their plans differ."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ MOST_CELLS = 44  # most cells of a value, so that compared values are close toge
 
 
 class ComparedFact(NamedTuple):
-    """A fact of two compared runs, such as their global batches.
-
-    `before` and `after` are its values in the two runs, and `change` the difference if it can be
-    computed.
-    """
+    """A property of two runs, and how it changed."""
 
     name: str
     before: str
@@ -34,15 +30,12 @@ class ComparedFact(NamedTuple):
 
     @property
     def differs(self) -> bool:
-        """True if the two runs have different values."""
+        """Whether the two runs differ in it."""
         return self.before != self.after
 
 
 def compare_runs(one: StoredRun, other: StoredRun) -> list[ComparedFact]:
-    """Return the facts of both runs side by side, whether they are equal or not.
-
-    Facts about the plans are left out unless both runs have a plan.
-    """
+    """Return the properties of two runs, including those of their plans if both have one."""
     found = list(_compare_requests(one, other))
     if one.plan is not None and other.plan is not None:
         found += _compare_plans(one.plan, other.plan)
@@ -102,11 +95,7 @@ def _signed(change: float) -> str:
 
 
 def difference_lines(one: StoredRun, other: StoredRun, width: int) -> tuple[Line, ...]:
-    """Return the samples/s of both runs and every fact that differs, a line each.
-
-    A line has the value in run `one`, the value in run `other`, and the change. If the runs'
-    workloads or devices differ, the lines begin with a warning.
-    """
+    """Return a table of the properties that differ; warns if workload or devices do."""
     found = compare_runs(one, other)
     lines = list(_warn(found, width))
     shown = [each for each in found if each.differs or each.name == "samples/s"]
@@ -120,7 +109,7 @@ def difference_lines(one: StoredRun, other: StoredRun, width: int) -> tuple[Line
 
 
 def _heading(one: str, other: str, cells: int) -> Line:
-    """Return the heading with both runs' names, each `cells` wide."""
+    """Return the heading, with the ids of the two runs."""
     runs = " ".join(fit(plain(run), cells) for run in (one, other))
     return line(Span(f" {'':<{LABEL_CELLS}}{runs} change", "title"))
 
@@ -137,7 +126,7 @@ def _draw(each: ComparedFact, cells: int, room: int) -> Line:
 
 
 def _last_part(text: str, cells: int) -> str:
-    """Return the path, or only its file name if it's too long."""
+    """Shorten a path to its last part if it doesn't fit."""
     text = plain(text)
     return text if len(text) <= cells else text.rpartition("/")[2]
 

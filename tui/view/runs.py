@@ -1,4 +1,4 @@
-"""Past runs as table rows, and a run's plan as lines that also fit next to another run's."""
+"""The table of stored runs, and the page about one run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _devices(row: RunSummary, width: int) -> tuple[Span, ...]:
 
 
 def _workload(row: RunSummary, width: int) -> tuple[Span, ...]:
-    """Draw the workload's name without directories, or the run's error."""
+    """Draw the workload without its folder, or the error of an unreadable run."""
     # A run on simulated devices has a mark in front, which is never cut off.
     mark = f"{Mark.SIMULATED} " if row.simulated else ""
     text = row.workload.rpartition("/")[2] or row.trouble
@@ -69,7 +69,7 @@ def _ratios(row: RunSummary, width: int) -> tuple[Span, ...]:
 
 
 def run_search_text(summary: RunSummary) -> str:
-    """Return the text of a run that the filter searches for the user's words."""
+    """Return the text that the filter searches: id, devices, workload and state."""
     return " ".join((summary.run, *summary.devices, summary.workload, summary.state))
 
 
@@ -123,28 +123,24 @@ RUN_COLUMNS: tuple[Column[RunSummary], ...] = (
 
 
 def has_failed(summary: RunSummary) -> bool:
-    """True if a run failed or can't be read."""
+    """Return whether a run failed or can't be read."""
     return summary.state in ("failed", "unreadable")
 
 
 def _end_state(run: StoredRun) -> SessionState:
-    """Return a session's state at the end, without the measurements."""
+    """Return the search state at the end of a run, without its measurements."""
     state = first_state(run.header.devices, run.header.workload, run.header.run)
     return msgspec.structs.replace(state, finished=run.end, ended=True)
 
 
 def _with_measurements(run: StoredRun) -> SessionState:
-    """Return a session's state at the end, with all measurements."""
+    """Return the search state at the end of a run, with its measurements."""
     seen = run.record.seen
     return msgspec.structs.replace(_end_state(run), seen=seen, probes=len(seen))
 
 
 def run_page(run: StoredRun, width: int, path: str = "") -> tuple[Line, ...]:
-    """Return all results of a run as a page of lines.
-
-    `path` is the file to which the plan was written, or "". For an unfinished run, the page has its
-    state and its measurements.
-    """
+    """Return all about a run; `path` is the file of its plan, or ""."""
     state = _with_measurements(run)
     head = whole_lines(run.header.workload, width, "strong")
     if run.end is not None:
@@ -166,11 +162,7 @@ def _state_text(run: StoredRun) -> str:
 
 
 def plan_lines(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
-    """Return a run's plan in about `height` lines: shares, rivals, verdict and warnings.
-
-    If there is room, rivals have bars, and the newest measurements follow at the end. For a run
-    without a result, return only its name, workload and state.
-    """
+    """Return a run's plan, verdict and, if there is room, measurements."""
     name = f" {plain(run.header.run)} "
     title = line(
         Span(name, "strong"), Span(cut(plain(run.header.workload), width - len(name) - 1), "dim")
@@ -204,7 +196,7 @@ def plan_lines(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
 
 
 def _measurements(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
-    """Return a table of the run's newest measurements, if there is room."""
+    """Return a table of the run's measurements, or nothing if there is no room."""
     state = _with_measurements(run)
     if not state.seen or height < LEAST_MEASUREMENTS:
         return ()

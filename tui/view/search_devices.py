@@ -1,8 +1,4 @@
-"""The rows of devices on the Balance screen.
-
-A row shows what runs on a device, its readings, its best solo throughput, and the largest batch
-that fits in its memory.
-"""
+"""The table of a search's devices: what each is doing, its best speed, its largest batch."""
 
 from __future__ import annotations
 
@@ -32,10 +28,7 @@ LONG_SECONDS = 2.0  # seconds after which a phase shows how long it has lasted
 
 
 class SearchDeviceRow:
-    """A device's row: the search's state, the device's index, and its newest sample.
-
-    `sample` is None in a replay. `running` is the device's running probe, or None.
-    """
+    """A device of a search; `running` is the probe that uses it now, or None."""
 
     def __init__(
         self, state: SessionState, device: int, sample: DeviceSample | None = None
@@ -63,7 +56,7 @@ def _name(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _shows_probes(row: SearchDeviceRow) -> bool:
-    """True if the columns about running probes are shown."""
+    """Return whether the columns about running probes are shown."""
     # They are shown while the search runs, and after it failed. A finished search has no running
     # probes.
     return bool(row.state.fault) or not row.state.ended
@@ -86,7 +79,7 @@ def _doing(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _monitor_column(key: str, widths: tuple[int, ...], needs: int = 0) -> Column[SearchDeviceRow]:
-    """Return the Monitor screen's column with other widths."""
+    """Make a column that shows a metric as the Monitor screen does."""
 
     def draw(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
         return (
@@ -134,7 +127,7 @@ def _interval(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _draw_best_alone(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
-    """Draw a device's best solo throughput and the batch size there."""
+    """Draw the highest samples/s that the device reached alone, and its rows then."""
     # If there is room, a bar precedes them; a full bar is the throughput of the fastest device.
     spans = _alone_spans(row.state, row.device)
     if span_cells(spans) > width:
@@ -152,7 +145,7 @@ def _draw_best_alone(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _alone_spans(state: SessionState, device: int) -> tuple[Span, ...]:
-    """Return a device's best solo throughput and the batch size there."""
+    """Return the highest samples/s of a device alone, and its rows then."""
     solo = best_solo(state, device)
     if solo is None:
         return (Span(Mark.NONE, "dim"),)
@@ -161,7 +154,7 @@ def _alone_spans(state: SessionState, device: int) -> tuple[Span, ...]:
 
 
 def _draw_largest_batch(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
-    """Draw the largest batch that fits, and the smallest that doesn't."""
+    """Draw the largest batch that fits in memory and the smallest that didn't."""
     # The numbers are never truncated. If the chosen layout cuts the device's share into several
     # passes, the share and the number of passes follow if there is room.
     forms = _memory_forms(_largest_that_fits(row), smallest_out_of_memory(row.state, row.device))
@@ -174,7 +167,7 @@ def _draw_largest_batch(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _largest_that_fits(row: SearchDeviceRow) -> str:
-    """Return the largest batch that fits, with "~" if it's predicted."""
+    """Return the largest batch that fits, marked "~" if it is a prediction; "" if unknown."""
     ran = largest_run(row.state, row.device)
     curves = row.state.belief.curves if row.state.belief else ()
     sketch = next((curve for curve in curves if curve.device == row.device), None)
@@ -185,7 +178,7 @@ def _largest_that_fits(row: SearchDeviceRow) -> str:
 
 
 def _memory_forms(largest: str, failed_batch: int | None) -> list[tuple[Span, ...]]:
-    """Return texts of the memory column, longest first."""
+    """Return the texts about memory, from the longest to the shortest."""
     if failed_batch is None:
         return [(Span(f"fits {largest}") if largest else Span(Mark.NONE, "dim"),)]
     failed_span = Span(f"{Mark.WALL}{failed_batch}", "bad")
@@ -218,10 +211,7 @@ SEARCH_DEVICES: Grid[SearchDeviceRow] = Grid(
 def search_device_rows(
     state: SessionState, samples: Sequence[DeviceSample | None] = ()
 ) -> list[SearchDeviceRow]:
-    """Return a row for each device of the search.
-
-    `samples` has the newest sample of each device, in order; it is empty in a replay.
-    """
+    """Return a row for each device of the search, with its reading if there is one."""
     return [
         SearchDeviceRow(state, device, *samples[device : device + 1])
         for device in range(len(state.devices))

@@ -1,4 +1,4 @@
-"""The log of a search: a table row for each measurement, and all details of one measurement."""
+"""The log of a search: one row for each measurement, and details of each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REASONS: dict[Stage, str] = {
 
 
 class LogRow(msgspec.Struct, frozen=True):
-    """A measurement, and what is new in it (`news`) compared with the earlier measurements."""
+    """A measurement in the log; `news` says what is remarkable about it."""
 
     number: int  # number of the measurement, from 1, in the order in which measurements ended
     entry: ObservationEntry
@@ -42,16 +42,12 @@ class LogRow(msgspec.Struct, frozen=True):
 
     @property
     def seen(self) -> Observation:
-        """The measurement itself: timed, out of memory, or failed."""
+        """The measurement."""
         return self.entry.seen
 
 
 def log_rows(state: SessionState) -> list[LogRow]:
-    """Return a row for each stored measurement, the newest first.
-
-    The rows are numbered by the order of all measurements of the search, even if the state has only
-    the newest of them.
-    """
+    """Return the rows of all measurements, the newest first."""
     first = state.probes - len(state.seen) + 1
     fastest, alone = 0.0, dict[int, dict[int, float]]()
     rows: list[LogRow] = []
@@ -71,7 +67,7 @@ def log_rows(state: SessionState) -> list[LogRow]:
 
 
 def _find_news(seen: Observation, fastest: float, alone: dict[int, dict[int, float]]) -> str:
-    """Return a measurement's doubts, or how much faster it was, or ""."""
+    """Return the doubts about a measurement, else its gain over an earlier one, or ""."""
     if not isinstance(seen, Timed):
         return ""
     doubts = ", ".join(list_doubts(seen))
@@ -157,7 +153,7 @@ LOG: Grid[LogRow] = Grid(
 
 
 def probe_lines(row: LogRow, width: int) -> tuple[Line, ...]:
-    """Return all details of one measurement as lines."""
+    """Return all about a measurement: why it was made, its layout, speed and memory."""
     seen = row.seen
     layout, probe = seen.probe.layout, seen.probe
     head = f"Probe {row.number}, at {duration(row.entry.at_seconds)}: {STAGE_WORDS[probe.stage]}"
@@ -190,7 +186,7 @@ def _reason(seen: Observation, width: int) -> tuple[Line, ...]:
 
 
 def _device_line(row: LogRow, place: int) -> Line:
-    """Return a device's rows, compute time and peak memory."""
+    """Return the rows, compute time and memory of a device in a measurement."""
     seen = row.seen
     spans = [
         Span(f"{plain(row.labels[place])}  ", "strong"),

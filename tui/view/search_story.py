@@ -1,8 +1,4 @@
-"""Describes a running search in a few lines and a chart.
-
-The lines have the search's phase, what is being measured and why. The chart shows the best
-throughput over time.
-"""
+"""The progress of a search: its stages, what it measures now, and the best speed over time."""
 
 from __future__ import annotations
 
@@ -36,24 +32,22 @@ BETWEEN_CELLS = 3  # cells of the line from one phase to the next
 
 
 def phase_of(stage: Stage) -> Phase:
-    """Return the phase to which a probe of this stage belongs.
-
-    A phase comprises one or several stages.
-    """
+    """Return the phase of a search to which a stage belongs."""
     return _PHASE_OF[stage]
 
 
 def current_phase(state: SessionState) -> Phase:
-    """Return the phase of the running probe, or of the last measurement if no probe is running."""
+    """Return the phase of the newest probe, or "alone" before the first one."""
     if state.running:
         return phase_of(state.running[-1].probe.stage)
     return phase_of(state.seen[-1].seen.probe.stage) if state.seen else "alone"
 
 
 class BestPoint(NamedTuple):
-    """The best throughput of any layout up to a point in time.
+    """A measurement that was faster than all before it.
 
-    `at_seconds` is on the search's clock. `together` is True if the layout has several devices.
+    - `at_seconds`: when it ended, on the search's clock.
+    - `together`: whether it used several devices.
     """
 
     at_seconds: float
@@ -63,7 +57,7 @@ class BestPoint(NamedTuple):
 
 
 def best_over_time(state: SessionState) -> tuple[BestPoint, ...]:
-    """Return a point for each measurement that is faster than all earlier measurements."""
+    """Return each measurement that was faster than all before it."""
     found: list[BestPoint] = []
     for entry in state.seen:
         seen = entry.seen
@@ -77,7 +71,7 @@ def best_over_time(state: SessionState) -> tuple[BestPoint, ...]:
 
 
 def name_layout(layout: Layout, labels: Sequence[str]) -> str:
-    """Return a layout as part of a sentence, such as "820 + 568 rows on GPU:0 + GPU:1"."""
+    """Describe a layout briefly, such as "640 + 384 rows on GPU:0 + GPU:1"."""
     active = layout.active
     if not layout.traits.by_shares and not layout.traits.alone:
         return f"{layout.kind} on {_name_devices(active, labels)}"
@@ -94,11 +88,7 @@ def _name_devices(active: Sequence[int], labels: Sequence[str]) -> str:
 
 
 def story_lines(state: SessionState, width: int) -> tuple[Line, ...]:
-    """Return a running search's phases, remaining time, and current measurement with its reason.
-
-    If the search is stopping or paused, the lines say so instead of the measurement. If it failed,
-    return only its error.
-    """
+    """Return the phases of the search, what it measures now and why, or how it failed."""
     if state.fault:
         return text_lines(f"{state.fault} {state.remedy}", width, 6, "bad")
     head = _phase_line(state, width)
@@ -112,7 +102,7 @@ def story_lines(state: SessionState, width: int) -> tuple[Line, ...]:
 
 
 def _pause_text(state: SessionState) -> str:
-    """Return the text for a paused search."""
+    """Say that the search is paused, or which probes still have to finish."""
     # A probe that is still running is completed before the search pauses. In that case, the text
     # names the probe's devices.
     if not state.running:
@@ -125,7 +115,7 @@ def _pause_text(state: SessionState) -> str:
 
 
 def _running_text(state: SessionState) -> str:
-    """Say what is being measured, in which phase, and how long."""
+    """Say which layouts are measured now, and what their probes do."""
     # If several layouts are measured at the same time, the text has the phase that has lasted
     # longest.
     if not state.running:
@@ -139,7 +129,7 @@ def _running_text(state: SessionState) -> str:
 
 
 def _phase_line(state: SessionState, width: int) -> Line:
-    """Return the phases with symbols, and the remaining time."""
+    """Draw the phases, done or to come, and the remaining time."""
     now, marks = current_phase(state), _phase_marks(state)
     spans: list[Span] = [Span(" ")]
     for phase, (mark, tone) in marks.items():
@@ -155,7 +145,7 @@ def _phase_line(state: SessionState, width: int) -> Line:
 
 
 def _phase_marks(state: SessionState) -> dict[Phase, tuple[str, Tone]]:
-    """Return each phase's symbol and tone: done, running or waiting."""
+    """Return a mark and tone for each phase: done, running or to come."""
     # A search on one device measures no splits, so the phase for splits is left out.
     now = current_phase(state)
     seen = {phase_of(entry.seen.probe.stage) for entry in state.seen}
@@ -171,7 +161,7 @@ def _phase_marks(state: SessionState) -> dict[Phase, tuple[str, Tone]]:
 
 
 def _time_spans(state: SessionState, room: int) -> tuple[Span, ...]:
-    """Return the remaining time and a bar, or the time used."""
+    """Return the time left of the budget with a bar, or the time so far without a budget."""
     left = seconds_left(state)
     if left is None:
         return (Span(f"{duration(state.at_seconds)} so far ", "dim"),)
@@ -185,10 +175,7 @@ def _time_spans(state: SessionState, room: int) -> tuple[Span, ...]:
 
 
 def best_text(state: SessionState) -> str:
-    """Return the fastest measurement's samples/s as text, or "" before the first.
-
-    Until a split has been measured, the text begins with "fastest alone".
-    """
+    """Return the highest samples/s so far, or "" without measurements."""
     points = best_over_time(state)
     if not points:
         return ""
@@ -197,10 +184,7 @@ def best_text(state: SessionState) -> str:
 
 
 def best_chart(state: SessionState) -> Chart:
-    """Return the chart of the best throughput over time, as a step function.
-
-    The solo measurements are one series, the measurements of splits another.
-    """
+    """Return the chart of the highest samples/s over the search's time in seconds."""
     points = best_over_time(state)
     alone = [point for point in points if not point.together]
     together = [point for point in points if point.together]
@@ -225,7 +209,7 @@ def best_chart(state: SessionState) -> Chart:
 def _best_series(
     state: SessionState, label: str, tone: Tone, points: Sequence[BestPoint], end: float
 ) -> Series:
-    """Return a series that rises at each point and lasts until `end`."""
+    """Return a series of steps that lasts until `end`."""
     steps: list[tuple[float, float]] = []
     for place, each in enumerate(points):
         until = points[place + 1].at_seconds if place + 1 < len(points) else end
@@ -241,6 +225,6 @@ def _best_series(
 
 
 def _best_text(state: SessionState, point: BestPoint) -> str:
-    """Return the text for a point under the chart's cursor."""
+    """Return what the cursor reads out at a point."""
     layout = point.layout
     return f"{rate(point.samples_per_second)} samples/s: {name_layout(layout, state.devices)}"

@@ -1,7 +1,4 @@
-"""The shares of a training over time, drawn as a horizontal bar for each rank.
-
-The changes of shares are numbered, and the line below the bars shows these numbers.
-"""
+"""How the shares of a training run have changed over time."""
 
 from __future__ import annotations
 
@@ -24,10 +21,9 @@ def share_lines(
     width: int,
     height: int,
 ) -> tuple[Line, ...]:
-    """Draw each rank's number of rows per step over time, as a bar.
+    """Draw each rank's share over time, with numbers at the changes.
 
-    The line below numbers the changes of shares. The time axis ends now, at `at_seconds`. Return an
-    empty tuple if there are no changes, if they don't match the ranks, or if there is no room.
+    Returns no lines if no share has changed or there is no room. `at_seconds` is the present time.
     """
     known = [change for change in changes if len(change.before) == len(change.after) == len(rows)]
     shown = rows[: max(0, height - 1)]
@@ -52,7 +48,7 @@ def share_lines(
 def _draw_lanes(
     rows: Sequence[RankRow], changes: Sequence[ShareChange], ends: Sequence[int], room: int
 ) -> Iterator[tuple[Span, ...]]:
-    """Draw each rank's shares over time as a bar of `room` cells."""
+    """Yield the shares of each rank over time, drawn as steps."""
     # the shares before a change end at its cell in `ends`
     most = max(max(*change.before, *change.after) for change in changes)
     for rank, row in enumerate(rows):
@@ -62,7 +58,7 @@ def _draw_lanes(
 
 
 def _number_changes(ends: Sequence[int], room: int) -> str:
-    """Write the changes' numbers, from 1, at the cells `ends`."""
+    """Return the line with the number of each change at its cell."""
     # The sentences about the training's changes use the same numbers.
     marks = [" "] * room
     for number, place in enumerate(ends, 1):
@@ -74,7 +70,7 @@ def _number_changes(ends: Sequence[int], room: int) -> str:
 def _cell_of_change(
     change: ShareChange, every: Sequence[ShareChange], at_seconds: float, room: int
 ) -> int:
-    """Return the cell of a change on an axis of `room` cells."""
+    """Return the cell of a change on the time axis."""
     # the axis ends now, at `at_seconds`
     first = every[0].at
     whole = max(at_seconds - first, 1e-9) / (1 - MARGIN)
@@ -85,7 +81,7 @@ def _cell_of_change(
 def _draw_lane(
     shares: Sequence[int], ends: Sequence[int], most: int, room: int, tone: Tone
 ) -> Iterator[Span]:
-    """Draw one rank's shares over time; bar heights show shares."""
+    """Yield the spans of one rank's shares."""
     # a share lasts from the cell of one change to that of the next
     starts = [0, *ends]
     behind = [*ends, room]

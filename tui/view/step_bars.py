@@ -1,9 +1,4 @@
-"""Draws the five parts of a training's steps as bars.
-
-A rank waits for input, computes, waits for other ranks, exchanges gradients, and works between
-steps. Compute time is also called own work. The module draws bars of mean steps, bars of each
-rank's last steps (lanes), and the legend.
-"""
+"""Bars that divide a step into input, compute, waiting, exchange and the time between steps."""
 
 from __future__ import annotations
 
@@ -19,10 +14,7 @@ from .ranks import RankRow
 
 
 class PartStyle(NamedTuple):
-    """The name, tone and character of a part of a step.
-
-    The characters differ too, so that the parts are distinct without colours and in ASCII.
-    """
+    """The name, tone and character of a part of a step."""
 
     name: str
     tone: Tone
@@ -42,10 +34,7 @@ LEAST_WITH_GAP = 4  # a step of as many cells is followed by a blank
 
 
 def legend_line(width: int, has_ended: bool = False) -> Line:
-    """Return the legend of the bars: each part's character and its name, shortened if necessary.
-
-    If the training has ended, the legend has no colours, like the bars above it.
-    """
+    """Return the legend of the parts; all dim if the training run has ended."""
     spans: list[Span] = []
     for part in PARTS:
         tone: Tone = "dim" if has_ended else part.tone
@@ -61,15 +50,12 @@ def legend_line(width: int, has_ended: bool = False) -> Line:
 
 
 def part_bar(step: RankStep, longest_s: float, width: int) -> tuple[Span, ...]:
-    """Draw the parts of a mean step as a bar; `longest_s` fills `width`.
-
-    Compute time (own work) has at least one cell unless it is 0.
-    """
+    """Draw the breakdown of a rank's step time; `longest_s` seconds fill the bar."""
     return _stack_parts(tuple(step), longest_s, width)
 
 
 def _stack_parts(seconds: Sequence[float], longest_s: float, width: int) -> tuple[Span, ...]:
-    """Draw a step's parts side by side; `longest_s` fills `width` cells."""
+    """Draw a bar of the five parts, given in seconds."""
     if longest_s <= 0 or width <= 0:
         return (Span(" " * max(0, width)),)
     counts = _count_cells(seconds, longest_s, width)
@@ -82,7 +68,7 @@ def _stack_parts(seconds: Sequence[float], longest_s: float, width: int) -> tupl
 
 
 def _count_cells(seconds: Sequence[float], longest_s: float, width: int) -> list[int]:
-    """Count the cells of each part; `longest_s` fills `width` cells."""
+    """Return how many cells each part takes."""
     counts, so_far_s, drawn = [], 0.0, 0
     for part_s in seconds:
         so_far_s += part_s
@@ -97,17 +83,16 @@ def _count_cells(seconds: Sequence[float], longest_s: float, width: int) -> list
 
 
 def _widen_to_one_cell(counts: list[int], place: int, width: int) -> None:
-    """Add a cell to `counts[place]`, if necessary taken from the widest part."""
+    """Give a part one cell, if needed at the cost of the widest part."""
     if sum(counts) >= width:
         counts[max(range(len(counts)), key=counts.__getitem__)] -= 1
     counts[place] += 1
 
 
 def lane_lines(rows: Sequence[RankRow], width: int, height: int) -> tuple[Line, ...]:
-    """Draw the last steps of each rank as a lane, on one time scale.
+    """Draw the last steps of each rank on one time scale, and which steps they are.
 
-    The lanes begin with the same step if the ranks' reports allow it. Return an empty tuple if no
-    rank reports its steps.
+    Returns no lines without steps or room.
     """
     lanes = [row for row in rows if row.last_steps][: max(0, height - 1)]
     if not lanes:
@@ -131,7 +116,7 @@ def lane_lines(rows: Sequence[RankRow], width: int, height: int) -> tuple[Line, 
 
 
 def _choose_steps(lanes: Sequence[RankRow], most: int) -> tuple[list[Sequence[LastStep]], str]:
-    """Choose at most `most` steps per rank, and describe which."""
+    """Return the last steps to draw for each rank, and words that say which they are."""
     # These are the same steps for all ranks if the reports have enough in common. Otherwise they
     # are each rank's own last steps.
     first = max(row.last_steps[0].number for row in lanes)
@@ -155,7 +140,7 @@ def _seconds(step: LastStep) -> float:
 def _draw_lane(
     steps: Sequence[LastStep], exchange_s: float, span_s: float, width: int
 ) -> list[Span]:
-    """Draw a rank's steps; `span_s` seconds fill `width` cells."""
+    """Draw the steps of one rank; `span_s` seconds fill the width."""
     # A step of at least `LEAST_WITH_GAP` cells is followed by a blank.
     if span_s <= 0:
         return [Span(" " * width)]
@@ -172,7 +157,7 @@ def _draw_lane(
 
 
 def _parts(step: LastStep, exchange_s: float) -> tuple[float, ...]:
-    """Return the seconds of a step's parts in the order of `PARTS`."""
+    """Return a step's time in seconds by part, with waiting and exchange separated."""
     # A step reports waiting and exchange as one time (`meeting_s`). Up to `exchange_s` seconds of
     # it count as exchange, and the rest as waiting.
     exchange_s = min(exchange_s, step.meeting_s)

@@ -1,7 +1,4 @@
-"""Tables whose columns grow with the terminal.
-
-In a narrow terminal, columns are narrower, and some columns are hidden.
-"""
+"""Tables whose columns fit the width, with sorting, a cursor and scrolling."""
 
 from __future__ import annotations
 
@@ -20,10 +17,7 @@ ROWS_OF_NOTHING = 3  # lines for the message of a table without rows
 
 
 class Column(NamedTuple, Generic[RowT]):
-    """A column of a table.
-
-    `draw` returns the cell for a row as spans, in at most the given width.
-    """
+    """A column: how it is titled, drawn and sorted, and how wide it may be."""
 
     key: str
     titles: tuple[str, ...]  # titles by length: the longest that fits is shown
@@ -47,10 +41,10 @@ TAG: Column[Any] = Column(
 
 
 class Grid(NamedTuple, Generic[RowT]):
-    """The columns of a table, and how its rows are drawn.
+    """The columns of a table, what it says when empty and, if special, how a row is drawn.
 
-    If given, `draw` draws the rows instead of `table_row`. Its arguments are the row, the columns'
-    widths by key, the table's width, and whether the cursor is on the row.
+    `draw` gets the row, the width of each column by key, the whole width, and whether the cursor is
+    on the row.
     """
 
     columns: tuple[Column[RowT], ...]
@@ -58,10 +52,7 @@ class Grid(NamedTuple, Generic[RowT]):
     draw: Callable[[RowT, Mapping[str, int], int, bool], Line] | None = None
 
     def widths(self, width: int, rows: Sequence[RowT]) -> dict[str, int]:
-        """Return the width in cells of each column that is drawn, by the column's key.
-
-        `width` is the table's width, which includes the cursor's mark and a blank between columns.
-        """
+        """Return the width of each visible column in cells, by its key."""
         # Each column starts with the first of its `widths`. While there are cells left, the columns
         # take their second widths, from left to right, then their third widths, and so on.
         # Remaining cells go to the columns that may be as wide as `most`, from right to left.
@@ -89,10 +80,7 @@ class Grid(NamedTuple, Generic[RowT]):
 
 
 class Order(NamedTuple):
-    """The order of the rows: the key of the column by which they are sorted, and the direction.
-
-    An empty key leaves the rows unsorted.
-    """
+    """The column that rows are sorted by; "" leaves them as they are."""
 
     key: str = ""
     descending: bool = True
@@ -102,15 +90,15 @@ UNSORTED = Order()
 
 
 def sort_keys(columns: Sequence[Column[RowT]]) -> tuple[str, ...]:
-    """Return the keys of the columns by which rows can be sorted."""
+    """Return the keys of the columns that can be sorted by."""
     return tuple(column.key for column in columns if column.value is not None)
 
 
 def chosen_order(columns: Sequence[Column[RowT]], key: str, before: Order) -> Order:
-    """Return the order after the user has chosen the column `key` to sort by.
+    """Return the order after the user has chosen a column.
 
-    Right-aligned columns, which hold numbers, begin with the largest value. If the rows are sorted
-    by this column already (`before`), the direction is reversed.
+    Choosing the same column again reverses the order; a new column of numbers begins with the
+    largest.
     """
     by_number = any(column.key == key and column.align == "right" for column in columns)
     return Order(key, not before.descending if key == before.key else by_number)
@@ -119,10 +107,7 @@ def chosen_order(columns: Sequence[Column[RowT]], key: str, before: Order) -> Or
 def sort_rows(
     columns: Sequence[Column[RowT]], rows: Sequence[RowT], order: Order
 ) -> tuple[RowT, ...]:
-    """Return the rows sorted by the order's column; unsorted if there is no such column.
-
-    Rows with equal values keep their order.
-    """
+    """Return the rows in the given order."""
     value = next((column.value for column in columns if column.key == order.key), None)
     return (
         tuple(rows) if value is None else tuple(sorted(rows, key=value, reverse=order.descending))
@@ -130,12 +115,12 @@ def sort_rows(
 
 
 def matches(text: str, words: str) -> bool:
-    """True if `text` contains every word of `words`, ignoring case."""
+    """Return whether the text contains all words, in any case and order."""
     return all(word in text.lower() for word in words.lower().split())
 
 
 def text_cell(text: Callable[[RowT], str], tone: Tone = "text") -> Cell[RowT]:
-    """Return a column's `draw` function for plain text, truncated to the column's width."""
+    """Return a cell function that draws text in one tone."""
     return lambda row, width: (Span(cut(plain(text(row)), width), tone),)
 
 
@@ -150,7 +135,7 @@ def _heading(
     more: str,
     width: int,
 ) -> Line:
-    """Return the titles, with an arrow at the sorted column."""
+    """Return the line of titles, with a mark at the column that rows are sorted by."""
     # A click on a title sorts by its column.
     spans: list[Span] = [Span(" ")]
     for column in _drawn(columns, widths):
@@ -176,10 +161,7 @@ def _heading(
 def table_row(
     columns: Sequence[Column[RowT]], widths: Mapping[str, int], row: RowT, cursor: bool = False
 ) -> Line:
-    """Return a row of a table as a line.
-
-    The row under the cursor begins with a mark, so that the cursor is visible without colour.
-    """
+    """Draw a row in columns of the given widths."""
     spans: list[Span] = [Span(Mark.CURSOR if cursor else " ", "strong")]
     for column in _drawn(columns, widths):
         width = widths[column.key]
@@ -189,11 +171,7 @@ def table_row(
 
 
 def window(count: int, cursor: int, height: int, top: int) -> int:
-    """Return the index of the first row to show of a list of `count` rows.
-
-    `top` is the first row shown now. The list scrolls as little as possible to make the row at
-    `cursor` visible in `height` lines.
-    """
+    """Return the first visible row, moved from `top` as little as the cursor requires."""
     if height <= 0 or count <= height:
         return 0
     top = min(max(top, cursor - height + 1), cursor)
@@ -201,10 +179,7 @@ def window(count: int, cursor: int, height: int, top: int) -> int:
 
 
 class Position(NamedTuple):
-    """The position in a list: the row under the cursor, and the first visible row.
-
-    The cursor is drawn only if `active` is True.
-    """
+    """The cursor's row, the first visible row, and whether the cursor is drawn."""
 
     cursor: int = 0
     top: int = 0
@@ -223,10 +198,9 @@ def table_lines(
     order: Order = UNSORTED,
     note: str = "",
 ) -> tuple[tuple[Line, ...], int]:
-    """Return the heading with the visible rows, and the first visible row's index.
+    """Draw a table in `height` lines; return the lines and the first visible row.
 
-    The rows, sorted by `order`, are scrolled to the cursor. The heading ends with `note` and the
-    numbers of hidden rows above and below. A table without rows shows the grid's message.
+    `note` and the number of hidden rows are at the end of the heading.
     """
     widths = grid.widths(width, rows)
     room = max(0, height - 1)
@@ -247,7 +221,7 @@ def table_lines(
 
 
 def _hidden_rows(above: int, below: int) -> Iterator[str]:
-    """Yield the numbers of rows hidden above and below, with arrows."""
+    """Yield how many rows are hidden above and below."""
     if above:
         yield f"{Mark.ASCENDING}{above}"
     if below:
@@ -261,5 +235,5 @@ def _nothing_lines(nothing: str | Lesson, width: int, height: int) -> tuple[Line
 
 
 def whole_table(grid: Grid[RowT], rows: Sequence[RowT], width: int) -> tuple[Line, ...]:
-    """Return the heading and every row; for an empty table, the heading and the grid's message."""
+    """Draw a table with all its rows and no cursor."""
     return table_lines(grid, rows, width, 1 + (len(rows) or ROWS_OF_NOTHING))[0]

@@ -1,4 +1,4 @@
-"""What an empty list shows: a message that says it is empty, and what the user can do."""
+"""What empty screens say: how to begin, and what a search does."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ BETWEEN_CELLS = 3  # cells between the longest command and the descriptions
 
 
 class Step(NamedTuple):
-    """A key or command (`does`) for the user, and its description.
-
-    `action` is the Textual action that a click runs, or "".
-    """
+    """A key or command, what it does and, if clickable, a Textual action."""
 
     does: str
     words: str
@@ -22,7 +19,7 @@ class Step(NamedTuple):
 
 
 class Lesson(NamedTuple):
-    """The message of an empty list (`nothing`), and steps with which the user can fill it."""
+    """What an empty table says: that there is nothing, and ways to begin."""
 
     nothing: str
     steps: tuple[Step, ...] = ()
@@ -60,10 +57,7 @@ SEARCH_WORDS = (
 
 
 def search_lesson(width: int, height: int) -> tuple[Line, ...]:
-    """Explain searches in the lines that the form leaves free.
-
-    Return an empty tuple if `height` is too small for it.
-    """
+    """Return the explanation of a search, or no lines if there is no room for it."""
     rows = [line(Span(" What a search does", "title"))]
     for number, (phase, words) in enumerate(PHASES_IN_WORDS, start=1):
         before = f"  {number} {phase:<7}"
@@ -75,10 +69,7 @@ def search_lesson(width: int, height: int) -> tuple[Line, ...]:
 
 
 def lesson_lines(lesson: Lesson, width: int, height: int) -> tuple[Line, ...]:
-    """Return a lesson as a centred block: the message, then a line for each step.
-
-    If the block doesn't fit, return it as wrapped text, with as many steps as fit completely.
-    """
+    """Draw a lesson as a centred list, or as sentences if there is little room."""
     block = _block(lesson.steps)
     widest = max((cells(each.text) for each in block), default=0)
     if not block or width < widest + 2 or height < len(block) + 2:
@@ -91,7 +82,7 @@ def lesson_lines(lesson: Lesson, width: int, height: int) -> tuple[Line, ...]:
 
 
 def _block(steps: Sequence[Step]) -> list[Line]:
-    """Return a line for each step, with the descriptions in one column."""
+    """Return the list of keys and commands, with their descriptions aligned."""
     longest = max((cells(step.does) for step in steps), default=0)
     rows = []
     for step in steps:
@@ -101,7 +92,7 @@ def _block(steps: Sequence[Step]) -> list[Line]:
 
 
 def _sentences(lesson: Lesson, width: int, height: int) -> tuple[Line, ...]:
-    """Return the message, and as many steps as fit completely."""
+    """Return as many steps as fit, as sentences."""
     text, shown = lesson.nothing, text_lines(lesson.nothing, width, height, "dim")
     for step in lesson.steps:
         text += f" {step.does}: {step.words}."

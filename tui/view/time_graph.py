@@ -1,8 +1,6 @@
-"""A graph over time in braille: the newest ticks as columns of dots, with the time axis below.
+"""Graphs of metrics over time, with two braille columns per cell.
 
-A tick is one sampling of all devices. A terminal cell has two columns of dots. Depending on the
-scale, a column shows one or several ticks, or a tick is drawn over several columns. Cells are
-aligned to fixed ticks, so that a graph scrolls by whole cells and doesn't flicker.
+A tick is one reading of the devices.
 """
 
 from __future__ import annotations
@@ -23,28 +21,21 @@ _RIGHT = (0x00, 0x80, 0xA0, 0xB0, 0xB8)
 
 
 class PastTicks(Protocol):
-    """The readings of the last ticks, as a sampler stores them."""
+    """Stored readings, such as `evener.devices.sampler.Sampler` keeps them."""
 
     @property
     def ticks(self) -> int:
-        """The number of ticks since the start."""
+        """The number of readings since the start."""
 
     def history(self, key: str, metric: str, newest: int) -> tuple[float | None, ...]:
-        """Return the values of a metric at up to `newest` ticks, the oldest first.
-
-        `key` identifies a device or a training. At a tick without a value, the item is None.
-        """
+        """Return up to `newest` last values of a metric, the oldest first; None where unknown."""
 
     def times(self, newest: int) -> tuple[float, ...]:
-        """Return the Unix times of up to `newest` ticks, the oldest first."""
+        """Return the Unix times of up to `newest` last readings, the oldest first."""
 
 
 class TickWindow(NamedTuple):
-    """The ticks that graphs of `width` cells show.
-
-    The last cell is the newest, and may be half full. A column of dots is drawn only once all of
-    its ticks are known, so that it never changes afterwards.
-    """
+    """The readings that a graph of `width` cells shows."""
 
     width: int
     per_dot: int  # ticks per column of dots
@@ -53,35 +44,28 @@ class TickWindow(NamedTuple):
 
     @property
     def last_cell(self) -> int:
-        """The index of the newest cell, counted from the first tick."""
+        """The cell of the newest reading, counted from the first reading ever."""
         return max(0, self.ticks * self.stretch // self.per_dot - 1) // 2
 
     @property
     def first_cell(self) -> int:
-        """The index of the leftmost cell, counted from the first tick.
-
-        It is negative if the history doesn't fill the graph; such cells are empty.
-        """
+        """The cell at the left edge of the graph, counted likewise; negative in a young history."""
         return self.last_cell - self.width + 1
 
     @property
     def newest(self) -> int:
-        """How many of the newest ticks the graph shows."""
+        """How many readings the graph needs, counted from the newest."""
         if self.stretch > 1:
             return self.ticks
         return self.ticks - self.first_cell * 2 * self.per_dot
 
     @property
     def ticks_per_cell(self) -> float:
-        """The number of ticks that a cell stands for; below 1 if ticks are stretched."""
+        """How many readings a cell stands for."""
         return 2 * self.per_dot / self.stretch
 
     def dots(self, values: Sequence[float | None]) -> list[float | None]:
-        """Return the mean of each dot column's ticks; None if unknown.
-
-        `values` has a value for each tick, oldest first. If there are fewer values than ticks, the
-        oldest ticks have no value.
-        """
+        """Return a value for each column of dots: the mean of its readings, or None."""
         padded = (None,) * (self.newest - len(values)) + tuple(values)
         if self.per_dot > 1:
             whole_dots = len(padded) - len(padded) % self.per_dot
@@ -94,30 +78,25 @@ class TickWindow(NamedTuple):
 
 
 def mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the known values; None if no value is known."""
+    """Return the mean of the known values, or None if all are unknown."""
     known = [number for number in values if number is not None]
     return sum(known) / len(known) if known else None
 
 
 def nearest_span(seconds: float) -> float:
-    """Return the number of seconds in `SPANS` that is nearest to `seconds`."""
+    """Return the selectable time span nearest to `seconds`."""
     return min(SPANS, key=lambda span: abs(span - seconds))
 
 
 def ticks_per_dot(span_seconds: float, interval_seconds: float, width: int) -> int:
-    """Return the ticks per column of dots with which `width` cells show `span_seconds`.
-
-    `interval_seconds` is the time between two ticks. A cell has two columns of dots.
-    """
+    """Return how many readings a column of dots must combine to show `span_seconds`."""
     return max(1, math.ceil(span_seconds / interval_seconds / (2 * width) - 0.05))
 
 
 def scale_young(per_dot: int, ticks: int, width: int) -> tuple[int, int]:
-    """Return ticks per column of dots, and columns of dots per tick.
+    """Enlarge a history that fills less than half of the graph.
 
-    One of them is 1. `ticks` is the length of the history; a short one is stretched over about half
-    of the graph's `width` cells. `per_dot` is the number of ticks per column of dots for a history
-    that fills the graph.
+    Returns the readings per column of dots, and the columns of dots per reading.
     """
     # The scale changes only by factors of 2, so that it changes rarely while the history grows.
     while per_dot > 1 and ticks < width * per_dot // 2:
@@ -133,10 +112,10 @@ def scale_young(per_dot: int, ticks: int, width: int) -> tuple[int, int]:
 def draw_columns(
     dots: Sequence[float | None], low: float, top: float, rows: int
 ) -> tuple[str, ...]:
-    """Draw values as columns of dots, and return the rows, top first.
+    """Draw values as filled columns; return lines of braille, from top to bottom.
 
-    `dots` has a value between `low` and `top` for each column of dots, or None. A known value has
-    at least one dot.
+    `dots` has two values per cell; `low` and `top` are the ends of the axis. None leaves a column
+    empty.
     """
     steps = 4 * rows
     scale = steps / (top - low) if top > low else 0.0
@@ -148,13 +127,13 @@ def draw_columns(
 
 
 def _count(number: float, scale: float, most: int) -> int:
-    """Return a value's height from 1 to `most` dots."""
+    """Return how many dots of a column are filled, at least one."""
     return max(1, min(most, round(number * scale)))
 
 
 @lru_cache(maxsize=16384)
 def _stack(left: int, right: int, rows: int) -> tuple[str, ...]:
-    """Return a column of braille, top first, for two heights in dots."""
+    """Return the characters of a cell column, from top to bottom."""
     signs = []
     for row in range(rows - 1, -1, -1):
         bits = _LEFT[max(0, min(4, left - 4 * row))] | _RIGHT[max(0, min(4, right - 4 * row))]
@@ -163,11 +142,7 @@ def _stack(left: int, right: int, rows: int) -> tuple[str, ...]:
 
 
 def shade_tone(tone: Tone, height: float) -> Tone:
-    """Return the tone for a row of a graph; rows are darker towards the bottom.
-
-    `height` is the row's upper edge, from 0 at the bottom to 1 at the top of the graph. `tone` must
-    be a tone that has shades.
-    """
+    """Return a darker shade of a tone for the lower parts of a graph; `height` is 0 to 1."""
     if height > 2 / 3:
         return tone
     shade = "mid" if height > 1 / 3 else "low"
@@ -175,10 +150,7 @@ def shade_tone(tone: Tone, height: float) -> Tone:
 
 
 def time_at(window: TickWindow, times: Sequence[float], column: int) -> float | None:
-    """Return the time of the first tick in a cell, or None.
-
-    `times` has the times of the shown ticks, and `column` is the cell's position from the left.
-    """
+    """Return the Unix time of a column's first reading, or None outside the history."""
     if window.stretch > 1:
         tick = (window.first_cell + column) * 2 // window.stretch
     else:
@@ -187,11 +159,7 @@ def time_at(window: TickWindow, times: Sequence[float], column: int) -> float | 
 
 
 def axis_text(width: int, window: TickWindow, times: Sequence[float]) -> str:
-    """Return the time axis in `width` cells, with "now" at its right end.
-
-    It has labels at round distances from now, such as "30 s" or "2 min". `times` has the times of
-    the shown ticks.
-    """
+    """Draw the time axis, with labels such as "2 min" ago and "now" at the right."""
     signs = list("─" * width)
     signs[-4:] = " now"
     if len(times) < 2:

@@ -1,7 +1,4 @@
-"""Graphs over time: a row of graphs for each device, and a column for each metric.
-
-All graphs share a time axis and one cursor.
-"""
+"""The Monitor screen's graphs: metrics of each device over the last minutes."""
 
 from __future__ import annotations
 
@@ -26,9 +23,10 @@ COLDEST = 20.0  # °C, the lower end of temperatures
 
 
 class GraphMetric(NamedTuple):
-    """A metric with a column of graphs; `field` is the sample's field.
+    """A metric that has a graph.
 
-    `top` returns the upper end of the axis for a device, and `low` is the lower end.
+    `top` returns the upper end of its axis for a device, or None for a round value above all
+    values.
     """
 
     title: str
@@ -60,10 +58,10 @@ METRICS = (
 
 
 class TimeView(NamedTuple):
-    """Which period the graphs show, and on which scale.
+    """What the user has chosen about the graphs: scale, cursor and device.
 
-    `per_dot` is the number of ticks per column of dots. `cursor` is the index of a cell, counted
-    from the first tick; None without a cursor.
+    `per_dot` is the number of readings per column of dots. `cursor` is a cell counted from the
+    first reading, or None.
     """
 
     per_dot: int = 1
@@ -74,14 +72,7 @@ class TimeView(NamedTuple):
 
 
 class GraphPlan(NamedTuple):
-    """The arrangement of graphs: a row for each device, a column for each metric.
-
-    - `metrics`: the columns from left to right.
-    - `devices`: the rows from top to bottom.
-    - `rows`: the height of each device's graphs in lines.
-
-    The devices' labels at the left take the remaining width.
-    """
+    """Which devices and metrics have graphs, and how large they are."""
 
     metrics: tuple[GraphMetric, ...]
     devices: tuple[DeviceSample, ...]
@@ -90,10 +81,7 @@ class GraphPlan(NamedTuple):
     label: int = LABEL_CELLS
 
     def cell_at(self, x: int) -> int | None:
-        """Convert column `x` of the panel to a cell of the graph there, counted from its left edge.
-
-        Return None outside the graphs.
-        """
+        """Return the cell within its graph of a screen column, or None between graphs."""
         each = GUTTER_CELLS + self.graph + 1
         within = (x - self.label) % each - GUTTER_CELLS
         inside = self.label <= x < self.label + each * len(self.metrics)
@@ -103,10 +91,9 @@ class GraphPlan(NamedTuple):
 def place_graphs(
     samples: Sequence[DeviceSample], past: PastTicks, width: int, height: int, chosen: str = ""
 ) -> GraphPlan | None:
-    """Arrange graphs of these devices in `width` × `height` cells.
+    """Choose the devices and metrics that fit, around the device with the key `chosen`.
 
-    If not all devices fit, only the `chosen` device and its neighbours have graphs. Return None if
-    there is no room, or if no metric has been reported yet.
+    Returns None if there is no room, or nothing to show.
     """
     # Only metrics in the stored readings (`past`), or reported now, have graphs.
     metrics = [each for each in METRICS if any(_has_past(sample, each, past) for sample in samples)]
@@ -127,7 +114,7 @@ def place_graphs(
 
 
 def _has_past(sample: DeviceSample, metric: GraphMetric, past: PastTicks) -> bool:
-    """True if a device reports a metric, now or in stored ticks."""
+    """Return whether a device has reported a metric."""
     value = getattr(sample, metric.field).value
     if value or (value is not None and metric.top(sample)):
         return True  # a metric without an upper end, such as samples/s, isn't drawn while it is 0
@@ -140,10 +127,7 @@ Histories = dict[tuple[str, str], tuple[float | None, ...]]  # by device and fie
 def draw_timelines(
     plan: GraphPlan, past: PastTicks, view: TimeView, width: int
 ) -> tuple[Line, ...]:
-    """Return the lines of all graphs: the heading, each device's graphs, and the time axis.
-
-    `past` has the readings to draw, and `view` says which part of them.
-    """
+    """Draw a heading, the graphs of each device, and the time axis."""
     window = TickWindow(plan.graph, view.per_dot, past.ticks, view.stretch)
     column = None if view.cursor is None else view.cursor - window.first_cell
     if column is not None and not 0 <= column < plan.graph:
@@ -162,7 +146,7 @@ def draw_timelines(
 
 
 def _read_past(plan: GraphPlan, past: PastTicks, newest: int) -> Histories:
-    """Return each device's metrics at the newest ticks."""
+    """Return the stored values of each device and metric."""
     histories: Histories = {}
     for sample in plan.devices:
         for metric in plan.metrics:
@@ -172,13 +156,13 @@ def _read_past(plan: GraphPlan, past: PastTicks, newest: int) -> Histories:
 
 
 def _join_parts(parts: Sequence[Sequence[tuple[Span, ...]]], width: int) -> Iterator[Line]:
-    """Join blocks of equal height side by side, padded to `width`."""
+    """Yield lines of parts that are side by side."""
     for row in zip(*parts, strict=True):
         yield Line(pad(tuple(span for part in row for span in part), width))
 
 
 def _common_tops(plan: GraphPlan, histories: Histories) -> dict[str, float]:
-    """Return each metric's upper axis end, shared by all devices."""
+    """Return the upper end of each metric's axis for all devices together."""
     # It is the highest of the ends that the axes of the single devices would have.
     tops: dict[str, float] = {}
     for sample in plan.devices:
@@ -189,7 +173,7 @@ def _common_tops(plan: GraphPlan, histories: Histories) -> dict[str, float]:
 
 
 def _top(sample: DeviceSample, metric: GraphMetric, values: Sequence[float | None]) -> float:
-    """Return a metric's upper axis end, by default a round number."""
+    """Return the upper end of a metric's axis for one device."""
     given = metric.top(sample)
     if given:
         return given
@@ -207,7 +191,7 @@ def _heading(plan: GraphPlan, width: int) -> Line:
 def _draw_label(
     sample: DeviceSample, rows: int, width: int, chosen: bool
 ) -> list[tuple[Span, ...]]:
-    """Return lines with a device's label and product name."""
+    """Return the lines with a device's label and product name, beside its graphs."""
     room = width - 2
     label = cut(sample.device.label.rpartition("/")[2], room)
     mark = Mark.CURSOR if chosen else " "
@@ -228,7 +212,7 @@ def _draw_graph(
     rows: int,
     column: int | None,
 ) -> Iterator[tuple[Span, ...]]:
-    """Yield a graph's lines, top first; `column` is the cursor's cell."""
+    """Yield the lines of a graph, with the cursor at `column` unless None."""
     gutter = _draw_gutter(sample, metric, top, dots, rows, column)
     # `dots` has a value for each column of dots
     for row, text in enumerate(draw_columns(dots, metric.low, top, rows)):
@@ -245,7 +229,7 @@ def _draw_graph(
 
 
 def _row_tone(sample: DeviceSample, metric: GraphMetric, top: float, rows: int, row: int) -> Tone:
-    """Return the tone of a graph's row; higher rows are brighter."""
+    """Return the tone of a graph's row."""
     # In a graph of temperatures, a row has the tone of a warning if its temperature calls for one.
     height = (rows - row) / rows
     if metric.field == "temperature_celsius":
@@ -263,7 +247,7 @@ def _draw_gutter(
     rows: int,
     column: int | None,
 ) -> list[tuple[Span, ...]]:
-    """Return the cells left of a graph: axis ends and a value."""
+    """Return the labels at the left of a graph: the axis's ends and a value."""
     room = GUTTER_CELLS - 1
     # the newest value, or the value at the cursor
     if column is None:
@@ -289,7 +273,7 @@ def _draw_value(reading: Reading, metric: GraphMetric, room: int) -> Span:
 def _draw_time_axis(
     plan: GraphPlan, window: TickWindow, times: Sequence[float], column: int | None, width: int
 ) -> Line:
-    """Return the time axis, or the cursor's time at `column`."""
+    """Draw the time axis below each column of graphs, or the time at the cursor."""
     then = time_at(window, times, column) if column is not None else None
     if column is None or then is None:
         each: tuple[Span, ...] = (Span(axis_text(plan.graph, window, times), "dim"),)

@@ -1,8 +1,4 @@
-"""Graphs over time of one training.
-
-One graph has the samples/s of all its devices together, with the plan's samples/s marked. The
-others have the samples/s of each device, the power, and the noise scale of the gradient.
-"""
+"""Graphs of a training run over the last minutes: samples/s, power, gradient noise scale."""
 
 from __future__ import annotations
 
@@ -34,10 +30,10 @@ Values = tuple[float | None, ...]
 
 
 class Graph(NamedTuple):
-    """A graph's caption, values and axis end; `newest` is the last value as text.
+    """A graph's caption, values and axis.
 
-    `values` begin with the oldest. A dashed line marks `level`, such as the plan's samples/s,
-    unless it is 0.
+    - `newest`: the newest value as text.
+    - `level`: a value to mark by a line, such as the plan's samples/s; 0 marks none.
     """
 
     caption: str
@@ -51,13 +47,13 @@ class Graph(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """Reads the newest values of a metric, for all ticks that a graph of this window shows."""
+    """Stored readings, and which of them the graphs show."""
 
     past: PastTicks
     window: TickWindow
 
     def read(self, key: str, metric: str) -> Values:
-        """Return the newest values of a metric; `key` identifies a device or a training."""
+        """Return the values of a metric that the graphs show, the oldest first."""
         return self.past.history(key, metric, self.window.newest)
 
 
@@ -69,11 +65,10 @@ def training_graph_lines(
     seconds: float,
     interval_seconds: float,
 ) -> tuple[Line, ...]:
-    """Draw as many graphs of a training as fit in `size`.
+    """Draw the graphs of a training run in `size` (width and height in cells).
 
-    `size` is (width in cells, height in lines). The graphs show at least the last `seconds` of
-    `past`, whose readings are `interval_seconds` apart. If the monitor's `samples` include no
-    device of the training, return a message. Without room, return an empty tuple.
+    `seconds` is the time to show, `interval_seconds` the time between readings. Without devices
+    that the monitor sees, returns a sentence that says so.
     """
     width, height = size
     devices = {rank.device for rank in row.ranks}
@@ -104,19 +99,19 @@ def training_graph_lines(
 
 
 def _graph_cells(width: int, columns: int) -> int:
-    """Return a graph's width in cells, with `columns` graphs side by side."""
+    """Return the cells of each of several graphs that are side by side."""
     return (width - BETWEEN_CELLS * (columns - 1)) // columns - GUTTER_CELLS
 
 
 def _most_columns(width: int, most: int, ticks: float) -> int:
-    """Return how many graphs fit side by side, at most `most`."""
+    """Return how many graphs can be side by side and still show every reading."""
     # Each tick needs its own column of dots, and a cell has two.
     fine = [each for each in range(1, most + 1) if 2 * _graph_cells(width, each) >= ticks]
     return max(fine, default=1)
 
 
 def _least_columns(count: int, most: int, height: int) -> int:
-    """Return the fewest columns in which `count` graphs are high enough."""
+    """Return how few graphs can be side by side and still be high enough."""
     for columns in range(1, most):
         if -(-count // columns) * GOOD_HEIGHT <= height:
             return columns
@@ -127,7 +122,7 @@ ALL, POWER, NOISE = "all devices", "power", "noise scale"
 
 
 def _list_captions(row: TrainingRow, keys: Mapping[str, str], most: int) -> list[str]:
-    """Return the captions of at most `most` graphs to draw."""
+    """Return the captions of the graphs that fit."""
     # The first graph shows all devices together; it is left out if some ranks don't report here. A
     # graph for each device (the labels in `keys`) follows if all graphs fit. The last are power and
     # noise scale, if they are known.
@@ -141,7 +136,7 @@ def _list_captions(row: TrainingRow, keys: Mapping[str, str], most: int) -> list
 def _make_graphs(
     row: TrainingRow, keys: Mapping[str, str], captions: Sequence[str], reader: Reader
 ) -> list[Graph]:
-    """Return a graph for each caption; single devices share a scale."""
+    """Return the graphs with these captions."""
     speeds = {label: reader.read(key, "samples_per_second") for label, key in keys.items()}
     top = nice_ceiling(_highest(speeds.values()))
     graphs = []
@@ -160,7 +155,7 @@ def _make_graphs(
 
 
 def _graph_all(row: TrainingRow, values: Values) -> Graph:
-    """Graph all devices together, with the plan's samples/s as a dashed line."""
+    """Return the graph of all devices' samples/s, with the plan's as a line."""
     plan = row.plan_samples_per_second
     top = nice_ceiling(max(plan, _highest([values])))
     newest = samples_rate(row.samples_per_second)
@@ -182,7 +177,7 @@ def _graph_noise(noise: NoiseScale, values: Values) -> Graph:
 def _draw_graphs(
     graphs: Sequence[Graph], reader: Reader, width: int, height: int, columns: int
 ) -> tuple[Line, ...]:
-    """Draw the graphs in `columns` columns, each graph `width` cells wide."""
+    """Draw the graphs in columns."""
     rows = -(-len(graphs) // columns)
     lines: list[Line] = []
     for row in range(rows):
@@ -198,7 +193,7 @@ def _draw_graphs(
 
 
 def _draw_graph(graph: Graph, reader: Reader, width: int, height: int) -> list[tuple[Span, ...]]:
-    """Draw a caption, columns of dots and time axis in `height` lines."""
+    """Return the lines of one graph: caption, columns and time axis."""
     rows = height - 2
     window = reader.window
     lines = draw_columns(window.dots(graph.values), 0.0, graph.top, rows)
@@ -214,14 +209,14 @@ def _draw_graph(graph: Graph, reader: Reader, width: int, height: int) -> list[t
 
 
 def _caption(graph: Graph, width: int) -> tuple[Span, ...]:
-    """Return the caption and newest value, with the dashed line's meaning."""
+    """Return the caption, the newest value and the label of the marked level."""
     head = (Span(f" {graph.caption} ", "title"), Span(graph.newest, graph.tone))
     words = Span(f"{Mark.TRACK} {graph.level_text}" if graph.level_text else "", "warn")
     return spread(head, (words,), width).spans if graph.level_text else pad(head, width)
 
 
 def _mark(text: str, tone: Tone) -> tuple[Span, ...]:
-    """Fill the empty cells of a graph's line with dashes."""
+    """Draw a line through the empty cells of a row."""
     spans = []
     for sign in text:
         free = sign in " \u2800"
@@ -230,7 +225,7 @@ def _mark(text: str, tone: Tone) -> tuple[Span, ...]:
 
 
 def _add(histories: Sequence[Values]) -> Values:
-    """Add up devices at each tick; None if one has no value."""
+    """Add the values of several devices; None where one is unknown."""
     return tuple(
         None if None in tick else sum(filter(None, tick)) for tick in zip(*histories, strict=True)
     )
@@ -241,5 +236,5 @@ def _newest(values: Values) -> float:
 
 
 def _highest(histories: Iterable[Values]) -> float:
-    """Return the highest value, or 0 if there is none."""
+    """Return the highest known value, or 0."""
     return max((value for values in histories for value in filter(None, values)), default=0.0)

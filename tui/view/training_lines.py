@@ -1,7 +1,4 @@
-"""Trainings and their ranks as tables, and sentences about a training.
-
-The sentences give the training's metrics and say what slows it down.
-"""
+"""The tables of training runs and ranks, and sentences about what slows a run down."""
 
 from __future__ import annotations
 
@@ -38,10 +35,7 @@ PANELS_OF_ONE = ("#ranks", "#causes", "#last-steps", "#shares", "#training-graph
 
 
 class PanelRows(NamedTuple):
-    """The number of lines that each panel of a training would fill, without its frame.
-
-    A panel with nothing to show has 0 lines.
-    """
+    """How many lines each panel of a training run would need."""
 
     ranks: int = 0
     text: int = MOST_TEXT
@@ -50,10 +44,9 @@ class PanelRows(NamedTuple):
 
 
 def arrange_trainings(height: int, frame: int, trainings: int, wanted: PanelRows) -> dict[str, int]:
-    """Return each panel's height in lines, frame included, by its CSS selector.
+    """Divide the height of the Trainings screen; return lines by panel selector, 0 to hide one.
 
-    `frame` is the number of lines that a frame takes, and `wanted` has the lines that the panels
-    would fill.
+    `frame` is the lines of a panel's frame, `trainings` the number of training runs.
     """
     # The panels from the top are trainings, ranks, sentences, the last steps, the shares over time,
     # and graphs. The trainings take at most about a quarter of the height. If there are none, their
@@ -101,7 +94,7 @@ def _input(row: TrainingRow, _width: int) -> tuple[Span, ...]:
 
 
 def _draw_causes(row: TrainingRow, width: int) -> tuple[Span, ...]:
-    """Draw why a training is slow, as sentences or only as names."""
+    """Draw what slows the training run down, as sentences or as keywords."""
     # For an ended training, draw how long ago it ended.
     if row.ended_s:
         words = f"ended {duration(row.ended_s)} ago"
@@ -112,12 +105,12 @@ def _draw_causes(row: TrainingRow, width: int) -> tuple[Span, ...]:
 
 
 def _indent(draw: Cell[TrainingRow]) -> Cell[TrainingRow]:
-    """Return `draw` as a function that puts a blank before the cell."""
+    """Put a blank in front of a cell."""
     return lambda row, width: (Span(" "), *draw(row, width - 1))
 
 
 def _name(row: TrainingRow) -> str:
-    """Return the workload without directories, or the framework."""
+    """Return the workload without its folder, or the framework if it has no name."""
     # A narrow column would show only the beginning of a path.
     return row.workload.rpartition("/")[2] or row.framework
 
@@ -132,7 +125,7 @@ def _speed(number: float) -> tuple[Span, ...]:
 
 
 def _dimmed_if_ended(column: Column[Any]) -> Column[Any]:
-    """Return the column with its cells dimmed in rows of ended trainings."""
+    """Return the column, drawn dim for training runs that have ended."""
 
     def draw(row: Any, width: int) -> tuple[Span, ...]:
         spans = column.draw(row, width)
@@ -186,7 +179,7 @@ def _rank_value(
     tone: Tone,
     there: Callable[[RankRow], float],
 ) -> Cell[RankRow]:
-    """Return a function that draws a rank's value, dim if stale."""
+    """Return a cell function for a rank's value; the last value of a silent rank is dim."""
 
     def draw(row: RankRow, width: int) -> tuple[Span, ...]:
         # 0 means that the value is unknown
@@ -211,12 +204,12 @@ def _part(seconds: Callable[[RankRow], float]) -> Cell[RankRow]:
 
 
 def _write_part(seconds: float) -> str:
-    """Return the time of a step's part, as "0 ms" below `LEAST_PART_S`."""
+    """Format the time of a part of a step."""
     return step_time(seconds) if seconds >= LEAST_PART_S else "0 ms"
 
 
 def _waiting_s(row: RankRow) -> float:
-    """Return how long a rank waits for others in each step."""
+    """Return the seconds of a step that a rank waits for others."""
     # if the parts are unknown, this includes the exchange of gradients
     return row.step.waiting_s if row.step.step_s else row.waiting_s
 
@@ -233,7 +226,7 @@ def _bar(longest_s: float) -> Cell[RankRow]:
 
 
 def rank_grid(ranks: Sequence[RankRow]) -> Grid[RankRow]:
-    """Return the table of a training's ranks, whose bars are scaled to the longest step."""
+    """Return the table of ranks, with the breakdown of their step time on one scale."""
     longest_s = max((row.step.step_s for row in ranks), default=0.0)
     columns: tuple[Column[RankRow], ...] = (
         Column(
@@ -267,10 +260,9 @@ def rank_grid(ranks: Sequence[RankRow]) -> Grid[RankRow]:
 
 
 def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Line, ...]:
-    """Describe a training's speed beside the plan's, and what slows it down.
+    """Return sentences about a training run: its speed, causes, remedies and share changes.
 
-    The lines also say what would make the training faster, and how its shares changed. `at_seconds`
-    is now.
+    `at_seconds` is the present time in Unix seconds.
     """
     late = 0 < row.of_plan < AS_PLANNED and not row.ended_s
     lines = [*_ended_lines(row, width)] if row.ended_s else []
@@ -291,7 +283,7 @@ def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Lin
 
 
 def _cause_lines(row: TrainingRow, late: bool, width: int) -> Iterator[Line]:
-    """Yield lines about what slows, or slowed, a training down."""
+    """Yield the lines about what slows the training run down."""
     # If the training is slower than its plan (`late`) without a known cause, the lines are about
     # the causes that were ruled out.
     if row.ended_s and row.causes:
@@ -303,14 +295,14 @@ def _cause_lines(row: TrainingRow, late: bool, width: int) -> Iterator[Line]:
 
 
 def _ended_lines(row: TrainingRow, width: int) -> Iterator[Line]:
-    """Yield when the training ended, then its summary if there is one."""
+    """Yield when the training run ended, and its summary."""
     yield from text_lines(f"Ended {duration(row.ended_s)} ago.", width, 1, "strong")
     for each in row.summary:
         yield from _marked(each, "text", Mark.DOT, width)
 
 
 def _list_excluded_causes(row: TrainingRow) -> str:
-    """Say that no cause was found, with measurements that rule causes out."""
+    """Say what has been ruled out if no cause was found."""
     steps = [rank.step for rank in row.ranks if rank.step.step_s]
     if not steps:
         return "No cause was found: this training reports no parts of its steps."
@@ -330,7 +322,7 @@ def _list_excluded_causes(row: TrainingRow) -> str:
 
 
 def _describe_faster_shares(row: TrainingRow) -> Iterator[str]:
-    """Say which shares would be faster, and whether the training adopts them."""
+    """Yield which shares would be faster, by how much, and whether the run will adopt them."""
     # For an ended training, yield why it didn't adopt them. If the current shares are the fastest,
     # yield nothing.
     if row.advice is None:
@@ -354,7 +346,7 @@ def _describe_faster_shares(row: TrainingRow) -> Iterator[str]:
 
 
 def _explain_stay(row: TrainingRow) -> Iterator[str]:
-    """Yield why an ended training didn't adopt the faster shares."""
+    """Yield why an ended training run kept its shares."""
     if row.pending is None:
         if not row.changes:
             yield "It kept its shares: it wasn't asked to change them while it trains."
@@ -367,7 +359,7 @@ def _explain_stay(row: TrainingRow) -> Iterator[str]:
 
 
 def _list_remedies(row: TrainingRow) -> Iterator[str]:
-    """Yield how to remove each limit, with the expected gain."""
+    """Yield what to do about each limit, and the gain to expect."""
     # If several limits have the same remedy, it is given once.
     mentioned = set()
     for limit in row.limits:
@@ -380,7 +372,7 @@ def _list_remedies(row: TrainingRow) -> Iterator[str]:
 
 
 def _write_gain(gain: float) -> str:
-    """Return text like "+43 %", or "over +900 %" at most."""
+    """Format a gain as a percentage; very large ones as "over +900 %"."""
     return f"over +{percent(MOST_GAIN)}" if gain >= MOST_GAIN else f"+{percent(gain)}"
 
 
@@ -402,7 +394,7 @@ def _describe_speed(row: TrainingRow) -> str:
 
 
 def _write_rate(row: TrainingRow) -> str:
-    """Return a training's speed as a sentence, compared with any plan."""
+    """Return samples/s, tokens/s and the fraction of the plan's speed."""
     speed = f"{rate(row.samples_per_second)} samples/s"
     if row.step_s and all(each.without_loader for each in row.ranks):
         speed = f"{rate(1 / row.step_s)} steps/s"
@@ -414,7 +406,7 @@ def _write_rate(row: TrainingRow) -> str:
 
 
 def _write_step_time(row: TrainingRow) -> str:
-    """Return a sentence about step time: spread, input, and between steps."""
+    """Return the time of a step and its spread, and the time for input and between steps."""
     spread = f" (quartiles {percent(row.step_spread)} apart)" if row.step_spread >= 0.005 else ""
     parts = {"of it for input": row.input_s, "between steps": row.between_s}
     spent = "".join(

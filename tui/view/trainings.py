@@ -1,7 +1,4 @@
-"""Joins the reports of all processes, devices and hosts into trainings with their ranks.
-
-The module `training_lines` draws them.
-"""
+"""Join the reports of all processes to training runs."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ CROWDED = 1.25  # the host is overloaded from this 1-minute load per core on
 
 
 class TrainingRow(msgspec.Struct, frozen=True):
-    """A training: its ranks, its metrics over all ranks, and the causes that slow it down."""
+    """A training run, joined from the reports of its ranks."""
 
     training: str  # its id; empty for a process that trains alone
     workload: str
@@ -67,10 +64,7 @@ class TrainingRow(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[str, int]:
-        """The training's identity, which is the same in every snapshot.
-
-        It is the training's id or, without an id, the process ID.
-        """
+        """What identifies the run: its id, or the pid of a process without one."""
         return self.training, 0 if self.training else self.ranks[0].pid
 
 
@@ -79,10 +73,9 @@ MOST_KEPT = 3  # most ended trainings shown; the newest are shown
 
 
 class EndedTrainings:
-    """Remembers the trainings that ended while the app was open, with their last metrics.
+    """Keep training runs on the screen for ten minutes after they have ended, at most three.
 
-    `find_summary` returns the summary at the end of a run's journal as lines, or no lines if the
-    journal has no summary yet.
+    `find_summary` returns the lines of a run's summary, or none.
     """
 
     def __init__(self, find_summary: Callable[[str], Sequence[str]]) -> None:
@@ -91,10 +84,9 @@ class EndedTrainings:
         self._summaries: dict[str, tuple[str, ...]] = {}
 
     def add_ended(self, rows: Sequence[TrainingRow], at_seconds: float) -> tuple[TrainingRow, ...]:
-        """Return the running trainings (`rows`), followed by trainings that ended recently.
+        """Return the running training runs, followed by those that have ended, the newest first.
 
-        At most `MOST_KEPT` trainings that ended within the last `KEPT_SECONDS` are returned.
-        `at_seconds` is now, in Unix time.
+        `at_seconds` is the present time in Unix seconds.
         """
         running = {row.key for row in rows}
         ended = [
@@ -108,7 +100,7 @@ class EndedTrainings:
         return (*rows, *reversed(kept))
 
     def _make_ended(self, row: TrainingRow, seen_at: float, at_seconds: float) -> TrainingRow:
-        """Return the ended training with its last metrics."""
+        """Return the row of an ended training run, with its summary."""
         # Of the causes that slowed the training down, only unequal compute times are kept: the next
         # run can avoid them with the advised shares. Nothing can be done about the other causes any
         # more.
@@ -127,7 +119,7 @@ class EndedTrainings:
 
 
 def join_trainings(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
-    """Return every training in the snapshot, with the ranks that report on this machine."""
+    """Group the reports of all processes into training runs and their ranks."""
     groups: dict[tuple[str, int], list[Training]] = {}
     for report in snapshot.reports:
         groups.setdefault((report.training, 0 if report.training else report.pid), []).append(
@@ -179,7 +171,7 @@ def _join(reports: Sequence[Training], samples: SamplesByDevice, snapshot: Snaps
 
 
 def _add_load(row: TrainingRow, host: HostSample) -> TrainingRow:
-    """If nothing else explains a slow training, add the host's load."""
+    """Name a high CPU load as the cause if the run is slower than planned without another cause."""
     # A high load only suggests that the training's threads wait for cores. It is used because not
     # every kernel reports how long threads wait.
     late = 0 < row.of_plan < AS_PLANNED
@@ -193,7 +185,7 @@ def _add_load(row: TrainingRow, host: HostSample) -> TrainingRow:
 
 
 def _add_totals(row: TrainingRow) -> TrainingRow:
-    """Add total samples/s, tokens/s, samples per joule, and fraction of plan."""
+    """Add samples/s, tokens/s, samples per joule and the fraction of the plan's speed."""
     # If some ranks don't report on this machine, two values would be wrong and are 0: the samples
     # per joule, and the fraction of the plan's samples/s.
     reporting = [rank for rank in row.ranks if not rank.silent_s]
@@ -211,12 +203,12 @@ def _add_totals(row: TrainingRow) -> TrainingRow:
 
 
 def _largest_value(reports: Sequence[Training], name: str) -> Any:
-    """Return the largest value of field `name` in all ranks' reports."""
+    """Return the largest value of a field in the reports."""
     return max(getattr(report, name) for report in reports)
 
 
 def _judge(placed: Sequence[tuple[Training, RankOnDevice]], missing: int) -> TrainingAnalysis:
-    """Find what limits a training's steps, from its reporting ranks."""
+    """Find the limits of the training run's steps."""
     rows = [place.row for _, place in placed]
     reporting = [
         measure_on_device(place, rows, report) for report, place in placed if not place.row.silent_s
@@ -226,7 +218,7 @@ def _judge(placed: Sequence[tuple[Training, RankOnDevice]], missing: int) -> Tra
 
 
 def _add_steps(rows: Sequence[RankRow], judged: TrainingAnalysis) -> tuple[RankRow, ...]:
-    """Add the parts of the mean step to ranks that aren't silent."""
+    """Add the breakdown of the step time to each rank that reports."""
     steps = iter(judged.steps)
     return tuple(
         row if row.silent_s else msgspec.structs.replace(row, step=next(steps)) for row in rows
@@ -234,7 +226,7 @@ def _add_steps(rows: Sequence[RankRow], judged: TrainingAnalysis) -> tuple[RankR
 
 
 def _watts(places: Sequence[RankOnDevice]) -> float:
-    """Return the watts of a training's devices; 0 if any is unknown."""
+    """Return the power of all devices together, or 0 if it is unknown for one."""
     samples = {place.sample.device.label: place.sample for place in places if place.sample}
     watts = [sample.power_watts.current for sample in samples.values()]
     known = [watt for watt in watts if watt is not None]

@@ -1,1 +1,1 @@
-"""Widgets of the app: lines of text, lists, choices, and charts."""
+"""Textual widgets that draw the lines of `evener.tui.view`."""

@@ -1,4 +1,4 @@
-"""The panels that show a session, live or in a replay."""
+"""The widgets of a search in progress and of its result."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LEAST_LOG = 3  # lines of the log, its heading included
 
 
 class SearchDevicePanel(ListPanel[SearchDeviceRow]):
-    """The panel with a row for each device of a search."""
+    """Table of the search's devices."""
 
     def __init__(self) -> None:
         super().__init__(id="search-devices")
@@ -51,7 +51,7 @@ class SearchDevicePanel(ListPanel[SearchDeviceRow]):
         self._samples: Sequence[DeviceSample | None] = ()
 
     def grid(self) -> Grid[SearchDeviceRow]:
-        """Return the table of the search's devices."""
+        """Return the columns."""
         return SEARCH_DEVICES
 
     def set_data(
@@ -59,10 +59,7 @@ class SearchDevicePanel(ListPanel[SearchDeviceRow]):
         state: SessionState | None = None,
         samples: Sequence[DeviceSample | None] | None = None,
     ) -> None:
-        """Show this state and the newest samples of its devices.
-
-        An argument that is None keeps the state or the samples shown before.
-        """
+        """Update the search's state or the readings of its devices; None keeps the last ones."""
         self._state = state = self._state if state is None else state
         self._samples = self._samples if samples is None else samples
         self.rows = search_device_rows(state, self._samples)
@@ -74,10 +71,7 @@ class SearchDevicePanel(ListPanel[SearchDeviceRow]):
 
 
 class LogPanel(ListPanel[LogRow]):
-    """The panel with a row for each measurement, the newest first.
-
-    Enter opens the details of the measurement under the cursor.
-    """
+    """Table of the measurements, the newest first."""
 
     OPEN = "screen.open_probe"
 
@@ -86,19 +80,15 @@ class LogPanel(ListPanel[LogRow]):
         self._seen: tuple[ObservationEntry, ...] = ()
 
     def grid(self) -> Grid[LogRow]:
-        """Return the table of the measurements."""
+        """Return the columns."""
         return LOG
 
     def identity(self, row: LogRow) -> int:
-        """Return the number of the row's measurement."""
+        """Return the number of the measurement."""
         return row.number
 
     def set_data(self, state: SessionState) -> None:
-        """Show the measurements of this state.
-
-        The cursor stays on its measurement. But if the cursor is at the top of the list, it moves
-        to each new measurement.
-        """
+        """Show the measurements; a cursor on the newest row stays on the newest."""
         if state.seen is not self._seen:
             self._seen = state.seen
             follows = self.cursor == 0
@@ -111,10 +101,7 @@ class LogPanel(ListPanel[LogRow]):
 
 
 class ResultPanel(Lines):
-    """The panel with a search's verdict and the keys for the next steps.
-
-    It takes the whole width of the screen. Enter opens all results as a page.
-    """
+    """The result of a search, with the keys that act on it."""
 
     can_focus = True
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -125,20 +112,20 @@ class ResultPanel(Lines):
         super().__init__(id="result", classes="panel")
 
     def set_data(self, state: SessionState, keys: Sequence[KeyHint]) -> None:
-        """Show the verdict of this state; `keys` are the keys that have an effect now."""
+        """Show the result as far as it fits."""
         self.entitle("Result", f"run {plain(state.run)}" if state.run else "")
         self.show(result_lines(state, *self.size, keys))
 
     def click_row(self, row: int, clicks: int) -> None:
-        """Open all results on a double click."""
+        """Open all details at a double click."""
         if clicks >= 2:
             self.call_later(self.run_action, "screen.read_all")
 
 
 class BalanceView(UsesApp, Widget):
-    """Draws a session: the search or its result, devices, charts and log.
+    """All about a search: progress or result, devices, charts, shares and measurements.
 
-    `keys` returns the keys for the next steps after a result.
+    `keys` returns the keys that act on the result.
     """
 
     def __init__(self, keys: Callable[[], Sequence[KeyHint]]) -> None:
@@ -147,11 +134,7 @@ class BalanceView(UsesApp, Widget):
         self._keys = keys
 
     def compose(self) -> ComposeResult:
-        """Yield the panels, from top to bottom.
-
-        Only one of the search and its result is shown. The charts are curves and the best
-        throughput over time. Shares and rivals are side by side, and the log comes last.
-        """
+        """Yield the panels."""
         yield Lines("Search", id="story", classes="panel")
         yield ResultPanel()
         yield SearchDevicePanel()
@@ -164,17 +147,17 @@ class BalanceView(UsesApp, Widget):
         yield LogPanel()
 
     def set_data(self, state: SessionState) -> None:
-        """Draw this state of a session."""
+        """Show a new state of the search."""
         self.state = state
         self.redraw()
 
     @property
     def shows_result(self) -> bool:
-        """True if the search has a result and hasn't failed."""
+        """Whether the result is shown instead of the progress."""
         return self.state.finished is not None and not self.state.fault
 
     def redraw(self) -> None:
-        """Rebuild every panel from the current state."""
+        """Place and draw all panels."""
         if not self.is_mounted or not self.size.height:
             return
         state = self.state
@@ -193,7 +176,7 @@ class BalanceView(UsesApp, Widget):
             self.query_one(LogPanel).set_data(state)
 
     def _place_panels(self) -> None:
-        """Set each panel's height; charts and log get the remaining lines."""
+        """Divide the height between the panels, and hide those without room."""
         width, height = self.size
         frame = 0 if self.screen.has_class("-bare") else 2
         narrow = self.screen.has_class("-narrow")
@@ -219,7 +202,7 @@ class BalanceView(UsesApp, Widget):
         self.query_one("#log").styles.height = max(0, left - charts - facts)
 
     def _top_rows(self, width: int, frame: int, most: int) -> int:
-        """Return the height of the top panel: the search's description or result."""
+        """Return the height of the panel with the progress or result."""
         if self.shows_result:
             with_charts = most - LEAST_CHART - frame - 2
             if with_charts >= LEAST_RESULT:
@@ -229,7 +212,7 @@ class BalanceView(UsesApp, Widget):
         return max(2, min(len(story_lines(self.state, width)), 6) + notes) + frame
 
     def _fact_rows(self, width: int, frame: int, narrow: bool) -> int:
-        """Return the height of the shares and rivals panels; 0 if hidden."""
+        """Return the height of the panels with shares and layouts; 0 hides them."""
         # They are hidden as long as there is nothing to compare, and after the search, because the
         # result contains them. On a `narrow` terminal, only the rivals are shown.
         if self.shows_result or len(rivals(self.state)) < LEAST_COMPARED:
@@ -240,12 +223,12 @@ class BalanceView(UsesApp, Widget):
         return max(4, compared, self._share_rows(width)) + frame
 
     def _share_rows(self, width: int) -> int:
-        """Count the lines of the shares panel: bar, legend and batch."""
+        """Return the lines that the shares and their legend take."""
         # One line is always reserved for a second bar, which shows the split being measured.
         each = 26 if len(self.state.devices) <= DETAILED_SHARES else 15
         legend = max(1, -(-len(self.state.devices) // max(1, (width // 2 - 2) // each)))
         return legend + 3
 
     def on_resize(self) -> None:
-        """Distribute the height among the panels again, and redraw them."""
+        """Fit the panels into the new size."""
         self.redraw()

@@ -1,7 +1,4 @@
-"""A widget that draws lines; every panel of the app is one.
-
-Textual's own table and sparkline widgets need five times as much CPU time.
-"""
+"""The widget that draws lines of text, fast enough for many updates per second."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ _BOLD = ("strong", "headline", "bad", "key", "tab")
 
 
 class _Drawn(NamedTuple):
-    """The rows that a widget drew last, to reuse unchanged ones."""
+    """The rows drawn last, kept to be reused."""
 
     crop: Region
     rows: list[Strip]  # frame included
@@ -49,10 +46,13 @@ class _Drawn(NamedTuple):
 
 
 class Lines(UsesApp, Widget):
-    """A widget that draws given lines, and redraws only lines that have changed."""
+    """Base class of panels: draws `evener.tui.view.cells.Line` objects.
+
+    Only changed lines are drawn again. Subclasses override `redraw`, `click_cell` and `click_row`.
+    """
 
     class Resized(Message):
-        """The message that the widget's size has changed, so the screen must rebuild its lines."""
+        """Message: the widget has a new size."""
 
     def __init__(
         self,
@@ -72,22 +72,19 @@ class Lines(UsesApp, Widget):
 
     @property
     def lines(self) -> tuple[Line, ...]:
-        """The lines that the widget draws now."""
+        """The lines that are shown."""
         return self._lines
 
     @property
     def text(self) -> str:
-        """The lines' text without colours."""
+        """The shown text, without colours."""
         return "\n".join(line.text for line in self._lines)
 
     def redraw(self) -> None:
-        """Rebuild the lines for the current size.
-
-        Subclasses that make their own lines override this method.
-        """
+        """Draw the content anew, for example in a new size; subclasses override it."""
 
     def show(self, lines: Sequence[Line]) -> None:
-        """Draw these lines in place of the previous ones."""
+        """Show these lines instead of the present ones."""
         before, self._lines = self._lines, tuple(lines)
         pairs = zip_longest(before, self._lines, fillvalue=BLANK)
         changed = [y for y, (old, new) in enumerate(pairs) if old != new]
@@ -98,7 +95,7 @@ class Lines(UsesApp, Widget):
             self.refresh(*(Region(left, y, width, 1) for y in changed))
 
     def entitle(self, title: str | None = None, subtitle: str | None = None) -> None:
-        """Set the title and subtitle in the frame, as plain text; None doesn't change a text."""
+        """Change the title or subtitle in the frame; None keeps it."""
         if title is not None and title != self._title:
             self._title = title
             self.border_title = Content(self.evener.shown(title))
@@ -107,13 +104,13 @@ class Lines(UsesApp, Widget):
             self.border_subtitle = Content(self.evener.shown(subtitle))
 
     def refresh(self, *regions: Region, **options: Any) -> Self:
-        """Draw these regions again; without regions, draw the whole widget again."""
+        """Redraw regions or, without any, the whole widget."""
         if not regions:
             self._drawn = None
         return super().refresh(*regions, **options)
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """Return the rows of the region `crop` of the widget, including its frame."""
+        """Return the rows in a region, frame included."""
         # If only lines have changed, the other rows of the last drawing are reused. Textual's own
         # method isn't called then, because it looks up the styles of every row.
         drawn = self._drawn
@@ -132,7 +129,7 @@ class Lines(UsesApp, Widget):
         return rows
 
     def _rows_to_reuse(self, crop: Region, rows: list[Strip]) -> _Drawn | None:
-        """Return the drawn rows for reuse, or None if that's impossible."""
+        """Keep drawn rows for reuse, or return None if that isn't possible."""
         top, right, bottom, left = self.gutter
         # a part is hidden, or filters change the colours
         lines = range(top, crop.height - bottom)
@@ -147,11 +144,11 @@ class Lines(UsesApp, Widget):
         return _Drawn(crop, rows, lines, segments[:left], segments[len(segments) - right :])
 
     def render_line(self, y: int) -> Strip:
-        """Draw a row of the widget's content; `y` counts from the top."""
+        """Return a row without the frame."""
         return self._draw(y, self.size.width)
 
     def _draw(self, y: int, width: int) -> Strip:
-        """Draw the line with index `y`, truncated or padded to the width."""
+        """Draw a line in the theme's colours."""
         line = self._lines[y] if y < len(self._lines) else BLANK
         draws_ascii, cursor = self.evener.ascii, line.cursor
         styles = self._styles_by_tone
@@ -164,7 +161,7 @@ class Lines(UsesApp, Widget):
         return Strip(segments).adjust_cell_length(width, self._tone("text", cursor))
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """Return all line filters except the one for the terminal's own ANSI colours."""
+        """Return the widget's filters, except the one for ANSI colours."""
         # No tone uses ANSI colours, so that filter would only cost time.
         return [
             each for each in super().get_line_filters() if not isinstance(each, ANSIToTruecolor)
@@ -189,29 +186,23 @@ class Lines(UsesApp, Widget):
         return known
 
     def notify_style_update(self) -> None:
-        """Discard the cached styles, because the theme may have changed, and redraw."""
+        """Forget the colours of an earlier theme, and redraw the widget."""
         super().notify_style_update()
         self._styles_by_tone = {}
         self.refresh()
 
     def on_resize(self) -> None:
-        """Redraw in the new size, so that no row stays empty, and post `Resized`.
-
-        The screen then rebuilds the lines of its panels.
-        """
+        """Redraw the content in the new size."""
         self.redraw()
         self.post_message(self.Resized())
 
     def watch_has_focus(self, has_focus: bool) -> None:
-        """Redraw, because the cursor is shown only while the widget has the focus."""
+        """Redraw the content, because only a focused widget shows its cursor."""
         super().watch_has_focus(has_focus)
         self.redraw()
 
     def on_click(self, event: Click) -> None:
-        """Pass a click to `click_cell` and `click_row`.
-
-        A click on text that has an action of its own isn't passed, because Textual runs the action.
-        """
+        """Pass a click to `click_cell` and `click_row`, unless the text has its own action."""
         if "@click" in event.style.meta:
             return
         offset = event.get_content_offset(self)
@@ -220,10 +211,7 @@ class Lines(UsesApp, Widget):
             self.click_row(offset.y, event.chain)
 
     def click_cell(self, x: int, y: int) -> None:
-        """Handle a click on a cell; `x` and `y` count from the first cell of the first line."""
+        """Handle a click on a cell; does nothing by default."""
 
     def click_row(self, row: int, clicks: int) -> None:
-        """Handle a click on a row; `row` counts from the first line.
-
-        `clicks` is 2 for a double click.
-        """
+        """Handle a click on a row, with the number of clicks so far; does nothing by default."""

@@ -1,7 +1,4 @@
-"""Panels of rows with a cursor, which keys, the wheel and clicks move.
-
-There are sorted lists, lists with check marks, and a choice among words.
-"""
+"""Lists and tables with a cursor, lists to tick, and choices."""
 
 from __future__ import annotations
 
@@ -34,9 +31,9 @@ from .lines import Lines
 
 
 class ListPanel(Lines, Generic[RowT]):
-    """A list of rows below a heading, with a cursor.
+    """Base class of tables with a cursor that keys, clicks and the mouse wheel move.
 
-    `cursor` is the index of the row under the cursor, and `top` the index of the first visible row.
+    Subclasses implement `grid` and, if rows can change places, `identity`.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -53,7 +50,7 @@ class ListPanel(Lines, Generic[RowT]):
     OPEN = ""  # the action that shows the row under the cursor in full; empty: rows have no details
 
     class Moved(Message):
-        """The message that the cursor may be on another row."""
+        """Message: the user has moved the cursor."""
 
     def __init__(self, title: str = "", *, id: str) -> None:  # noqa: A002 - Textual's name
         super().__init__(title, id=id, classes="panel")
@@ -64,21 +61,21 @@ class ListPanel(Lines, Generic[RowT]):
 
     @property
     def position(self) -> Position:
-        """The position of the cursor, which is drawn only while the panel has the focus."""
+        """The cursor and the first visible row."""
         return Position(self.cursor, self.top, self.has_focus)
 
     @property
     def count(self) -> int:
-        """The number of rows that are listed: with a filter, only matching rows."""
+        """The number of rows."""
         return len(self.rows)
 
     @property
     def chosen(self) -> RowT | None:
-        """The row under the cursor; None if there are no rows."""
+        """The row under the cursor, or None if there are no rows."""
         return self.rows[self.cursor] if self.cursor < len(self.rows) else None
 
     def action_move(self, rows: int) -> None:
-        """Move the cursor by `rows` rows, at most to the first or last one."""
+        """Move the cursor by `rows`, up to the ends."""
         moved = max(0, min(self.cursor + rows, self.count - 1))
         if moved != self.cursor:
             self.cursor = moved
@@ -87,11 +84,11 @@ class ListPanel(Lines, Generic[RowT]):
         self.post_message(self.Moved())
 
     def grid(self) -> Grid[RowT]:
-        """Return the table in which the rows are drawn."""
+        """Return the columns; subclasses implement it."""
         raise NotImplementedError
 
     def redraw(self) -> None:
-        """Draw the rows for the current size."""
+        """Draw the table."""
         self._draw_table(self.grid())
 
     def _draw_table(self, grid: Grid[RowT], order: Order = UNSORTED, note: str = "") -> None:
@@ -99,17 +96,11 @@ class ListPanel(Lines, Generic[RowT]):
         self.show(lines)
 
     def identity(self, row: RowT) -> Hashable:
-        """Return a key to keep the cursor on the row when rows change.
-
-        If the key is None, the cursor stays at its index instead.
-        """
+        """Return what identifies a row, so that the cursor follows it; None keeps the place."""
         return None
 
     def place_rows(self, rows: Sequence[RowT]) -> None:
-        """Replace the rows, without drawing them yet.
-
-        The cursor stays on its row, or at its index if that row is gone.
-        """
+        """Set the rows, and keep the cursor on the same one if it is still there."""
         was_empty, self.rows = not self.rows, rows
         if was_empty != (not rows):
             self.refresh_bindings()
@@ -121,26 +112,26 @@ class ListPanel(Lines, Generic[RowT]):
             self._note_cursor()
 
     def _note_cursor(self) -> None:
-        """Remember the row under the cursor, in case rows change."""
+        """Remember the row under the cursor."""
         self._under_cursor = self.identity(self.chosen) if self.chosen is not None else None
 
     def action_page(self, pages: int) -> None:
-        """Move the cursor by `pages` times the number of visible rows."""
+        """Move the cursor by pages."""
         self.action_move(pages * max(1, self.size.height - self.HEADING_ROWS))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Return whether an action has an effect now; marking and opening need a row."""
+        """Return whether an action is possible: marks and details need a row."""
         if action == "tag":
             return bool(self.count)
         return action != "open" or bool(self.OPEN and self.count)
 
     async def action_open(self) -> None:
-        """Show all details of the row under the cursor."""
+        """Open details of the row under the cursor."""
         if self.count and self.OPEN:
             await self.app.run_action(self.OPEN)
 
     def click_row(self, row: int, clicks: int) -> None:
-        """Move the cursor to the row; a double click opens the row."""
+        """Move the cursor to the row; a double click opens its details."""
         place = self.top + row - self.HEADING_ROWS
         if self.top <= place < self.count:
             self.action_move(place - self.cursor)
@@ -148,20 +139,20 @@ class ListPanel(Lines, Generic[RowT]):
                 self.call_later(self.action_open)
 
     def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
-        """Move the cursor down by one row."""
+        """Move the cursor down."""
         event.stop()
         self.action_move(1)
 
     def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
-        """Move the cursor up by one row."""
+        """Move the cursor up."""
         event.stop()
         self.action_move(-1)
 
 
 class SortedPanel(ListPanel[RowT]):
-    """A list that is sorted and filtered, and in which rows can be marked.
+    """Base class of tables that the user can sort, filter and mark rows in.
 
-    The cursor follows its row when rows are sorted differently.
+    Subclasses define `COLUMNS`, `identity` and `search_text_of`.
     """
 
     COLUMNS: ClassVar[Sequence[Column[Any]]]
@@ -180,21 +171,21 @@ class SortedPanel(ListPanel[RowT]):
 
     @property
     def chosen_rows(self) -> tuple[RowT, ...]:
-        """The marked rows or, if no row is marked, the row under the cursor."""
+        """The marked rows, or the row under the cursor if none is marked."""
         marked = tuple(row for row in self.rows if self.identity(row) in self.tagged)
         return marked or ((self.chosen,) if self.chosen is not None else ())
 
     def search_text_of(self, row: RowT) -> str:
-        """Return the text of a row that the filter searches for the user's words."""
+        """Return the text that the filter searches; subclasses implement it."""
         raise NotImplementedError
 
     def set_data(self, found: Sequence[RowT]) -> None:
-        """Show these rows, sorted and filtered as the user has chosen."""
+        """Set all rows, before filtering and sorting."""
         self.found = found
         self.redraw()
 
     def redraw(self) -> None:
-        """Sort, filter and draw the rows; the heading says how many match a filter."""
+        """Filter, sort and draw the rows."""
         kept = [row for row in self.found if matches(self.search_text_of(row), self.words)]
         self.place_rows(sort_rows(self.COLUMNS, kept, self.order))
         total = len(self.found)
@@ -209,7 +200,7 @@ class SortedPanel(ListPanel[RowT]):
         return (Span(Mark.TAGGED if self.identity(row) in self.tagged else "", "speed"),)
 
     def action_tag(self) -> None:
-        """Mark the row under the cursor, or remove its mark, and move to the next row."""
+        """Mark the row under the cursor or remove its mark, and move down."""
         if self.chosen is not None:
             self.tagged ^= {self.identity(self.chosen)}
             self.action_move(1)
@@ -220,30 +211,27 @@ class SortedPanel(ListPanel[RowT]):
         self.redraw()
 
     def action_next_sort(self) -> None:
-        """Sort by the next column that rows can be sorted by."""
+        """Sort by the next column."""
         keys = sort_keys(self.COLUMNS)
         self.action_sort(keys[(keys.index(self.order.key) + 1) % len(keys)])
 
     def action_reverse(self) -> None:
-        """Reverse the order of the rows."""
+        """Reverse the order."""
         self.action_sort(self.order.key)
 
     def action_sort(self, key: str) -> None:
-        """Sort by the column `key`, as a click on its title does.
-
-        Sorting by the same column again reverses the order.
-        """
+        """Sort by the column with this key; the same column again reverses the order."""
         self.order = chosen_order(self.COLUMNS, key, self.order)
         self.redraw()
 
     def filter_by(self, words: str) -> None:
-        """Show only the rows that contain every word of `words`."""
+        """Show only rows that contain all words."""
         self.words = words
         self.redraw()
 
 
 class Ticks(ListPanel[tuple[str, str]]):
-    """A list whose entries can be ticked. If `single`, exactly one entry is always ticked."""
+    """List of entries with boxes to tick; `single` keeps exactly one of them ticked."""
 
     HEADING_ROWS = 0
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -252,7 +240,7 @@ class Ticks(ListPanel[tuple[str, str]]):
     ]
 
     class Ticked(Message):
-        """The message that the user has ticked an entry or removed a tick."""
+        """Message: the user has ticked or cleared an entry."""
 
     # Textual's name
     def __init__(self, *, id: str, title: str, single: bool = False) -> None:  # noqa: A002
@@ -261,13 +249,13 @@ class Ticks(ListPanel[tuple[str, str]]):
         self.ticked: frozenset[int] = frozenset()
 
     def offer(self, entries: Sequence[tuple[str, str]], ticked: frozenset[int]) -> None:
-        """Set the entries, each a name with a note, and the indices of the ticked entries."""
+        """Set the entries, each a name with a note, and the positions that are ticked."""
         self.rows, self.ticked = entries, ticked
         self.cursor = min(ticked, default=0) if self._single else 0
         self.redraw()
 
     def redraw(self) -> None:
-        """Draw the visible entries; the first and the last one say how many more are hidden."""
+        """Draw the entries that fit, and how many are hidden."""
         width, height = self.size
         self.top = window(self.count, self.cursor, height, self.top)
         shown = range(self.top, min(self.count, self.top + height))
@@ -293,19 +281,13 @@ class Ticks(ListPanel[tuple[str, str]]):
         return Line((*spans, *pad((Span(rest, "dim"),), room), Span(more, "key")), here)
 
     def action_move(self, rows: int) -> None:
-        """Move the cursor by `rows` entries.
-
-        If the list is `single`, the entry under the cursor is ticked.
-        """
+        """Move the cursor; a single tick moves with it."""
         super().action_move(rows)
         if self._single and self.count and self.ticked != frozenset({self.cursor}):
             self.action_tick()
 
     def action_tick(self) -> None:
-        """Tick the entry under the cursor.
-
-        Unless the list is `single`, an entry that is ticked already loses its tick.
-        """
+        """Tick or clear the entry under the cursor."""
         if not self.count:
             return
         here = frozenset({self.cursor})
@@ -314,26 +296,26 @@ class Ticks(ListPanel[tuple[str, str]]):
         self.post_message(self.Ticked())
 
     def tick_only(self, place: int) -> None:
-        """Tick the entry at this index and no other."""
+        """Tick one entry and clear all others, without a message."""
         if 0 <= place < self.count and self.ticked != frozenset({place}):
             self.ticked = frozenset({place})
             self.cursor = place
             self.redraw()
 
     def click_row(self, row: int, clicks: int) -> None:
-        """Tick the clicked entry, or remove its tick if it has one."""
+        """Move the cursor to the entry, and tick or clear it."""
         if self.top + row < self.count:
             self.action_move(self.top + row - self.cursor)
             self.action_tick()
 
 
 class OneOf(Lines):
-    """A choice among a few words; the left and right keys, Space and a click change it."""
+    """Field with one of several words, changed by arrow keys or a click."""
 
     can_focus = True
 
     class Changed(Message):
-        """The message that the user has chosen another word."""
+        """Message: the user has changed the word."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("right,space,enter", "change(1)", "Next", show=False),
@@ -347,7 +329,7 @@ class OneOf(Lines):
         self.value = value or self._words[0]
 
     def redraw(self) -> None:
-        """Draw the chosen word between arrows."""
+        """Draw the word between arrows."""
         self.show(
             [
                 line(
@@ -360,12 +342,12 @@ class OneOf(Lines):
         )
 
     def action_change(self, steps: int) -> None:
-        """Choose the word `steps` places after the current one; the first word follows the last."""
+        """Choose another word, `steps` further on; after the last comes the first."""
         place = self._words.index(self.value)
         self.value = self._words[(place + steps) % len(self._words)]
         self.redraw()
         self.post_message(self.Changed())
 
     def click_row(self, row: int, clicks: int) -> None:
-        """Choose the next option, wherever the click was."""
+        """Choose the next word."""
         self.action_change(1)

@@ -1,7 +1,4 @@
-"""A panel with a chart and a cursor, which keys, the wheel and clicks move.
-
-The points at the cursor are described below the chart.
-"""
+"""The widget of a chart."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from .lines import Lines
 
 
 class ChartPanel(Lines):
-    """A panel that draws a given chart. The cursor keeps its x when points are added."""
+    """Chart with a cursor that reads out its points."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left,h", "step(-1)", "Point before", show=False),
@@ -29,14 +26,14 @@ class ChartPanel(Lines):
     can_focus = True
 
     class Moved(Message):
-        """The message that the cursor has moved to another point (`x`), or is hidden (None)."""
+        """Message: the cursor has moved to `x`, or None if it is hidden."""
 
         def __init__(self, x: float | None) -> None:
             super().__init__()
             self.x = x
 
     class Scaled(Message):
-        """The message that the axes have become logarithmic (`log2`) or linear."""
+        """Message: the user has changed between logarithmic and linear axes."""
 
         def __init__(self, log2: bool) -> None:
             super().__init__()
@@ -48,28 +45,24 @@ class ChartPanel(Lines):
 
     @property
     def log2(self) -> bool:
-        """True if the user has chosen logarithmic axes (base 2)."""
+        """Whether the axes are logarithmic, by the user's settings."""
         return self.evener.settings.log_axes
 
     def set_data(self, chart: Chart) -> None:
-        """Draw this chart, with the panel's own scale and cursor."""
+        """Show a chart; the cursor stays where it is if there is still a point."""
         cursor = self.chart.cursor if self.chart.cursor in chart.stops() else None
         self.chart = chart._replace(cursor=cursor)
         self.redraw()
 
     @property
     def shown_chart(self) -> Chart:
-        """The chart with the scale that the user has chosen.
-
-        Axes that are linear in the given chart stay linear, even if the user has chosen logarithmic
-        axes.
-        """
+        """The chart with the axes that the user has chosen."""
         if self.log2:
             return self.chart
         return self.chart._replace(log2_x=False, log2_y=False)
 
     def redraw(self) -> None:
-        """Draw the chart for the current size, and the points at the cursor as text."""
+        """Draw the chart and the values at the cursor."""
         width, height = self.size
         chart = self.shown_chart
         lines = draw_chart(chart, width, height - 1)
@@ -78,14 +71,14 @@ class ChartPanel(Lines):
         self.show(lines)
 
     def move_to(self, x: float | None) -> None:
-        """Move the cursor to the points at this x, or hide it if `x` is None."""
+        """Move the cursor to `x`; None hides it."""
         if x != self.chart.cursor:
             self.chart = self.chart._replace(cursor=x)
             self.redraw()
             self.post_message(self.Moved(x))
 
     def action_step(self, steps: int) -> None:
-        """Move the cursor by `steps` points; a hidden cursor appears near the last point."""
+        """Move the cursor by some points."""
         stops = self.chart.stops()
         if not stops:
             return
@@ -96,17 +89,17 @@ class ChartPanel(Lines):
         self.move_to(stops[max(0, min(place, len(stops) - 1))])
 
     def action_toggle_scale(self) -> None:
-        """Switch between logarithmic and linear axes, and save the choice."""
+        """Change between logarithmic and linear axes, and save the choice."""
         self.evener.keep(log_axes=not self.log2)
         self.redraw()
         self.post_message(self.Scaled(self.log2))
 
     def action_hide_cursor(self) -> None:
-        """Hide the cursor and the description of its points."""
+        """Hide the cursor."""
         self.move_to(None)
 
     def click_cell(self, x: int, y: int) -> None:
-        """Move the cursor to the point nearest to the click."""
+        """Move the cursor to the nearest point."""
         if not self.chart.is_empty:
             frame = frame_chart(self.shown_chart, self.size.width, self.size.height - 1)
             self.move_to(nearest(self.chart.stops(), frame, x - frame.left))

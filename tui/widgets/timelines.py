@@ -1,4 +1,4 @@
-"""A panel with graphs of the devices' metrics over time, which share one cursor."""
+"""The widget of the Monitor screen's graphs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ from .lines import Lines
 
 
 class TimelinePanel(Lines):
-    """The panel with graphs of the devices' metrics over time.
-
-    If not all devices fit, only the device under the cursor of the device list and the devices
-    around it have graphs.
-    """
+    """Graphs of the devices' metrics over time, with a cursor that reads earlier values."""
 
     def __init__(self) -> None:
         super().__init__(id="graphs", classes="panel")
@@ -31,28 +27,22 @@ class TimelinePanel(Lines):
 
     @property
     def span(self) -> float:
-        """The shortest period that the graphs show, in seconds.
-
-        It is the value of `SPANS` nearest to the user's setting.
-        """
+        """The time that the graphs show, in seconds."""
         return nearest_span(self.evener.settings.graph_seconds)
 
     @property
     def shows_all(self) -> bool:
-        """True if there is room for the graphs of all devices."""
+        """Whether every device has graphs."""
         plan = self._plan
         return self.display and plan is not None and len(plan.devices) == len(self._samples)
 
     def set_data(self, samples: Sequence[DeviceSample], chosen: DeviceSample | None) -> None:
-        """Draw the graphs of these devices from the history that the app's sampler stores.
-
-        `chosen` is the device under the list's cursor, which is marked; None marks no device.
-        """
+        """Show a new reading; `chosen` is the device to highlight, or None."""
         self._samples, self._chosen = samples, chosen
         self.redraw()
 
     def redraw(self) -> None:
-        """Draw the graphs for the current size."""
+        """Draw the graphs that fit, or none."""
         width, height = self.size
         chosen = self._chosen.device.key if self._chosen is not None else ""
         self._plan = place_graphs(self._samples, self.evener.publisher, width, height, chosen)
@@ -67,7 +57,7 @@ class TimelinePanel(Lines):
         self._entitle(self._plan)
 
     def _choose_scale(self, plan: GraphPlan) -> None:
-        """Choose the number of ticks per column of dots."""
+        """Choose how many readings a column of dots combines."""
         # If it changes, the cursor is hidden, because its cell would then stand for another time.
         publisher = self.evener.publisher
         per_dot = ticks_per_dot(self.span, publisher.interval_seconds, plan.graph)
@@ -91,7 +81,7 @@ class TimelinePanel(Lines):
         return TickWindow(self._plan.graph, per_dot, self.evener.publisher.ticks, stretch)
 
     def step(self, cells: int) -> None:
-        """Move the cursor by `cells`; if it is hidden, show it at the newest cell instead."""
+        """Move the time cursor by some cells; show it at the newest reading first."""
         window = self._window()
         if window is None:
             return
@@ -103,24 +93,24 @@ class TimelinePanel(Lines):
         self.redraw()
 
     def hide_cursor(self) -> None:
-        """Hide the cursor, so that the graphs show the newest values again."""
+        """Hide the time cursor."""
         self.cursor = None
         self.redraw()
 
     def change_span(self, direction: int) -> None:
-        """Lengthen (1) or shorten (-1) the shown period, hide the cursor, and save the choice."""
+        """Show the next longer (1) or shorter (-1) time, and save the choice."""
         place = SPANS.index(self.span) + direction
         self.evener.keep(graph_seconds=SPANS[max(0, min(place, len(SPANS) - 1))])
         self.cursor = None
         self.redraw()
 
     def toggle_scale(self) -> None:
-        """Switch between one scale for all devices and one for each device, and save the choice."""
+        """Change between one scale for all devices and one for each, and save the choice."""
         self.evener.keep(common_scale=not self.evener.settings.common_scale)
         self.redraw()
 
     def click_cell(self, x: int, y: int) -> None:
-        """Move the cursor to the time that was clicked in a graph."""
+        """Move the time cursor to the clicked cell."""
         window = self._window()
         if window is None or self._plan is None:
             return
@@ -129,11 +119,11 @@ class TimelinePanel(Lines):
             self._move_to(window.first_cell + cell, window)
 
     def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
-        """Show a longer period."""
+        """Show a longer time."""
         event.stop()
         self.change_span(1)
 
     def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
-        """Show a shorter period."""
+        """Show a shorter time."""
         event.stop()
         self.change_span(-1)
