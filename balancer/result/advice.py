@@ -74,7 +74,7 @@ def _lacks_comparison(verdict: Verdict) -> bool:
 
 
 def find_single(verdict: Verdict) -> Rival | None:
-    """Return the first rival that is a single device and as fast as the plan, or None.
+    """Return the first single device that is as fast as the plan, or None.
 
     Its global batch equals the plan's. It may be smaller if the search chose the batch.
     """
@@ -89,7 +89,7 @@ def find_single(verdict: Verdict) -> Rival | None:
 
 
 def is_equal(rival: Rival) -> bool:
-    """Whether the rival ties with the plan and their measured speeds differ by at most 3 %."""
+    """Whether a layout ties with the plan and their measured speeds differ by at most 3 %."""
     gap = rival.difference
     return rival.tie and gap is not None and abs(gap.value) <= UNCLEAR
 

@@ -197,7 +197,7 @@ def _has_equal_shares(layout: Layout) -> bool:
 def find_ratios(layout: Layout, row_tokens: float) -> tuple[float, ...]:
     """Return the fraction of the work that each device of a layout gets.
 
-    If rows are assigned by their cost, the fractions are those for rows of `row_tokens` tokens.
+    If rows are assigned by their cost, the fractions are for rows of `row_tokens` tokens.
     """
     if layout.costs:
         return cost_ratios(layout.costs, row_tokens)
@@ -232,7 +232,7 @@ def padding_share(seen: Sequence[Timed]) -> float:
 
 
 def work_gap(seen: Sequence[Timed]) -> float | None:
-    """Return by what fraction the fastest device's compute time is below the slowest device's.
+    """Return the relative gap between the shortest and the longest compute time of a step.
 
     It is the mean over `seen`, or None if a compute time is unknown.
     """
@@ -289,7 +289,7 @@ def compare_alone(chosen: Result, result: Result) -> ComparedLayout:
 def _name_rivals(
     report: SearchReport, rivals: Sequence[ComparedLayout], labels: Sequence[str]
 ) -> tuple[Rival, ...]:
-    """Describe everything that the plan is compared with, under distinct names."""
+    """Describe every layout that the plan is compared with, under distinct names."""
     # the single device with which the plan is compared comes first
     chosen = report.chosen
     known = {rival.layout for rival in rivals} | {chosen.layout}
@@ -332,7 +332,7 @@ def _rate(compared: ComparedLayout) -> float:
 
 
 def _list_singles(rivals: Sequence[ComparedLayout]) -> list[ComparedLayout]:
-    """Return the rivals that are one device without knobs."""
+    """Return the compared layouts that use one device and no knobs."""
     return [rival for rival in rivals if rival.family and rival.layout.traits.alone]
 
 
@@ -357,7 +357,7 @@ def _describe_rival(
     labels: Sequence[str],
     alone: Sequence[ComparedLayout],
 ) -> Rival:
-    """Describe one rival as the verdict stores it.
+    """Describe a compared layout as the verdict stores it.
 
     `alone` holds the solo measurements, which may have been faster than the later ones.
     """
@@ -522,7 +522,7 @@ def _list_splits_with(report: SearchReport, position: int) -> list[Result]:
 
 
 def _best_split(rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
-    """Return the best rival over several devices that is comparable with the plan, or None."""
+    """Return the best layout over several devices that is comparable with the plan, or None."""
     splits = [
         rival
         for rival in rivals
@@ -588,7 +588,7 @@ def find_not_compared(report: SearchReport, devices: int) -> Iterator[LeftOut]:
 
 
 def find_unequal_rows(report: SearchReport) -> Iterator[LeftOut]:
-    """Yield the layout families that can't be compared, because shares follow the cost of rows."""
+    """Yield the kinds of layouts that can't be compared, because shares follow the cost of rows."""
     if not report.mean_length:
         return
     for family in report.options.wanted:

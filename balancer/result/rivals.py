@@ -180,7 +180,7 @@ def _compare_rates(own: Interval, other: Interval) -> RateGap:
 
 
 def _reverse_gap(against: Interval) -> RateGap:
-    """Turn a rival's measured gap to the plan into the plan's gap to the rival."""
+    """Turn a layout's measured gap to the plan into the plan's gap to the layout."""
     low, value, high = (
         1 / (1 + max(-0.99, each)) - 1 for each in (against.high, against.value, against.low)
     )
@@ -188,20 +188,20 @@ def _reverse_gap(against: Interval) -> RateGap:
 
 
 def find_own_family(layout: Layout) -> Family:
-    """Return the family of a layout; equal shares over several devices count as `EVEN`."""
+    """Return the family that a layout belongs to; `EVEN` for equal shares over several devices."""
     whole = layout.traits.together and not layout.traits.sharded
     return EVEN if whole and is_even(layout) else family_of(layout)
 
 
 def name_rivals(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) -> tuple[str, ...]:
-    """Return names for the rivals that differ from each other and from the plan's name."""
+    """Return names for the compared layouts, distinct from each other and from the plan's."""
     layout = chosen.layout
     own = Candidate(find_own_family(layout), layout)
     return name_all([own, *(rival.candidate for rival in rivals)], devices)[1:]
 
 
 def find_larger(chosen: Result, rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
-    """Return the fastest rival with a larger global batch that beats the plan, or None."""
+    """Return the fastest layout with a larger global batch that beats the plan, or None."""
     if not chosen.layout.traits.by_shares:
         return None
     faster = [rival for rival in rivals if rival.candidate.synchronous and rival.gain < 0]
@@ -212,9 +212,9 @@ def find_larger(chosen: Result, rivals: Sequence[ComparedLayout]) -> ComparedLay
 def is_comparable(
     own: Interval, own_shares: Sequence[int], other: Interval, shares: Sequence[int]
 ) -> bool:
-    """Whether a speed comparison between the plan and a rival is meaningful.
+    """Whether a speed comparison between the plan and another layout is meaningful.
 
-    - Both rates must be known, and the rival's above 0.
+    - Both rates must be known, and the other one above 0.
     - A split must have at least half of the plan's global batch.
     - A single device is skipped if it did more samples/s within the plan than it did alone: its
       solo measurement is then out of date.

@@ -205,7 +205,7 @@ def _write_gains(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
-    """Yield how much longer each of several trainings on one device takes than it would alone."""
+    """Yield how much longer each job takes beside others on its device than it would alone."""
     chosen = verdict.chosen
     if chosen.trainings > 1 and single.gain is not None:
         seconds = chosen.global_batch * chosen.trainings / verdict.rate.samples_per_second
@@ -228,7 +228,7 @@ def _find_even_split(verdict: Verdict) -> Rival | None:
 
 
 def find_best_split(verdict: Verdict) -> Rival | None:
-    """Return the best rival over several devices that the text can mention, or None."""
+    """Return the best layout over several devices that the text can mention, or None."""
     splits = [rival for rival in verdict.rivals if rival.kind in SPLITS]
     return next(filter(_can_be_stated, splits), None)
 
@@ -236,7 +236,7 @@ def find_best_split(verdict: Verdict) -> Rival | None:
 def find_alone(verdict: Verdict) -> Rival | None:
     """Return the single device to compare the plan with, or None.
 
-    Only the first one is considered, because it is the one that the verdict chose for comparison.
+    Only the first one in the verdict is considered: the verdict chose it for this comparison.
     """
     alone = [rival for rival in verdict.rivals if rival.kind == "one_device"]
     if verdict.chosen.kind == "one_device":
@@ -256,7 +256,7 @@ def _name_split(verdict: Verdict, split: Rival) -> str:
 
 
 def _can_be_stated(rival: Rival) -> bool:
-    """Whether the rival was compared with the plan, or is too uncertain to be."""
+    """Whether a layout was compared with the plan, or is too uncertain to be."""
     return rival.gain is not None or not rival.rate.known
 
 
@@ -265,9 +265,9 @@ def _interval(measured: MeasuredRate) -> Interval:
 
 
 def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
-    """Return the plan's gain over a rival as text, such as "+20 % over equal shares".
+    """Return the plan's gain over a layout as text, such as "+20 % over equal shares".
 
-    `over` is the rival's name in the text.
+    `over` is the layout's name in the text.
     """
     if not rival.rate.known or rival.gain is None:
         are = "are" if rival.kind == "equal_shares" else "is"
@@ -312,7 +312,7 @@ def _half_width(difference: RateGap) -> float:
 
 
 def _write_tie(rival: Rival, over: str) -> str:
-    """Return the difference between the plan and a tied rival as text, with its error."""
+    """Return the difference between the plan and a tied layout as text, with its error."""
     gap = rival.difference
     if gap is None:  # from an older version
         return f"as fast as {over}"
@@ -548,7 +548,7 @@ def _describe_faster_layouts(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_faster(verdict: Verdict, rival: Rival) -> str:
-    """Return a rival's samples/s and its lead over the plan as text.
+    """Return the samples/s of a faster layout, and its lead over the plan, as text.
 
     A tie also gets the error and, where measured, the gap in alternating measurements.
     """
@@ -568,7 +568,7 @@ def _write_faster(verdict: Verdict, rival: Rival) -> str:
 
 
 def _relative_gain(verdict: Verdict, rival: Rival) -> float:
-    """Return the rival's speed relative to the plan, minus 1, from the samples/s as printed."""
+    """Return a layout's speed relative to the plan, minus 1, from the samples/s as printed."""
     return printed_gain(rival.rate.samples_per_second, verdict.rate.samples_per_second)
 
 
@@ -639,7 +639,7 @@ def _describe_knobs(verdict: Verdict) -> Iterator[str]:
 
 
 def _find_workers(verdict: Verdict, rival: Rival) -> str | None:
-    """Return how many loader workers a rival used, as text, or None.
+    """Return how many loader workers a layout used, as text, or None.
 
     None unless it is the plan's layout with another number of workers.
     """
@@ -676,13 +676,13 @@ WORKERS = {f"workers{count}": str(count) for count in (0, 2, 4, 8)}
 
 
 def _write_percent_lost(gain: float) -> str:
-    """Return as a percentage what the rival loses if the plan gains `gain` over it."""
+    """Return as a percentage what a layout loses if the plan gains `gain` over it."""
     loss = 1 - 1 / (1 + gain)
     return percent(loss, 0 if loss >= 0.02 else 1)
 
 
 def _describe_packs(verdict: Verdict) -> Iterator[str]:
-    """Yield how several trainings on one device and placements compare with the plan."""
+    """Yield how the plan compares with placements and with several jobs on one device."""
     others = [rival for rival in verdict.rivals if rival.kind in ("side_by_side", "placed")]
     yield from _describe_slower_layouts(verdict, others)
     # ties, and layouts that are too uncertain to compare, have sentences of their own
@@ -696,7 +696,7 @@ def _describe_packs(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_slower_layouts(verdict: Verdict, others: Sequence[Rival]) -> Iterator[str]:
-    """Yield the loss of the first slower rival of each kind."""
+    """Yield the loss of the first slower layout of each kind."""
     mentioned: set[str] = {verdict.chosen.kind}
     for rival in others:
         if rival.kind in mentioned or rival.gain is None or rival.tie or rival.gain < 0:

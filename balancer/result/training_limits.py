@@ -73,7 +73,7 @@ def find_training_limits(
 ) -> tuple[TrainingLimit, ...]:
     """Return what takes time in the chosen layout's step and could be removed, largest first.
 
-    Empty if the parts of its step weren't measured, or if it runs several trainings side by side.
+    Empty if the parts of its step weren't measured, or if it runs several jobs side by side.
     """
     chosen = report.chosen
     layout = chosen.layout

@@ -65,9 +65,9 @@ class Budget:
     ) -> None:
         """Read from the observations how much time is spent, and what probes cost.
 
-        - `machine`: predicts the step time of layouts that weren't measured; None: solo
-          speeds do.
-        - `race_is_over`: let exploration use the time that the final comparison left.
+        - `machine`: predicts the step time of new layouts; None: estimate it from solo
+          speeds.
+        - `race_is_over`: spend the time that the final comparison left on further probes.
         """
         self._options = options
         self._seen = seen
@@ -150,10 +150,10 @@ class Budget:
         return (Probe(layout, stage, seconds, turn),)
 
     def has_time(self, seconds: float, after: float = 0.0, step_seconds: float = 0.0) -> bool:
-        """Whether exploration may spend `seconds` now and still have `after` seconds left.
+        """Whether a solo probe may take `seconds` now and leave `after` seconds for later ones.
 
-        A probe gets only a part of the remaining time, unless its steps are so slow that it times
-        just one.
+        It gets only a part of the remaining time, unless steps of `step_seconds` are so slow that
+        it times just one.
         """
         left = self._stage_end_seconds(Stage.SOLO) - self.spent
         if self.time.takes_lone_steps(step_seconds):

@@ -101,13 +101,16 @@ class Evaluation:
         return sum(self.budget.least_seconds(one.candidate.layout) for one in winner)
 
     def _explore(self, budget: Budget) -> tuple[Probe, ...]:
-        """Return the next probes of exploration, unless no layout can work."""
+        """Return the next probes that improve the model, unless no layout can work."""
         if self._why_none:
             return ()
         return explore(self.policy, budget, self.options.with_splits)
 
     def _explore_rest(self, seconds: float | None) -> tuple[Probe, ...]:
-        """Return what exploration would measure within `seconds`; None: without a limit."""
+        """Return the probes that would still improve the model within `seconds`; None:
+
+        without a limit.
+        """
         # without a limit (None), they show whether the search would go on
         problem = msgspec.structs.replace(self.problem, budget_seconds=seconds)
         rest = Budget(problem, self.options, self._seen, self.machine, race_is_over=True)
@@ -166,7 +169,7 @@ class Evaluation:
         return self._end_when_settled() if best_is_known else End(Stop.BUDGET)
 
     def _end_when_settled(self) -> End:
-        """Return the end of a search that expects no further gain, with a doubt if there is one."""
+        """Return the end of a search that expects no further gain, with any remaining doubt."""
         if self.best is None or not self.machine.by_rows:
             return End(Stop.SETTLED)
         doubt = find_doubt(self.model, self.best)
@@ -186,7 +189,7 @@ class Evaluation:
 
     @cached_property
     def by_rows(self) -> RowPolicy:
-        """The policy that assigns rows in the order of the data."""
+        """The policy for shares that count rows."""
         return RowPolicy(self.model)
 
     @cached_property
@@ -235,7 +238,7 @@ class Evaluation:
 
     @cached_property
     def offers(self) -> Offers:
-        """The candidates of all wanted families."""
+        """The candidates for the final comparison."""
         shards = self.sharding.layouts() if self.sharding else []
         view = FamilyView(self.options, self.policy, self.budget, shards)
         return Offers(view, self.policy)
@@ -284,8 +287,8 @@ class Evaluation:
     def _eligible_layouts(self, raced: dict[Layout, Candidate]) -> Sequence[Layout]:
         """Return the layouts that can win.
 
-        They have the requested global batch. Measurements from exploration are left out if the
-        layout nearly equals one of the final comparison, or belongs to a family that isn't wanted.
+        They have the requested global batch. Of the layouts outside the final comparison, only
+        wanted kinds count, and only if they clearly differ from all layouts inside.
         """
         fit = [
             one
@@ -313,7 +316,10 @@ class Evaluation:
         }
 
     def _samples_per_second(self, turns: Turns) -> Interval:
-        """Return the samples/s over all turns; single steps get the usual error of single steps."""
+        """Return the samples/s over all measurements.
+
+        If all are single steps, the interval has the usual error of single steps.
+        """
         interval = throughput(turns)
         if not all(turn.lone for turn in turns.values()):
             return interval
@@ -327,7 +333,7 @@ class Evaluation:
         return lone_error_of([(one.first_step_seconds, one.step_seconds) for one in lone])
 
     def _turns(self, layout: Layout) -> dict[int, Timed]:
-        """Return the measurements that count for a layout, by turn."""
+        """Return the measurements that count for a layout, numbered in order."""
         # all devices run at once in the solo stage, so its measurements only count without others
         return self._seen.turns(layout) or dict(enumerate(self._seen.timed_in(layout, Stage.SOLO)))
 

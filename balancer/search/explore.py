@@ -14,8 +14,7 @@ from .texts import TextPolicy
 def explore(policy: RowPolicy | TextPolicy, budget: Budget, with_splits: bool) -> tuple[Probe, ...]:
     """Return the next probes that improve the model of the machine; empty if none is worth it.
 
-    Devices are measured alone first, then in steps over several devices if `with_splits`. The
-    function depends on the observations only, so it can be called again after each one.
+    Devices are measured alone first. Steps over several devices follow if `with_splits`.
     """
     if isinstance(policy, TextPolicy):
         return TextStage(policy.machine, budget, with_splits).next_probes()

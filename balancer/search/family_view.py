@@ -15,7 +15,7 @@ from .texts import TextPolicy
 
 
 class FamilyView:
-    """The best known layouts of each kind, from which families make candidates."""
+    """The best known layouts of each kind, from which layout families make candidates."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class FamilyView:
 
     @cached_property
     def splits(self) -> Sequence[Layout]:
-        """The best splits; empty if no wanted family uses them."""
+        """The best splits; empty if splits aren't wanted."""
         return self._policy.best_splits() if self.options.with_splits else []
 
     @property
@@ -71,7 +71,7 @@ class FamilyView:
 
     @cached_property
     def packings(self) -> tuple[tuple[PackMode, Packing], ...]:
-        """The search for the best number of trainings on one device, by mode.
+        """The search for the best number of jobs on one device, by mode.
 
         Empty if packs aren't wanted, or if no device runs its batch in one pass.
         """

@@ -38,19 +38,19 @@ class LayoutOptions(msgspec.Struct, frozen=True):
 
     @property
     def wanted(self) -> tuple[Family, ...]:
-        """The families with these names."""
+        """The layout families with these names."""
         return find_families(self.families)
 
     @property
     def needs_more_children(self) -> bool:
-        """Whether layouts follow exploration that need new probe processes."""
+        """Whether the final comparison needs new probe processes."""
         return (
             self.scaling or bool(self.knobs) or any(family.more_children for family in self.wanted)
         )
 
     @property
     def with_splits(self) -> bool:
-        """Whether a wanted family needs splits to be explored."""
+        """Whether a wanted layout family needs measured splits."""
         return any(family.explored for family in self.wanted)
 
 
@@ -60,9 +60,9 @@ BALANCE = LayoutOptions(
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A layout that a family proposes for the final comparison.
+    """A layout for the final comparison, with the family that proposes it.
 
-    `extra` marks one that is tried besides the family's main layouts.
+    `extra` marks an additional proposal, whose absence isn't reported.
     """
 
     family: Family
@@ -124,7 +124,7 @@ def divide(layout: Layout, full: tuple[int, ...]) -> Layout | None:
 
 
 def same_measurement(one: Layout, other: Layout, near: float = TIE) -> bool:
-    """Whether two layouts are too similar for a measurement to tell which one it is.
+    """Whether two layouts are too similar for measurements to distinguish.
 
     `near` is the largest relative difference of their shares.
     """

@@ -120,7 +120,10 @@ class MachineModel:
 
     @cached_property
     def others_idle(self) -> dict[int, Timed]:
-        """The fastest measurement of each device alone while the others were idle, by position."""
+        """The fastest measurement of each device while the others were idle, by position.
+
+        With a fixed global batch, only measurements at that batch count.
+        """
         best: dict[int, Timed] = {}
         for one in self.seen.still_fit(self.seen.timed(Stage.REST)):
             layout = one.probe.layout

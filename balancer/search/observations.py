@@ -75,7 +75,7 @@ class Observations:
             self.gone.update(dict.fromkeys(seen.devices, seen.detail))
 
     def _record_others_memory(self, seen: Timed | OutOfMemory) -> None:
-        """Record how much memory other processes held on each device, latest turn first."""
+        """Record the bytes that other processes hold on each device, by its latest measurement."""
         probe = seen.probe
         race_turn = probe.turn if probe.stage in (Stage.RACE, Stage.KNOBS, Stage.CHECK) else -1
         # a race's last turn counts, as memory may be free again; an observation after a check is as
@@ -91,7 +91,10 @@ class Observations:
                 )
 
     def is_still_full(self, position: int, seen: OutOfMemory) -> bool:
-        """Whether other processes left no more memory on the device since it ran out."""
+        """Whether other processes hold at least as much memory as when the device ran out.
+
+        True if their memory is unknown.
+        """
         return not seen.short_bytes or seen.short_bytes[position] <= self._others_bytes[position][1]
 
     # ------------------------------------------------------------------ by probe, stage and layout
@@ -129,11 +132,11 @@ class Observations:
         return [timed for timed in self.timed(Stage.RACE) if timed.probe.layout.traits.by_shares]
 
     def turns(self, layout: Layout, stage: Stage | None = None) -> Turns:
-        """Return the measurements by which a layout is compared, by turn.
+        """Return the measurements by which a layout is compared, by round of the comparison.
 
-        Without a stage, it is the final comparison, of knobs if the layout has any. An earlier
-        measurement stands in for its first turn if nothing else ran at the same time. Later checks
-        replace turns that they contradict.
+        Without a stage, it is the final comparison, or the one of knobs if the layout has any. An
+        earlier measurement stands in for the first round if nothing else ran at the same time.
+        Later checks replace rounds that they contradict.
         """
         if stage is None:
             stage = Stage.KNOBS if layout.knobs else Stage.RACE
@@ -156,7 +159,7 @@ class Observations:
         return (*stages, Stage.SOLO) if self._problem.devices == 1 else stages
 
     def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
-        """Return the checks and later turns if all checks are slower than all turns before them.
+        """Return the checks and all later rounds, if the checks are slower than every round before.
 
         Empty otherwise.
         """
@@ -176,7 +179,7 @@ class Observations:
         return {**checks, **since}
 
     def _valid_checks(self, timed: Sequence[Timed]) -> Turns:
-        """Return the checks by turn, without those slowed by throttling that has passed."""
+        """Return the checks by round, without checks slowed by throttling that has passed."""
         checked = [one for one in timed if one.probe.stage == Stage.CHECK]
         active = checked[0].probe.layout.active if checked else ()
         # a device that was throttled in a check, but not in its last measurement
@@ -194,7 +197,7 @@ class Observations:
 
     @property
     def checked_turn(self) -> int:
-        """The turn of the latest check; -1 if there was none."""
+        """The round of the latest check; -1 if there was none."""
         return max((one.probe.turn for one in self.in_stage(Stage.CHECK)), default=-1)
 
     def first_failure(self, layout: Layout) -> Observation | None:
@@ -303,12 +306,12 @@ class Observations:
         return max(alone, default=0.5)
 
     def recovered(self, position: int) -> bool:
-        """Whether the device wasn't throttled in its last turn."""
+        """Whether the device wasn't throttled in its last measurement of the comparison."""
         turns = self.raced(position)
         return bool(turns) and not turns[-1].held_back(position)
 
     def raced(self, position: int) -> list[Timed]:
-        """Return the turns and checks in which a device had rows, in order."""
+        """Return the device's measurements in the final comparison and in checks, in order."""
         own = (
             timed
             for timed in self.timed(Stage.RACE, Stage.CHECK)
@@ -317,7 +320,7 @@ class Observations:
         return sorted(own, key=lambda one: one.probe.turn)
 
     def raced_splits(self, position: int) -> list[Timed]:
-        """Return the device's plain splits among these; empty before the first check."""
+        """Return the device's plain splits of the comparison; empty before the first check."""
         # the race mustn't change the candidates that it compares
         if not self.in_stage(Stage.CHECK):
             return []
@@ -361,7 +364,7 @@ def order_probe(probe: Probe) -> tuple[Any, ...]:
 
 
 def _undisturbed_turns(turns: Turns) -> Turns:
-    """Return the turns without throttling and single steps, as far as others are left."""
+    """Leave out throttled measurements and single steps, unless nothing else is left."""
     steady = {turn: one for turn, one in turns.items() if not one.held_back()} or turns
     # the error of a single step is unknown
     return {turn: one for turn, one in steady.items() if not one.lone} or steady

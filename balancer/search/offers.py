@@ -17,7 +17,7 @@ from .texts import TextPolicy
 
 
 class Offers:
-    """The candidates of all wanted families."""
+    """The candidates for the final comparison."""
 
     def __init__(self, view: FamilyView, policy: RowPolicy | TextPolicy) -> None:
         self.view = view
@@ -28,7 +28,7 @@ class Offers:
 
     @cached_property
     def candidates(self) -> tuple[Candidate, ...]:
-        """The layouts to compare; smaller ones replace those that ran out of memory."""
+        """The layouts to compare; smaller ones replace layouts that ran out of memory."""
         kept: dict[Layout, Candidate] = {}
         for candidate in self._offered_candidates:
             instead = self._replace_if_out_of_memory(candidate)
@@ -62,7 +62,7 @@ class Offers:
 
     @cached_property
     def _offered_candidates(self) -> tuple[Candidate, ...]:
-        """The candidates as the families propose them."""
+        """The candidates as first proposed, before any runs out of memory."""
         found = [one for family in self.options.wanted for one in self._candidates_of(family)]
         trades_speed = find_objective(self._problem.objective).trades_speed
         # extra candidates for an objective that may trade speed for energy
@@ -75,7 +75,7 @@ class Offers:
         )
 
     def _candidates_of(self, family: Family) -> Iterator[Candidate]:
-        """Yield the candidates of a family."""
+        """Yield the candidates that one layout family proposes."""
         for i, layout in enumerate(family.layouts(self.view)):
             own = layout.kind == family.kind
             extra = i > 0 and layout.traits.by_shares and not family.equal_shares

@@ -39,7 +39,7 @@ Rates = Mapping[int, float]  # trainings -> combined samples/s; 0: did not run
 
 
 class Packing:
-    """The search for the best number of training runs side by side on one device."""
+    """The search for the best number of jobs side by side on one device."""
 
     def __init__(self, policy: RowPolicy, single: Layout, mode: PackMode) -> None:
         self._policy = policy
@@ -94,7 +94,7 @@ class Packing:
 
     @cached_property
     def _rates(self) -> dict[int, float]:
-        """Total samples/s by number of training runs; 0 if none of them ran."""
+        """Total samples/s by number of jobs; 0 if none of them ran."""
         rates = {1: self._policy.single_rate(self._single)}
         for size, tries in self._by_size.items():
             timed = [self._rate_of(seen.probe.layout) for seen in tries if isinstance(seen, Timed)]
@@ -109,12 +109,12 @@ class Packing:
         return all(isinstance(seen, OutOfMemory) for seen in tries) and self._batch_for(size) > 0
 
     def _rate_of(self, layout: Layout) -> float:
-        """Return the samples/s of a pack over all its turns."""
+        """Return the samples/s of a pack over all its measurements."""
         # its first measurement alone may have been too high
         return throughput(self._policy.seen.turns(layout)).value
 
     def _batch_for(self, size: int) -> int:
-        """Return the batch of each training run in a pack of this size; 0 if none fits."""
+        """Return the batch of each job in a pack of this size; 0 if none fits."""
         batch = self._single.global_batch
         if self._problem.global_batch is not None:
             return batch
@@ -126,7 +126,7 @@ class Packing:
 
     @cached_property
     def _most_trainings(self) -> int:
-        """The most training runs that fit on the device."""
+        """The largest number of jobs that fit on the device."""
         least = self._problem.global_batch or self._problem.multiple_of
         for size in range(MOST_PROCESSES, 1, -1):
             if self._largest_batch_for(size) >= least:
@@ -134,7 +134,7 @@ class Packing:
         return 1
 
     def _largest_batch_for(self, size: int) -> int:
-        """Return the largest batch with which so many training runs fit in memory."""
+        """Return the largest batch with which this number of jobs fits in memory."""
         limit = self._policy.seen.memory_limit(self._position)
         if limit is None or not self._memory_per_training.points:
             return UNBOUNDED
@@ -144,7 +144,7 @@ class Packing:
 
     @cached_property
     def _memory_per_training(self) -> Memory:
-        """Memory use of a single training run, alone or in a pack."""
+        """Memory use of a single job by batch, alone or in a pack."""
         memory = self._policy.machine.devices[self._position].memory
         held = dict(memory.points)
         for seen in self.seen:

@@ -73,7 +73,7 @@ class Predictions:
         return False
 
     def split_over(self, positions: Sequence[int]) -> Allocation | None:
-        """Return the fastest split over exactly these positions or some of them, or None."""
+        """Return the fastest split over these devices or some of them, or None."""
         return self._fastest_split_over(
             [device for device in self.machine.split_curves if device.position in positions]
         )

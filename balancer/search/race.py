@@ -33,7 +33,10 @@ FEW_STEPS = 24
 
 
 class Race:
-    """The final comparison: the best layouts are measured in alternation until one wins."""
+    """The final comparison: the best layouts are measured in alternation until one wins.
+
+    In a round, each remaining layout is measured once.
+    """
 
     def __init__(self, offers: Offers, machine: MachineModel, budget: Budget) -> None:
         self.offers = offers
@@ -67,7 +70,7 @@ class Race:
         return tuple(one for one in here if self._seen.first_failure(one.layout) is None)
 
     def repeat_best(self, chosen: Layout) -> tuple[Probe, ...]:
-        """Return another probe of the winner or its closest rivals, to spend the rest of a budget.
+        """Return another probe of the winner or of close layouts, to spend the rest of a budget.
 
         Empty without a budget.
         """
@@ -106,7 +109,7 @@ class Race:
 
     @cached_property
     def turns(self) -> dict[Layout, Turns]:
-        """The turns of each running layout."""
+        """The measurements of each running layout, by round."""
         return {one.layout: self._seen.turns(one.layout) for one in self.running}
 
     @cached_property
@@ -132,7 +135,7 @@ class Race:
 
     @cached_property
     def waiting(self) -> tuple[list[Candidate], bool]:
-        """The candidates that need another turn, and whether some are tied."""
+        """The candidates that need another measurement, and whether some are tied."""
         rivals, tied = self._find_undecided(self.running, Stage.RACE)
         return [*self._unmeasured, *rivals], tied
 
@@ -157,7 +160,7 @@ class Race:
         return (Probe(layout, stage, seconds, FIRST_TURN),)
 
     def _first_turn_key(self, candidate: Candidate) -> tuple[bool, float]:
-        """Sort key of the first turns: fast layouts with cheap probes come first."""
+        """Sort key of the first round: fast layouts with cheap probes come first."""
         comparable = [candidate]
         if not candidate.synchronous:
             # a pack or placement is expected to be as fast as the fastest other candidate
@@ -189,7 +192,7 @@ class Race:
     def _next_turn(
         self, rivals: Sequence[Candidate], stage: Stage, settled: bool = False
     ) -> tuple[Probe, ...]:
-        """Return the probe of the next rival in this turn or the following one."""
+        """Return the probe of the next layout in this round or the following one."""
         taken = {rival.layout: set(self._seen.turns(rival.layout, stage)) for rival in rivals}
         # further turns replace those in which a device was throttled
         for layout, turns in taken.items():
@@ -214,7 +217,7 @@ class Race:
     def _rivals_in_turn(
         self, rivals: Sequence[Candidate], stage: Stage, turn: int
     ) -> list[Candidate]:
-        """Return the rivals that take part in a turn."""
+        """Return the layouts to measure in a round."""
         # the first turn of the race is in `_first_turn`
         if turn == FIRST_TURN and stage == Stage.KNOBS:
             return list(rivals)
@@ -226,9 +229,9 @@ class Race:
     def _find_undecided(
         self, rivals: Sequence[Candidate], stage: Stage, before: int = MOST_TURNS
     ) -> tuple[list[Candidate], bool]:
-        """Return the rivals that need another turn, and whether some are tied.
+        """Return the layouts that need another measurement, and whether some are tied.
 
-        Only turns before `before` count.
+        Only rounds before `before` count.
         """
         turns = {}
         for one in rivals:
@@ -270,5 +273,5 @@ class Race:
 
 
 def _was_held_back_in_only_turn(turns: Turns) -> bool:
-    """Whether the only turn was throttled."""
+    """Whether a layout was throttled in its only measurement."""
     return len(turns) == 1 and all(seen.held_back() for seen in turns.values())

@@ -47,7 +47,11 @@ TurnsByLayout = Mapping[Layout, Turns]
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """Relative difference of two layouts' samples/s: mean, deviation per turn, count of turns."""
+    """The relative difference of two layouts' samples/s.
+
+    `value` is its mean over `turns` measurements of each, and `deviation` the standard deviation of
+    one.
+    """
 
     value: float
     deviation: float
@@ -61,8 +65,8 @@ class Difference(msgspec.Struct, frozen=True):
     def expected_gain(self, more_turns: float = 0.0) -> float:
         """Return E[max(0, d)], the gain expected from choosing the faster of the two layouts.
 
-        d is the true relative lead of the first one. `more_turns` are further turns, which would
-        reduce the error.
+        d is the true relative lead of the first one. `more_turns` are further measurements, which
+        would reduce the error.
         """
         error = self.deviation / math.sqrt(self.turns + more_turns)
         z = self.value / error
@@ -168,10 +172,10 @@ def is_tolerable(one: Turns, leader: Turns, tolerance: float) -> bool:
 def undecided(
     ran: Sequence[Candidate], turns: TurnsByLayout, turns_left: float, most_turns: int
 ) -> tuple[list[Candidate], bool]:
-    """Return the fastest layout and the rivals worth another turn, and whether others tie.
+    """Return the fastest layout and those worth another measurement, and whether others tie.
 
-    A rival is worth it if the turns left can show which of the two is faster. Otherwise it ties.
-    The list is empty if no rival is worth one.
+    A layout is worth it if the remaining measurements can show whether it is faster. Otherwise it
+    ties. The list is empty if none is worth it.
     """
     # the fastest takes part because the two are compared within turns
     if len(ran) < 2:
@@ -192,9 +196,9 @@ def undecided(
 
 
 def compare_turns(one: Turns, other: Turns) -> Difference:
-    """Return the relative difference of two layouts, from the turns that both have.
+    """Return the relative difference of two layouts, from the rounds in which both ran.
 
-    Without common turns, all their measurements are compared.
+    Without common rounds, all their measurements are compared.
     """
     common = [(one[turn], other[turn]) for turn in sorted(one.keys() & other.keys())]
     pairs = common or list(product(one.values(), other.values()))
@@ -212,7 +216,7 @@ def compare_turns(one: Turns, other: Turns) -> Difference:
 
 
 def throughput(turns: Turns) -> Interval:
-    """Return the samples/s over all turns, with the 95 % interval."""
+    """Return the samples/s over all measurements, with the 95 % interval."""
     measured = [seen.throughput for _, seen in sorted(turns.items())]
     if len(measured) == 1:
         return measured[0]

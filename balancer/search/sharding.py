@@ -421,7 +421,7 @@ class Sharding:
     def _check_fit_beside_state(
         self, observation: Observation, left: Sequence[int | None]
     ) -> Observation:
-        """Turn a solo measurement into an out-of-memory one if it wouldn't fit beside the state."""
+        """Count a solo measurement as out of memory if it wouldn't fit beside the state."""
         # a device measured alone held less of the state
         if (
             not isinstance(observation, Timed)

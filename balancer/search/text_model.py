@@ -238,7 +238,7 @@ class TextModel(MachineModel):
 
     @staticmethod
     def _token_limit(memory: Memory) -> int:
-        """Return the most tokens that fit, with headroom; 0 if nothing limits them."""
+        """Return the most tokens that fit, with headroom; 0 if no limit is known."""
         most = memory.predict_largest()
         if most is None and memory.smallest_failed is None:
             return 0
@@ -357,7 +357,7 @@ class TextModel(MachineModel):
         return min(batch for batch, rate in rates.items() if rate >= least)
 
     def _free_batches(self) -> list[int]:
-        """Return the batches to predict, each twice as large as the one before."""
+        """Return the batches to predict: powers of two times the smallest, up to a limit."""
         quantum = self.quantum
         asked = min(LARGEST_BATCH, self.problem.max_global_batch or LARGEST_BATCH)
         most = max(quantum, asked // quantum * quantum)

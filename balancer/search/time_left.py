@@ -52,10 +52,10 @@ class TimeLeft:
         return self._seen.spent_seconds()
 
     def growth(self, step_seconds: float) -> float:
-        """Return the largest factor by which the next batch may grow without risking the budget.
+        """Return how many times as large as the last batch the next one may be, by the time left.
 
-        `step_seconds` is the step time of the largest batch so far. At least 1; infinite if it is
-        0.
+        `step_seconds` is the step time of the largest batch so far. The result is at least 1, and
+        infinite for a step time of 0.
         """
         # a step is assumed to take longer in proportion to the batch, because a level curve shows
         # nothing about larger batches
@@ -68,7 +68,7 @@ class TimeLeft:
         return max(1.0, part * self._left_to_explore / (2 * step_seconds))
 
     def longest_step(self) -> float:
-        """Return the longest step, in seconds, that exploration still has time for."""
+        """Return the longest step, in seconds, that a new probe still has time for."""
         left = max(SHORTEST_PROBE_SECONDS, EXPLORES * self._left_to_explore - self.overhead_seconds)
         fewest = LONE_STEPS if self._lone_steps_save_time else FEWEST_STEPS
         longest = LONGEST_PROBE_SECONDS / (FEWEST_STEPS + self.tuning_steps)

@@ -90,7 +90,7 @@ def read_device(store: Observations, position: int) -> DeviceEvidence:
 
 
 class _ObservationsByUse(msgspec.Struct):
-    """The observations of a device, sorted by what they are used for."""
+    """The observations of a device, sorted by their use for its model."""
 
     # alone in one pass, while the other devices computed too
     rounds: list[Observation] = []
@@ -158,7 +158,7 @@ def _fits_no_rows(store: Observations, position: int, by_rows: Sequence[Observat
 
 
 def _out_of_memory(store: Observations, position: int, seen: Observation) -> bool:
-    """Whether the device is the one that ran out of memory in a probe, and still would."""
+    """Whether a probe ran out of memory on this device, and still would."""
     if isinstance(seen, Failed):
         return _too_large(store, position, seen)
     # other processes may have held memory that they have released since

@@ -189,7 +189,7 @@ def _worst_residual(points: Sequence[Point], line: Curve) -> float:
 
 
 def _bend_factors(points: Sequence[Point], line: Curve) -> list[tuple[int, float]]:
-    """Return by what factor each point deviates from the line beyond noise; empty if none does."""
+    """Return the ratio of each point to the line, without noise; empty if noise explains all."""
     residuals = [p.seconds / line.seconds(p.batch) - 1 for p in points]
     noise = math.fsum(p.error**2 for p in points) / len(points)
     spread = max(0.0, math.fsum(r * r for r in residuals) / len(points) - noise)
@@ -310,7 +310,7 @@ class Stairs(msgspec.Struct, frozen=True):
 
 @lru_cache(CURVES_KEPT)
 def fit_stairs(measured: tuple[Point, ...]) -> Stairs | None:
-    """Fit stairs to the points, or return None if fewer than four points or another shape."""
+    """Fit stairs to the points; None for fewer than four points, or if no stairs fit."""
     points = merge_points(measured, 0.0)
     if len(points) < FEWEST:
         return None
