@@ -31,10 +31,12 @@ from ..types import Layout, Observation, PartSeconds, Timed
 
 TWICE = 0.5  # fraction that twice the batch saves of a part that doesn't grow with the batch
 STARVED_ERROR = 0.3  # relative: cores that are busy now may be free in the next minute
-# relative to the rest of a step: other programs also slow the cores that a training has, by their
-# use of caches, memory and hardware threads. Beside a program of 21 threads on 24 cores, steps
-# took 1.7 times as long as without it, beyond the time in which threads waited.
-SHARED_ERROR = 0.4
+# Other programs also slow the cores that a training has, by their use of caches, memory and
+# hardware threads. A step without them saves this fraction of its rest, too, times the fraction of
+# the step in which threads waited for cores. It was 0.9 beside a program of 21 threads on 24 cores,
+# and is near 0 beside programs that compute little. Half of that is expected, with as large an
+# error.
+SHARED_PART = 0.5
 # twice the batch saves more than these parts, because nothing in a step grows more than its rows
 UPDATE_ERROR, UPDATE_HIGH_ERROR = 0.2, 0.5
 EXCHANGE_ERROR, EXCHANGE_HIGH_ERROR = 0.15, 0.25
@@ -252,12 +254,13 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
         if part.taken_by
     ]
     most = max(named, key=lambda part: part.starved_seconds, default=None)
+    shared = SHARED_PART * max(0.0, 1 - starved / measured.step_s)
     error_s = bound_error(starved, measured.step_s, STARVED_ERROR)
     yield StepPart(
         kind=LimitKind.HOST_STARVED,
         seconds=starved,
-        error_s=error_s,
-        high_error_s=error_s + SHARED_ERROR * (measured.step_s - starved),
+        error_s=math.hypot(error_s, shared * starved),
+        spared=1 + shared,
         by=most.taken_by if most else "",
     )
     # a GPU waits for its host to launch kernels

@@ -134,6 +134,17 @@ def test_a_starved_host_says_by_whom_and_a_larger_limit_comes_first() -> None:
     assert sum(each.share for each in limits[1:]) < 0.4, "half of both is want of cores"
 
 
+def test_the_gain_of_freed_cores_includes_what_others_slow_beside_waiting() -> None:
+    """Beside a program of 21 threads on 24 cores, threads waited for 47 %; the gain was 221 %."""
+    part = PartSeconds(input_seconds=0.0, update_seconds=0.0, starved_seconds=0.0465)
+    (limit,) = limits_of(timed(ALONE, part), CPUS[:1])
+    assert limit.gain_low < 1 / (1 - 0.465) - 1 < limit.gain, "of the time in which threads waited"
+    assert limit.gain_low < 2.21 < limit.gain_high < 4
+    few = msgspec.structs.replace(part, starved_seconds=0.008)
+    (limit,) = limits_of(timed(ALONE, few), CPUS[:1])
+    assert limit.gain_high < 0.25, "few threads wait, so few others slow the rest"
+
+
 def test_a_gpu_that_waits_for_kernels_is_limited_by_its_host() -> None:
     gpu = Device("GPU-1", 0, "NVIDIA A", "gpu", None)
     (limit,) = limits_of(timed(ALONE, NOTHING, enqueued_seconds=0.04), (gpu,))
