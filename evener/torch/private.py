@@ -8,6 +8,7 @@ evener/huggingface/private.py.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -89,16 +90,37 @@ def gradient_hooks(parameter: Any) -> list[int]:
     return [hook for hooks in both if hooks for hook in hooks]
 
 
-def grow_segments() -> None:
+# cuda.h: CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+_VIRTUAL_MEMORY = 102
+
+
+def grow_segments(gpu: int) -> None:
     """Make PyTorch's allocator of GPU memory enlarge its segments instead of adding new ones.
 
-    This leaves fewer fragments. Nothing is changed if the allocator already has settings, or if
-    this version of PyTorch can't change them.
+    This leaves fewer fragments. `gpu` is the number of this process's GPU. Nothing is changed if
+    that GPU can't do it, if the allocator already has settings, or if this version of PyTorch can't
+    change them.
     """
     settings = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "unknown")()
-    if not settings:
+    if not settings and _has_virtual_memory(gpu):
         with suppress(RuntimeError, ValueError):
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def _has_virtual_memory(gpu: int) -> bool:
+    """True if CUDA can map more memory behind an allocation on this GPU.
+
+    Many virtual GPUs (vGPU) can't; there, growing segments would fail with "operation not
+    supported".
+    """
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    found = ctypes.c_int(0)
+    library.cuInit(0)
+    status: int = library.cuDeviceGetAttribute(ctypes.byref(found), _VIRTUAL_MEMORY, gpu)
+    return status == 0 and bool(found.value)
 
 
 # -- a module's own dicts, in which tensors can be replaced without registering them again

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from evener.torch import private
+from tests.support.fake_cuda import make_cuda_library
 from tests.support.python_path import python_path
 from tests.support.uncompiled import add_three
 
@@ -58,23 +60,25 @@ def test_many_tensors_are_copied_and_added_in_one_call() -> None:
 SEGMENTS = """
 import torch
 from evener.torch.private import grow_segments
-grow_segments()
+grow_segments(0)
 print(torch._C._accelerator_getAllocatorSettings())
 """
+SPLIT_SIZE = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}
 
 
 @pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({}, "expandable_segments:True"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, "max_split_size_mb:512"),
-    ],
+    ("variables", "virtual_memory", "expected"),
+    [({}, 1, "expandable_segments:True"), (SPLIT_SIZE, 1, "max_split_size_mb:512"), ({}, 0, "")],
 )
-def test_segments_grow_unless_the_allocator_has_settings(
-    variables: dict[str, str], expected: str
+def test_segments_grow_where_the_gpu_can_unless_the_allocator_has_settings(
+    tmp_path: Path, variables: dict[str, str], virtual_memory: int, expected: str
 ) -> None:
+    """On a virtual GPU that can't, each allocation would fail."""
     if not hasattr(torch._C, "_accelerator_getAllocatorSettings"):
         pytest.skip("this version can't change the allocator's settings")
+    make_cuda_library(tmp_path, 0, virtual_memory)
+    libraries = os.pathsep.join((str(tmp_path), os.environ.get("LD_LIBRARY_PATH", str(tmp_path))))
+    variables = {**variables, "LD_LIBRARY_PATH": libraries}
     ran = subprocess.run(
         [sys.executable, "-c", SEGMENTS],
         env={**os.environ, "PYTHONPATH": python_path(), **variables},

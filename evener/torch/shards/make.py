@@ -148,7 +148,7 @@ def cut_model(
     if place.device.type == "cpu":
         return_memory()
     elif place.device.type == "cuda":
-        grow_segments()
+        grow_segments(place.device.index or 0)
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             own_buffers(module)[name] = buffer.to(place.device)
