@@ -209,7 +209,7 @@ class EvenerApp(BaseApp):
             self.push_screen(WelcomeDialog(), self._open_choice)
 
     def _open_choice(self, key: str | None) -> None:
-        """Do what the user has chosen in the welcome dialog."""
+        """Open the screen or the demo that was chosen in the welcome dialog."""
         if key == "b":
             self.action_show("balance")
         elif key == "w":

@@ -131,7 +131,7 @@ def _run_dry(job: Job, as_json: bool) -> int:
 
 
 def _phase_printer() -> Callable[[ProbeProgress], None]:
-    """Return a progress callback that prints each phase of a probe once."""
+    """Return a progress callback that prints "building", "measuring" and so on, once each."""
     phases = set[str]()
 
     def report(progress: ProbeProgress) -> None:

@@ -77,8 +77,8 @@ def _as_json(device: Device) -> dict[str, Any]:
 def _check(devices: str, address: str) -> tuple[tuple[Check, ...], str]:
     """Check the machine, or the cluster if `devices` names hosts.
 
-    Returns the checks and a text that names the devices. Raises DeviceError if they are
-    unavailable.
+    Returns the checks and a text that names the devices. Raises RequestError or DeviceError if the
+    devices are unavailable.
     """
     if parse_request(devices)[0].host is None:
         found = discover(devices)  # unavailable devices raise an error of their own

@@ -304,8 +304,8 @@ def _drawn(line: Line) -> str:
 def show_in_browser(devices: str, readonly: bool, port: int, look: Mapping[str, object]) -> int:
     """Serve the app to browsers on this machine, and return the exit code.
 
-    `look` holds options of `evener monitor` and their values; False, None and "" are left out.
-    Raises an error first if the devices are unavailable.
+    `look` maps options of `evener monitor` to their values; options with False, None or "" are left
+    out. Raises RequestError or DeviceError before serving if the devices are unavailable.
     """
     from evener.devices.sampler import open_sampler
 

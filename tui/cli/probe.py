@@ -157,7 +157,7 @@ def _print_run(
 def _write_doubts(
     doubts: Sequence[MeasurementDoubt], devices: Sequence[Device], length: ProbeLength
 ) -> list[str]:
-    """Describe the reasons to doubt a measurement, one sentence each."""
+    """Return the warnings about a measurement, one sentence each."""
     on_gpus = any(not device.on_cpu for device in devices)
     longer = "more --steps" if length.steps else "a longer --seconds"
     return [write_doubt(one, on_gpus, longer) for one in describe_doubts(doubts, devices)]

@@ -142,7 +142,7 @@ def _print_table(listed: Sequence[RunSummary]) -> None:
 
 
 def _write_shortfall(summary: RunSummary) -> str:
-    """Say why training was slower than the plan, or "" if it wasn't."""
+    """Explain why training was slower than the plan; "" if it wasn't."""
     trained = summary.trained
     if trained is None or not trained.falls_short:
         return ""

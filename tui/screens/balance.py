@@ -48,7 +48,7 @@ class BalanceScreen(RunActions, PanelScreen):
         return self.evener.balance.run
 
     def panels(self) -> Iterable[Widget]:
-        """Yield the form and the view of a search, of which one is visible."""
+        """Yield the form and the view of a search; one of them is visible at a time."""
         with ContentSwitcher(initial="setup", id="switch"):
             yield BalanceForm(id="setup")
             yield BalanceView(self.result_keys)
@@ -98,7 +98,7 @@ class BalanceScreen(RunActions, PanelScreen):
             self.query_one(SearchDevicePanel).set_data(samples=self.evener.session_samples())
 
     def redraw(self) -> None:
-        """Draw the form and the search anew."""
+        """Redraw the form and the search."""
         self.fit_frames()
         self._sampled()
         self.query_one(BalanceView).set_data(self.evener.balance)

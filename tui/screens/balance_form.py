@@ -188,7 +188,7 @@ def _utc_seconds(moment: time.struct_time) -> float:
 
 
 def find_last_own(summaries: Sequence[RunSummary]) -> RunSummary | None:
-    """Return the newest search for a model in a file that still exists, or None."""
+    """Return the newest search for a model of the user's own whose file still exists, or None."""
     for summary in sorted(summaries, key=lambda each: each.created, reverse=True):
         home = summary.workload.rpartition(":")[0]
         own = summary.kind == "search" and bool(home) and names_a_file(home)
@@ -399,13 +399,13 @@ class BalanceForm(UsesApp, Vertical):
         self.query_one("#more", OneOf).action_change(1)
 
     def action_send(self) -> None:
-        """Start the search, or show what is wrong in the form."""
+        """Start the search, or show the first error in the form."""
         read = self._read_or_complain()
         if read is not None:
             self.evener.start_session(*read)
 
     def action_try(self) -> None:
-        """Try the model in a dry run, or show what is wrong in the form."""
+        """Try the model in a dry run, or show the first error in the form."""
         from .dry_run import DryRunDialog
 
         read = self._read_or_complain()

@@ -1,4 +1,4 @@
-"""What the screens have in common: frames, the top bar, the bar of keys, pause and filter."""
+"""Base classes of the screens, the top bar, and the bar of keys."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PanelScreen(UsesApp, Screen[None]):
         raise NotImplementedError
 
     def redraw(self) -> None:
-        """Draw all panels anew; subclasses implement it."""
+        """Redraw all panels; subclasses implement it."""
         raise NotImplementedError
 
     def fit_frames(self) -> int:
@@ -65,7 +65,7 @@ class PanelScreen(UsesApp, Screen[None]):
         return 0 if self.has_class("-bare") else 2
 
     def on_lines_resized(self, event: Lines.Resized) -> None:
-        """Draw the panels anew after the layout has changed the size of one."""
+        """Redraw the panels after the layout has resized one of them."""
         event.stop()
         self.call_after_refresh(self.redraw)
 
@@ -141,7 +141,7 @@ class SnapshotScreen(PanelScreen):
         self.redraw()
 
     def action_refresh(self) -> None:
-        """Resume, and draw the whole screen anew."""
+        """Resume, and redraw the whole screen."""
         self.action_pause(False)
         self.refresh(layout=True)
 
@@ -256,7 +256,7 @@ class KeysBar(Lines):
         return key, Span(f" {binding.description}", "text", action)
 
     def _fit(self, hints: list[tuple[Span, ...]]) -> list[tuple[Span, ...]]:
-        """Drop hints from the middle until the rest fits; the last three always stay."""
+        """Drop hints before the last three until the rest fits."""
         width = self.size.width
         while len(hints) > ALWAYS and sum(map(span_cells, hints)) > width:
             del hints[-ALWAYS - 1]
@@ -265,7 +265,7 @@ class KeysBar(Lines):
     def _extend(
         self, hints: list[tuple[Span, ...]], more: list[tuple[Span, ...]]
     ) -> list[tuple[Span, ...]]:
-        """Insert further hints before the last three, as far as they fit."""
+        """Insert further hints before the last three while there is room."""
         left = self.size.width - sum(map(span_cells, hints))
         added = []
         for hint in more:

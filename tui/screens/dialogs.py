@@ -27,7 +27,7 @@ WIDEST = 116  # cells of a wide dialog's text
 
 
 class Text(Lines):
-    """Lines of text, as high as their number."""
+    """Text that is as high as its number of lines."""
 
     def show(self, lines: Iterable[Line]) -> None:
         """Show the lines, and set the height to fit them."""
@@ -89,7 +89,7 @@ class DetailsDialog(Dialog[None]):
         self.redraw()
 
     def redraw(self) -> None:
-        """Draw the text anew."""
+        """Redraw the text."""
         self.query_one(Text).show(self._draw(max(1, self.text_width - 1)))
 
 
@@ -177,7 +177,7 @@ class FieldDialog(Dialog[bool]):
         )
 
     async def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Submit the text, and close the dialog or show what is wrong."""
+        """Submit the text, and close the dialog or show the error."""
         event.stop()
         try:
             done = await self.submit(event.value.strip())

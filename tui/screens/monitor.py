@@ -240,7 +240,7 @@ class DevicePanel(ListPanel[PanelRow]):
 
     @property
     def position(self) -> Position:
-        """The cursor and the first visible row."""
+        """The cursor and the first visible row; the cursor is drawn even without focus."""
         return Position(self.cursor, self.top)
 
     @property
@@ -291,7 +291,7 @@ class ProcessPanel(SortedPanel[ProcessRow]):
         self._seen: dict[Identity, tuple[ProcessSample, float]] = {}
 
     def identity(self, row: ProcessRow) -> Identity:
-        """Return what identifies the row's process."""
+        """Return the pid, start time and device of the row's process."""
         return identity(row.sample)
 
     def search_text_of(self, row: ProcessRow) -> str:

@@ -197,9 +197,9 @@ class SaveDialog(FieldDialog):
 
 
 def plan_dialog(app: BaseApp, plan: Plan, run: str, end: Finished | None) -> SaveDialog:
-    """Return a dialog that writes the plan of a run, and then says how to train by it.
+    """Return a dialog that writes the plan of a run, and then shows how to train by it.
 
-    `end` is the end of the search, or None if unknown.
+    `end` is the last event of the search, or None if it never ended.
     """
 
     def find_step(path: str) -> str:

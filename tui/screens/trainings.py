@@ -81,7 +81,7 @@ class TrainingsScreen(SnapshotScreen):
             panel.show(self._draw(name, row, snapshot, panel) if row is not None and shown else ())
 
     def _place_training_panels(self, row: TrainingRow | None, snapshot: Snapshot) -> None:
-        """Divide the height between the panels by what the training run has to show."""
+        """Divide the height between the panels that have something to show."""
         frame = self.fit_frames()
         size = self.evener.size
         height = size.height - _BARS
@@ -187,7 +187,7 @@ class TrainingPanel(ListPanel[TrainingRow]):
         self.redraw()
 
     def identity(self, row: TrainingRow) -> Hashable:
-        """Return what identifies the row's training run."""
+        """Return the key of the row's training run."""
         return row.key
 
     def grid(self) -> Grid[TrainingRow]:

@@ -135,7 +135,7 @@ class WelcomeDialog(Dialog[str]):
 
 
 def write_activity(snapshot: Snapshot | None) -> str:
-    """Say in a sentence what trains on the devices now, or how to begin."""
+    """Describe in a sentence the training on the devices now, or how to begin."""
     reports = snapshot.reports if snapshot is not None else ()
     trainings = {report.training or str(report.pid) for report in reports}
     if len(trainings) == 1:

@@ -88,7 +88,7 @@ class BrowserServer(Server):
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse requests without the token or from other pages, and add headers to responses."""
+        """Refuse requests without the token or from other hosts or pages; add security headers."""
         host = request.headers.get("Host", "")
         origin = request.headers.get("Origin")
         token = request.path.split("/")[1]

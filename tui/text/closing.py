@@ -1,4 +1,4 @@
-"""What the terminal shows after the app has closed."""
+"""Lines that stay on the terminal after the app has closed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .summaries import verdict_lines
 
 
 def closing_lines(run: str, path: str, width: int | None) -> list[str]:
-    """Return the result of the app's last search and the commands that come next.
+    """Return the result of the search with the id `run`, and the commands that come next.
 
     `path` is the file to which the plan was written, or "". Lines are wrapped at `width` columns
     unless it is None.

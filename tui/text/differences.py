@@ -1,4 +1,4 @@
-"""Text of `evener runs compare`: by how much one training run or plan is slower than another."""
+"""Text of `evener runs compare`: the slowdown from one training run or plan to another."""
 
 from __future__ import annotations
 

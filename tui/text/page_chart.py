@@ -70,9 +70,9 @@ class _Axes:
 
 
 def draw_curves(curves: Sequence[MeasuredCurve], frontier: Sequence[Point] = ()) -> str:
-    """Return an SVG chart of the devices' curves and, dashed, of the fastest layout at each batch.
+    """Return an SVG chart of the devices' curves and, dashed, the fastest layout at each batch.
 
-    `frontier` has (batch, samples/s, worth) points, where worth is the samples/s in small batches
+    `frontier` has (batch, samples/s, worth) points; the worth is the samples/s in small batches
     that would learn as much.
     """
     axes = _find_axes(curves, frontier)

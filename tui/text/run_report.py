@@ -36,7 +36,7 @@ class MeasuredCurve(msgspec.Struct, frozen=True):
 
 
 class ReportData(msgspec.Struct, frozen=True):
-    """What a report shows of a run."""
+    """The contents of a run's report."""
 
     header: Header
     labels: tuple[str, ...]
@@ -54,7 +54,7 @@ class ReportData(msgspec.Struct, frozen=True):
 def read_report(name: str) -> ReportData:
     """Read the run called `name` and its plan.
 
-    Raises an error if the run can't be read or has no plan.
+    Raises RequestError if the run can't be found or read, or has no plan.
     """
     found = runs.load_run(name)
     header = found.header

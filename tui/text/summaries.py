@@ -77,7 +77,7 @@ _KEPT_IN = re.compile(r" \((?:traceback|stack|output) in [^)]*\)\.?$")
 
 
 def list_doubts(seen: Timed) -> list[str]:
-    """Return short words for each reason to doubt a measurement."""
+    """Return short words for each warning about a measurement, such as "steps vary a lot"."""
     # A few steps always vary, so "steps vary a lot" is left out after a short measurement.
     codes = [warning.code for warning in seen.warnings]
     if "too_short" in codes:
@@ -146,7 +146,7 @@ def _stage_text(seen: Observation) -> str:
 def outcome_text(seen: Observation, labels: Sequence[str], plus_minus: str = "± ") -> str:
     """Return a probe's samples/s with half of its 95 % interval, or why it failed.
 
-    Reasons to doubt the measurement follow.
+    Warnings about the measurement follow.
     """
     if isinstance(seen, Timed):
         error = half_width(seen.throughput.value, seen.throughput.low, seen.throughput.high)
@@ -383,7 +383,7 @@ def _write_alone(solo: Evidence | None) -> str:
 
 
 def versus(best: RatedLayout, rated: RatedLayout) -> str:
-    """Return by how much the plan is faster: "+20 %", "tie", or "" if it can't be compared.
+    """Return the plan's gain over another layout: "+20 %", "tie", or "" if it can't be compared.
 
     "unclear" stands for a speed that is too uncertain. For the sum of all devices alone, returns
     the percentage that the plan reaches.
@@ -451,7 +451,7 @@ def _write_rate(interval: Interval) -> str:
 
 
 def _why_unsaid(own: RatedLayout, rival: RatedLayout) -> str:
-    """Say why the plan can't be compared with a layout."""
+    """Explain why the plan can't be compared with a layout."""
     if not is_known(rival.rate):
         return "; too uncertain to compare"
     if not is_known(own.rate):
@@ -465,7 +465,7 @@ def _why_unsaid(own: RatedLayout, rival: RatedLayout) -> str:
 
 
 def _write_plan_gain(own: RatedLayout, rival: RatedLayout) -> str:
-    """Say how much the plan gains or loses against a layout."""
+    """Describe the plan's gain or loss against a layout."""
     gain = rival.gain_of(own)
     if gain is None:
         return _why_unsaid(own, rival)

@@ -1,4 +1,4 @@
-"""What the screens show: tables, charts and sentences as lines of cells.
+"""The contents of the screens: tables, charts and sentences as lines of cells.
 
 These modules don't use Textual, so commands print the same lines.
 """

@@ -87,7 +87,7 @@ def _measures_alone(state: SessionState) -> bool:
 
 
 def _solo_progress(state: SessionState) -> str:
-    """Say how many batch sizes were measured on single devices."""
+    """Describe how many batch sizes were measured on single devices."""
     sizes = [each.probe.layout.global_batch for each in timed(state)]
     measured = f" {len(set(sizes))} batch sizes so far." if sizes else ""
     return f"No split was measured yet: each device is measured alone first.{measured}"
@@ -108,7 +108,7 @@ def shares_bar(shares: Sequence[int], width: int) -> Line:
 
 
 def share_legend(state: SessionState, layout: Layout, width: int) -> list[Line]:
-    """Return the legend of the bar: each device with its rows and their percentage.
+    """Return the legend of the bar: each device with its rows and percentage.
 
     Above 8 devices, percentages are left out, and idle devices are only counted.
     """
@@ -252,7 +252,7 @@ def versus_tone(text: str) -> Tone:
 
 
 def search_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
-    """Return what the search is doing, its progress and warnings, and the newest measurements."""
+    """Return the current activity, progress, warnings and newest measurements of a search."""
     warnings = state.notes if state.finished is None else other_warnings(state.finished)
     head = [*_doing_lines(state, width), *_progress_lines(state, width)]
     room = height - len(head)
@@ -333,7 +333,7 @@ def _throughput_lines(throughput: str, layout: str, simulated: bool, width: int)
 
 
 def _search_progress(state: SessionState) -> str:
-    """Say in one sentence what the search is doing."""
+    """Return a sentence about the current activity of the search."""
     # If all running probes are still building their models, name the devices on which they do so.
     building = [each for each in state.running if each.phase == "building"]
     if building and len(building) == len(state.running):

@@ -246,7 +246,7 @@ def spread(left: tuple[Span, ...], right: tuple[Span, ...], width: int) -> Line:
 
 
 def wrap(text: str, width: int, most: int) -> tuple[str, ...]:
-    """Break text into at most `most` lines of `width` cells; an ellipsis marks what is cut.
+    """Break text into at most `most` lines of `width` cells, with "…" if any text is left out.
 
     Numbers are not broken at their thousands.
     """

@@ -118,7 +118,7 @@ def draw_reading(
 
 
 def temperature_tone(sample: DeviceSample) -> Callable[[float], Tone]:
-    """Return the function that gives a temperature in °C its tone.
+    """Return the function that picks the tone of a temperature in °C.
 
     It warns 10 °C below the limit at which the device slows down, and alarms 3 °C below it.
     """

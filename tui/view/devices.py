@@ -203,7 +203,7 @@ def _has_work(row: PanelRow) -> bool:
 
 
 def memory_tone(sample: DeviceSample) -> Callable[[float], Tone]:
-    """Return the function that gives used bytes their tone; it warns from 98 % on."""
+    """Return the function that picks the tone of used bytes: a warning from 98 % on."""
     most = sample.memory_total_bytes.value
     return lambda number: "warn" if most and number >= 0.98 * most else "memory"
 
@@ -221,7 +221,7 @@ def _reading(
     full: float = 0.0,
     most: int = 0,
 ) -> Column[Any]:
-    """Make the column of a metric, with its limit, unit and a bar as far as there is room."""
+    """Make the column of a metric; wide columns add its limit, its unit and a bar."""
 
     def cell(row: DeviceRow, width: int) -> tuple[Span, ...]:
         reading: Reading = getattr(row.sample, field)

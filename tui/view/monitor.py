@@ -424,6 +424,6 @@ def _as_old(sample: ProcessSample) -> ProcessSample:
 
 
 def nothing_there(devices: Sequence[DeviceSample]) -> Lesson:
-    """Return what an empty table of processes says: how to start a training run."""
+    """Return the text of an empty table of processes: how to start a training run."""
     only_cpu = bool(devices) and all(sample.device.on_cpu for sample in devices)
     return NO_TRAINING if only_cpu else NO_PROCESS

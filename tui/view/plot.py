@@ -25,7 +25,7 @@ _HATCH = "╱"
 class PlotPoint(NamedTuple):
     """A measured point; `low` and `high` are the ends of its confidence interval, or None.
 
-    `text` is what the cursor reads out.
+    `text` is shown when the cursor is on the point.
     """
 
     x: float
@@ -101,10 +101,10 @@ def make_axis(numbers: Iterable[float], *, log2: bool) -> Axis:
 
 
 class Chart(NamedTuple):
-    """What a chart shows.
+    """The contents of a chart.
 
-    `cursor` is the x of the points that are read out, or None; `draw_x` and `draw_y` format the
-    labels of the axes.
+    `cursor` is the x of the points whose values are shown, or None; `draw_x` and `draw_y` format
+    the labels of the axes.
     """
 
     series: tuple[Series, ...] = ()
@@ -172,7 +172,7 @@ class Canvas:
             self.dot(x, y, tone)
 
     def write(self, column: int, row: int, text: str, tone: Tone, *, behind: bool = False) -> None:
-        """Write text at a cell; `behind` leaves it visible only where there are no dots."""
+        """Write text at a cell; with `behind`, dots cover it."""
         layer = self._behind if behind else self._front
         for place, sign in enumerate(text, column):
             if 0 <= place < self.width and 0 <= row < self.height:

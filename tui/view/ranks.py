@@ -1,4 +1,4 @@
-"""The ranks of a training run: their devices, step times, and what slows them down."""
+"""The ranks of a training run: their devices, step times and causes of slowness."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def find_causes(
     processes: Sequence[ProcessSample],
     missing: int = 0,
 ) -> tuple[Cause, ...]:
-    """Return what slows a training run down: silence, limits of its steps, heat, other processes.
+    """Return the causes of slowness: silent ranks, limits of the steps, heat, other processes.
 
     - `judged`: the analysis of its steps.
     - `processes`: all processes on the devices.
@@ -255,7 +255,7 @@ def _describe_silent(row: RankRow, name: str, waits: bool, unknown: bool) -> Cau
 
 
 def _describe_silence(row: RankRow) -> str:
-    """Say where in a step a rank is silent, and for how long."""
+    """Describe where in a step a rank is silent, and for how long."""
     perhaps = ", perhaps in an evaluation or a checkpoint" if row.doing == "between steps" else ""
     return f"{DOING[row.doing]} for {duration(row.silent_s)}{perhaps}"
 

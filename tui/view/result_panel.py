@@ -41,7 +41,7 @@ PLAN_NAME = "this plan"
 
 
 class KeyHint(NamedTuple):
-    """A key and what it does, shown below a result."""
+    """A key and its effect, shown below a result."""
 
     key: str
     words: str
@@ -148,7 +148,7 @@ def _keys_line(keys: Sequence[KeyHint], width: int) -> Line:
 
 
 def everything_lines(state: SessionState, width: int, path: str = "") -> tuple[Line, ...]:
-    """Return all about a finished search: verdict, next steps, shares, and every measurement.
+    """Return every detail of a finished search: verdict, next steps, shares, measurements.
 
     `path` is the file of the plan, or "" if it wasn't written.
     """

@@ -1,4 +1,4 @@
-"""How two stored runs and their plans differ."""
+"""Comparison of two stored runs and their plans."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def _with_measurements(run: StoredRun) -> SessionState:
 
 
 def run_page(run: StoredRun, width: int, path: str = "") -> tuple[Line, ...]:
-    """Return all about a run; `path` is the file of its plan, or ""."""
+    """Return the page with every detail of a run; `path` is the file of its plan, or ""."""
     state = _with_measurements(run)
     head = whole_lines(run.header.workload, width, "strong")
     if run.end is not None:

@@ -33,7 +33,7 @@ REASONS: dict[Stage, str] = {
 
 
 class LogRow(msgspec.Struct, frozen=True):
-    """A measurement in the log; `news` says what is remarkable about it."""
+    """A measurement in the log; `news` is a remark, such as "the fastest so far, +3 %"."""
 
     number: int  # number of the measurement, from 1, in the order in which measurements ended
     entry: ObservationEntry
@@ -67,7 +67,7 @@ def log_rows(state: SessionState) -> list[LogRow]:
 
 
 def _find_news(seen: Observation, fastest: float, alone: dict[int, dict[int, float]]) -> str:
-    """Return the doubts about a measurement, else its gain over an earlier one, or ""."""
+    """Return the warnings about a measurement, else its gain over an earlier one, or ""."""
     if not isinstance(seen, Timed):
         return ""
     doubts = ", ".join(list_doubts(seen))
@@ -153,7 +153,7 @@ LOG: Grid[LogRow] = Grid(
 
 
 def probe_lines(row: LogRow, width: int) -> tuple[Line, ...]:
-    """Return all about a measurement: why it was made, its layout, speed and memory."""
+    """Return the details of a measurement: its reason, layout, speed and memory."""
     seen = row.seen
     layout, probe = seen.probe.layout, seen.probe
     head = f"Probe {row.number}, at {duration(row.entry.at_seconds)}: {STAGE_WORDS[probe.stage]}"

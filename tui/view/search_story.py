@@ -1,4 +1,4 @@
-"""The progress of a search: its stages, what it measures now, and the best speed over time."""
+"""The progress of a search: its steps, current measurement, and best speed over time."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ BETWEEN_CELLS = 3  # cells of the line from one phase to the next
 
 
 def phase_of(stage: Stage) -> Phase:
-    """Return the phase of a search to which a stage belongs."""
+    """Return the part of a search to which a stage belongs: alone, split, race or check."""
     return _PHASE_OF[stage]
 
 
 def current_phase(state: SessionState) -> Phase:
-    """Return the phase of the newest probe, or "alone" before the first one."""
+    """Return the part of the search that is running: alone, split, race or check."""
     if state.running:
         return phase_of(state.running[-1].probe.stage)
     return phase_of(state.seen[-1].seen.probe.stage) if state.seen else "alone"
@@ -88,7 +88,7 @@ def _name_devices(active: Sequence[int], labels: Sequence[str]) -> str:
 
 
 def story_lines(state: SessionState, width: int) -> tuple[Line, ...]:
-    """Return the phases of the search, what it measures now and why, or how it failed."""
+    """Return the progress of the search and its current measurement, or its error."""
     if state.fault:
         return text_lines(f"{state.fault} {state.remedy}", width, 6, "bad")
     head = _phase_line(state, width)
@@ -102,7 +102,7 @@ def story_lines(state: SessionState, width: int) -> tuple[Line, ...]:
 
 
 def _pause_text(state: SessionState) -> str:
-    """Say that the search is paused, or which probes still have to finish."""
+    """Describe the pause, and which probes still have to finish."""
     # A probe that is still running is completed before the search pauses. In that case, the text
     # names the probe's devices.
     if not state.running:
@@ -115,7 +115,7 @@ def _pause_text(state: SessionState) -> str:
 
 
 def _running_text(state: SessionState) -> str:
-    """Say which layouts are measured now, and what their probes do."""
+    """Describe the layouts that are being measured, and the activity of their probes."""
     # If several layouts are measured at the same time, the text has the phase that has lasted
     # longest.
     if not state.running:
@@ -129,7 +129,7 @@ def _running_text(state: SessionState) -> str:
 
 
 def _phase_line(state: SessionState, width: int) -> Line:
-    """Draw the phases, done or to come, and the remaining time."""
+    """Draw the parts of the search (alone, split, race, check) and the remaining time."""
     now, marks = current_phase(state), _phase_marks(state)
     spans: list[Span] = [Span(" ")]
     for phase, (mark, tone) in marks.items():
@@ -145,7 +145,7 @@ def _phase_line(state: SessionState, width: int) -> Line:
 
 
 def _phase_marks(state: SessionState) -> dict[Phase, tuple[str, Tone]]:
-    """Return a mark and tone for each phase: done, running or to come."""
+    """Return a mark and tone for each part of the search: done, running or to come."""
     # A search on one device measures no splits, so the phase for splits is left out.
     now = current_phase(state)
     seen = {phase_of(entry.seen.probe.stage) for entry in state.seen}
@@ -225,6 +225,6 @@ def _best_series(
 
 
 def _best_text(state: SessionState, point: BestPoint) -> str:
-    """Return what the cursor reads out at a point."""
+    """Return the text that is shown when the cursor is on a point."""
     layout = point.layout
     return f"{rate(point.samples_per_second)} samples/s: {name_layout(layout, state.devices)}"

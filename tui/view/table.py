@@ -41,7 +41,7 @@ TAG: Column[Any] = Column(
 
 
 class Grid(NamedTuple, Generic[RowT]):
-    """The columns of a table, what it says when empty and, if special, how a row is drawn.
+    """The columns of a table, its text when empty and, optionally, a function that draws rows.
 
     `draw` gets the row, the width of each column by key, the whole width, and whether the cursor is
     on the row.

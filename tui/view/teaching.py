@@ -1,4 +1,4 @@
-"""What empty screens say: how to begin, and what a search does."""
+"""Help on empty screens: how to begin, and how a search works."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BETWEEN_CELLS = 3  # cells between the longest command and the descriptions
 
 
 class Step(NamedTuple):
-    """A key or command, what it does and, if clickable, a Textual action."""
+    """A key or command, its effect and, if clickable, a Textual action."""
 
     does: str
     words: str
@@ -19,7 +19,7 @@ class Step(NamedTuple):
 
 
 class Lesson(NamedTuple):
-    """What an empty table says: that there is nothing, and ways to begin."""
+    """The text of an empty table, and ways to begin."""
 
     nothing: str
     steps: tuple[Step, ...] = ()

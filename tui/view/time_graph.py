@@ -94,7 +94,7 @@ def ticks_per_dot(span_seconds: float, interval_seconds: float, width: int) -> i
 
 
 def scale_young(per_dot: int, ticks: int, width: int) -> tuple[int, int]:
-    """Enlarge a history that fills less than half of the graph.
+    """Enlarge a short history, so that it fills more of the graph.
 
     Returns the readings per column of dots, and the columns of dots per reading.
     """

@@ -58,7 +58,7 @@ METRICS = (
 
 
 class TimeView(NamedTuple):
-    """What the user has chosen about the graphs: scale, cursor and device.
+    """The user's choices for the graphs: scale, cursor and device.
 
     `per_dot` is the number of readings per column of dots. `cursor` is a cell counted from the
     first reading, or None.

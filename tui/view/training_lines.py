@@ -1,4 +1,4 @@
-"""The tables of training runs and ranks, and sentences about what slows a run down."""
+"""The tables of training runs and ranks, and sentences about causes of slowness."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _input(row: TrainingRow, _width: int) -> tuple[Span, ...]:
 
 
 def _draw_causes(row: TrainingRow, width: int) -> tuple[Span, ...]:
-    """Draw what slows the training run down, as sentences or as keywords."""
+    """Draw the causes of slowness, as sentences or as keywords."""
     # For an ended training, draw how long ago it ended.
     if row.ended_s:
         words = f"ended {duration(row.ended_s)} ago"
@@ -283,7 +283,7 @@ def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Lin
 
 
 def _cause_lines(row: TrainingRow, late: bool, width: int) -> Iterator[Line]:
-    """Yield the lines about what slows the training run down."""
+    """Yield the lines about causes of slowness."""
     # If the training is slower than its plan (`late`) without a known cause, the lines are about
     # the causes that were ruled out.
     if row.ended_s and row.causes:
@@ -302,7 +302,7 @@ def _ended_lines(row: TrainingRow, width: int) -> Iterator[Line]:
 
 
 def _list_excluded_causes(row: TrainingRow) -> str:
-    """Say what has been ruled out if no cause was found."""
+    """Describe the causes that were ruled out if none was found."""
     steps = [rank.step for rank in row.ranks if rank.step.step_s]
     if not steps:
         return "No cause was found: this training reports no parts of its steps."
@@ -322,7 +322,7 @@ def _list_excluded_causes(row: TrainingRow) -> str:
 
 
 def _describe_faster_shares(row: TrainingRow) -> Iterator[str]:
-    """Yield which shares would be faster, by how much, and whether the run will adopt them."""
+    """Yield faster shares, their expected gain, and whether the run will adopt them."""
     # For an ended training, yield why it didn't adopt them. If the current shares are the fastest,
     # yield nothing.
     if row.advice is None:
@@ -359,7 +359,7 @@ def _explain_stay(row: TrainingRow) -> Iterator[str]:
 
 
 def _list_remedies(row: TrainingRow) -> Iterator[str]:
-    """Yield what to do about each limit, and the gain to expect."""
+    """Yield a remedy for each limit, with the gain to expect."""
     # If several limits have the same remedy, it is given once.
     mentioned = set()
     for limit in row.limits:

@@ -64,7 +64,7 @@ class TrainingRow(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[str, int]:
-        """What identifies the run: its id, or the pid of a process without one."""
+        """The id of the run with 0, or "" with the pid of a process that has no id."""
         return self.training, 0 if self.training else self.ranks[0].pid
 
 

@@ -112,7 +112,7 @@ class ResultPanel(Lines):
         super().__init__(id="result", classes="panel")
 
     def set_data(self, state: SessionState, keys: Sequence[KeyHint]) -> None:
-        """Show the result as far as it fits."""
+        """Show as much of the result as fits."""
         self.entitle("Result", f"run {plain(state.run)}" if state.run else "")
         self.show(result_lines(state, *self.size, keys))
 
@@ -123,7 +123,7 @@ class ResultPanel(Lines):
 
 
 class BalanceView(UsesApp, Widget):
-    """All about a search: progress or result, devices, charts, shares and measurements.
+    """View of a search: progress or result, devices, charts, shares and measurements.
 
     `keys` returns the keys that act on the result.
     """

@@ -81,7 +81,7 @@ class Lines(UsesApp, Widget):
         return "\n".join(line.text for line in self._lines)
 
     def redraw(self) -> None:
-        """Draw the content anew, for example in a new size; subclasses override it."""
+        """Redraw the content, for example in a new size; subclasses override it."""
 
     def show(self, lines: Sequence[Line]) -> None:
         """Show these lines instead of the present ones."""

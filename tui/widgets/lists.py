@@ -96,7 +96,7 @@ class ListPanel(Lines, Generic[RowT]):
         self.show(lines)
 
     def identity(self, row: RowT) -> Hashable:
-        """Return what identifies a row, so that the cursor follows it; None keeps the place."""
+        """Return a key by which the cursor follows a row that moves; None keeps its place."""
         return None
 
     def place_rows(self, rows: Sequence[RowT]) -> None:
