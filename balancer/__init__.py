@@ -1,1 +1,1 @@
-"""The search, its sessions, journals and probes. It has no user interface."""
+"""The search for the fastest layout: probes, decisions, the journal, and the resulting plan."""

@@ -1,8 +1,4 @@
-"""The checks behind `evener doctor`.
-
-They check this machine, or each host of a cluster and the network between the hosts. A framework is
-imported only in a child process, because its import may crash or hang.
-"""
+"""Checks behind `evener doctor`: drivers, frameworks, folders, links and clusters."""
 
 from __future__ import annotations
 
@@ -91,10 +87,7 @@ EXTRAS = {  # what each extra adds, and its modules
 
 
 class Check(msgspec.Struct, frozen=True):
-    """The result of one check.
-
-    `found` is one line of text. `remedy` says what to do about a problem; "" if nothing is needed.
-    """
+    """Result of one check; `remedy` says what to do, or is empty."""
 
     name: str
     level: Level
@@ -103,10 +96,9 @@ class Check(msgspec.Struct, frozen=True):
 
 
 def check_machine() -> tuple[Check, ...]:
-    """Run every check of this machine and return the results.
+    """Check the Python installation, drivers, frameworks and folders of this machine.
 
-    A check that fails is a result too; nothing is raised. A framework whose import hangs is
-    reported after two minutes.
+    Imports each framework in a subprocess, which takes seconds.
     """
     drivers = [_check_driver(backend) for backend in all_backends() if backend.maker]
     return (
@@ -123,13 +115,10 @@ def check_machine() -> tuple[Check, ...]:
 def check_links(
     devices: Sequence[Device], driver: str, report: Callable[[LinkMeasurement], None]
 ) -> tuple[tuple[Check, ...], tuple[LinkMeasurement, ...]]:
-    """Measure the links between devices of this machine, and save the results.
+    """Measure the links between devices, save the result, and check it.
 
-    `driver` is the version of the GPUs' driver. `report` is called after each measurement.
-
-    Return the checks and the measurements. There is one check for each pair of devices, and one for
-    all devices together. For a single device, or without PyTorch, return a note and no
-    measurements.
+    `report` is called after each measurement. Returns the checks and all measurements; without
+    PyTorch, or with a single device, only a note.
     """
     if len(devices) < 2:
         found = f"{devices[0].label} alone has no links"
@@ -147,10 +136,10 @@ def check_links(
 
 
 def describe_link(measurements: Sequence[LinkMeasurement], here: Transport = "as it is") -> Check:
-    """Return the check of the link between some devices.
+    """Check the link of one set of devices by its measurements over several transports.
 
-    `measurements` has one measurement for each way of exchanging data (transport), the default
-    first. `here` is the transport that this process's environment variables select.
+    The first measurement is over NCCL's default transport. `here` is the transport that environment
+    variables select now.
     """
     own, *others = measurements
     name = f"link {' – '.join(own.devices)}"
@@ -184,7 +173,7 @@ def _describe_set_link(
     others: Sequence[LinkMeasurement],
     here: Transport,
 ) -> Check:
-    """Return a link's check if environment variables select the transport."""
+    """Check a link whose transport is set by environment variables, against the default."""
     # `name` and `found` are the check's
     variables = write_variables(switches_of(here))
     found = f"{found}; here with {variables}: {here}"
@@ -205,11 +194,7 @@ def _name_variables(transport: Transport) -> str:
 
 
 def write_link(measurement: LinkMeasurement) -> str:
-    """Return one measurement as text: transport, speed and latency.
-
-    An example is `as it is 6.1 GB/s, 28 µs`, where `as it is` names the default transport. For a
-    failed measurement, the text says what went wrong.
-    """
+    """Return a measurement as text: bandwidth and latency, or how the link failed."""
     if measurement.outcome == "ok":
         speed = f"{measurement.bytes_per_second / 1e9:.3g} GB/s"
         return f"{measurement.transport} {speed}, {measurement.latency_seconds * 1e6:.3g} µs"
@@ -218,7 +203,7 @@ def write_link(measurement: LinkMeasurement) -> str:
 
 
 def _check_driver(backend: Backend) -> tuple[Check, int]:
-    """Check a vendor's driver, and count the devices that it lists."""
+    """Check a vendor's driver, and count its GPUs."""
     name = f"{backend.maker} driver"
     try:
         listing = backend.list_devices()
@@ -233,7 +218,7 @@ def _check_driver(backend: Backend) -> tuple[Check, int]:
 
 
 def _check_frameworks(gpus: int) -> list[Check]:
-    """Check that each framework can be imported and sees all GPUs."""
+    """Check all frameworks in parallel; a problem counts only if no framework works."""
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(lambda name: _check_framework(name, gpus), _QUERIES))
     # one working framework is enough: a problem with the other is then only a note
@@ -273,7 +258,7 @@ def _check_framework(name: str, gpus: int) -> Check:
 
 
 def _compare_gpus(name: str, version: str, seen: int, gpus: int) -> Check:
-    """Return a note if the framework doesn't see all GPUs."""
+    """Report a framework's version, with a note if it sees fewer GPUs than the driver lists."""
     found = f"{version}, sees {seen} of {gpus} GPUs"
     if seen < gpus:
         variables = " and ".join(
@@ -287,7 +272,7 @@ def _compare_gpus(name: str, version: str, seen: int, gpus: int) -> Check:
 
 
 def _check_clashes() -> list[Check]:
-    """Check for packages that clash, and for a Keras that's too old."""
+    """Find installed packages that break each other."""
     checks = []
     doubles = [pair for backend in all_backends() for pair in backend.double_packages]
     for extra, needed in (*doubles, ("tensorflow-cpu", "tensorflow")):
@@ -311,7 +296,7 @@ def _check_clashes() -> list[Check]:
 
 
 def _check_extras() -> Check:
-    """List the missing extras, with the command that installs them."""
+    """Check which optional dependencies are installed."""
     missing = [
         name
         for name, (_, modules) in EXTRAS.items()
@@ -356,18 +341,17 @@ def _check_folder(name: str, folder: Path, variable: str) -> Check:
 
 
 class HostReport(msgspec.Struct, frozen=True):
-    """A host's check results, and its versions that all hosts must share."""
+    """Checks and package versions of one host."""
 
     checks: tuple[Check, ...]
     versions: dict[str, str]
 
 
 def check_cluster(spec: str, address: str) -> tuple[Check, ...]:
-    """Check the hosts of a Ray cluster.
+    """Check a Ray cluster: its hosts, their software, the ports between them, and the devices.
 
-    Only hosts with devices named in `spec` are checked. `address` is the cluster's address. The
-    checks cover the software, its versions, the ports and the devices. A host that can't be reached
-    has a failed check.
+    `spec` names the devices, as in `--devices`. Takes as long as importing the frameworks on the
+    slowest host.
     """
     terms = parse_request(spec)
     try:
@@ -395,7 +379,7 @@ def check_cluster(spec: str, address: str) -> tuple[Check, ...]:
 
 
 def _start_agents(nodes: Sequence[Node]) -> tuple[list[Agent], list[Check]]:
-    """Start an agent on each node, and report the nodes that fail."""
+    """Start an agent on each node in parallel; also return a failed check per lost node."""
 
     def start(node: Node) -> Agent | Check:
         try:
@@ -411,17 +395,14 @@ def _start_agents(nodes: Sequence[Node]) -> tuple[list[Agent], list[Check]]:
 
 
 def describe_host(own: str, hosts: Sequence[str]) -> HostReport:
-    """Check this host, and collect the versions that must be equal on all hosts.
-
-    An agent calls this on each host. `own` is the host's name. `hosts` are the names of all hosts.
-    """
+    """Check this host of a cluster, including the network interface to the others."""
     others = [host for host in hosts if host != own]
     network = (_check_interface(others[0]),) if others else ()
     return HostReport((*check_machine(), *network), describe_versions())
 
 
 def _check_interface(other: str) -> Check:
-    """Check the network interface through which gloo and NCCL reach `other`."""
+    """Check the network interface that leads to another host, or that variables select."""
     name = "network interface"
     way = find_interface(other)
     if not way:
@@ -444,10 +425,9 @@ def _check_interface(other: str) -> Check:
 
 
 def merge_checks(by_host: Mapping[str, Sequence[Check]]) -> tuple[Check, ...]:
-    """Merge equal checks of several hosts, and return all checks.
+    """Combine the checks of all hosts: equal results become one check.
 
-    Checks come in the order of the first host. A result that not all hosts share begins with the
-    names of its hosts.
+    A result that only some hosts have names them.
     """
     hosts: dict[str, dict[Check, list[str]]] = {}  # by the check's name and result
     for host, checks in by_host.items():
@@ -480,7 +460,7 @@ def _compare_versions(by_host: Mapping[str, dict[str, str]]) -> tuple[Check, ...
 
 
 def _check_ports(agents: Sequence[Agent]) -> tuple[Check, ...]:
-    """Check that every host can connect to every other."""
+    """Check that every host can open connections to every other."""
     if len(agents) < 2:
         return ()
     remedy = (
@@ -494,7 +474,7 @@ def _check_ports(agents: Sequence[Agent]) -> tuple[Check, ...]:
 
 
 def _find_closed_ports(agents: Sequence[Agent]) -> list[tuple[str, Endpoint, str]]:
-    """Let every host connect to all others, and return failed connections."""
+    """Return (host, unreachable endpoint, reason) for each connection that fails."""
     with ExitStack() as stack:
         listeners = {
             agent: stack.enter_context(closing(agent.keep(Listener, agent.host)))

@@ -1,7 +1,4 @@
-"""The events that a session reports, and the thread that reports them.
-
-A terminal or a screen displays them. Replaying a journal yields the same events again.
-"""
+"""Events that a running search emits, and the thread that produces them."""
 
 from __future__ import annotations
 
@@ -20,10 +17,7 @@ CLOSE_SECONDS = 5.0  # timeout for a thread to end; killing all children takes a
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """The session began.
-
-    `replayed` is the number of observations that were read from the journal of a resumed run.
-    """
+    """The search has started; `replayed` is the number of outcomes read from its journal."""
 
     run: str
     devices: tuple[str, ...]  # labels, in the order of the request
@@ -35,16 +29,16 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
 
 class ProbeStarted(msgspec.Struct, frozen=True, tag=True):
-    """A measurement began. Several may run at the same time."""
+    """A probe has started."""
 
     probe: Probe
     at_seconds: float  # on the session's clock
 
 
 class ProbeProgress(msgspec.Struct, frozen=True, tag=True):
-    """The progress of a running measurement.
+    """Progress of a running probe, sent at least once a second.
 
-    A measurement sends a report at least once a second. Each report replaces the previous one.
+    The rate and its interval are None until steps were timed.
     """
 
     probe: Probe
@@ -62,11 +56,7 @@ Report = Callable[[ProbeProgress], None]  # may be called from any thread
 
 
 class Observed(msgspec.Struct, frozen=True, tag=True):
-    """A measurement has ended; it is in the journal, and the search knows it.
-
-    `belief` is what the search now predicts for each device. `best` is the result of the best
-    layout so far, if there is one.
-    """
+    """A probe has ended: its outcome, the updated belief, and the best layout so far."""
 
     seen: Observation
     belief: Belief
@@ -77,16 +67,13 @@ class Observed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Paused(msgspec.Struct, frozen=True, tag=True):
-    """The session is paused: no new probe starts until it continues."""
+    """The search waits until it is unpaused."""
 
     at_seconds: float
 
 
 class Finished(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
-    """The session ended with a plan. The journal stores this event as a line.
-
-    The journal of a resumed run may have several such lines. Only the last one counts.
-    """
+    """The search has ended, with its plan and verdict; also the journal's last entry."""
 
     plan: Plan
     results: tuple[Result, ...]  # every layout measured in the race, best first
@@ -101,13 +88,9 @@ Event = Started | ProbeStarted | ProbeProgress | Observed | Paused | Finished
 
 
 class EventThread:
-    """Does work and reports events about it.
+    """Base class of a search that runs in its own thread and emits events.
 
-    `run` does the work on the caller's thread. `events` starts a separate thread for it. The
-    remaining events can still be read after `stop`, which a signal handler may call.
-
-    A subclass implements `_work`, which reports events with `_emit`. `_work` must wait for `_going`
-    before it starts anything new, and return once `_halt` is set.
+    Subclasses implement `_work`, which calls `_emit` for each event.
     """
 
     def __init__(self) -> None:
@@ -119,44 +102,37 @@ class EventThread:
         self._thread = threading.Thread(target=self._drive, name="evener-session", daemon=True)
 
     def run(self, report: Callable[[Event], object]) -> None:
-        """Do the work on this thread, and report each event.
-
-        `report` is called with each event as it happens. Other threads may call `report`, too.
-        """
+        """Run in the calling thread until the end, and call `report` with each event."""
         self._emit = report
         self._work()
 
     def events(self) -> Iterator[Event]:
-        """Start the work and yield its events until it ends.
+        """Start the thread on the first call, and iterate over its events until it ends.
 
-        An exception that ended the work is raised here. After an interrupt, call this again to get
-        the remaining events.
+        An exception of the thread is raised in the iterating thread.
         """
         if self._thread.ident is None:
             self._thread.start()
         return iter(self._next_event, None)
 
     def stop(self) -> None:
-        """Request that the work ends soon.
+        """Ask the search to end with the best plan so far, even if it is paused.
 
-        Any thread or signal handler may call this.
+        May be called from any thread or signal handler.
         """
         self._halt.set()
         self._going.set()
 
     def pause(self) -> None:
-        """Start no new work until `unpause` is called. Work in progress continues."""
+        """Pause the search before its next probe."""
         self._going.clear()
 
     def unpause(self) -> None:
-        """Allow new work to start again, after `pause`."""
+        """Resume a paused search."""
         self._going.set()
 
     def close(self) -> None:
-        """Stop the work and wait for its end, for at most `CLOSE_SECONDS`.
-
-        May be called more than once.
-        """
+        """Stop, and wait a few seconds for the thread to end."""
         self.stop()
         if self._thread.ident is not None:
             self._thread.join(CLOSE_SECONDS)

@@ -1,8 +1,4 @@
-"""Families of layouts: each is one way to use the devices, such as an even split.
-
-A search compares layouts of the requested families. `Family` is the interface of a family.
-`FAMILIES` has all families by name.
-"""
+"""The kinds of layouts that a search can compare, and how each is named and described."""
 
 from __future__ import annotations
 
@@ -25,79 +21,64 @@ MODES: dict[str, str] = {"": "", "logical": " with equal parts of the memory", "
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """A named way to place the parts of the workload's model on several devices."""
+    """A way in which the workload itself places parts of its model on devices."""
 
     name: str
     devices: int = 2  # maximum number of devices that it uses
 
 
 class PlacementOptions(Protocol):
-    """The search options that the layout families read."""
+    """The placements to compare, as the search provides them."""
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """The placements of the workload; empty if it has none."""
+        """Placements that the workload offers; may be empty."""
 
 
 class SearchView(Protocol):
-    """The results of a search's exploration, from which families choose layouts for the race.
-
-    Exploration measures each device and a few splits. The race then measures candidate layouts in
-    alternation. Lists are sorted, best first.
-    """
+    """What a family reads of the search to list its layouts."""
 
     @property
     def devices(self) -> int:
-        """The number of devices of the request."""
+        """Number of devices of the request."""
 
     @property
     def options(self) -> PlacementOptions:
-        """The search's options, which list the workload's placements."""
+        """Options of the comparison."""
 
     @property
     def common_batch(self) -> int | None:
-        """The global batch for layouts whose best batch wasn't measured, such as placements.
-
-        It is the user's batch or, without one, a batch that exploration has tried on one device.
-        None until the batch is known, or if rows are assigned by cost.
-        """
+        """Global batch at which layouts are compared; None until it is known."""
 
     @property
     def singles(self) -> Sequence[Layout]:
-        """The best solo layout; empty if there is none.
+        """The best layout of one device, if there is one.
 
-        If it has several passes although its whole batch is known to fit in memory, the same layout
-        with one pass comes second.
+        If it needs several passes though its batch is known to fit at once, the same layout in one
+        pass follows.
         """
 
     @property
     def splits(self) -> Sequence[Layout]:
-        """The candidate splits worth racing; empty unless splits were requested."""
+        """The best layouts with unequal shares over several devices."""
 
     @property
     def even_splits(self) -> Sequence[Layout]:
-        """Even splits for the race, with a global batch close to the best split's."""
+        """Layouts with equal shares over several devices."""
 
     @property
     def shards(self) -> Sequence[Layout]:
-        """The sharded layouts worth racing.
-
-        Empty if every device can hold the whole model and the user didn't request shards.
-        """
+        """Layouts that shard the model over several devices."""
 
     @property
     def packs(self) -> Sequence[Layout]:
-        """The best measured pack for each way to share a device: plain processes and MPS.
-
-        If no pack has been measured yet for a way, the list has the pack to measure first.
-        """
+        """The best layouts of several processes on one device."""
 
 
 class Family(ABC):
-    """A family of layouts: one way to use the devices.
+    """Base class for a kind of layout: its candidates in a search, and their names.
 
-    `kind` is the name of its layouts in journals and plans. `name` is the family's name on the
-    command line and in JSON.
+    `add` registers an instance.
     """
 
     name: str
@@ -113,88 +94,76 @@ class Family(ABC):
 
     @property
     def traits(self) -> Traits:
-        """The traits that all layouts of the family share, such as training on one device."""
+        """Properties of the layouts of this family."""
         return KINDS[self.kind]
 
     @abstractmethod
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return the family's layouts for the race, best first.
-
-        Return an empty sequence if exploration hasn't found a value that they need, such as a
-        batch.
-        """
+        """Return the layouts of this family that are worth comparing now."""
 
     @abstractmethod
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return a layout's name for tables, such as `best split`.
+        """Return a short name for a layout, as in the rows of a table.
 
-        `devices` is the number of devices of the request. With `another`, return the name of a
-        second layout, such as `another split`.
+        `devices` is the number of devices of the request. `another` marks a layout beside a better
+        one of the same family.
         """
 
     @abstractmethod
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the layout as text, such as `826 + 571 on GPU:0 + GPU:1`.
+        """Return the layout in words: rows and devices.
 
-        A verdict begins with this text. `labels` has the label of every device. `ratios` has the
-        fraction of a batch that each device computes, by rows or by cost.
+        `labels` are the names of the devices; `ratios` their fractions of the cost if rows are
+        split by cost.
         """
 
 
 def write_rows(layout: Layout) -> str:
-    """Return a layout's samples per device as text, such as `826 + 571`.
+    """Return the shares of a layout as text, such as "640 + 384".
 
-    For a layout with many devices, return only the sum.
+    The global batch stands in for them if there are many devices.
     """
     shares = [(layout.shares[i], layout.pass_rows[i]) for i in layout.computing]
     return join_shares(shares) if len(shares) <= MOST_NAMED else str(layout.global_batch)
 
 
 def write_devices(layout: Layout, labels: Sequence[str]) -> str:
-    """Return the labels of a layout's devices as text, such as `GPU:0 + GPU:1`.
-
-    `labels` has the label of every device. For a layout with many devices, return only their
-    number.
-    """
+    """Return the labels of the layout's devices, or their number if there are many."""
     names = [labels[i] for i in layout.active]
     return " + ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} devices"
 
 
 def write_ratios(layout: Layout, ratios: Sequence[float]) -> str:
-    """Return the work's fractions per device as text, such as `0.591 : 0.409`.
-
-    `ratios` has the fraction of every device. Return "" for a layout with many devices.
-    """
+    """Return the ratios of the layout's devices as text, or "" if there are many."""
     parts = [ratios[i] for i in layout.active]
     return " : ".join(f"{part:.3f}" for part in parts) if len(parts) <= MOST_NAMED else ""
 
 
 class SoloFamily(Family):
-    """One training on one device; the other devices are unused."""
+    """One device alone."""
 
     name = kind = "solo"
     in_balance = True
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return the best solo layout; empty if there is none.
-
-        If it has several passes although its whole batch is known to fit in memory, the same layout
-        with one pass comes second.
-        """
+        """Return the single-device candidates of the search."""
         return view.singles
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name of the best solo layout or, with `another`, of a second one."""
+        """Return the name in a table."""
         return "another single device" if another else BEST_SINGLE
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the layout as text, such as `1024 on GPU:0 alone`."""
+        """Return the rows and the device in words."""
         alone = " alone" if len(labels) > 1 else ""
         return f"{write_rows(layout)} on {write_devices(layout, labels)}{alone}"
 
 
 def device_counts(devices: int) -> tuple[int, ...]:
-    """Return the numbers of devices for even splits: 2, 4, 8, ... and all."""
+    """Return the device counts to compare for scaling: powers of two, then all devices.
+
+    Empty for a single device.
+    """
     counts = []
     count = 2
     while count < devices:
@@ -206,10 +175,10 @@ def device_counts(devices: int) -> tuple[int, ...]:
 def split_evenly(
     devices: int, positions: tuple[int, ...], batch: int, quantum: int = 1
 ) -> Layout | None:
-    """Divide the batch evenly among the devices at `positions`.
+    """Return the layout with equal shares on the devices at `positions`.
 
-    Each part is a multiple of `quantum` rows. `devices` is the number of devices of the request.
-    Return None if the batch isn't a multiple of the quantum, or has fewer quanta than devices.
+    Shares are multiples of `quantum`, and differ by at most one quantum. None if `batch` isn't a
+    multiple of it, or too small to give each device one quantum.
     """
     if batch // quantum < len(positions) or batch % quantum:
         return None
@@ -218,16 +187,13 @@ def split_evenly(
 
 
 def is_even(layout: Layout, quantum: int = 1) -> bool:
-    """True if the shares of a split differ by at most `quantum` rows.
-
-    False for a single device, and if rows are assigned by cost.
-    """
+    """Return whether the shares of several devices differ by at most `quantum` rows."""
     active = [layout.shares[i] for i in layout.active]
     return layout.by_rows and len(active) > 1 and max(active) - min(active) <= quantum
 
 
 class EvenFamily(Family):
-    """The even splits: one training in which all devices have equal shares."""
+    """Equal shares over several devices, as frameworks split a batch by default."""
 
     name = "even"
     kind = "split"
@@ -238,28 +204,22 @@ class EvenFamily(Family):
     in_balance = True
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return even splits over all devices and over fewer devices.
-
-        Return an empty sequence until exploration has found a global batch for splits.
-        """
+        """Return the candidates with equal shares."""
         return view.even_splits
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name of an even split.
-
-        If devices are left out, the name tells how many are used, as in `equal shares over 4`.
-        """
+        """Return the name in a table, with the device count if not all take part."""
         count = len(layout.active)
         name = EQUAL_SHARES if count == devices else f"equal shares over {count}"
         return f"other {name}" if another else name
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the layout as text, such as `128 + 128 on GPU:0 + GPU:1, in equal shares`."""
+        """Return the shares and devices in words."""
         return f"{write_rows(layout)} on {write_devices(layout, labels)}, in equal shares"
 
 
 class SplitFamily(Family):
-    """Splits: one training whose shares make all devices finish at the same time."""
+    """Unequal shares over several devices."""
 
     name = kind = "split"
     fewest_devices = 2
@@ -269,20 +229,17 @@ class SplitFamily(Family):
     in_balance = True
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return the splits that may be fastest, the one predicted to be fastest first.
-
-        A single device is among them if it may be faster.
-        """
+        """Return the candidates with unequal shares."""
         return view.splits
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name of the best split or, with `another`, of a second one."""
+        """Return the name in a table."""
         return "another split" if another else BEST_SPLIT
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the layout as text, such as `826 + 571 on GPU:0 + GPU:1`.
+        """Return the layout in words, such as "826 + 571 on GPU:0 + GPU:1".
 
-        If rows are assigned by cost, the text has fractions of the cost instead of rows.
+        If rows are split by cost, the text has each device's fraction of the cost.
         """
         where = write_devices(layout, labels)
         if not layout.costs:
@@ -293,10 +250,7 @@ class SplitFamily(Family):
 
 
 class ShardFamily(Family):
-    """One training whose model state is sharded in proportion to the devices' free memory.
-
-    The rows of a batch are divided in proportion to the devices' speed.
-    """
+    """The model sharded over several devices."""
 
     name = kind = "shard"
     fewest_devices = 2
@@ -305,22 +259,15 @@ class ShardFamily(Family):
     in_balance = True
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return the sharded layouts worth racing.
-
-        The devices' rows are in proportion to their speed. Their parts of the model's state are in
-        proportion to the memory that these rows leave free.
-        """
+        """Return the sharded candidates."""
         return view.shards
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name of the sharded layout or, with `another`, of a second one."""
+        """Return the name in a table."""
         return "another shards of the model" if another else "shards of the model"
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the layout as text.
-
-        For example, `820 + 568 on GPU:0 + GPU:1, the model in shards 0.600 : 0.400`.
-        """
+        """Return shares, devices and the fractions of the model's state in words."""
         parts = write_ratios(layout, layout.state) if layout.state else ""
         where = write_devices(layout, labels)
         if layout.computing == layout.active:
@@ -332,17 +279,16 @@ class ShardFamily(Family):
 def pack_on(
     single: Layout, processes: int, mode: PackMode = "", batch: int | None = None
 ) -> Layout:
-    """Return a pack of `processes` trainings on the device of the solo layout `single`.
+    """Return the pack of several processes on the device of a single-device layout.
 
-    `mode` is how the trainings share the device. Each training has the global batch `batch`, by
-    default the batch of `single`.
+    Each process trains `batch` rows per step; None: as many as `single`.
     """
     size = single.global_batch if batch is None else batch
     return Layout("pack", tuple(size if share else 0 for share in single.shares), processes, mode)
 
 
 class PackFamily(Family):
-    """Packs: as many trainings on one device as give the highest total throughput."""
+    """Several independent processes on one device, each training a model of its own."""
 
     name = kind = "pack"
     simplicity = 4
@@ -351,28 +297,24 @@ class PackFamily(Family):
     plural = "packs"
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return the best measured pack for each way to share a device, such as MPS.
-
-        If no pack has been measured yet for a way, the list has the pack to measure first.
-        """
+        """Return the candidates with several processes."""
         return view.packs
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name of a pack, such as `pack of 5 under MPS`."""
+        """Return the name in a table, with the number of processes."""
         name = f"pack of {layout.processes}{MODES.get(layout.placement, '')}"
         return f"another {name}" if another else name
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the layout as text, such as `5 trainings of 256 side by side on GPU:0`."""
+        """Return the processes, rows and device in words."""
         where = f"{write_devices(layout, labels)}{MODES.get(layout.placement, '')}"
         return f"{layout.processes} trainings of {layout.global_batch} side by side on {where}"
 
 
 def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
-    """Return the layout that trains with a placement and this global batch.
+    """Return the layout for a placement, or None if it would use fewer than two devices.
 
-    The placement uses the first of the `devices` devices. Return None if there are too few devices
-    or samples.
+    Also None if `batch` has fewer rows than devices.
     """
     # the shares only mark devices as used; the workload doesn't split the batch by them
     used = min(devices, placement.devices)
@@ -381,7 +323,7 @@ def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
 
 
 class PlaceFamily(Family):
-    """One training in one process, with its model's parts placed on devices by the workload."""
+    """Model parallelism of the workload's own: it places parts of the model on devices."""
 
     name = kind = "place"
     fewest_devices = 2
@@ -390,10 +332,7 @@ class PlaceFamily(Family):
     plural = "placements"
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return a layout for each of the workload's placements, with the common global batch.
-
-        Return an empty sequence until exploration has found that batch.
-        """
+        """Return a layout for each placement; empty until the common batch is known."""
         if view.common_batch is None:
             return []
         found = [
@@ -403,18 +342,12 @@ class PlaceFamily(Family):
         return [layout for layout in found if layout is not None]
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name of a layout with a placement, such as `place towers`.
-
-        With `another`, return a name for a second such layout.
-        """
+        """Return the name in a table, such as "place towers"."""
         name = f"place {layout.placement}"
         return f"another {name}" if another else name
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the layout as text.
-
-        For example, `256 on GPU:0 + GPU:1, the model's parts placed as towers`.
-        """
+        """Return the rows, devices and placement in words."""
         where = write_devices(layout, labels)
         return f"{layout.global_batch} on {where}, the model's parts placed as {layout.placement}"
 
@@ -430,17 +363,14 @@ FAMILIES: dict[str, Family] = {one.name: one for one in (SOLO, EVEN, SPLIT, SHAR
 
 
 def add(family: Family, traits: Traits | None = None) -> None:
-    """Register a family, so that searches can use it.
-
-    `traits` are needed only if no other family has layouts of the same kind.
-    """
+    """Register a family; `traits` are needed if its kind is new."""
     FAMILIES[family.name] = family
     if traits is not None:
         KINDS[family.kind] = traits
 
 
 def find_family(name: str) -> Family:
-    """Return the family with this name. Raises RequestError if there is none."""
+    """Return the family of this name, or raise RequestError."""
     if name not in FAMILIES:
         raise RequestError(
             f"There is no family of layouts {name!r}.", f"Choose from {', '.join(FAMILIES)}."
@@ -449,14 +379,14 @@ def find_family(name: str) -> Family:
 
 
 def find_families(names: Iterable[str]) -> tuple[Family, ...]:
-    """Return the families with these names, without duplicates, in the order of `FAMILIES`.
+    """Return the families of these names in the order of registration.
 
-    Raises RequestError if a name is unknown.
+    Raises RequestError for an unknown name.
     """
     wanted = {find_family(name).name for name in names}
     return tuple(family for name, family in FAMILIES.items() if name in wanted)
 
 
 def family_of(layout: Layout) -> Family:
-    """Return the family that this layout belongs to, according to its kind."""
+    """Return the family registered under the layout's kind; for equal shares, that is SPLIT."""
     return FAMILIES[layout.kind]

@@ -1,9 +1,4 @@
-"""Turns a request into a job.
-
-A job has the devices and the workload of the request, and its options have been checked. Errors in
-a request are found here, before a run is created or a child is started. For a comparison, the
-module also finds which layouts can't be measured on these devices, and why.
-"""
+"""Validate requests and resolve them to jobs on discovered devices."""
 
 from __future__ import annotations
 
@@ -42,9 +37,9 @@ MOST_DEVICES = 1024  # half a million pairs of devices are compared per decision
 
 
 def make_job(request: Request) -> Job:
-    """Check a request, find its devices and workload, and return its job.
+    """Validate a request, discover its devices and resolve its workload.
 
-    Raises RequestError or DeviceError, which says what is wrong or missing.
+    Raises RequestError if the request is invalid, and DeviceError if its devices can't be used.
     """
     check_request(request)
     found = discover(request.devices, ray_address=request.ray_address)
@@ -68,10 +63,9 @@ def make_job(request: Request) -> Job:
 
 
 def read_job(header: Header) -> Job:
-    """Return the job of a run from the header of its journal.
+    """Return the job in a journal's header, after validating it again.
 
-    The header is checked, because its file may have been edited. Raises RequestError if no search
-    can run this job.
+    Raises RequestError if it is invalid, because the file may have been edited.
     """
     check_request(header.request)
     check_problem(header.job.problem)
@@ -79,7 +73,7 @@ def read_job(header: Header) -> Job:
 
 
 def _check_supported_options(job: Job, settings: object) -> None:
-    """Raise RequestError for options that the devices or the framework don't support."""
+    """Raise RequestError if an option doesn't work with these devices or this framework."""
     request = job.request
     devices = job.devices
     if job.machine is not None:
@@ -97,7 +91,7 @@ def _check_supported_options(job: Job, settings: object) -> None:
 
 
 def _check_engine(engine: str, framework: str, devices: Sequence[Device]) -> None:
-    """Raise RequestError if the engine can't synchronize these devices in this framework."""
+    """Raise RequestError if the engine can't synchronize these devices."""
     if framework != "tensorflow":
         raise RequestError(
             f"--engine {engine} is TensorFlow's; {framework} has none.", "Leave --engine out."
@@ -119,7 +113,7 @@ def _check_engine(engine: str, framework: str, devices: Sequence[Device]) -> Non
 
 
 def _check_writable(settings: object) -> None:
-    """Raise RequestError if the workload's settings can't be written to a journal."""
+    """Raise RequestError if the workload's settings can't be written as JSON."""
     try:
         msgspec.json.encode(settings)
     except (TypeError, ValueError, OverflowError) as error:
@@ -129,7 +123,7 @@ def _check_writable(settings: object) -> None:
 
 
 def _check_energy_meters(devices: Sequence[Device], machine: Machine | None) -> None:
-    """Raise RequestError if a device can't report its energy."""
+    """Raise RequestError if the power of a device is unknown."""
     for position, device in enumerate(devices):
         if device.on_cpu:
             raise RequestError(
@@ -145,7 +139,7 @@ def _check_energy_meters(devices: Sequence[Device], machine: Machine | None) -> 
 
 
 def _find_notes(job: Job) -> tuple[str, ...]:
-    """Check the hosts, and return notes about devices and other programs."""
+    """Return messages about the devices for the user, such as other programs on them."""
     if job.machine is None:
         hosts = check_hosts(group_by_host(job.devices), job.framework)
         return (*job.notes, *hosts, *_find_open_servers(job))
@@ -154,7 +148,7 @@ def _find_notes(job: Job) -> tuple[str, ...]:
 
 
 def _find_open_servers(job: Job) -> tuple[str, ...]:
-    """Return a note if TensorFlow's servers will listen on the network."""
+    """Warn if TensorFlow will open servers that run code for anyone who can reach them."""
     if job.framework != "tensorflow" or len({device.host for device in job.devices}) > 1:
         return ()
     if len(job.devices) < 2 or choose_group_engine(job, job.devices) in ONE_PROCESS:
@@ -164,10 +158,10 @@ def _find_open_servers(job: Job) -> tuple[str, ...]:
 
 
 def check_hosts(hosts: Mapping[str, tuple[Device, ...]], framework: str) -> tuple[str, ...]:
-    """Check every host, and return notes on GPUs that other programs use.
+    """Check that every host can train on its devices now, remote hosts through their agents.
 
-    `hosts` has the devices of each host by its name; "" is this machine. Raises RequestError or
-    DeviceError if a host can't train on its devices.
+    The keys are host names; "" is this machine. Returns messages about devices that other programs
+    use. Raises RequestError or DeviceError, with the name of the host.
     """
     notes: list[str] = []
     for host, own in hosts.items():
@@ -185,10 +179,10 @@ def check_hosts(hosts: Mapping[str, tuple[Device, ...]], framework: str) -> tupl
 
 
 def check_here(devices: tuple[Device, ...], framework: str) -> tuple[str, ...]:
-    """Check this machine, and return notes on devices that other programs use too.
+    """Check that these local devices can train with the framework now.
 
-    Raises RequestError if the framework isn't installed or can't use the devices. Raises
-    DeviceError if other programs hold the memory of all devices.
+    Returns messages about devices that other programs use. Raises RequestError if the framework
+    isn't installed, and DeviceError if other programs fill the memory of every device.
     """
     if framework != "none" and find_spec(framework) is None:
         raise RequestError(
@@ -205,7 +199,7 @@ def check_here(devices: tuple[Device, ...], framework: str) -> tuple[str, ...]:
 
 
 def check_request(request: Request) -> None:
-    """Raise RequestError for the first option whose value is out of range."""
+    """Raise RequestError if an option is unknown or out of range; devices aren't looked at."""
     _check_batches(request)
     _check_numbers(request)
     for option, word, words in (
@@ -274,7 +268,7 @@ def _check_numbers(request: Request) -> None:
 
 
 def check_problem(problem: Problem) -> None:
-    """Raise RequestError for a problem that no search can solve."""
+    """Raise RequestError if the devices and batch limits leave no possible layout."""
     quantum = problem.multiple_of
     batch = problem.global_batch
     largest = problem.largest_share
@@ -312,14 +306,13 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {  # by their names in --try
 def make_comparison_job(
     request: Request, layouts: Sequence[str] | None = None, knobs: Sequence[str] = ()
 ) -> Job:
-    """Make a job that compares layouts on these devices.
+    """Resolve a request to compare several kinds of layouts, and options such as XLA.
 
-    The request is checked as in `make_job`. `layouts` are the names of the layout families to
-    compare; None for all. `knobs` are the names of options to try.
+    - `layouts`: names of the kinds to compare. None: all that are possible here.
+    - `knobs`: names from KNOBS, tried on the best layout.
 
-    Some named families or options may be impossible here. Messages in the job's
-    `request.compare.left_out` say why. Raises RequestError for an unknown name, or if no layout is
-    possible.
+    `request.compare.left_out` of the job says which of them are impossible here. Raises
+    RequestError if no kind of layout remains, or a name is unknown.
     """
     families = find_families(_choose("--layouts", layouts or tuple(FAMILIES), tuple(FAMILIES)))
     tried = _choose("--try", knobs, tuple(KNOBS))
@@ -349,7 +342,7 @@ def make_comparison_job(
 
 
 def _find_daemon_notes(resolved: Job, kinds: Sequence[Traits]) -> list[str]:
-    """Return a note if packs are compared while an MPS daemon runs."""
+    """Warn that processes on one GPU will share it through MPS, if the daemon runs."""
     has_packs = any(kind.side_by_side for kind in kinds)
     if has_packs and find_backend(resolved.devices[0].kind).daemon_runs():
         # the trainings of a pack would share their GPU through the daemon
@@ -360,7 +353,7 @@ def _find_daemon_notes(resolved: Job, kinds: Sequence[Traits]) -> list[str]:
 def _sort_families(
     resolved: Job, families: Sequence[Family], placements: Sequence[Placement]
 ) -> tuple[list[Family], list[str]]:
-    """Return the families possible here, and a message for each other one."""
+    """Return the possible kinds of layouts, and a message about each impossible one."""
     possible = []
     notes = []
     for family in families:
@@ -373,11 +366,10 @@ def _sort_families(
 
 
 def make_job_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
-    """Make a job whose search also tries knobs on the best layout.
+    """Resolve a request for a plan that also tries numbers of loader workers.
 
-    A knob is an option to tune. The only knob allowed here is `workers`, which tries several
-    numbers of loader worker processes. If this is impossible on these devices, the job's
-    `request.compare.left_out` says so. Raises RequestError for any other name.
+    The only name allowed in `knobs` is "workers"; RequestError is raised for others. Where it can't
+    be tried, `request.compare.left_out` of the job says why.
     """
     tried = _choose("--try", knobs, (WORKERS,))
     resolved = make_job(request)
@@ -389,7 +381,7 @@ def make_job_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
 
 
 def _find_knobs(resolved: Job, tried: Sequence[str]) -> tuple[tuple[Knob, ...], tuple[str, ...]]:
-    """Return the knobs to try, and why others can't be tried."""
+    """Return the options that can be tried here, and messages about those left out."""
     if not tried:
         return (), ()
     if resolved.machine is not None:
@@ -411,7 +403,10 @@ def _find_knobs(resolved: Job, tried: Sequence[str]) -> tuple[tuple[Knob, ...], 
 
 
 def _choose(option: str, words: Sequence[str], allowed: Sequence[str]) -> list[str]:
-    """Check the words against `allowed`, and return them in its order."""
+    """Return the chosen words in the order of `allowed`.
+
+    Raises RequestError for an unknown one.
+    """
     for word in words:
         if word not in allowed:
             raise RequestError(
@@ -434,7 +429,7 @@ def _find_placements(resolved: Job) -> tuple[Placement, ...]:
 
 
 def _why_family_impossible(resolved: Job, family: Family, placements: Sequence[Placement]) -> str:
-    """Return why a family can't be measured here; empty if it can."""
+    """Return why this kind of layout is impossible here, or "" if it is possible."""
     traits = family.traits
     machine = resolved.machine
     if len(resolved.devices) < family.fewest_devices:
@@ -460,7 +455,7 @@ def _can_shard(resolved: Job) -> bool:
 
 
 def _pack_modes(resolved: Job) -> tuple[PackMode, ...]:
-    """Return the ways in which a pack's trainings can share a device."""
+    """Return the ways to run several processes on the first device."""
     parts = find_backend(resolved.devices[0].kind).own_memory and resolved.framework == "tensorflow"
     # plain processes, and logical devices of TensorFlow
     return ("", "logical") if parts else ("",)

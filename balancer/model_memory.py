@@ -1,10 +1,4 @@
-"""The memory of a training's state for different training methods.
-
-The methods are full training, LoRA and QLoRA. The memory is given in bytes per parameter of the
-model. Adapters are assumed to have rank 16 on all linear layers. In models of 1 to 8 billion
-parameters, they then have about a hundredth as many parameters as the model. Their gradients and
-AdamW's averages are in float32.
-"""
+"""Estimate the largest model that fits in device memory, by training method."""
 
 from __future__ import annotations
 
@@ -16,10 +10,9 @@ ADAPTER_BYTES = 16 * 0.01  # each device holds the whole adapters
 
 
 class TrainingMethod(msgspec.Struct, frozen=True):
-    """A training method, and its state's memory in bytes per parameter.
+    """Memory per parameter of a training method, in bytes.
 
-    The parameters are the model's. In sharded training, `divided_bytes` are divided among the
-    devices. Each device holds all of the `whole_bytes`.
+    Sharding divides `divided_bytes` among the devices; each device holds `whole_bytes` itself.
     """
 
     kind: str
@@ -28,24 +21,20 @@ class TrainingMethod(msgspec.Struct, frozen=True):
     whole_bytes: float = 0.0
 
     def bytes_needed(self, parameters: int) -> int:
-        """Return the bytes of the state on a device that holds the whole model.
-
-        `parameters` is the number of the model's parameters.
-        """
+        """Return the bytes that training a model of this many parameters takes on one device."""
         return round(parameters * (self.divided_bytes + self.whole_bytes))
 
     def largest_whole(self, limits: Sequence[int]) -> int:
-        """Return how many parameters a model may have to fit whole on each device.
+        """Return the largest parameter count that fits unsharded on each device.
 
-        `limits` are the devices' memory in bytes.
+        `limits` are the usable bytes of the devices.
         """
         return int(min(limits) / (self.divided_bytes + self.whole_bytes))
 
     def largest_sharded(self, limits: Sequence[int]) -> int:
-        """Return how many parameters a sharded model may have.
+        """Return the largest parameter count that fits if the model is sharded over all devices.
 
-        `limits` are the devices' memory in bytes. The device with the least memory may set the
-        limit, because each device also holds the bytes that aren't sharded.
+        `limits` are the usable bytes of the devices.
         """
         most = sum(limits) / (self.divided_bytes + len(limits) * self.whole_bytes)
         return int(min(most, min(limits) / self.whole_bytes) if self.whole_bytes else most)

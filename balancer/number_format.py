@@ -1,4 +1,4 @@
-"""Formats numbers with units for all messages and tables."""
+"""Format throughputs, times, sizes and shares for people."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from evener.shares.whole_rows import split_passes
 
 
 def rate(samples_per_second: float) -> str:
-    """Return samples/s as text, such as 12.35, 684.2, 2 123 or 158 012.
-
-    There are two decimals below 100 and one below 1000. Above, thousands are grouped.
-    """
+    """Format samples/s: two decimals below 100, one below 1000, else whole."""
     for digits, limit in ((2, 99.995), (1, 999.95)):
         if samples_per_second < limit:
             return f"{samples_per_second:.{digits}f}"
@@ -20,26 +17,17 @@ def rate(samples_per_second: float) -> str:
 
 
 def factor(times: float) -> str:
-    """Return a factor as text, such as 0.83, 2.7 or 140.
-
-    Below 10, it has two significant digits. From 10 on, it is a whole number.
-    """
+    """Format a ratio: two digits below 10, else a whole number."""
     return f"{times:.2g}" if times < 10 else f"{times:.0f}"
 
 
 def efficiency(samples_per_joule: float) -> str:
-    """Return samples per joule as text, such as 0.699, 28 or 3 197.
-
-    There are three significant digits. From 1000 on, the number is written as `rate` does.
-    """
+    """Format samples per joule with three digits."""
     return f"{samples_per_joule:.3g}" if samples_per_joule < 999.5 else rate(samples_per_joule)
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a duration as text in milliseconds, such as 0.48 ms, 7.1 ms or 157 ms.
-
-    There are two decimals below 1 ms and one below 10 ms.
-    """
+    """Format seconds as milliseconds."""
     count = seconds * 1000
     if count >= 9.95:
         return f"{count:.0f} ms"
@@ -48,7 +36,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def percent(share: float, digits: int = 0) -> str:
-    """Return a fraction as a percentage with `digits` decimals: 0.173 is "17 %"."""
+    """Format a fraction as a percentage."""
     return f"{share * 100:.{digits}f} %"
 
 
@@ -56,10 +44,9 @@ STATE_ONLY = "state only"  # in place of a share: the device holds state and com
 
 
 def write_share(batch: int, micro: int) -> str:
-    """Return a share as text, with its passes.
+    """Format a share with its passes, such as "700 = 2 × 300 + 100".
 
-    Examples are 820 for one pass, and 820 = 2 × 410 or 820 = 2 × 273 + 274 for several. A pass has
-    up to `micro` rows. If `micro` is 0, the share is one pass.
+    `micro` is the most rows in a pass; 0 means a single pass.
     """
     passes = Counter(split_passes(batch, micro or batch or 1))
     if passes.total() < 2:
@@ -69,31 +56,26 @@ def write_share(batch: int, micro: int) -> str:
 
 
 def relative_error(value: float, low: float, high: float) -> float:
-    """Return the relative error of a value.
+    """Return the half-width of an interval relative to its value, or 0 if the value is 0.
 
-    `low` and `high` are the bounds of the value's 95 % interval. The error is half of the
-    interval's width, or the distance from the value to `high` if that is larger. Either is divided
-    by the value. Return 0 for a value of 0.
+    For an interval with a longer upper side, the upper side counts.
     """
     # near 0, an interval may be lopsided
     return max(high - value, (high - low) / 2) / value if value else 0.0
 
 
 def half_width(value: float, low: float, high: float) -> str:
-    """Return a value's relative error as text to follow ±, such as 0.4 %.
-
-    It is computed from the bounds of the value's 95 % interval, as in `relative_error`.
-    """
+    """Format the half-width of an interval as a percentage of its value."""
     return write_error(relative_error(value, low, high))
 
 
 def write_error(relative: float) -> str:
-    """Return a relative error as text to follow ±, such as 0.4 % or < 0.05 %."""
+    """Format a relative error as a percentage with one decimal."""
     return percent(relative, 1) if relative >= 0.0005 else "< 0.05 %"
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as text, such as 0.4 s, 12 s, 3 min 20 s or 2 h 5 min."""
+    """Format seconds as seconds, minutes or hours, such as "2 min 5 s"."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -107,15 +89,12 @@ def duration(seconds: float) -> str:
 
 
 def step_time(seconds: float) -> str:
-    """Return the duration of a step, or of a part, as text, such as 157 ms or 12 s."""
+    """Format the seconds of a step in milliseconds, or as a duration from 10 s."""
     return milliseconds(seconds) if seconds < 9.95 else duration(seconds)
 
 
 def size(count: float) -> str:
-    """Return a number of bytes as text in binary units, such as 512 MiB or 7.63 GiB.
-
-    There are three significant digits.
-    """
+    """Format a byte count in B, KiB, MiB or GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1000 or unit == "GiB":
             break
@@ -124,28 +103,21 @@ def size(count: float) -> str:
 
 
 def count_words(count: float) -> str:
-    """Return a number as text with grouped thousands, such as 12 040."""
+    """Format a whole number with spaces between groups of three digits."""
     return f"{count:,.0f}".replace(",", " ")
 
 
 def millions(count: int) -> str:
-    """Return a large number as short text, such as 740 million or 2.1 billion."""
+    """Format a parameter count in millions or billions."""
     return f"{count / 1e9:.1f} billion" if count >= 999.5e6 else f"{count / 1e6:.3g} million"
 
 
 def join_shares(shares: Sequence[Sequence[int]]) -> str:
-    """Return shares as text, such as 150 + 106.
-
-    With passes, an example is (820 = 2 × 410) + 568. Each share is given as its number of rows and
-    its number of rows per pass.
-    """
+    """Format shares joined by "+", from pairs of (rows, largest pass)."""
     words = [write_share(rows, micro) for rows, micro in shares]
     return " + ".join(f"({share})" if "=" in share and len(words) > 1 else share for share in words)
 
 
 def join_words(words: Sequence[str], last: str = "and") -> str:
-    """Return words as a list in a sentence, such as "one, two and three".
-
-    `last` is the conjunction before the last word: "and" or "or".
-    """
+    """Join words with commas, and with `last` before the last word."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"

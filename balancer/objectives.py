@@ -1,8 +1,4 @@
-"""The objectives: the metrics that a search can maximize.
-
-`Objective` is the interface of an objective. `OBJECTIVES` has the objectives by name, the default
-first.
-"""
+"""The metrics that a search can maximize."""
 
 from __future__ import annotations
 
@@ -17,11 +13,10 @@ from .types import Power, Timed
 
 
 class Objective(msgspec.Struct, frozen=True):
-    """A metric to maximize; samples/s unless a subclass overrides it.
+    """A metric to maximize; samples/s unless a subclass overrides `value`.
 
-    With `trades_speed`, the search takes the layout with the highest `value` among fast layouts. A
-    fast layout is at most a given fraction slower than the fastest. Without `trades_speed`, the
-    search chooses by speed.
+    With `trades_speed`, the layout with the highest value is chosen among those at most
+    `max_slowdown` slower than the fastest.
     """
 
     name: str  # its name on the command line, in journals and in JSON
@@ -33,53 +28,40 @@ class Objective(msgspec.Struct, frozen=True):
     needs_energy: bool = False  # needs the power of the devices
 
     def value(self, samples_per_second: float, turns: Iterable[Timed]) -> float:
-        """Return the metric's value for a layout with this rate.
-
-        The value is 0 if it is unknown. `turns` are the measurements of the layout.
-        """
+        """Return the metric of a layout from its throughput and its measurements."""
         return samples_per_second
 
     def costs(self, seen: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
-        """Return each device's cost per second while it trains, and while only others train.
+        """Return what each device costs per second while it computes, and while it is idle.
 
-        A cost is, for example, the device's power in watts. Return an empty list if the costs are
-        unknown. `seen` are all measurements so far.
-
-        The samples/s of a split, divided by the sum of all devices' costs, predict its value.
+        The unit is the subclass's, such as watts. The throughput divided by the sum over all
+        devices predicts the value of a layout. Empty if unknown.
         """
         return []
 
     def write(self, value: float) -> str:
-        """Return a value as text with its unit."""
+        """Format a value of the metric with its unit."""
         return f"{value:.3g} {self.unit}"
 
 
 def mean_power(turns: Iterable[Timed]) -> Power | None:
-    """Return the mean power, in watts, of the turns in which every device reported it.
-
-    Return None if there are no such turns.
-    """
+    """Return the mean power over measurements, or None if none of them knows it."""
     known = [seen.power for seen in turns]
     return Power.mean([power for power in known if power is not None])
 
 
 class Energy(Objective, frozen=True):
-    """Samples per joule: samples/s divided by the power of all devices, including idle ones."""
+    """Samples per joule."""
 
     def value(self, samples_per_second: float, turns: Iterable[Timed]) -> float:
-        """Return samples per joule; 0 if the power is unknown.
-
-        The power is the mean over the turns in which every device reported it.
-        """
+        """Return samples per joule, or 0 if the power is unknown."""
         power = mean_power(turns)
         return (power.samples_per_joule(samples_per_second) or 0.0) if power else 0.0
 
     def costs(self, seen: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
-        """Return each device's power in watts, when training and when idle.
+        """Return (largest watts while computing, lowest watts while idle) for each device.
 
-        An idle device waits while only other devices train. Of several measurements of a device,
-        the first power is the highest, and the second the lowest. An unknown power is 0. Return an
-        empty list if no device reports its power while it trains.
+        0 where not measured; empty if no device was measured while computing.
         """
         active = [0.0] * devices
         idle: list[list[float]] = [[] for _ in range(devices)]
@@ -96,7 +78,7 @@ class Energy(Objective, frozen=True):
         return [(most, min(others, default=0.0)) for most, others in zip(active, idle, strict=True)]
 
     def write(self, value: float) -> str:
-        """Return a value as text, such as `3.45 samples per joule`."""
+        """Format samples per joule with the unit."""
         return f"{efficiency(value)} {self.unit}"
 
 
@@ -115,12 +97,12 @@ OBJECTIVES: dict[str, Objective] = {one.name: one for one in (SPEED, TOKENS, SAM
 
 
 def add(objective: Objective) -> None:
-    """Register an objective under its name, so that searches can use it."""
+    """Register an objective by its name."""
     OBJECTIVES[objective.name] = objective
 
 
 def find_objective(name: str) -> Objective:
-    """Return the objective with this name. Raises RequestError if there is none."""
+    """Return the objective of this name, or raise RequestError."""
     if name not in OBJECTIVES:
         raise RequestError(
             f"There is no objective {name!r}.", f"Choose from {', '.join(OBJECTIVES)}."
@@ -129,5 +111,5 @@ def find_objective(name: str) -> Objective:
 
 
 def name_speed_trading() -> str:
-    """Return the names of the objectives that accept a maximum slowdown, for a message."""
+    """Return the names of the objectives that `--max-slowdown` applies to, joined by "or"."""
     return " or ".join(name for name, one in OBJECTIVES.items() if one.trades_speed)

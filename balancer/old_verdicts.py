@@ -1,4 +1,4 @@
-"""Reads verdicts from journals of versions before 0.3, in which fields had other names."""
+"""Convert verdicts in old journals to today's field names."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ RENAMED_IN = (
 
 
 def upgrade_verdict(verdict: dict[str, Any]) -> dict[str, Any]:
-    """Return a verdict, decoded from JSON, with today's field names."""
+    """Return a copy of a verdict, as read from JSON, with its fields renamed to today's names.
+
+    Its nested objects are changed in place.
+    """
     upgraded = dict(verdict)
     for old, new in RENAMED:
         _rename(upgraded, old, new)
@@ -48,7 +51,7 @@ def upgrade_verdict(verdict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rename(part: Any, old: str, new: str) -> None:
-    """Rename a field in one object, or in each of a list."""
+    """Rename a key in an object, or in each object of a list; other values are skipped."""
     objects = part if isinstance(part, list) else [part]
     for each in objects:
         if isinstance(each, dict) and old in each:

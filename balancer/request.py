@@ -1,4 +1,4 @@
-"""A user's request, and the job that it becomes on this machine."""
+"""What the user asks of a search, and the job that it is resolved to."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ MICROS = ("auto", "off")
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A user's request for a search: devices, workload and options.
-
-    The journal stores the whole request. A run can therefore be resumed by its id.
-    """
+    """Options of a search as the user gave them, before devices are discovered."""
 
     devices: str = "auto"
     ray_address: str = ""  # of the cluster for `ray`; empty: RAY_ADDRESS, else this machine's
@@ -58,7 +55,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True, dict=True):
-    """A checked request, with the devices, the workload and the framework found for it."""
+    """A request with its devices, workload and framework resolved."""
 
     request: Request
     devices: tuple[Device, ...]
@@ -72,18 +69,12 @@ class Job(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def simulated(self) -> bool:
-        """True if the devices are simulated.
-
-        Unlike `machine`, this is also known for a job that was read from a journal.
-        """
+        """Whether the devices are simulated."""
         return is_simulated(device.kind for device in self.devices)
 
     @cached_property
     def problem(self) -> Problem:
-        """The problem for the search to solve.
-
-        It is the same for a new job and for a job that was read from a journal.
-        """
+        """The search problem that follows from the request and the devices."""
         request = self.request
         devices = self.devices
         micro = allows_passes(request, self.framework)
@@ -107,26 +98,24 @@ class Job(msgspec.Struct, frozen=True, dict=True):
 
 
 def _number(values: Iterable[object]) -> tuple[int, ...]:
-    """Number the values from 0, with equal numbers for equal values."""
+    """Number the values by first appearance: equal values get equal numbers, from 0."""
     numbers: dict[object, int] = {}
     return tuple(numbers.setdefault(value, len(numbers)) for value in values)
 
 
 def allows_passes(request: Request, framework: str) -> bool:
-    """True if a share may be computed in several passes with gradient accumulation.
+    """Return whether a share may be split into several passes.
 
-    The request must allow it. Passes are impossible with XLA, and with TensorFlow if its batches
-    come from the device's memory.
+    XLA, and TensorFlow with `input="device"`, need each share in one pass.
     """
     from_device = framework == "tensorflow" and request.input == "device"
     return request.micro == "auto" and not (request.xla or from_device)
 
 
 def assigns_by_cost(request: Request, framework: str) -> bool:
-    """True if devices get rows by cost because lengths differ.
+    """Return whether rows may be assigned by the cost of their length instead of by count.
 
-    Passes must be allowed. PyTorch must take its batches from the host. The search's objective must
-    take lengths into account.
+    This needs PyTorch, input from the host, passes, and an objective that uses row lengths.
     """
     possible = (
         framework == "torch" and request.input == "host" and allows_passes(request, framework)

@@ -1,8 +1,4 @@
-"""Confidence intervals of step times, for probes and the search.
-
-Student's t is tabulated because SciPy isn't a dependency. Beyond the table, a Cornish-Fisher term
-is accurate to three digits.
-"""
+"""Statistics of repeated time measurements."""
 
 from __future__ import annotations
 
@@ -35,9 +31,10 @@ STUDENT_95 = (  # two-sided 95 % quantiles for 1, 2, ... degrees of freedom
 
 
 def student(freedom: int) -> float:
-    """Return the two-sided 95 % quantile of Student's t with `freedom` degrees of freedom.
+    """Return the two-sided 95 % quantile of Student's t distribution.
 
-    Raises ValueError if `freedom` is less than 1.
+    Exact to four decimals up to 20 degrees of freedom; beyond, the first term of the expansion in
+    Abramowitz and Stegun, 26.7.5. Raises ValueError for fewer than 1.
     """
     if freedom < 1:
         raise ValueError(f"Student's t has at least 1 degree of freedom, not {freedom}")
@@ -47,7 +44,10 @@ def student(freedom: int) -> float:
 
 
 def find_correlation(values: Sequence[float]) -> float:
-    """Return the correlation between consecutive values, from 0 to `MOST_CORRELATION`."""
+    """Estimate the correlation of consecutive values, corrected for the bias of short series.
+
+    The result is at least 0 and at most MOST_CORRELATION. Bias: Kendall, 1954.
+    """
     middle = fmean(values)
     around = [value - middle for value in values]
     whole = sum(each * each for each in around)
@@ -61,11 +61,10 @@ def find_correlation(values: Sequence[float]) -> float:
 
 
 def lone_error(first_seconds: float, seconds: float) -> float:
-    """Return the relative error of a step that was timed only once.
+    """Return the relative half-width of the 95 % interval of a single timed step.
 
-    The error is half of the width of the 95 % interval. `seconds` is the step's duration, and
-    `first_seconds` the duration of the step before. The estimate uses the difference of these two
-    and the usual variance of steps (`LONE_ERROR`).
+    `first_seconds` is the time of the step before it, whose difference counts as a sign of noise
+    unless it was much longer.
     """
     # a first step that took over 20 % longer also traced or tuned kernels
     usual = 0 < first_seconds <= USUAL * seconds
@@ -73,10 +72,9 @@ def lone_error(first_seconds: float, seconds: float) -> float:
 
 
 def lone_error_of(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return the relative error of steps that were timed only once.
+    """Return the relative half-width of the 95 % interval for several probes of one step each.
 
-    The error is half of the width of the 95 % interval. It is estimated from many pairs of steps. A
-    pair has the durations of a first step and of the step after it.
+    `pairs` has (seconds of the untimed first step, seconds of the timed step) for each.
     """
     ratios = [first / step - 1 for first, step in pairs if first > 0]
     # first steps may take longer in general
@@ -85,7 +83,7 @@ def lone_error_of(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def _pool_lone(differences: Sequence[float], fitted: int) -> float:
-    """Return half of a lone step's 95 % interval, as a fraction."""
+    """Return a 95 % half-width from measured relative differences and an assumed error."""
     variance = LONE_WEIGHT * LONE_ERROR**2 + math.fsum(
         difference**2 / 2 for difference in differences
     )
@@ -95,15 +93,12 @@ def _pool_lone(differences: Sequence[float], fitted: int) -> float:
 
 
 def relative_half_width(interval: Interval) -> float:
-    """Return half of the interval's width, divided by its value; infinite for a value of 0."""
+    """Return half the width of an interval relative to its value, or inf if that isn't positive."""
     return (interval.high - interval.low) / 2 / interval.value if interval.value > 0 else math.inf
 
 
 def is_known(*intervals: Interval) -> bool:
-    """True if all of these samples/s are precise enough to be compared.
-
-    Their relative errors are then at most `UNKNOWN`.
-    """
+    """Return whether all throughputs are precise enough to be compared."""
     return all(
         relative_error(interval.value, interval.low, interval.high) <= UNKNOWN
         for interval in intervals

@@ -1,7 +1,4 @@
-"""Data types of a session: what can be measured, and what was observed.
-
-All are frozen. A device is given by its position in the request, counted from 0.
-"""
+"""Data types of a search: layouts, probes, their outcomes, and the problem to solve."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ Position = Annotated[int, Meta(ge=0, lt=4096)]
 
 
 class Stage(StrEnum):
-    """The stage of a search that a probe belongs to: its purpose."""
+    """The part of a search that a probe belongs to."""
 
     SOLO = "solo"
     """Exploration: every device alone, all at the same time."""
@@ -50,9 +47,10 @@ Cause = Literal["signal", "exit", "timeout", "protocol", "raised", "unsupported"
 
 
 class Layout(msgspec.Struct, frozen=True, dict=True):
-    """One way to use the devices for the workload.
+    """One way to train on the devices of a request: which devices take part, with which shares.
 
-    `shares` are the samples per device and optimizer step; 0 for a device that computes none.
+    `shares` has the rows per step of each device, in the order of the request; 0 if it computes
+    none.
     """
 
     kind: Kind
@@ -75,19 +73,19 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def traits(self) -> Traits:
-        """The properties that all layouts of this kind have, such as training on one device."""
+        """Properties of this kind of layout."""
         return KINDS[self.kind]
 
     @property
     def global_batch(self) -> int:
-        """Samples per optimizer step."""
+        """Rows per step on all devices together; for a pack, the rows per step of each process."""
         return sum(self.shares)
 
     @cached_property
     def active(self) -> tuple[int, ...]:
-        """Positions of the devices that take part.
+        """Positions of the devices that take part:
 
-        They compute rows, or hold a part of a sharded model's state, or both.
+        with a share, or with a part of the model's state.
         """
         held = self.state or (0.0,) * len(self.shares)
         both = enumerate(zip(self.shares, held, strict=True))
@@ -95,19 +93,19 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def computing(self) -> tuple[int, ...]:
-        """Positions of the devices that compute rows."""
+        """Positions of the devices that have a share."""
         return tuple(i for i, share in enumerate(self.shares) if share)
 
     @cached_property
     def pass_rows(self) -> tuple[int, ...]:
-        """The maximum rows per pass on each device, for which it must have enough memory."""
+        """Rows of the largest pass on each device; equal to `shares` if each is one pass."""
         return self.micro or self.shares
 
     @cached_property
     def children(self) -> Layout:
-        """The layout without its sizes.
+        """This layout with each share reduced to one row: a key for the processes that run it.
 
-        Two layouts with equal `children` can be run by the same child processes.
+        Layouts with equal keys can be probed one after the other in the same processes.
         """
         shares = tuple(min(1, share) for share in self.shares)
         return Layout(
@@ -116,37 +114,37 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def in_passes(self) -> bool:
-        """True if a device computes its share in more than one pass."""
+        """Whether a device computes its share in several passes."""
         return bool(self.micro)
 
     @property
     def by_rows(self) -> bool:
-        """True if each device gets a fixed number of rows, in data order.
-
-        False if rows are assigned by the cost of their length, or if all have one length.
-        """
+        """Whether shares are plain row counts, independent of the rows' lengths."""
         return not (self.costs or self.length)
 
     def passes(self, position: int) -> int:
-        """Return in how many passes a device computes its share; 0 if unused."""
+        """Return the number of passes in which the device at `position` computes its share.
+
+        0 if it has no share.
+        """
         share = self.shares[position]
         return count_passes(share, self.pass_rows[position]) if share else 0
 
 
 def solo(devices: int, position: int, batch: int, micro: int = 0) -> Layout:
-    """Return the layout in which only the device at `position` trains, with `batch` samples.
+    """Return the layout that trains `batch` rows on the device at `position` alone.
 
-    `devices` is the number of devices. Passes have at most `micro` rows; 0 means a single pass.
+    `micro` is the largest number of rows in a pass; 0 means a single pass.
     """
     shares = tuple(batch if i == position else 0 for i in range(devices))
     return layout_of(shares, (micro,) * devices) if 0 < micro < batch else Layout("solo", shares)
 
 
 def layout_of(shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> Layout:
-    """Return a solo layout if only one device has samples; otherwise, a split.
+    """Return the layout with these shares: "solo" if only one device has rows, else "split".
 
-    `shares` and `micro` have one entry per device. Passes have at most `micro` rows. If `micro` is
-    empty, each share is one pass.
+    `micro` limits the rows per pass on each device. The layout stores the size of the largest pass
+    after the rows are spread evenly over the passes, so that equal layouts compare equal.
     """
     kind: Kind = "solo" if shares.count(0) == len(shares) - 1 else "split"
     if not micro:
@@ -160,11 +158,7 @@ def layout_of(shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> Layout:
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """One measurement to run.
-
-    Equal probes are the same measurement. `turn` numbers the repeated measurements of a layout, or
-    the rounds of a stage in which each device runs alone.
-    """
+    """A request to time some training steps of one layout."""
 
     layout: Layout
     stage: Stage
@@ -193,10 +187,7 @@ Doubt = Literal[  # in the order in which they are reported
 
 
 class MeasurementDoubt(msgspec.Struct, frozen=True):
-    """A reason to doubt a measurement. `evener.balancer.result` writes its text and remedy.
-
-    The doubt "changed" is about several measurements of one layout that differ.
-    """
+    """A reason why a measurement may be wrong, such as throttling or noise."""
 
     code: Doubt
     value: float = 0.0  # the measured value: a relative size, a fraction of time, or a step number
@@ -205,23 +196,23 @@ class MeasurementDoubt(msgspec.Struct, frozen=True):
 
 
 class Power(msgspec.Struct, frozen=True):
-    """The power that the request's devices draw while a layout trains, in watts."""
+    """Mean electric power of all devices of a request, in watts."""
 
     active_watts: float  # power of the devices that compute
     idle_watts: float  # power of unused devices
 
     @property
     def watts(self) -> float:
-        """The power of all devices in watts, including idle ones, which also cost energy."""
+        """Power of all devices together."""
         return self.active_watts + self.idle_watts
 
     def samples_per_joule(self, samples_per_second: float) -> float | None:
-        """Return the samples per joule of all devices together; None if they draw no power."""
+        """Return the samples computed per joule, or None if the power is 0."""
         return samples_per_second / self.watts if self.watts else None
 
     @classmethod
     def mean(cls, found: Sequence[Power]) -> Power | None:
-        """Return the mean power of several measurements; None if there are none."""
+        """Return the mean of several measurements, or None if there are none."""
         return (
             cls(fmean(one.active_watts for one in found), fmean(one.idle_watts for one in found))
             if found
@@ -230,10 +221,9 @@ class Power(msgspec.Struct, frozen=True):
 
 
 class PartSeconds(msgspec.Struct, frozen=True):
-    """Parts of one device's step besides its compute time.
+    """Breakdown of one device's step time besides compute, in seconds per step.
 
-    Compute time is the device's own work. Times are in seconds; None if unknown. The parts may
-    overlap: for example, a process that lacks CPU cores also fetches its rows late.
+    The times may overlap. None means unknown.
     """
 
     input_seconds: Amount | None = None  # waiting for the rows of a batch
@@ -254,9 +244,9 @@ class PartSeconds(msgspec.Struct, frozen=True):
 
 
 class KeptBatch(msgspec.Struct, frozen=True):
-    """Seconds per step, with their 95 % interval, if every step reuses one batch.
+    """Time of the same step on a batch that stays in memory, so without loading data.
 
-    Such a step doesn't wait for input.
+    `low_seconds` and `high_seconds` bound the 95 % interval.
     """
 
     step_seconds: Amount
@@ -265,9 +255,10 @@ class KeptBatch(msgspec.Struct, frozen=True):
 
 
 class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
-    """A layout that ran: the seconds per optimizer step, with their 95 % interval.
+    """Outcome of a probe that succeeded.
 
-    A step ends when all devices have finished it.
+    `step_seconds` is the estimated time of a step; `low_seconds` and `high_seconds` bound its 95 %
+    interval.
     """
 
     probe: Probe
@@ -300,29 +291,23 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def restart_seconds(self) -> float:
-        """The time in seconds to start the same children again, with everything imported."""
+        """Seconds that starting these processes again would take; imports aren't repeated."""
         return self.start_seconds - self.import_seconds
 
     @property
     def lone(self) -> bool:
-        """True if only one step was timed, because it took too long.
-
-        It took longer than the probe's whole time. The variation between steps is then unknown.
-        """
+        """Whether only a single step was timed."""
         return self.steps == 1
 
     def held_back(self, position: int = -1) -> bool:
-        """True if a device is known to have been throttled during the measurement.
-
-        If `position` is given, only the device at that position counts.
-        """
+        """Return whether the device at `position` was throttled; if negative, whether any was."""
         throttled = [warning.device for warning in self.warnings if warning.code == "throttled"]
         slowed = [device for device in throttled if device >= 0]
         return bool(slowed) if position < 0 else position in slowed
 
     @property
     def power(self) -> Power | None:
-        """The power of all devices; None if a device doesn't report its power."""
+        """Mean power of active and of idle devices, or None unless it is known for every device."""
         watts = [watt for watt in self.watts if watt is not None]
         if not watts or len(watts) < len(self.watts):
             return None
@@ -336,28 +321,25 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def padding(self) -> float:
-        """The fraction of the computed tokens that is padding; 0 if rows have no lengths."""
+        """Fraction of the computed tokens that is padding."""
         padded = sum(each.padded for each in self.work if each)
         return 1 - self.tokens / padded if padded else 0.0
 
     @property
     def samples_per_second(self) -> float:
-        """The samples/s of all devices together."""
+        """Throughput of all devices and processes together."""
         return self.probe.layout.global_batch * self.probe.layout.processes / self.step_seconds
 
     @property
     def throughput(self) -> Interval:
-        """The samples/s with an interval of the same relative width as the step time's."""
+        """Samples/s with the 95 % interval, scaled from that of the step time."""
         value = self.samples_per_second
         half = value * (self.high_seconds - self.low_seconds) / 2 / self.step_seconds
         return Interval(value, max(0.0, value - half), value + half)
 
 
 class OutOfMemory(msgspec.Struct, frozen=True, tag="out_of_memory", tag_field="outcome"):
-    """A layout that didn't fit in memory.
-
-    `devices` are the positions of the devices that ran out of memory; empty if unknown.
-    """
+    """Outcome of a probe that ran out of memory on some devices."""
 
     probe: Probe
     devices: tuple[Position, ...]
@@ -372,7 +354,7 @@ class OutOfMemory(msgspec.Struct, frozen=True, tag="out_of_memory", tag_field="o
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="outcome"):
-    """A layout that couldn't be measured, for a reason other than memory."""
+    """Outcome of a probe that failed for another reason than memory."""
 
     probe: Probe
     cause: Cause
@@ -387,9 +369,9 @@ KNOBS_BEGAN_AT = 1000  # journals up to 0.1: race turns from this number on comp
 
 
 def upgrade_probe(probe: Probe) -> Probe:
-    """Give a probe from a journal of version 0.1 or older today's stage.
+    """Convert a probe of an old journal to the stages and turns of today.
 
-    The stage "rest" was then a part of "split", and "knobs" a part of "race".
+    Old journals filed single devices under SPLIT, and option comparisons under RACE.
     """
     if probe.stage == Stage.SPLIT and probe.layout.traits.alone:
         return msgspec.structs.replace(probe, stage=Stage.REST)
@@ -399,16 +381,13 @@ def upgrade_probe(probe: Probe) -> Probe:
 
 
 def upgrade_observation(seen: Observation) -> Observation:
-    """Give an observation's probe today's stage, as `upgrade_probe` does.
-
-    Observations from journals of version 0.1 or older need this.
-    """
+    """Convert the probe of an outcome from an old journal, as `upgrade_probe` does."""
     probe = upgrade_probe(seen.probe)
     return seen if probe is seen.probe else msgspec.structs.replace(seen, probe=probe)
 
 
 class Interval(msgspec.Struct, frozen=True):
-    """A measured value with the bounds of its 95 % interval."""
+    """An estimate with the bounds of its 95 % interval."""
 
     value: float
     low: float
@@ -416,7 +395,7 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """The throughput of a layout in samples/s, from all turns in which it was measured."""
+    """A layout's measured throughput in samples/s, and how often it was measured."""
 
     layout: Layout
     throughput: Interval
@@ -424,10 +403,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class PredictedCurve(msgspec.Struct, frozen=True):
-    """The search's model of the device at position `device`, for plotting.
-
-    Batches are in samples.
-    """
+    """The step time that the search expects of one device, by batch size."""
 
     device: int
     # (batch, seconds) that the search expects, for plotting, in increasing order of batch
@@ -437,7 +413,7 @@ class PredictedCurve(msgspec.Struct, frozen=True):
 
 
 class Belief(msgspec.Struct, frozen=True):
-    """What a search predicts for each device, and a message about what it measures next."""
+    """What the search currently expects of each device, and what it measures next."""
 
     curves: tuple[PredictedCurve, ...]
     doing: str  # a message: what is being measured and why
@@ -448,11 +424,7 @@ MEASURED_PART = 1 / 64
 
 
 class ModelState(msgspec.Struct, frozen=True):
-    """Bytes that a model's state takes in sharded training.
-
-    `state_bytes` are divided among the ranks. Each rank also holds `gathered_bytes` besides its
-    shard.
-    """
+    """Memory of a model trained in shards, in bytes over all devices together."""
 
     state_bytes: int  # parameters, gradients and the optimizer's state
     gathered_bytes: int  # the model's own parameters and two whole units, with their gradients
@@ -468,10 +440,7 @@ class ModelState(msgspec.Struct, frozen=True):
 
 
 class KnownLink(msgspec.Struct, frozen=True):
-    """The speed of an all-reduce over `ranks` devices.
-
-    It is measured before any split. From it, the search predicts how long a split's exchange takes.
-    """
+    """Measured bandwidth and latency of an all-reduce between the devices."""
 
     ranks: int
     # of the data that crosses a link: 2 (n - 1) / n times the tensor's bytes
@@ -480,9 +449,11 @@ class KnownLink(msgspec.Struct, frozen=True):
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """The devices, the limits on the batch, and the objective of a search.
+    """Everything that the search needs to know:
 
-    `memory_bytes` is the memory that a training process can use on each device; None if unknown.
+    devices, memory, batch limits, budget and objective.
+
+    `memory_bytes` has the usable bytes of each device; None means unknown.
     """
 
     devices: int
@@ -516,10 +487,7 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """The software, data and model that probes ran with.
-
-    The plan's fingerprint contains them. More facts are added as probes run.
-    """
+    """What the probe processes found out about the software, the workload and its data."""
 
     versions: dict[str, str] = {}  # framework -> version
     driver: str = ""
@@ -540,7 +508,7 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 class Stop(StrEnum):
-    """The reasons why a search or its run ended, with their usual texts."""
+    """Why a search ended; the value is the sentence for the user."""
 
     SETTLED = "Nothing left to measure is expected to gain more than --tolerance."
     UNSURE = (
@@ -561,17 +529,17 @@ class Stop(StrEnum):
 
 
 class End(msgspec.Struct, frozen=True):
-    """The reason why a search or its run ended, with details."""
+    """The reason why a search ended, with an optional detail."""
 
     stop: Stop
     detail: str = ""
 
     @property
     def code(self) -> str:
-        """The reason's identifier, such as `settled` or `budget`."""
+        """The reason as a lowercase identifier, for JSON."""
         return self.stop.name.lower()
 
     @property
     def words(self) -> str:
-        """The reason as text, with its details."""
+        """The reason as a sentence."""
         return f"{self.stop.value}: {self.detail}." if self.detail else self.stop.value
