@@ -1,9 +1,4 @@
-"""Process-wide hooks and replaced functions of PyTorch that exist only while something needs them.
-
-PyTorch calls such a hook for every optimizer or module of the process, so importing evener
-registers none. The first training run or wrapped model that needs a hook registers it. It is
-removed once none needs it.
-"""
+"""Hooks and replaced functions that exist only while a training run needs them."""
 
 from __future__ import annotations
 
@@ -35,14 +30,14 @@ _CALLERS = {
 
 @cache
 def leave_hooks_uncompiled() -> None:
-    """Exclude evener's own hooks from a program's torch.compile."""
+    """Exclude evener's hooks from torch.compile."""
     leave_modules_uncompiled(UNCOMPILED)
 
 
 class ProcessHooks:
-    """Process-wide hooks that stay registered while at least one object needs them.
+    """Hooks of the whole process, registered while any object holds them.
 
-    `register` adds the hooks to PyTorch and returns their handles.
+    `register` registers them and returns handles with a `remove` method.
     """
 
     def __init__(self, register: Callable[[], Sequence[Any]]) -> None:
@@ -72,7 +67,7 @@ class ProcessHooks:
         self._remove_unneeded()
 
     def _remove_unneeded(self) -> None:
-        """Remove the hooks if no holder needs them."""
+        """Remove the hooks if nothing holds them."""
         # not while PyTorch calls hooks; a later call removes them
         if self._holders or not self._handles or _is_calling():
             return
@@ -85,12 +80,9 @@ _EVERY: list[ProcessHooks] = []
 
 
 class Replacement:
-    """A function of another library, replaced until `remove` is called.
+    """An attribute of a class or module, replaced until `remove` is called.
 
-    - `owner`, `name`: the module or class, and the attribute to replace.
-    - `make`: makes the replacement from the original function.
-
-    The `register` function of a ProcessHooks may return it as a handle.
+    `make` gets the original and returns its replacement.
     """
 
     def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -100,13 +92,13 @@ class Replacement:
         setattr(owner, name, self._made)
 
     def remove(self) -> None:
-        """Restore the original function, unless other code has replaced it since."""
+        """Restore the original, unless something else has replaced the attribute since."""
         if getattr(self._owner, self._name) is self._made:
             setattr(self._owner, self._name, self._own)
 
 
 def _is_calling() -> bool:
-    """True if a thread is in the PyTorch code that calls hooks."""
+    """Return whether PyTorch is calling hooks in any thread."""
     return any(code.co_filename in _CALLERS for code in _running_code())
 
 

@@ -24,9 +24,9 @@ READ_AFTER = 2  # in steps; no rank gets this far before all have written
 
 
 class LeftOutBatches:
-    """Finds steps that only some ranks leave out, by training with a loss of 0.
+    """Records the steps in which this rank's loss was 0, and compares them with other ranks.
 
-    `place` is the prefix of keys in the store, the same on every rank.
+    `place` is the prefix of keys in the process group's store.
     """
 
     def __init__(self, place: str, rank: int) -> None:
@@ -38,11 +38,7 @@ class LeftOutBatches:
         self._left: list[int] = []  # steps that this rank hasn't written to the store yet
 
     def note(self, loss: torch.Tensor, made_of: Hashable) -> None:
-        """Record whether a loss is 0, as in a step that this rank leaves out.
-
-        Call this before the backward pass. `made_of` identifies the operations that computed the
-        loss. A step with several losses is left out only if all are 0.
-        """
+        """Note a loss and the operations it was computed by."""
         # Reading a loss makes the host wait for the device. So operations whose loss was once other
         # than 0 aren't checked again.
         self._learns = not self._is_left_out(loss, made_of) or bool(self._learns)
@@ -58,11 +54,9 @@ class LeftOutBatches:
         return bool(self._usual)
 
     def begin(self, step: int, shares: Sequence[int]) -> tuple[int, list[int]] | None:
-        """Begin a step; return an earlier step that only some ranks left out, and these ranks.
+        """Begin a step, and return an earlier step with the ranks that left it out.
 
-        It is the first such step, or None if none is known. Every rank must call this for the same
-        steps, and gets the same result. `shares` are the ranks' rows; ranks without rows are
-        ignored.
+        The result is None unless some, but not all, ranks with rows did.
         """
         if self._learns is False:
             self._left.append(step - 1)

@@ -1,8 +1,4 @@
-"""List a model's parameters and buffers, and cache the lists until it registers another.
-
-PyTorch's `parameters()` and `buffers()` visit every module. In each step, that would take longer
-than a small model's forward pass.
-"""
+"""Parameters and buffers of a model, listed again only after it has registered others."""
 
 from __future__ import annotations
 
@@ -46,10 +42,7 @@ _HOOKS = ProcessHooks(_register)
 
 
 class Members:
-    """Caches a model's parameters and buffers until one of its modules registers another tensor.
-
-    Only a weak reference to the model is held.
-    """
+    """Cached lists of a model's parameters and buffers."""
 
     # modules outside the model often register some: transformers' models make a new ModuleList in
     # each forward pass
@@ -65,11 +58,7 @@ class Members:
         self._registered = 0  # buffers and modules that the model has registered
 
     def note(self, parent: Any, parameters: bool = False, buffers: bool = False) -> None:
-        """Called when a module, `parent`, registers a parameter, buffer or submodule.
-
-        It may be any module of the process. `parameters` and `buffers` say what may be new; both
-        are True for a submodule.
-        """
+        """Note that `parent` has registered a parameter, a buffer or a module."""
         if id(parent) not in self._modules:
             return
         if parameters:
@@ -85,10 +74,7 @@ class Members:
         return named
 
     def trained(self) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-        """Return the id of each parameter, and whether it requires a gradient.
-
-        Both are empty once the model no longer exists.
-        """
+        """Return the ids of the model's parameters, and whether each requires a gradient."""
         if self._parameters is None:
             self._list_modules()
             model = self._model()
@@ -97,7 +83,7 @@ class Members:
         return self._ids, tuple(map(_REQUIRES_GRAD, self._parameters))
 
     def buffers(self) -> list[tuple[str, Any]]:
-        """Return all buffers with their names; a buffer that two modules share is listed twice."""
+        """Return the names and buffers of the model."""
         if self._owners is None:
             named = self._list_modules()
             self._owners = [(name, own_buffers(each)) for name, each in named if own_buffers(each)]
@@ -109,8 +95,5 @@ class Members:
         ]
 
     def buffers_at(self) -> int:
-        """Return a number that changes whenever the model registers a buffer or module.
-
-        A list from `buffers` may then be outdated.
-        """
+        """Return a number that changes when the model registers a buffer or a module."""
         return self._registered

@@ -1,8 +1,4 @@
-"""Exchange messages between ranks as JSON, and check their types.
-
-PyTorch's own collectives for objects (`all_gather_object`, `broadcast_object_list`) unpickle what
-they receive, so anyone who can send to a rank could run code in it.
-"""
+"""Send values between ranks as JSON."""
 
 from __future__ import annotations
 
@@ -17,10 +13,9 @@ Value = TypeVar("Value")
 
 
 def gather_messages(own: Value, kind: Any = Any) -> list[Value]:
-    """Return every rank's value, in rank order.
+    """Return the values of all ranks, in the order of ranks.
 
-    Every rank has to call this with its `own` value. Raises msgspec.ValidationError if a value
-    isn't of type `kind`.
+    `kind` is the type to decode them as.
     """
     sent = _encode(own)
     sizes = [_number(0) for _ in range(dist.get_world_size())]
@@ -33,10 +28,9 @@ def gather_messages(own: Value, kind: Any = Any) -> list[Value]:
 
 
 def broadcast_message(own: Value, kind: Any = Any) -> Value:
-    """Return rank 0's value on every rank.
+    """Return rank 0's value on all ranks.
 
-    Every rank has to call this; only rank 0's `own` is used. Raises msgspec.ValidationError if the
-    value isn't of type `kind`.
+    `kind` is the type to decode it as.
     """
     sent = _encode(own if dist.get_rank() == 0 else None)
     size = _number(len(sent))
@@ -53,7 +47,7 @@ def _number(value: int) -> torch.Tensor:
 
 
 def _encode(value: Any) -> torch.Tensor:
-    """Return a value as JSON, in a tensor of bytes."""
+    """Return a value as a tensor of the bytes of its JSON text."""
     # by Python's json module, which can represent infinity and NaN
     text = json.dumps(msgspec.to_builtins(value)).encode()
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(_choose_device())
@@ -64,7 +58,7 @@ def _decode(text: torch.Tensor, kind: Any) -> Any:
 
 
 def _choose_device() -> torch.device:
-    """Return the device on which ranks exchange messages."""
+    """Return the device on which messages are sent."""
     # the CPU if the default group has a backend for it
     exchanged = [each.partition(":")[0] for each in dist.get_backend_config().split(",")]
     if "cpu" in exchanged:

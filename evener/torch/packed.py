@@ -1,9 +1,4 @@
-"""Handle weights that bitsandbytes packs into 4 bits.
-
-Such a weight is a frozen parameter of bytes, with statistics for unpacking them. Two attributes
-identify it: `bnb_quantized` is False until the weight is packed, and `quant_state` has the
-statistics, which `to(device)` moves.
-"""
+"""Weights that bitsandbytes packs in 4 bits."""
 
 from __future__ import annotations
 
@@ -16,15 +11,12 @@ from .private import own_parameters
 
 
 def is_packed(tensor: Any) -> bool:
-    """True for a 4-bit parameter of bitsandbytes, whether packed yet or not.
-
-    It is packed when it first moves to a device.
-    """
+    """Return whether a tensor is a 4-bit weight of bitsandbytes."""
     return hasattr(tensor, "bnb_quantized") and hasattr(tensor, "quant_state")
 
 
 def explain_unusable(tensor: Any) -> str:
-    """Return why a model with this packed parameter can't be sharded; "" if it can."""
+    """Return why a 4-bit weight can't be sharded, or "" if it can."""
     if tensor.requires_grad:
         return "Its 4-bit weights are trained, and bytes have no gradients."
     if tensor.bnb_quantized and not hasattr(tensor.quant_state, "to"):
@@ -35,10 +27,7 @@ def explain_unusable(tensor: Any) -> str:
 
 
 def pack_weights(model: Any, device: torch.device) -> None:
-    """Pack a model's unpacked 4-bit weights on `device`, then move them to the host.
-
-    bitsandbytes packs a weight when it is moved. Weights on the meta device stay unchanged.
-    """
+    """Pack the model's 4-bit weights that aren't packed yet, and leave them on the CPU."""
     # each is moved to `device` to be packed, one at a time to save memory
     for module in model.modules():
         for name, tensor in own_parameters(module).items():
@@ -47,7 +36,7 @@ def pack_weights(model: Any, device: torch.device) -> None:
 
 
 def list_statistics(tensors: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors with the statistics of the packed parameters among `tensors`."""
+    """Return the tensors by which 4-bit weights are unpacked, such as their scales."""
     found: list[torch.Tensor] = []
     states = [
         tensor.quant_state for tensor in tensors if is_packed(tensor) and tensor.bnb_quantized

@@ -1,4 +1,4 @@
-"""A training run with a plan on one rank, for Split and the trainers' adapters."""
+"""The training run of one rank: rows, models and steps, by a plan."""
 
 from __future__ import annotations
 
@@ -43,29 +43,19 @@ from .training_audits import TrainingAudits
 
 
 class PlannedTraining:
-    """Trains with a plan on one rank.
+    """One rank of a training run with unequal shares, for loops and for trainers of libraries.
 
-    Split and the adapters to Lightning and transformers use it. It sets up this process for its
-    device, joins the process group, and provides:
+    Arguments:
 
-    - samplers of this rank's rows, and audits of the loss;
-    - the weighted sum of gradients over the ranks;
-    - passes that can run out of memory without ending the training run;
-    - the times of the steps, and reports of them;
-    - shares that adapt to each rank's compute time (own work).
-
-    An adapter calls `begin` for each global batch, and `report` once it is trained. Every rank has
-    to call every method.
-
-    `rank_shares` has the shares of all ranks. `backend` is the process group's backend; None means
-    NCCL for GPUs and gloo for CPUs. `weigh` says where a rank's weight is applied:
-
-    - "gradients": when gradients are summed;
-    - "loss": when the training loop calls `scale`;
-    - "trainer": by an adapter, which multiplies each pass's loss by (the pass's fraction of the
-      global batch * the number of ranks).
-
-    The other options are the same as in Split.
+    - rank_shares: the shares and this rank's device.
+    - weigh: "gradients" weights them in the all-reduce; with "loss", the loop calls `scale`;
+      with "trainer", a library's adapter multiplies its losses.
+    - strict: whether to raise an error, instead of a warning, if the plan was made for another
+      model or on other devices, or if a late audit fails.
+    - journal: whether to record the training run.
+    - rebalance: whether shares follow the measured speed of the ranks.
+    - noise: whether to measure the gradient noise scale.
+    - backend: backend of the process group; None chooses it by device.
     """
 
     def __init__(
@@ -136,17 +126,14 @@ class PlannedTraining:
         self.weights.shares = self.reporter.shares = now
 
     def close(self) -> None:
-        """Stop reporting, and remove this run's hooks from PyTorch."""
+        """Stop reporting and auditing."""
         self.reporter.close()
         self.timer.release()
         self.audits.release()
         self._release()
 
     def leave(self) -> None:
-        """End this training run, so that the process can begin another one.
-
-        The other run may train the same models or others. Every rank has to call this.
-        """
+        """End this training run, so that another one can train the same models."""
         if self.rebalancing is not None:
             self.rebalancing.stop()
             self.rebalancing = None
@@ -159,13 +146,14 @@ class PlannedTraining:
     def sampler(
         self, rows: int, *, lengths: Any = None, shares: Sequence[int] = (), **options: Any
     ) -> UnevenBatchSampler:
-        """Return a sampler of this rank's row indices in each global batch.
+        """Return a batch sampler of this rank's rows.
 
-        - `rows`: number of rows in the data set.
-        - `lengths`: number of tokens in each row. Rows are then assigned so that ranks finish
-          together.
-        - `shares`: replaces the current shares, for validation.
-        - `options`: passed to UnevenBatchSampler.
+        Arguments:
+
+        - rows: number of rows in the data set.
+        - lengths: number of tokens of each row, to assign rows by length, or None.
+        - shares: rows of a global batch per rank; by default the current shares.
+        - options: further arguments of UnevenBatchSampler.
         """
         chosen = tuple(shares) or self.ranks.batches
         if lengths is None:
@@ -177,10 +165,7 @@ class PlannedTraining:
         return LengthSampler(rows, chosen, self.rank, lengths=lengths, assigner=assigner, **options)
 
     def follow(self, sampler: UnevenBatchSampler, ahead: int) -> None:
-        """Keep a sampler's shares equal to the training run's, also when these change.
-
-        `ahead` is the maximum number of batches that it draws before they are trained.
-        """
+        """Let shares change in a sampler's batches; `ahead` is how many may be drawn ahead."""
         sampler.changes |= self.rebalancing is not None or self.begins_even
         self._samplers.add(sampler)
         self.ahead = max(self.ahead, ahead)
@@ -188,30 +173,24 @@ class PlannedTraining:
     def compare_data(
         self, dataset: Any, collate: Callable[[list[Any]], Any], sampler: UnevenBatchSampler
     ) -> None:
-        """Register a training data set, which ranks compare after their first batch.
-
-        `collate` makes a batch from a list of rows. `sampler` has the order of rows.
-        """
+        """Compare a data set between ranks at the end of the first step."""
         if self._data is not None:
             others = [each for each in self._data if each[0] is not dataset]
             self._data = [*others, (dataset, collate, sampler)]
 
     def summarize_data(self) -> list[RankData]:
-        """Return summaries of this rank's training data sets, in order of creation.
-
-        Later calls return [], because data sets are compared only once.
-        """
+        """Return digests of the data sets to compare, and forget the data sets."""
         data, self._data = self._data, None
         return [same_data.summarize(*each) for each in data or ()]
 
     @property
     def _compares_data(self) -> bool:
-        """True if the ranks still have to compare their data sets."""
+        """Whether data sets still have to be compared between ranks."""
         # `evener run` (follows_launcher) compares data sets in its own way
         return self._data is not None and self.world > 1 and not self.audits.follows_launcher
 
     def _compare_data(self) -> None:
-        """Raise RequestError on every rank if the ranks' data sets differ."""
+        """Raise a RequestError if the ranks have different data sets."""
         own = self.summarize_data()
         with own_collectives():
             every = gather_messages(own, list[RankData])
@@ -224,19 +203,16 @@ class PlannedTraining:
                 raise RequestError(difference, same_data.REMEDY)
 
     def change_shares(self, shares: tuple[int, ...], micros: tuple[int, ...], ahead: int) -> None:
-        """Change the shares, after the next `ahead` batches.
+        """Change the shares from `ahead` batches after the newest on.
 
-        Loaders may have drawn these batches already. `micros` are the ranks' maximum rows per pass.
+        `micros` are the maximum rows per pass of each rank.
         """
         self.ranks = msgspec.structs.replace(self.ranks, batches=shares, micros=micros)
         for sampler in self._samplers:
             sampler.change_shares(shares, ahead)
 
     def stay_even(self) -> None:
-        """Give each rank an equal number of rows from now on, and stop rebalancing.
-
-        Batches that are drawn already keep their rows.
-        """
+        """Train with equal shares from now on, and stop rebalancing."""
         self._later = None
         if self.rebalancing is not None:
             self.rebalancing.stop()
@@ -247,14 +223,11 @@ class PlannedTraining:
 
     @property
     def begins_even(self) -> bool:
-        """True from `begin_even` until `leave_even` or `stay_even`."""
+        """Whether shares are equal for now."""
         return self._later is not None
 
     def begin_even(self) -> None:
-        """Give each rank an equal number of rows until `leave_even`.
-
-        Call this before the first step. `leave_even` restores the current shares.
-        """
+        """Begin with equal shares, until `leave_even`."""
         self._later = self.ranks.batches, self.ranks.micros
         for sampler in self._samplers:
             sampler.changes = True
@@ -262,10 +235,7 @@ class PlannedTraining:
         self.change_shares(even, even, 0)
 
     def leave_even(self, ahead: int) -> None:
-        """Restore the shares from before `begin_even`, after the next `ahead` batches.
-
-        Loaders may have drawn these batches already. Without `begin_even`, nothing happens.
-        """
+        """End equal shares after `ahead` batches."""
         if self._later is not None:
             shares, micros = self._later
             self._later = None
@@ -274,18 +244,10 @@ class PlannedTraining:
     # ------------------------------------------------------------------ models
 
     def wrap(self, model: Any, **options: Any) -> Any:
-        """Move a model to this process's device, and sum its gradients over the ranks.
+        """Return the model on its device, wrapped so that gradients are weighted and summed.
 
-        Each rank's gradients are weighted by its rows. The model is returned in a wrapper with
-        `module` and `no_sync`, as DistributedDataParallel has them. It isn't wrapped
-
-        - if the program has wrapped it already;
-        - if FSDP shards it (with `weigh="loss"`);
-        - if it trains on one device.
-
-        `options` are those of DistributedDataParallel, but only `bucket_cap_mb`,
-        `broadcast_buffers` and `process_group` have an effect. Raises RequestError if the model's
-        gradients can't be weighted.
+        A model that FSDP2 shards is returned unwrapped. `options` are arguments of
+        DistributedDataParallel. Raises RequestError if the model's gradients can't be weighted.
         """
         self.check_whole()
         weigh = self.weights.weigh
@@ -324,11 +286,9 @@ class PlannedTraining:
         return model
 
     def follow_averaged(self, model: Any) -> None:
-        """Prepare to train a model whose gradients FSDP or DeepSpeed averages over ranks.
+        """Watch a model whose gradients FSDP or DeepSpeed averages, so that losses are weighted.
 
-        Losses are then weighted instead of gradients. A rank's compute time (own work) excludes its
-        waits for other ranks within passes. Raises RequestError if the model can't be trained with
-        unequal shares.
+        Raises RequestError if it can't be trained with unequal shares.
         """
         self.check_whole()
         check_normalization(model, self.weights.weigh, self.world, self.ranks.pass_rows)
@@ -340,7 +300,7 @@ class PlannedTraining:
         self.weights.watch_forward(model, self.device)
 
     def check_whole(self) -> None:
-        """Raise RequestError if each device of the plan holds only a part of the model."""
+        """Raise a RequestError if the plan shards the model."""
         if self.ranks.is_sharded:
             raise RequestError(
                 "The plan has each device hold a part of the model, which doesn't fit as a whole.",
@@ -353,21 +313,13 @@ class PlannedTraining:
     # ------------------------------------------------------------------ a global batch
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """End the previous global batch, and begin the next one.
-
-        `sizes` are the ranks' numbers of rows. Only adapters call this; a Split's loader does it
-        itself.
-        """
+        """Begin a global batch with the given row counts by rank, without evener's loader."""
         self.end()
         self.timer.begin(tuple(sizes))
         self.weights.begin(sizes)
 
     def end(self) -> None:
-        """End a global batch.
-
-        If it was trained, call `listeners` with each rank's number of rows. A listener may change
-        the shares.
-        """
+        """End the current global batch, and call the listeners of finished steps."""
         is_over = self.timer.finish()
         if self._compares_data and self.timer.has_trained:
             self._compare_data()
@@ -376,30 +328,25 @@ class PlannedTraining:
                 listener(self.timer.sizes)
 
     def report(self, rows: int | None = None, tokens: tuple[int, int] = (0, 0)) -> None:
-        """Report a finished step of this rank to evener's monitor.
+        """Report a step to the monitor.
 
-        A Split's loader does this itself.
-
-        - `rows`: the step's rows, by default this rank's rows of the current batch.
-        - `tokens`: tokens in these rows, without and with padding; zeros mean unknown.
+        `rows` are this rank's rows, by default of the current batch. `tokens` are its tokens
+        without and with padding.
         """
         self.reporter.report(self.weights.sizes[self.rank] if rows is None else rows, tokens)
 
     def step(
         self, batch: Any, compute: OfPart, count: OfPart | None = None, check: bool = True
     ) -> Any:
-        """Compute a batch's loss and gradients, in the passes of the plan.
+        """Compute the loss and the gradients of a batch, and return this rank's mean loss.
 
-        For example: `split.step(batch, lambda part: criterion(model(part.batch[0]),
-        part.batch[1]))`. Return this rank's mean loss, for `Split.mean`.
+        Arguments:
 
-        - `compute(part)`: returns the mean loss of part.batch over rows or, with `count`, over
-          items.
-        - `count(part)`: the number of items, such as tokens.
-        - `check`: False skips the audits.
+        - compute: returns the mean loss of a part.
+        - count: returns what that is a mean over, such as tokens; None means rows.
+        - check: whether to audit the loss.
 
-        Gradients are all-reduced once. A pass that runs out of memory is repeated in smaller
-        passes. Every rank has to call this for every batch.
+        A pass that runs out of memory is computed again in smaller passes.
         """
         total = train_batch(self, batch, compute, count)
         if check:
@@ -409,15 +356,12 @@ class PlannedTraining:
     def parts(
         self, batch: Any, count: OfPart | None = None, models: Sequence[Any] | None = None
     ) -> Iterator[Part]:
-        """Yield the parts of this rank's batch, one for each pass of the plan.
+        """Yield the parts of a batch, one for each pass; gradients are all-reduced in the last one.
 
-        Compute the loss of each part.batch, and call part.backward(loss). If the loop's body is in
-        `with part:`, a part that runs out of memory is yielded again in smaller parts. Every rank
-        has to call this for every batch.
+        Arguments:
 
-        - `count(part)`: the divisor of a mean that isn't over rows, such as the number of tokens.
-        - `models`: their gradients are all-reduced in the last pass; by default, all wrapped
-          models.
+        - count: returns what a part's loss is a mean over; None means rows.
+        - models: the models that are trained; None means all wrapped models.
         """
         parts = take_parts(self, batch, count, models)
         try:
@@ -430,8 +374,5 @@ class PlannedTraining:
             self.audits.close()
 
     def add_up(self, value: Any) -> torch.Tensor:
-        """Return the sum of a number or tensor over the ranks.
-
-        Every rank has to call this.
-        """
+        """Return the sum of a value over all ranks, in float64, or in int64 for integer tensors."""
         return add_up(value, self.device, self.world, self.timer)

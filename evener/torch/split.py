@@ -44,7 +44,7 @@ Model = TypeVar("Model")
 
 
 def _check_by_length(training: bool, strategy: Any, rebalancing: Any) -> None:
-    """Raise RequestError if a loader can't assign rows by length."""
+    """Raise a RequestError where rows can't be assigned by length."""
     if not training:
         raise RequestError(
             "Rows of a validation aren't assigned by length, as its batches have one pass on "
@@ -66,27 +66,27 @@ def _checkpoints() -> Any:
 
 
 class Split(PlannedTraining):
-    """This process's part of a plan: rank, device and all ranks' shares.
+    """This process's part in a training run with unequal shares.
 
-    Attributes: `rank` is this process's rank, `world` the number of ranks, and `device` this
-    process's device. Arguments:
+    It provides this rank's rows of each batch, and weights gradients so that their sum over ranks
+    is the gradient of the whole batch. `rank`, `world` and `device` are this process's rank, the
+    number of ranks and this rank's device.
 
-    - `plan`: a Plan or the path of its file; under `evener launch` it can be left out.
-    - `ratios` and `global_batch`: the split if there is no plan.
-    - `weigh`: "gradients" weights each rank's gradients when they are summed, so the loop needs no
-      change. "loss" needs `split.scale(loss).backward()`, and leaves the model's communication hook
-      free.
-    - `strict`: raise PlanError, instead of printing a warning, if the plan was measured on other
-      devices or with another model.
-    - `backend`: backend of the process group; the default is NCCL for GPUs and gloo for CPUs.
-    - `rebalance`: adapt shares to the compute time (own work) of each rank during training. The
-      global batch keeps its size.
-    - `noise`: measure `noise_scale` during training, which shows what a larger batch would cost
-      (docs/learning.md).
-    - `journal`: let `evener runs` list the run's steps per second, share changes and restarts.
+    Arguments:
 
-    Raises PlanError, RequestError or DeviceError before anything starts if the plan can't be
-    applied on this machine.
+    - plan: a plan or its path; None takes it from `evener launch`.
+    - ratios: relative shares of the ranks, in place of a plan.
+    - global_batch: rows per batch over all ranks, if not the plan's.
+    - weigh: "gradients" weights gradients in the all-reduce; "loss" expects the script to scale
+      each loss by `scale`, for example with FSDP.
+    - strict: whether to raise an error, instead of a warning, if the plan was made for another
+      model or on other devices, or if a late audit fails.
+    - backend: backend of the process group; None chooses NCCL or gloo by device.
+    - rebalance: whether shares follow the measured speed of the ranks.
+    - noise: whether to measure the gradient noise scale.
+    - journal: whether to record the training run for `evener runs`.
+
+    Raises PlanError, RequestError or DeviceError if the plan can't be applied on this machine.
     """
 
     def __init__(
@@ -128,25 +128,25 @@ class Split(PlannedTraining):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Each rank's rows in a full step, from the plan or the last rebalancing."""
+        """Rows of a global batch on each rank."""
         return self.ranks.batches
 
     @property
     def micros(self) -> tuple[int, ...]:
-        """Each rank's maximum number of rows per pass."""
+        """Maximum rows of a pass on each rank."""
         return self.ranks.micros
 
     @property
     def global_batch(self) -> int:
-        """The number of rows in a full optimizer step, over all ranks."""
+        """Rows of a global batch on all ranks together."""
         return sum(self.shares)
 
     @property
     def rows(self) -> int:
-        """This rank's number of rows in the current batch.
+        """Number of this rank's rows in the current batch.
 
-        It is 0 if its only row is a filler row, which doesn't count in the gradient. Raises
-        RequestError outside of a loop over a loader.
+        In a short last batch it can be 0, although the loader yields one filler row. Raises
+        RequestError outside of a loop over the loader.
         """
         batch = self.weights.current
         if batch is None:
@@ -158,28 +158,25 @@ class Split(PlannedTraining):
 
     @property
     def noise_scale(self) -> NoiseScale | None:
-        """The measured gradient noise scale, in rows, with its confidence interval.
-
-        None until enough steps are measured, and if `noise` is False.
-        """
+        """Gradient noise scale measured so far, or None without `noise=True`."""
         return None if self.noise is None else self.noise.scale()
 
     @property
     def weight(self) -> float:
-        """This rank's fraction of the current batch, from 0 to 1.
+        """This rank's fraction of the rows in the current batch, from 0 to 1.
 
-        After a loop, it is the fraction of the last batch.
+        It is the weight of its gradients in the sum over ranks. After a loop it is that of the last
+        batch.
         """
         return self.weights.weight
 
     @property
     def ending(self) -> bool:
-        """True once any rank has received SIGTERM, for example before its machine is taken away.
+        """Whether any rank has received SIGTERM, for example before its machine is taken away.
 
-        Read it on every rank after each step; all ranks get the same value. When it is True, save a
-        checkpoint and leave the loop. From the first read on, SIGTERM no longer kills the process.
-        The value changes at the end of a step. With short steps, it may change a quarter of a
-        second later.
+        Read it on all ranks after each step, and save a checkpoint and leave the loop when it is
+        True. All ranks get the same value. From the first read on, SIGTERM no longer ends the
+        process. With short steps, the value changes up to a quarter of a second late.
         """
         if self._stop_signal is None:
             self._stop_signal = StopSignal(self.world)
@@ -198,24 +195,23 @@ class Split(PlannedTraining):
         lengths: Any = None,
         **options: Any,
     ) -> Loader:
-        """Return a loader of this rank's rows in each global batch of `dataset`.
+        """Return a data loader that yields this rank's rows of each global batch.
 
-        Each row is computed once per epoch, on one rank.
+        Arguments:
 
-        - `shuffle`: draw the rows of each epoch in a random order that depends on `seed`.
-        - `order`: replaces `shuffle`. It is a sampler of rows, a list of row indices, or a function
-          of the epoch that returns such a list.
-        - `drop_last`: leave out an epoch's last batch if it has fewer rows than the others.
-        - `training`: False for validation. Steps then aren't reported to the monitor, and a last
-          batch with fewer rows than ranks is joined to the previous one.
-        - `prefetch`: number of batches that are prefetched and sent to a GPU, by default 2. Under a
-          plan with several passes they stay in pinned memory, and `parts` sends each part.
-        - `lengths`: number of tokens in each row. Rows are then assigned so that ranks finish
-          together, and the loop has to use `parts`.
-        - `options`: passed to DataLoader.
+        - dataset: a map-style data set.
+        - shuffle: whether to permute the rows in each epoch.
+        - seed: seed of the permutations, the same on all ranks.
+        - drop_last: whether to leave out a last batch that isn't full.
+        - training: False for validation: each row comes exactly once.
+        - prefetch: number of batches to fetch and copy to the GPU ahead; None for 2 on a
+          GPU and 0 on a CPU.
+        - order: a sampler, a list of row indices or a function of the epoch that returns
+          one, in place of permutations.
+        - lengths: number of tokens of each row, to assign rows to passes by length.
+        - options: further keyword arguments of DataLoader.
 
-        Raises RequestError if the data set has no length, if the plan determines one of the
-        options, or if `lengths` don't fit the data set.
+        Raises RequestError for data sets without a length and for options that the plan decides.
         """
         check_options(options)
         rows = count_rows(dataset)
@@ -249,32 +245,28 @@ class Split(PlannedTraining):
         return self.loaders.add(made)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save in a checkpoint.
+        """Return the positions of all training loaders and the current shares, for a checkpoint.
 
-        It has each training loader's position after the current batch and, with `rebalance`, the
-        current shares. It is the same on every rank and JSON-serializable.
+        The result is the same on every rank.
         """
         state, rebalancing = self.loaders.state_dict(), self.rebalancing
         return state if rebalancing is None else {**state, **rebalancing.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume the training loaders from a `state` that `state_dict` returned.
+        """Restore the positions of the loaders, and the shares if the plan is the same.
 
-        Create the loaders in the same order as in the saved run. The plan may be another.
+        The number of ranks may differ from that of the checkpoint.
         """
         if self.rebalancing is not None and "planned" in state:
             self.rebalancing.load_state_dict(state)
         self.loaders.load_state_dict(state)
 
     def strategy(self, count: OfPart | None = None, check: bool = True, **options: Any) -> Any:
-        """Return a DDP strategy for `lightning.Trainer` that uses these shares.
+        """Return a strategy for Lightning's Trainer that trains by the plan.
 
-        Call this before creating the training loader with `split.loader`.
-
-        - `count(part)`: means the same as in `parts`.
-        - `check`: check the loss of a few rows. Raises RequestError if it isn't a mean over rows,
-          or over the items that `count` counts.
-        - `options`: passed to DDPStrategy.
+        Call this before `loader`. `count` returns what a part's loss is averaged over; None means
+        rows. `check` is whether to audit the loss, which raises RequestError if it isn't such a
+        mean. `options` are passed to DDPStrategy.
         """
         self.check_whole()
         kind = import_module("evener.lightning").PlanStrategy  # which builds on this module
@@ -291,20 +283,16 @@ class Split(PlannedTraining):
         state: Sequence[float] | None = None,
         dtype: torch.dtype | None = None,
     ) -> Model:
-        """Shard a model's parameters, gradients and optimizer state over the ranks.
+        """Shard a model that doesn't fit on each GPU, and return it.
 
-        Use this instead of `wrap`, and create the optimizer afterwards. The result is the model
-        itself.
+        Arguments:
 
-        - `shard="all"`: the parameters of each unit, a group of layers, are gathered before the
-          unit computes and freed afterwards.
-        - `shard="state"`: each rank holds its part of the optimizer state. While a batch is
-          computed, it also holds whole parameters and gradients. They are gathered and reduced once
-          per batch, even with several passes or gradient accumulation under `split.no_sync`.
-        - `units`: the modules that are units, or their class; by default, the blocks of
-          ModuleLists.
-        - `state`: each rank's part of the state, by default from the plan or the memory of its GPU.
-        - `dtype`: dtype in which the model computes, such as torch.bfloat16; shards keep theirs.
+        - shard: "all" gathers parameters one unit at a time, "state" the whole model at
+          once.
+        - units: the modules to gather at a time, or their classes; None chooses them.
+        - state: relative size of each rank's part; None takes it from the plan or from GPU
+          memory.
+        - dtype: dtype of computation; None leaves each parameter its own.
 
         Raises RequestError if the model can't be sharded.
         """
@@ -312,44 +300,41 @@ class Split(PlannedTraining):
         return cast(Model, made.shard(self, model, shard, units, state, dtype))
 
     def model_state(self, model: Any) -> dict[str, torch.Tensor]:
-        """Return a sharded model's whole parameters and buffers, on rank 0 in host memory.
+        """Return the unsharded state dict of a sharded model, on the CPU.
 
-        Names are those of the model's `state_dict`. Other ranks get {}, but every rank has to call
-        this. It needs device memory for one unit at a time.
+        Every rank has to call this. Ranks other than 0 get an empty dict.
         """
         return cast("dict[str, torch.Tensor]", _checkpoints().model_state(model))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the whole state of a sharded model's optimizer on rank 0, like its `state_dict`.
+        """Return the unsharded state dict of a sharded model's optimizer, on the CPU.
 
-        Other ranks get {}, but every rank has to call this.
+        Every rank has to call this. Ranks other than 0 get an empty dict.
         """
         return cast("dict[str, Any]", _checkpoints().optimizer_state(optimizer))
 
     def save(
         self, folder: str | os.PathLike[str], model: Any, optimizer: Any = None, extra: Any = None
     ) -> None:
-        """Write a sharded model, its optimizer and `extra` to a folder.
+        """Write a checkpoint of a model, its optimizer and `extra` to a folder.
 
-        Every rank has to call this. `extra` must be JSON-serializable. Without an optimizer, only
-        the model is written. The files are safetensors, which transformers' from_pretrained can
-        also read. An older checkpoint in the folder stays intact until the new one is complete.
-        Raises RequestError on every rank if writing fails.
+        Every rank has to call this. `extra` is any value that JSON can store. The previous
+        checkpoint stays complete until the new one is. Raises RequestError if writing fails.
         """
         _checkpoints().save(folder, model, optimizer, extra)
 
     def load(self, folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> Any:
-        """Load a checkpoint from `save` into a sharded model and its optimizer.
+        """Load a checkpoint that `save` wrote into the model and the optimizer, and return `extra`.
 
-        Return the checkpoint's `extra`. The shares may have changed since it was saved. Every rank
-        has to call this. Raises RequestError if the checkpoint belongs to another model.
+        Every rank has to call this. Raises RequestError if the checkpoint doesn't fit.
         """
         return _checkpoints().load(folder, model, optimizer)
 
     def scale(self, loss: Any) -> Any:
-        """Scale this rank's mean loss; DDP's mean over ranks is then the mean over rows.
+        """Return the loss scaled by this rank's weight, for `weigh="loss"`.
 
-        Raises RequestError if `weigh` isn't "loss", because gradients are then weighted already.
+        Call `backward` on the result. Raises RequestError with `weigh="gradients"`, or inside
+        `parts`.
         """
         self.weights.refuse_in_parts("scale")
         if self.weights.weigh != "loss":
@@ -360,14 +345,14 @@ class Split(PlannedTraining):
         return self.weights.scale(loss)
 
     def loss(self, total: Any, count: Any) -> Any:
-        """Return this rank's loss for a mean over items, such as tokens.
+        """Return a loss that is a mean over something other than rows, such as tokens.
 
-        Every rank has to call this. Use the result like a mean over rows, with `loss.backward()`,
-        `scale` and `mean`.
+        Arguments:
 
-        - `total`: this rank's sum of losses.
-        - `count`: its part of the divisor, such as its number of tokens that aren't ignored, or its
-          sum of class weights.
+        - total: this rank's sum of losses.
+        - count: what it is a sum over on this rank, such as the number of tokens.
+
+        Every rank has to call this. Raises RequestError inside `parts`.
         """
         # `scale` and `mean` multiply by this rank's fraction of the batch, so the result is divided
         # by it
@@ -380,11 +365,11 @@ class Split(PlannedTraining):
         )
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Gather all ranks' rows of the current batch, in the batch's order.
+        """Return the rows of all ranks in the current batch, in the order of ranks.
 
-        Every rank has to call this. Tensors of shape (n_i, ...) on the ranks become one of shape
-        (N, ...), without filler rows. Gradients flow back to the rank that computed a row. So a
-        loss over the whole batch is exact if every rank computes it and calls backward().
+        Tensors of shape (n_i, ...) become one of shape (N, ...). Gradients flow back through it, as
+        for contrastive losses. Every rank has to call this. Raises RequestError if `rows` hasn't
+        one row for each of this rank's, or inside `parts`.
         """
         self.weights.refuse_in_parts("gather")
         if self.world == 1:
@@ -392,20 +377,16 @@ class Split(PlannedTraining):
         return gather_rows(rows, self.weights.sizes, self.rank, self.weights.by_loss, self.timer)
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
-        """Don't all-reduce gradients in a `with` block, for gradient accumulation.
-
-        Use it for all but the last step of an accumulation. It does nothing for a model without
-        `no_sync`, as with a single rank.
-        """
+        """Context manager in which the model's gradients are accumulated without an all-reduce."""
         return cast(
             AbstractContextManager[None],
             model.no_sync() if hasattr(model, "no_sync") else nullcontext(),
         )
 
     def mean(self, value: Any) -> float:
-        """Return the mean of a metric over the current global batch.
+        """Return the mean over the global batch of a value that is a mean over this rank's rows.
 
-        `value` is the mean over this rank's rows. Every rank has to call this.
+        Every rank has to call this. Raises RequestError inside `parts`.
         """
         self.weights.refuse_in_parts("mean")
         return float(self.total(value * self.weight if self.weights.sizes[self.rank] else 0.0))
@@ -415,20 +396,16 @@ class Split(PlannedTraining):
     @overload
     def total(self, value: torch.Tensor) -> Any: ...
     def total(self, value: Any) -> Any:
-        """Return the sum of a value over the ranks.
+        """Return the sum of a value over all ranks: a float, or a tensor if `value` has dimensions.
 
-        Every rank has to call this. The result is a tensor if `value` is a tensor with dimensions,
-        and otherwise a float.
+        Every rank has to call this. Raises RequestError inside `parts`.
         """
         self.weights.refuse_in_parts("total")
         total = self.add_up(value)
         return total if total.ndim else float(total)
 
     def close(self) -> None:
-        """Stop reporting and leave the process group.
-
-        Without this call, both happen at exit.
-        """
+        """Stop reporting and auditing, and leave the process group."""
         super().close()
         if self._stop_signal is not None:
             self._stop_signal.close()

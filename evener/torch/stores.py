@@ -1,9 +1,4 @@
-"""The key-value stores through which PyTorch's processes meet.
-
-On one host, the store is a file in the launcher's memory. PyTorch's TCPStore has no password, and
-listens on every address of the machine. Several hosts need a port; it is opened on one address
-only.
-"""
+"""Rendezvous of ranks through files, and TCP stores that listen on one address only."""
 
 from __future__ import annotations
 
@@ -36,16 +31,15 @@ Handler = Callable[..., Iterator[tuple[Any, int, int]]]
 
 
 def open_file_store(path: str) -> Any:
-    """Return a store in a file, for any number of processes on this host."""
+    """Return a store in the given file, for any number of processes."""
     # with a fixed number of processes, they would delete the file when they exit
     return dist.FileStore(path, -1)
 
 
 def replace_rendezvous() -> None:
-    """Replace PyTorch's rendezvous handlers for `env://` and `tcp://`.
+    """Let process groups meet through a file if `evener launch` chose their address.
 
-    The new handlers use the launcher's file if the URL has the address that `evener launch` chose.
-    Other TCPStores of this process listen only on their own address.
+    This replaces PyTorch's handlers for env:// and tcp:// addresses, which still serve all others.
     """
     # PyTorch's public `register_rendezvous_handler` can only add schemes
     _limit_tcp_stores()
@@ -56,7 +50,7 @@ def replace_rendezvous() -> None:
 
 
 def _rendezvous(original: Handler, url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    """Yield the launcher's store, this process's rank, and the world size."""
+    """Rendezvous handler: yield a store, the rank and the number of ranks."""
     place = dict(parse_qsl(urlsplit(url).query))
     rank = place.get("rank", os.environ.get("RANK"))
     world = place.get("world_size", os.environ.get("WORLD_SIZE"))
@@ -74,7 +68,7 @@ def _rendezvous(original: Handler, url: str, **options: Any) -> Iterator[tuple[A
 
 
 def _release_other_ranks() -> None:
-    """Let evener's other ranks start, because this process opens their store."""
+    """Let the launcher start the other ranks, which wait for rank 0 to set up its process group."""
     # An elastic agent (torchrun) that the program started itself doesn't release them. The agent
     # may use the same address.
     frame = inspect.currentframe()
@@ -87,7 +81,7 @@ def _release_other_ranks() -> None:
 
 
 def _read_address(url: str) -> str:
-    """Return the HOST:PORT of a rendezvous URL."""
+    """Return the host and port of a rendezvous."""
     # for env://, it is in environment variables
     if urlsplit(url).scheme == "env":
         return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -95,7 +89,7 @@ def _read_address(url: str) -> str:
 
 
 def _choose_prefix() -> str:
-    """Return the prefix of a new store's keys, such as evener/group/0."""
+    """Return the prefix under which the next process group stores its addresses."""
     # Each process group needs a new prefix, because the file still has the addresses of the
     # previous group. Groups are numbered in order of creation, which is the same in all of their
     # processes. A child process adds its parent's number, as in evener/group/1/0. Stores without a
@@ -112,7 +106,7 @@ def _choose_prefix() -> str:
 
 
 def _limit_tcp_stores() -> None:
-    """Make the TCPStores of this process listen only on their own addresses."""
+    """Let TCP stores listen at their own host's address, instead of at every address."""
     original = dist.TCPStore.__init__
     if hasattr(original, "__wrapped__"):
         return
@@ -130,14 +124,10 @@ def _limit_tcp_stores() -> None:
 
 
 def listen_at(host: str, port: int) -> dict[str, int]:
-    """Return arguments that make a TCPStore listen on the address of `host` only.
+    """Return arguments with which a TCPStore listens at `host` only.
 
-    They are the port, and a socket that is already bound to it. They are empty, so that the
-    TCPStore opens the port itself, in these cases:
-
-    - `host` means every address;
-    - the machine doesn't have the address, as behind a router that translates addresses;
-    - the port is in use, for example by this process's first store, whose server is then shared.
+    The result is empty for every address, such as 0.0.0.0, and if the host can't be resolved or
+    bound.
     """
     if host in EVERY_ADDRESS:
         return {}
@@ -152,11 +142,10 @@ def listen_at(host: str, port: int) -> dict[str, int]:
 
 
 def open_tcp_store(host: str, port: int, serves: bool, timeout: timedelta) -> Any:
-    """Return a TCPStore that is connected to `host` and `port`.
+    """Return a TCPStore at host and port.
 
-    With `serves`, this process runs the server, which listens on the address of `host` only.
-    `timeout` limits connecting and later operations. Raises RuntimeError if no process runs the
-    server.
+    With `serves`, this process serves it; without, RuntimeError is raised if no process does before
+    `timeout`.
     """
     place = {"port": port, **(listen_at(host, port) if serves else {})}
     return dist.TCPStore(host, is_master=serves, timeout=timeout, multi_tenant=True, **place)

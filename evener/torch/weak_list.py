@@ -1,4 +1,4 @@
-"""A list of weak references that is fast to iterate over."""
+"""A list of weak references."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ _IS_THERE: Any = partial(is_not, None)
 
 
 class WeakList(Generic[T]):
-    """A list of weak references without duplicates, in the order in which they were added.
-
-    Use it for a few objects only, because `add` compares the new object with all others.
-    """
+    """List of objects that it doesn't keep alive, fast to iterate over."""
 
     # Iterating over a WeakSet or WeakKeyDictionary takes several times as long.
 
@@ -24,13 +21,13 @@ class WeakList(Generic[T]):
         self._references: list[weakref.ref[T]] = []
 
     def add(self, added: T) -> None:
-        """Add an object if it isn't in the list."""
+        """Add an object unless the list has it."""
         alive = list(self)
         if not any(each is added for each in alive):
             self._references = [weakref.ref(each) for each in (*alive, added)]
 
     def discard(self, removed: T | None) -> None:
-        """Remove an object if it is in the list."""
+        """Remove an object if the list has it."""
         self._references = [weakref.ref(each) for each in self if each is not removed]
 
     def __iter__(self) -> Iterator[T]:

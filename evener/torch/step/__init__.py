@@ -1,1 +1,1 @@
-"""One optimizer step of a rank: its passes, their weights, and recovery after out-of-memory."""
+"""One training step: passes, gradient weights, checks and recovery from out-of-memory errors."""

@@ -1,8 +1,4 @@
-"""Notify listeners of each loss on which a training loop calls backward.
-
-Listeners also get the last operations that computed the loss. These change if the loop computes its
-loss in another way than before, for example with a term that it adds in a later epoch.
-"""
+"""Notice calls of `Tensor.backward`, and which function computed the loss."""
 
 from __future__ import annotations
 
@@ -26,24 +22,17 @@ DEPTH, MOST = 8, 32  # maximum depth and number of operations to list before the
 
 
 class LossListener(Protocol):
-    """A listener that is called with each loss before its backward pass."""
+    """Object that is told of each loss before its backward pass."""
 
     def note_loss(self, loss: Any, made_of: tuple[Any, ...], caller: FrameType) -> None:
-        """Called with a loss before its backward pass.
-
-        `made_of` has the operations that computed the loss, from `list_operations`. `caller` is the
-        frame that calls backward.
-        """
+        """Note a loss, the operations it was computed by and the frame that called `backward`."""
 
 
 _LISTENERS: WeakList[Any] = WeakList()
 
 
 def listen(listener: LossListener) -> Callable[[], Any]:
-    """Notify a listener of each loss from now on, until it is garbage-collected.
-
-    Return a function that stops the notifications earlier.
-    """
+    """Let `listener` note each loss, and return a function that stops it."""
     # without listeners, `Tensor.backward` is PyTorch's original method
     _LISTENERS.add(listener)
     release = _HOOKS.hold(listener)
@@ -57,7 +46,7 @@ def listen(listener: LossListener) -> Callable[[], Any]:
 
 
 def _make_backward(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `Tensor.backward` that notifies all listeners, then calls `own`."""
+    """Return the replacement of `Tensor.backward`, which calls the listeners first."""
 
     @wraps(own)
     def backward(self: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -75,10 +64,9 @@ _HOOKS = ProcessHooks(lambda: [Replacement(torch.Tensor, "backward", _make_backw
 
 
 def find_code(caller: FrameType) -> Code | None:
-    """Return the program's own code that calls backward, with its module's variables.
+    """Return the code and the globals of the program's own function that called `backward`.
 
-    `caller` is the frame that calls backward. Return None if it and the CALLERS - 1 frames around
-    it belong to libraries.
+    The result is None if only library functions are near the call.
     """
     frame = caller
     for _ in range(CALLERS):
@@ -91,11 +79,7 @@ def find_code(caller: FrameType) -> Code | None:
 
 
 def list_operations(loss: Any) -> tuple[Any, ...]:
-    """Return the last operations that computed a loss, as (name, reduction) pairs.
-
-    The reduction is PyTorch's number for how an operation reduces rows, such as to their mean; None
-    if it doesn't. Up to MOST operations are listed, up to DEPTH levels before the loss.
-    """
+    """Return the last operations before a loss, as pairs of a name and a reduction or None."""
     found: list[Any] = []
     level = [] if loss.grad_fn is None else [loss.grad_fn]
     for _ in range(DEPTH):

@@ -1,9 +1,4 @@
-"""The batches that loaders have yielded and that loops may still compute.
-
-Each is stored with the rows of each rank. A loop that uses `split.step` or `split.parts` passes its
-batch to them, and the loader's tensors identify it. For a loop that calls `backward` itself,
-recognition.py finds the batch.
-"""
+"""Find the batch that a forward pass computes, which determines the weights of its gradients."""
 
 from __future__ import annotations
 
@@ -19,14 +14,7 @@ from ..rows.structure import tensors_in
 
 
 class TakenBatch:
-    """A batch that a loader has yielded, with its rows on each rank.
-
-    It holds only weak references to the batch's tensors.
-
-    - `origin`: the epoch that the batch is from.
-    - `sizes`: each rank's number of rows.
-    - `number`: index in the epoch.
-    """
+    """A batch that a loader has yielded, with weak references to its tensors."""
 
     __slots__ = ("number", "origin", "sizes", "tensors", "used")
 
@@ -38,26 +26,25 @@ class TakenBatch:
         self.used = False  # True once a wrapped model has computed it
 
     def alive(self) -> list[torch.Tensor]:
-        """Return the batch's tensors that the loop still holds."""
+        """Return the tensors that still exist."""
         every = [reference() for reference in self.tensors]
         return [tensor for tensor in every if tensor is not None]
 
     def is_alive(self) -> bool:
-        """True if the loop still holds one of the batch's tensors."""
+        """Return whether any of the tensors still exists."""
         return any(tensor() is not None for tensor in self.tensors)
 
     def weighs_as(self, other: TakenBatch) -> bool:
-        """True if each rank has the same fraction of the rows in both batches."""
+        """Return whether both batches give each rank the same fraction of rows."""
         total, others = sum(self.sizes), sum(other.sizes)
         return self.sizes == other.sizes or all(
             mine * others == its * total for mine, its in zip(self.sizes, other.sizes, strict=True)
         )
 
     def can_share_backward(self, other: TakenBatch) -> bool:
-        """True if both batches can be in one backward pass, with equal weights of each rank.
+        """Return whether both batches may be in one backward pass.
 
-        For batches of different epochs, the weights in both epochs' last batches must be equal,
-        too.
+        They then have the same weights, and so do the last batches of their epochs.
         """
         return self.weighs_as(other) and (
             self.origin is other.origin or self.origin.tail == other.origin.tail
@@ -69,10 +56,7 @@ Match = Callable[[Any, Sequence[TakenBatch]], list[TakenBatch]]
 
 
 def match_objects(data: Any, batches: Sequence[TakenBatch]) -> list[TakenBatch]:
-    """Return the batches that have the most tensors of `data`.
-
-    Tensors are compared by identity. Return [] if no batch has one of them.
-    """
+    """Return the batches that have the most tensors in common with `data`."""
     given = set(map(id, tensors_in(data)))
     counts = [sum(id(tensor) in given for tensor in batch.alive()) for batch in batches]
     most = max(counts, default=0)
@@ -82,7 +66,7 @@ def match_objects(data: Any, batches: Sequence[TakenBatch]) -> list[TakenBatch]:
 
 
 class BatchTracker:
-    """Tracks the batches that loaders have yielded and that loops may still use."""
+    """Keeps the batches that may still be computed, and finds those of forward passes."""
 
     # the tracker that received the last batch
     newest: ClassVar[Callable[[], Any]] = staticmethod(lambda: None)
@@ -96,12 +80,7 @@ class BatchTracker:
         self._only: TakenBatch | None = None  # the current batch, if no other is possible
 
     def take(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
-        """Make a loader's next batch the current one.
-
-        - `origin`: the epoch that yields it.
-        - `sizes`: the ranks' numbers of rows.
-        - `data`: the batch itself.
-        """
+        """Record a batch that a loader is about to yield."""
         BatchTracker.newest = weakref.ref(self)
         if not (self._epochs and self._epochs[-1] is origin):
             others = [epoch for epoch in self._epochs if epoch not in (origin, self._manual)]
@@ -116,15 +95,12 @@ class BatchTracker:
         self._only = taken if len(self._epochs) == 1 and follows else None
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Begin a batch that no loader yielded.
-
-        It lasts until a loader yields a batch. `sizes` are the ranks' numbers of rows.
-        """
+        """Record a batch by its row counts alone, for loops without evener's loader."""
         self._manual.batches.clear()
         self.take(self._manual, tuple(sizes), ())
 
     def end(self, origin: Epoch) -> None:
-        """Record that an epoch has ended, or that its loop was left early."""
+        """Note that a loop over a loader has ended."""
         # the loop may still compute a batch that it fetched ahead or stores in a list
         self._only = None
         origin.open = False
@@ -136,14 +112,14 @@ class BatchTracker:
             self.last = self.current or self.last
 
     def is_training(self) -> bool:
-        """True if a loop may still use a batch of a training loader."""
+        """Return whether a batch of a training loop may still be computed."""
         return any(epoch.training and epoch.may_be_computed() for epoch in self._epochs)
 
     def find(self, data: Any, training: bool, match: Match) -> TakenBatch | None:
-        """Return the batch that `data` belongs to, or None if no loader has yielded one.
+        """Return the batch that `data` belongs to, or None, and mark it as used.
 
-        `training` is True if the model is in training mode. `match` selects the likeliest batches.
-        Raises RequestError if several batches are possible and they weight the ranks differently.
+        `training` is whether the model is in training mode. Raises RequestError if several batches
+        with different weights are possible.
         """
         found = self._only
         if found is None:
@@ -160,7 +136,7 @@ class BatchTracker:
         return found
 
     def _list_candidates(self, training: bool) -> list[Epoch]:
-        """Return the epochs that the current batch may be from."""
+        """Return the epochs that a forward pass may belong to."""
         # Usually, the training epochs that haven't ended; if all have ended, all of them; without
         # training epochs, the newest epoch. In evaluation mode, a newest epoch for validation is
         # the only one.
@@ -174,9 +150,9 @@ class BatchTracker:
         return _list_trained(epochs) or [newest]
 
     def _choose(self, data: Any, epochs: Sequence[Epoch], match: Match) -> TakenBatch | None:
-        """Return the batch that matches `data`; None if any would do.
+        """Return the batch that `data` matches, or None if any choice gives the same weights.
 
-        Raises RequestError if several are possible and weight the ranks differently.
+        Raises RequestError if batches with different weights are possible.
         """
         every = [batch for epoch in self._epochs for batch in epoch.batches]
         matched = match(data, every)
@@ -195,7 +171,7 @@ class BatchTracker:
 
 
 def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
-    """Return the training epochs that the current batch may be from."""
+    """Return the training epochs that a forward pass may belong to."""
     # usually those that haven't ended; if all have ended, all of them
     trained = [epoch for epoch in epochs if epoch.training]
     running = [each for each in trained if each.open]
@@ -209,7 +185,7 @@ def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
 
 
 def _makes_no_difference(possible: Sequence[TakenBatch], epochs: int) -> bool:
-    """True if it doesn't matter which of these batches is computed."""
+    """Return whether all possible batches lead to the same weights."""
     # Then all batches give each rank the same weight, and the choice doesn't affect later batches.
     # `epochs` is the number of epochs that the batches may be from.
     newest = possible[-1]
@@ -218,14 +194,14 @@ def _makes_no_difference(possible: Sequence[TakenBatch], epochs: int) -> bool:
 
 
 def _is_kept(epoch: Epoch, ended: Epoch) -> bool:
-    """True if a training loop may still compute a batch of `epoch`."""
+    """Return whether an epoch may still be computed after its loop has ended."""
     # `ended` is the epoch that has just ended. `epoch` is the one that has ended, or its newest
     # batch is still in use.
     return epoch.training and (epoch is ended or bool(epoch.batches[-1].is_alive()))
 
 
 def _drop_computed(batches: list[TakenBatch]) -> None:
-    """Remove an epoch's batches that no forward pass will compute any more."""
+    """Remove batches that can't be computed any more."""
     # These are the batches before a used one. While there are more than two, the oldest is also
     # removed if the loop no longer holds its tensors.
     if batches and batches[-1].used:
@@ -235,7 +211,7 @@ def _drop_computed(batches: list[TakenBatch]) -> None:
 
 
 def _list_waiting(epoch: Epoch) -> list[TakenBatch]:
-    """Return the epoch's batches that a loop may still compute."""
+    """Return the batches of an epoch that may not have been computed yet."""
     waiting = [batch for batch in epoch.batches[:-1] if not batch.used]
     if len(waiting) > 1:
         waiting = [batch for batch in waiting if batch.is_alive()]
@@ -243,7 +219,7 @@ def _list_waiting(epoch: Epoch) -> list[TakenBatch]:
 
 
 def _weigh_the_same(epochs: Sequence[Epoch]) -> bool:
-    """True if all of these epochs give each rank the same weight."""
+    """Return whether all batches of these epochs have the same weights."""
     # the current batch may be from any of them
     newest = epochs[-1].batches[-1]
     if not all(batch.can_share_backward(newest) for epoch in epochs for batch in epoch.batches):

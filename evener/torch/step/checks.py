@@ -1,9 +1,4 @@
-"""Check before an optimizer's step that gradients are complete and memory suffices.
-
-Gradients are complete once they are summed over the ranks. LBFGS also uses the loss that its
-closure returns. Each rank's closure then returns the mean loss over the whole batch, so that all
-ranks take the same steps.
-"""
+"""Checks before each optimizer step that gradients are summed and its state fits in memory."""
 
 from __future__ import annotations
 
@@ -36,7 +31,7 @@ _PARAMETERS = itemgetter("params")  # returns the parameters of an optimizer's p
 
 
 class OptimizerCheck:
-    """Checks each optimizer before its first step, and again when its parameters change."""
+    """Checks each optimizer before its steps."""
 
     # in a hook that PyTorch calls before each optimizer step
 
@@ -49,7 +44,7 @@ class OptimizerCheck:
         self.hooks = ProcessHooks(lambda: [register_optimizer_step_pre_hook(self._before_step)])
 
     def forget(self) -> None:
-        """Forget the checked optimizers, so that the next training run checks them again."""
+        """Check all optimizers anew at their next steps."""
         self._known.clear()
 
     def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> Any:
@@ -93,7 +88,7 @@ class OptimizerCheck:
             self._watch_schedules()
 
     def _watch_schedules(self) -> None:
-        """Make accelerate step a learning-rate schedule once per batch, not per rank."""
+        """Let accelerate step learning-rate schedules once per batch, not once per process."""
         # by default, accelerate steps it once per process, as if each process had a whole batch
         kind = getattr(sys.modules.get("accelerate.scheduler"), "AcceleratedScheduler", None)
         if kind is None or kind in self._watched or not self.steps_schedules:
@@ -117,7 +112,7 @@ OPTIMIZER_CHECK = OptimizerCheck()
 
 
 def _find_trainer() -> Any:
-    """Return the BatchWeights of the batch being trained, or None."""
+    """Return the weights of the running training, or None if no check is needed."""
     # None if no weights are needed, or if a trainer's adapter weights the losses
     found = BatchTracker.newest()
     if (
@@ -135,10 +130,7 @@ _STATE_TENSORS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "R
 
 
 def check_memory(optimizer: Any, trained: list[Any]) -> None:
-    """Raise DeviceError if the optimizer's state doesn't fit into memory.
-
-    `trained` are the optimizer's parameters that have gradients.
-    """
+    """Raise a DeviceError if the state of the optimizer's first step doesn't fit in memory."""
     # otherwise the first step would fail after updating some of the weights
     if optimizer.state:
         return
@@ -156,9 +148,9 @@ def check_memory(optimizer: Any, trained: list[Any]) -> None:
 
 
 def update_one_by_one(optimizer: Any, tensors: int = 0) -> None:
-    """Make a step update parameters one by one if memory is too short for all.
+    """Switch off an optimizer's `foreach` where memory is short.
 
-    For each parameter, the step needs one tensor of its size, and `tensors` state tensors.
+    `tensors` is the number of state tensors per parameter that are allocated in the step.
     """
     # a step that ran out of memory halfway would leave only some of the parameters updated
     for group in optimizer.param_groups:
@@ -180,7 +172,7 @@ def update_one_by_one(optimizer: Any, tensors: int = 0) -> None:
 
 
 def _memory_holds(parameters: list[Any], tensors: int) -> bool:
-    """True if there is memory for `tensors` tensors of each parameter's size."""
+    """Return whether `tensors` tensors of each parameter's size fit in memory."""
     # such tensors are allocated and freed again to find out
     for last in (False, True):
         held: list[torch.Tensor] = []
@@ -204,7 +196,7 @@ _applied: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictio
 
 
 def check_summed(optimizer: Any) -> None:
-    """Raise RequestError if an optimizer is about to apply gradients of this rank's rows only."""
+    """Raise a RequestError if the optimizer is about to apply gradients that weren't summed."""
     exchanges = [each for each in EXCHANGES if isinstance(each, Exchange) and not each.single_rank]
     before = _applied.get(optimizer)
     _applied[optimizer] = {id(exchange): exchange.sums for exchange in exchanges}
@@ -224,7 +216,7 @@ def check_summed(optimizer: Any) -> None:
 
 
 def _check_seen(exchanges: list[Exchange]) -> None:
-    """Raise RequestError if a forward pass's backward pass wasn't detected."""
+    """Raise a RequestError if any of the models has gradients that no exchange noticed."""
     if any(exchange.waits for exchange in exchanges):
         raise RequestError(
             "The optimizer is about to apply gradients of a wrapped model that weren't summed "
@@ -236,12 +228,12 @@ def _check_seen(exchanges: list[Exchange]) -> None:
 
 
 def _has_summed(exchanges: list[Exchange], before: dict[int, int]) -> bool:
-    """True if gradients were all-reduced since an optimizer's last step."""
+    """Return whether any exchange has summed gradients since the optimizer's last step."""
     # `before` has each exchange's number of sums at that step, by the exchange's id
     return any(exchange.sums > before.get(id(exchange), 0) for exchange in exchanges)
 
 
 def _list_applied(optimizer: Any) -> set[int]:
-    """Return the ids of the parameters that this optimizer's step updates."""
+    """Return the ids of the optimizer's parameters that have a gradient."""
     every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {id(each) for each in every if each.grad is not None}

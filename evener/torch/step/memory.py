@@ -1,4 +1,4 @@
-"""Measure the memory of a rank's passes, to predict how many rows will fit."""
+"""Estimate how many rows fit in memory, from the peaks measured during training."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ...training.memory_growth import LEFT, LEFT_AT_RISK, MemoryPeaks
 
 
 class MemoryGauge:
-    """Measures the memory of passes, and predicts how many rows per pass will fit.
+    """Estimates the largest pass that fits in the memory of a device.
 
-    `world` is the number of ranks. Set `at_risk` to leave more memory free.
+    `world` is the number of ranks. On CPUs, the ranks of one machine share its memory.
     """
 
     # `at_risk` is set if running out of memory would stop the run, or if rows have different
@@ -29,9 +29,9 @@ class MemoryGauge:
         self.at_risk = True
 
     def measure(self, rows: int) -> int:
-        """Predict the maximum rows per pass that fit into memory; 0 if unknown.
+        """Measure memory after a step, and return the estimated largest pass in rows.
 
-        `rows` is the number of rows in the largest pass so far.
+        `rows` is the number of rows in the largest pass.
         """
         if self._device.type == "cuda":
             self._capacity_bytes = self._measure_gpu(rows)
@@ -40,9 +40,9 @@ class MemoryGauge:
         return self._peaks.most_rows(self._capacity_bytes, self._left)
 
     def most_in_several(self, gradient_bytes: float) -> int:
-        """Predict the maximum rows per pass if a share has several passes; 0 if unknown.
+        """Return the estimated largest number of rows per pass if a batch takes several.
 
-        The gradients of earlier passes then need `gradient_bytes` as well. Call `measure` first.
+        Memory then also holds the gradients of earlier passes, `gradient_bytes`.
         """
         return self._peaks.most_rows_beside(self._capacity_bytes, self._left, gradient_bytes)
 
@@ -51,7 +51,7 @@ class MemoryGauge:
         return LEFT_AT_RISK if self.at_risk else LEFT
 
     def _measure_gpu(self, rows: int) -> float:
-        """Record the allocator's peak memory, and return the usable bytes."""
+        """Record the peak memory on the GPU, and return the usable bytes."""
         # `rows` is the number of rows in the largest pass. Usable bytes are those that other
         # processes leave, within set_per_process_memory_fraction. What the allocator reserves
         # beyond the tensors' peak is assumed to grow with the peak.
@@ -66,7 +66,7 @@ class MemoryGauge:
         return float(min(free + reserved, fraction * total))
 
     def _measure_process(self, rows: int) -> float:
-        """Record the process's peak memory, and return the usable bytes."""
+        """Record the peak memory of this process, and return the usable bytes."""
         # `rows` is the number of rows in the largest pass. Usable bytes are the peak plus an equal
         # part of the host's free memory.
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -74,7 +74,7 @@ class MemoryGauge:
         return peak_kib * 1024 + free_memory_bytes() / self._processes
 
     def make_room(self) -> None:
-        """Free the allocator's unused memory on the device, before this rank's share grows."""
+        """Return the allocator's unused memory to the GPU."""
         # cached blocks of the old size would be too small for the larger share
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

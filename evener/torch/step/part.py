@@ -1,4 +1,4 @@
-"""The rows of one pass over a rank's batch, for a loop or a trainer."""
+"""Parts: the rows of one pass, with their weight in the batch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ AddUp = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Part:
-    """The rows of one pass, in the structure of the batch.
+    """Rows of a batch that are computed in one pass.
 
-    - `rows`: number of rows that count; 0 if the only row is a filler.
-    - `weight`: weight of the part's loss in this rank's mean loss.
+    As a context manager it catches an out-of-memory error, and its rows are yielded again in
+    smaller parts.
 
-    As a context manager, a part catches out-of-memory errors, so that its rows can be computed
-    again in smaller parts.
+    Arguments:
+
+    - batch: the rows, in the structure of the batch.
+    - rows: how many they are.
+    - weight: weight of their mean loss in that of this rank's rows.
+    - scale: applied to each loss before its backward pass.
     """
 
     def __init__(self, batch: Any, rows: int, weight: Any, scale: Callable[[Any], Any]) -> None:
@@ -41,7 +45,7 @@ class Part:
 
     @property
     def is_piece(self) -> bool:
-        """True if this part has only some rows of a pass that ran out of memory."""
+        """Whether it is smaller than planned because memory ran out."""
         return self.rows < self.turn.planned
 
     def __enter__(self) -> Part:
@@ -54,14 +58,9 @@ class Part:
         return bool(self.error)
 
     def backward(self, loss: Any) -> Any:
-        """Run the backward pass of a loss, times this part's weight.
+        """Run the backward pass of this part's mean loss, and return the weighted loss.
 
-        `loss` is the mean over these rows, or over the items that `count` counts. With a
-        GradScaler, pass `scaler.scale(loss)`. This may be called several times in a pass, each time
-        with another loss.
-
-        Return the weighted loss, detached. The results of all parts add up to this rank's mean
-        loss, for `split.mean`.
+        The result is detached; its sum over the parts is the rank's mean loss.
         """
         self.computed = True
         if self.passes is not None:
@@ -78,7 +77,7 @@ class Part:
         return torch.where(weight > 0, loss.detach() * weight, 0.0)  # a mean over nothing is NaN
 
     def check_computed(self) -> None:
-        """Raise RequestError if backward wasn't called, so the gradient would lack these rows."""
+        """Raise a RequestError if `backward` wasn't called."""
         if torch.is_grad_enabled() and not self.computed:
             raise RequestError(
                 "A pass ended without part.backward(loss), so its rows would be missing from "
@@ -87,11 +86,7 @@ class Part:
             )
 
     def at(self, turn: Pass) -> Part:
-        """Return a part with the rows of the pass `turn`.
-
-        `turn` is a planned pass, or some rows of one that ran out of memory. The weight is in
-        proportion to these rows. If `turn` has all rows of this part, the part itself is returned.
-        """
+        """Return the piece of this part that a pass of the queue computes, with its weight."""
         # in proportion to rows or, if the loss is a mean over what `count` counts, to that count
         if turn.rows == self.rows:
             self.turn = turn
@@ -112,13 +107,14 @@ OfPart = Callable[[Part], Any]  # returns the mean loss over a part, or the coun
 def make_parts(
     batch: Any, rows: int, micro: int, scale: Callable[[Any], Any], passes: int = 0
 ) -> list[Part]:
-    """Divide a rank's batch into parts of up to `micro` rows.
+    """Divide a batch of `rows` rows into parts of at most `micro` rows.
 
-    - `rows`: number of rows in the batch that count.
-    - `scale`: called with each part's loss before its backward pass.
-    - `passes`: the exact number of parts, some perhaps with a filler row; 0 for any number.
+    Arguments:
 
-    An AssignedBatch is already divided. Raises RequestError if the batch can't be divided.
+    - scale: applied to each loss before its backward pass.
+    - passes: number of parts if it is fixed, else 0.
+
+    Raises RequestError if the batch can't be cut.
     """
     if isinstance(batch, AssignedBatch):
         pieces, sizes = list(batch.passes), tuple(batch.rows)
@@ -132,7 +128,7 @@ def make_parts(
 
 
 def _cut_passes(batch: Any, rows: int, sizes: Sequence[int]) -> list[Any]:
-    """Return the rows of each pass of a batch."""
+    """Return the rows of each pass."""
     # a pass with 0 rows gets the batch's first row as a filler
     places = [each if each[0] < each[1] else (0, 1) for each in bounds(sizes)]
     return [cut_rows(batch, start, stop, max(1, rows)) for start, stop in places]
@@ -141,13 +137,13 @@ def _cut_passes(batch: Any, rows: int, sizes: Sequence[int]) -> list[Any]:
 def weigh_by_count(
     parts: Sequence[Part], count: OfPart, sizes: Sequence[int], rank: int, add_up: AddUp
 ) -> None:
-    """Weight the parts for a mean loss over items instead of rows.
+    """Weight parts by what their losses are averaged over, such as tokens.
 
-    Every rank has to call this.
+    Arguments:
 
-    - `count(part)`: returns a part's number of items, such as tokens.
-    - `sizes`: the ranks' numbers of rows.
-    - `add_up`: sums a tensor over the ranks.
+    - count: returns the count in a part.
+    - sizes: row count of each rank.
+    - add_up: sums a tensor over the ranks.
     """
     own = torch.stack([_count(count, part) * min(1, part.rows) for part in parts])
     total = add_up(own.sum())

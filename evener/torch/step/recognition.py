@@ -1,9 +1,4 @@
-"""Recognize which batch a forward pass computes, in a loop that calls `backward` itself.
-
-Such a loop may prefetch its next batch or use two loaders, and its model's inputs may be views of
-the loader's tensors. So a batch is recognized by the addresses of its tensors. Loops with
-`split.step` or `split.parts` need no recognition (batches.py).
-"""
+"""Recognize batches by the memory of their tensors."""
 
 from __future__ import annotations
 
@@ -17,11 +12,7 @@ from .batches import TakenBatch
 
 
 def match_addresses(inputs: Any, batches: Sequence[TakenBatch]) -> list[TakenBatch]:
-    """Return the batches that share memory with the most inputs of a forward pass.
-
-    `inputs` are the model's nested arguments. Several batches may match equally well. Return [] if
-    no input shares memory with a batch.
-    """
+    """Return the batches that share the most memory with a model's inputs."""
     tensors = tensors_in(inputs)
     counts = [_count_among(tensors, batch) for batch in batches]
     most = max(counts, default=(0, 0))
@@ -31,7 +22,7 @@ def match_addresses(inputs: Any, batches: Sequence[TakenBatch]) -> list[TakenBat
 
 
 def _count_among(inputs: Sequence[torch.Tensor], batch: TakenBatch) -> tuple[int, int]:
-    """Count the inputs that share memory with a batch, in two ways."""
+    """Return how many inputs share storage with a batch's tensors, and how many an address."""
     # The second number counts inputs that begin at the address of one of the batch's tensors.
     # Batches can be views of one tensor, such as a data set in memory. They share its storage, but
     # only the batch that the model computes begins at the inputs' addresses.
@@ -43,7 +34,7 @@ def _count_among(inputs: Sequence[torch.Tensor], batch: TakenBatch) -> tuple[int
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    """Return the address of a tensor's first element, or an id."""
+    """Return the address of a tensor's first element, or its id if it has no storage."""
     try:
         return tensor.data_ptr()
     except (RuntimeError, NotImplementedError):

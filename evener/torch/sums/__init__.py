@@ -1,1 +1,1 @@
-"""Collectives over the ranks: the sum of gradients in buckets, and others."""
+"""All-reduce of weighted gradients, and other collectives."""

@@ -1,4 +1,4 @@
-"""Sum gradients in buckets (flat tensors), and save gradients while a pass may be retried."""
+"""Buckets: flat tensors in which gradients are weighted and all-reduced."""
 
 from __future__ import annotations
 
@@ -32,12 +32,10 @@ GRADIENT, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
 
 
 class Bucket:
-    """A flat tensor with the gradients of some parameters, to sum over the ranks.
+    """Gradients of several parameters in one flat tensor, for a single all-reduce.
 
-    Behind the gradients are values that are summed with them: a flag for each parameter, 1 if it
-    has a gradient, and the tail. The tail has values that ranks compare: whether buffers changed,
-    the batch's number, and a few of the model's weights. `last` is the parameter whose gradient is
-    expected last.
+    The tensor also has a flag for each parameter with a gradient, and a tail of values that ranks
+    compare.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:
@@ -63,17 +61,17 @@ class Bucket:
         self._version = 0  # version of the gradients when they were sent
 
     def has_come(self, came: set[int] | None) -> bool:
-        """True if all gradients of the bucket have been computed.
+        """Return whether all gradients of the bucket were computed.
 
-        `came` has the ids of the parameters with computed gradients. If it is None, every `.grad`
-        that isn't None counts.
+        `came` has the ids of parameters whose gradients were computed; None means each `.grad` that
+        is set.
         """
         if came is None:
             return all(map(is_not, map(GRADIENT, self._parameters), repeat(None)))
         return self.ids <= came
 
     def check_sent(self) -> None:
-        """Raise RequestError if a gradient was changed after it was sent."""
+        """Raise a RequestError if a gradient has changed since the bucket was sent."""
         # the sum that is being computed would lack the change
         if self._views[0]._version != self._version:
             raise RequestError(
@@ -83,7 +81,7 @@ class Bucket:
             )
 
     def gather(self) -> None:
-        """Copy gradients into the bucket; each `.grad` becomes a view of it."""
+        """Copy gradients into the bucket, and make each `.grad` a view of it."""
         # needed again after zero_grad has set gradients to None
         gradients = list(map(GRADIENT, self._parameters))
         self._absent = [place for place, gradient in enumerate(gradients) if gradient is None]
@@ -98,7 +96,7 @@ class Bucket:
             self._forget(place)
 
     def _gather_new(self, gradients: list[Any], flags: torch.Tensor, weight: float) -> None:
-        """Copy all gradients, times `weight`, and their flags into the bucket."""
+        """Copy the gradients of all parameters, multiplied by `weight`, and the flags."""
         # With as few calls of PyTorch as possible. No gradient may be a view of the bucket yet.
         # `flags` also has the values that ranks compare.
         if self._fuses and weight not in (0.0, 1.0):
@@ -112,9 +110,9 @@ class Bucket:
     def _copy_weighted(
         self, views: list[torch.Tensor], gradients: list[Any], weight: float = 1.0
     ) -> None:
-        """Copy gradients, times `weight`, to views of the bucket.
+        """Copy gradients to views of the bucket, multiplied by `weight`.
 
-        Raises RequestError if gradients are sparse, differentiable or of another dtype.
+        Raises RequestError for gradients that need a graph, that are sparse or of another dtype.
         """
         if torch.is_grad_enabled() and any(each.requires_grad for each in gradients):
             raise RequestError(
@@ -144,14 +142,14 @@ class Bucket:
             torch.mul(gradient, factor, out=view)
 
     def _multiply(self, weight: float) -> None:
-        """Multiply the gradients; a weight of 0 clears even infinite ones."""
+        """Multiply the gradients by a weight; 0 also clears infinite ones."""
         if weight == 0.0:
             self.gradients.zero_()
         elif weight != 1.0:
             self.gradients.mul_(weight)
 
     def fold(self, weight: float) -> None:
-        """Set the accumulated gradients aside, times `weight`, until `weigh` adds them."""
+        """Set the gradients aside, multiplied by `weight`, until the next all-reduce."""
         # this is necessary before the weight changes
         self.weigh(weight, 0)
         self._hold = self.flat.clone()
@@ -159,9 +157,9 @@ class Bucket:
         self.flat.zero_()
 
     def weigh(self, weight: float, number: int) -> None:
-        """Gather the gradients, and multiply them by this rank's weight, before they are sent.
+        """Gather the gradients, multiply them by `weight` and write the flags.
 
-        `number` is the batch's number in its epoch, for the tail.
+        `number` is the batch number that ranks compare.
         """
         gradients = list(map(GRADIENT, self._parameters))
         if all(map(is_not, gradients, self._views)) and all(map(is_not, gradients, repeat(None))):
@@ -177,21 +175,18 @@ class Bucket:
         self._add_held()
 
     def _add_held(self) -> None:
-        """Add the gradients that `fold` has set aside, if any."""
+        """Add the gradients that were set aside."""
         if self._hold is not None:
             self.flat.add_(self._hold)
             self._hold, self._held_views = None, []
 
     def send(self, group: Any) -> None:
-        """Start the all-reduce of the bucket over the ranks of `group`."""
+        """Start the all-reduce."""
         self._version = self._views[0]._version
         self._work = group.allreduce(self._sent)  # dist.all_reduce would take longer to start it
 
     def receive(self) -> None:
-        """Wait for the all-reduce, and set gradients that only other ranks have.
-
-        A parameter that no rank used gets none.
-        """
+        """Wait for the all-reduce, and set `.grad` of parameters that only other ranks used."""
         self._work.wait()
         self._work = None
         if self._absent:
@@ -201,13 +196,13 @@ class Bucket:
                     self._parameters[place].grad = self._views[place]
 
     def _forget(self, place: int) -> None:
-        """Clear the gradient at index `place` that `fold` set aside."""
+        """Drop a parameter's gradient from those that were set aside."""
         # the loop may have cleared the parameter's gradient in the meantime
         if self._hold is not None:
             self._held_views[place].zero_()
 
     def _make_flags(self, number: int, counts: bool) -> torch.Tensor:
-        """Return a bucket's flags and tail, for a batch's number."""
+        """Return the flags and the tail: which parameters have gradients, and the batch number."""
         # `counts` is False if this rank's weight is 0.
         key = (number, counts, *self._absent)
         if key not in self._patterns:
@@ -224,10 +219,9 @@ class Bucket:
 
 
 def make_buckets(parameters: Sequence[Any], most_bytes: int) -> list[Bucket]:
-    """Return buckets of up to about `most_bytes`, in the order in which they fill up.
+    """Return buckets of at least `most_bytes` each; the first is smaller, to be sent early.
 
-    A bucket's parameters have the same dtype and device. `parameters` are in the order in which
-    their gradients are computed.
+    A bucket's parameters have one dtype and device.
     """
     made: list[Bucket] = []
     open_: dict[Any, list[Any]] = {}
@@ -267,10 +261,9 @@ _FORMATS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 
 
 def warn_of_hooks(parameters: Sequence[Any], own: set[int]) -> None:
-    """Warn if parameters have gradient hooks other than evener's.
+    """Warn if a parameter has a gradient hook other than evener's own.
 
-    Such a hook gets the gradient of this rank's rows instead of the whole batch's. `own` has the
-    handle ids of evener's hooks.
+    `own` has the ids of evener's hooks.
     """
     if any(set(gradient_hooks(parameter)) - own for parameter in parameters):
         warnings.warn(
@@ -282,7 +275,7 @@ def warn_of_hooks(parameters: Sequence[Any], own: set[int]) -> None:
 
 
 class HostCopy:
-    """An asynchronous copy of a tensor's values to the host."""
+    """Copy of a tensor to the host that doesn't wait for the GPU."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values.to("cpu", non_blocking=True, copy=True)  # into pinned memory
@@ -291,18 +284,18 @@ class HostCopy:
             self._event.record()
 
     def is_complete(self) -> bool:
-        """True if the copy is complete; `read` then returns immediately."""
+        """Return whether the copy has arrived."""
         return self._event is None or bool(self._event.query())
 
     def read(self) -> list[Any]:
-        """Wait until the copy is complete, and return the values."""
+        """Wait for the copy and return its values."""
         if self._event is not None:
             self._event.synchronize()
         return list(self._values.tolist())
 
 
 class TailReader:
-    """Reads and checks the values behind the gradients of a summed bucket."""
+    """Reads the values at the end of a bucket by which ranks notice that they differ."""
 
     # on a GPU, all tails but the first are read one step late, so that the host doesn't wait
 
@@ -311,11 +304,10 @@ class TailReader:
         self._expected = 0  # the expected sum of batch numbers for the copied tail
 
     def read(self, tail: torch.Tensor, expected: int) -> bool:
-        """Check a summed tail; return True if any rank's buffers have changed.
+        """Return whether any rank's buffers have changed.
 
-        `expected` is the sum of the ranks' batch numbers if all ranks sum the same batch. On a GPU,
-        each call but the first checks the previous call's tail. Raises RequestError if ranks have
-        summed different batches, or if the model's weights differ between ranks.
+        On a GPU, this reads the previous step's tail. `expected` is the expected sum of batch
+        numbers. Raises RequestError if the ranks' weights or batch numbers differ.
         """
         # The host then needn't wait for the GPU.
         copied, self._copied = self._copied, HostCopy(tail) if tail.is_cuda else None
@@ -348,7 +340,10 @@ class TailReader:
 
 
 class Buffers:
-    """Detects changes of a module's buffers, except those named in `ignored`."""
+    """Buffers of a module, with a copy that shows whether they change.
+
+    `ignored` has names of buffers to leave out.
+    """
 
     def __init__(self, module: Any, ignored: Collection[str] = ()) -> None:
         self._members, self._ignored = Members(module), ignored
@@ -363,10 +358,7 @@ class Buffers:
         return list({id(each): each for name, each in every if name not in self._ignored}.values())
 
     def keep(self) -> bool:
-        """Copy the buffers' values, for `add_changes` to compare.
-
-        If they have more than MOST_KEPT bytes, nothing is copied, and the result is False.
-        """
+        """Copy the buffers' values, and return False if they are too large for that."""
         self._kept_at = self._members.buffers_at()
         self._places = self._find_places()
         self._known = []
@@ -379,10 +371,7 @@ class Buffers:
         return True
 
     def add_changes(self, flag: torch.Tensor) -> None:
-        """Add 1 to `flag`, a one-element tensor, if buffers differ from `keep`'s copies.
-
-        The host doesn't wait for a GPU.
-        """
+        """Add a positive number to `flag` if any buffer has changed or was replaced."""
         # Values are compared, because PyTorch's version counter misses changes by BatchNorm and
         # through `buffer.data`. If `may_differ` is false, there are no buffers.
         may_differ = self._places or self._kept_at != self._members.buffers_at()
@@ -401,7 +390,7 @@ class Buffers:
 
 
 def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
-    """Return the storage that a buffer spans, as bytes, without a copy."""
+    """Return the memory of a buffer as a tensor of bytes."""
     last = sum(
         (size - 1) * stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
     )
@@ -409,13 +398,7 @@ def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
 
 
 class EarlierGradients:
-    """Saves the gradients of earlier passes, because a pass may be retried.
-
-    - `final`: ids of the parameters whose gradients a failed pass has computed for all its rows.
-      The retry leaves them unchanged.
-    - `late`: True if gradients can only be sent after the pass.
-    - `apart`: True if the gradients of earlier passes are set aside until the pass ends.
-    """
+    """Gradients of a batch's earlier passes, set aside while a pass may still fail."""
 
     # If rows' results depend on random draws or on one another, a retry computes other results.
     # Then all gradients of the failed pass are dropped, and `late` is True. It is also True in a
@@ -429,9 +412,9 @@ class EarlierGradients:
         self.opened = self.late = self.apart = False
 
     def open(self, dependent: bool) -> None:
-        """Prepare for a backward pass that may have to be retried.
+        """Begin a pass.
 
-        `dependent` is True if a row's result depends on random draws or on other rows.
+        `dependent` is whether its rows depend on random draws or on one another.
         """
         self.opened, self.late = True, dependent or self.final is not None
         self.apart = self.late and (
@@ -444,7 +427,7 @@ class EarlierGradients:
                 parameter.grad = None
 
     def merge(self) -> None:
-        """Add the pass's gradients, except final ones, to those that `open` set aside."""
+        """Add the gradients that were set aside to those of the pass."""
         if self._kept is None:
             return
         kept = [
@@ -463,17 +446,17 @@ class EarlierGradients:
                 add_each(*map(list, zip(*added, strict=True)))
 
     def close(self) -> None:
-        """End the pass that `open` has begun, whether it completed or failed."""
+        """End a pass."""
         self.opened = self.late = self.apart = False
 
     def forget_failure(self) -> None:
-        """Forget a failed pass, because all its rows have been recomputed."""
+        """Forget a failed pass once its rows were computed again."""
         self.final = None
 
     def fail(self, came: set[int]) -> None:
-        """Drop the gradients of a failed pass, or record which of them are final.
+        """Undo what a failed pass did to the gradients.
 
-        `came` has the ids of the parameters whose gradients were computed.
+        `came` has the ids of parameters whose gradients it had completed.
         """
         if self._kept is not None:
             for parameter, kept in zip(self._parameters, self._kept, strict=True):

@@ -1,9 +1,4 @@
-"""Collectives besides the sum of gradients, such as gathering rows and summing metrics.
-
-If memory runs out, a rank computes a pass as several smaller ones. The program's own collectives in
-a pass would then run more often on this rank than on others. To detect this, collectives that
-evener doesn't start itself are counted.
-"""
+"""Collectives on values of all ranks, and a count of those that evener didn't start."""
 
 from __future__ import annotations
 
@@ -25,20 +20,20 @@ _own = 0  # number of collectives that evener has started
 
 
 def count_foreign() -> int:
-    """Return how many collectives over several ranks the program itself has started."""
+    """Return the number of collectives in this process that evener didn't start."""
     # all collectives of this process, except evener's own
     return sum(count_exchanges().values()) - _own
 
 
 def note_own() -> None:
-    """Count a collective that evener has started itself."""
+    """Count a collective as evener's own."""
     global _own
     _own += 1
 
 
 @contextmanager
 def own_collectives() -> Iterator[None]:
-    """Count collectives in a `with` block as evener's, not as the program's."""
+    """Context manager in which all collectives count as evener's own."""
     global _own
     before = count_foreign()
     try:
@@ -51,9 +46,9 @@ _sizes: dict[Hashable, int] = {}  # numbers of collectives that calls of `run_ow
 
 
 def run_own(kind: Hashable, start: Callable[[], Result]) -> Result:
-    """Call `start`, which starts some of evener's collectives, and return its result.
+    """Return `start()`, and count the collectives that it starts as evener's own.
 
-    All calls with an equal `kind` have to start the same number of them.
+    Calls with the same `kind` have to start equally many.
     """
     # counting takes longer than starting, so they are counted in the first call only
     global _own
@@ -66,7 +61,7 @@ def run_own(kind: Hashable, start: Callable[[], Result]) -> Result:
 
 
 class CollectiveError(RequestError):
-    """Raised if a loss that only one rank computes calls a collective."""
+    """The loss function communicates with other ranks."""
 
 
 USES_COLLECTIVES = (
@@ -79,7 +74,7 @@ COLLECTIVES_REMEDY = (
 
 
 def refuse_collectives(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `compute` so that it raises CollectiveError if it calls a collective."""
+    """Wrap `compute` so that it raises CollectiveError if it communicates with other ranks."""
     # the other ranks may not call `compute`, so they wouldn't take part
 
     def checked(*arguments: Any) -> Any:
@@ -96,10 +91,7 @@ def refuse_collectives(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count_exchanges() -> dict[str, int]:
-    """Return how many collectives this process has started, by process group and device type.
-
-    See `count_collectives`. The result is {} without a process group.
-    """
+    """Return the number of collectives by process group."""
     if not (dist.is_available() and dist.is_initialized()):
         return {}
     return count_collectives()
@@ -108,18 +100,15 @@ def count_exchanges() -> dict[str, int]:
 def gather_rows(
     rows: torch.Tensor, sizes: Sequence[int], rank: int, by_loss: bool, timer: Any
 ) -> torch.Tensor:
-    """Gather all ranks' rows into one tensor, in batch order.
+    """Return the rows of all ranks in the order of ranks, with gradients that flow back.
 
-    Tensors of shape (n_i, ...) on the ranks become one of shape (N, ...).
+    Arguments:
 
-    - `sizes`: the n_i; a rank with 0 rows may pass any row.
-    - `by_loss`: True if losses are weighted, False if the model's gradients are weighted later.
-    - `timer`: the StepTimer, which doesn't count the collectives as compute time (own work).
+    - sizes: row count of each rank.
+    - by_loss: whether losses are scaled instead of gradients.
+    - timer: counts the time as waiting.
 
-    A row's gradient is the sum of its gradients from the losses of all ranks, each weighted by the
-    rows of the loss's rank. That is exact if every rank computes the whole batch's loss, or the
-    mean over its own rows. Raises RequestError if the number of rows is wrong, or if shapes or
-    dtypes differ between ranks.
+    Raises RequestError if the number of rows is wrong, or if ranks differ in dtype or shape.
     """
     if len(rows) not in {sizes[rank], max(1, sizes[rank])}:
         raise RequestError(
@@ -136,14 +125,7 @@ def gather_rows(
 
 
 def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Tensor:
-    """Return the sum of a number or tensor over the ranks, as a tensor.
-
-    The result is int64 for integer tensors with dimensions, else float64.
-
-    - `device`: the result's device.
-    - `world`: number of ranks.
-    - `timer`: the StepTimer, which doesn't count the all-reduce as compute time (own work).
-    """
+    """Return the sum of a value over all ranks, in float64, or in int64 for integer tensors."""
     total = torch.as_tensor(value).detach()
     whole = total.ndim and not total.is_floating_point()
     total = total.to(device, torch.int64 if whole else torch.float64, copy=True)
@@ -154,13 +136,7 @@ def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Te
 
 
 def average(value: Any, sizes: Sequence[int], device: Any, timer: Any) -> Any:
-    """Return the mean over a batch's rows, given each rank's own mean.
-
-    - `value`: this rank's mean. If it is the same on all ranks, it is returned without rounding.
-    - `sizes`: the ranks' numbers of rows.
-    - `device`: the device of the collective.
-    - `timer`: the StepTimer, which doesn't count the collective as compute time (own work).
-    """
+    """Return the mean of a value over ranks, weighted by their row counts."""
     own = torch.as_tensor(value).detach().to(device, torch.float64).reshape(1)
     every = [torch.empty_like(own) for _ in sizes]
     with timer.collective():
@@ -173,22 +149,14 @@ def average(value: Any, sizes: Sequence[int], device: Any, timer: Any) -> Any:
 
 
 def is_equal_everywhere(value: int, device: torch.device | None, group: Any = None) -> bool:
-    """True if all ranks of `group` pass the same `value`.
-
-    Every rank of the group has to call this; None is the default group. `device` is the device of
-    the collective.
-    """
+    """Return whether all ranks of a group have the same value."""
     pair = torch.tensor([value, -value], device=device)
     dist.all_reduce(pair, dist.ReduceOp.MAX, group=group)
     return bool(pair[0] == -pair[1])
 
 
 def spread(tensors: Sequence[torch.Tensor], group: Any = None, source: int = 0) -> None:
-    """Broadcast tensors from one rank of a group to all its ranks.
-
-    Every rank of the group has to call this; None is the default group. `source` is the sender's
-    rank within the group.
-    """
+    """Copy the tensors of rank `source` to all ranks of a group."""
     for device in {tensor.device for tensor in tensors}:
         own = [tensor.detach() for tensor in tensors if tensor.device == device]
         broadcast_each(own, group, 250 << 20, source)
@@ -219,7 +187,7 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch is not fo
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        """Sum the ranks' weighted gradients, and return this rank's rows."""
+        """Return the gradient of this rank's rows."""
         # divided by this rank's weight, by which the model's gradients are multiplied afterwards
         total = gradient * ctx.weight if ctx.weight else torch.zeros_like(gradient)
         with ctx.timer.collective():

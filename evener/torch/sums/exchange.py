@@ -67,31 +67,28 @@ def _find_normalizers(module: Any) -> list[Any]:
 
 
 def _list_taking_part(named: Iterable[tuple[str, Any]], ignored: set[str]) -> list[Any]:
-    """Return the named tensors, each once, except those in `ignored`."""
+    """Return the tensors whose names aren't ignored, each once."""
     return list({id(each): each for name, each in named if name not in ignored}.values())
 
 
 def _choose_bytes(parameters: Sequence[torch.Tensor]) -> int:
-    """Return a bucket's size in bytes, for about BUCKETS buckets."""
+    """Return the size of a bucket in bytes."""
     whole = sum(int(parameter.numel()) * int(parameter.element_size()) for parameter in parameters)
     return min(max(LEAST_BYTES, whole // BUCKETS), MOST_BYTES)
 
 
 class Exchange:
-    """Sums a module's weighted gradients over the ranks of a group.
+    """All-reduces the gradients of a model, each rank's multiplied by its weight.
 
-    This rank's gradients are multiplied by `weight`. `watch` gets the model's outputs. A backward
-    pass through them ends in a sum if `watch` was called with `sync`.
+    Arguments:
 
-    - `group`: the process group; None for all ranks.
-    - `bucket_bytes`: size of a bucket; None to choose it.
-    - `broadcast_buffers`: after each sum, copy changed buffers of the first rank to all ranks.
-    - `single_rank`: True without other ranks. Nothing is summed, but a failed pass can be undone.
-    - `begun(batch, before)`: called when a backward pass reaches watched outputs of `batch`.
-      `before` is the batch of the outputs that it reached earlier, or `batch` itself.
-    - `ready`: called when the last gradient is computed.
-    - `sent`: called when all buckets have been sent.
-    - `done`: called when the sums are complete.
+    - module: the model.
+    - group: process group; None is the default one.
+    - bucket_bytes: size of a bucket; None chooses it.
+    - broadcast_buffers: whether to copy the first rank's buffers after they change.
+    - single_rank: True without other ranks; then it serves only to undo failed passes.
+
+    Raises RequestError if ranks have different models, or if the model is sharded.
     """
 
     def __init__(
@@ -159,7 +156,7 @@ class Exchange:
         EXCHANGES.add(self)
 
     def average(self) -> None:
-        """Average gradients over the ranks from now on, as DistributedDataParallel does."""
+        """From now on, average gradients over ranks, without calling the training run."""
         self.begun = lambda *_: None
         self.ready = self.sent = self.done = lambda: None
         self.noise = None
@@ -167,16 +164,13 @@ class Exchange:
         self.weigh(1.0 / self._world)
 
     def has_any(self, parameters: set[int]) -> bool:
-        """True if this exchange sums the gradient of any of these parameters.
-
-        `parameters` are their ids.
-        """
+        """Return whether any of the parameters, given by id, is in this exchange."""
         return not self.single_rank and not parameters.isdisjoint(map(id, self.parameters))
 
     def _agree(self, tensors: list[torch.Tensor]) -> None:
-        """Copy the model's parameters and buffers from the first rank to all.
+        """Copy the first rank's tensors to all.
 
-        Raises RequestError if ranks wrap different models.
+        Raises RequestError if the ranks wrap different models.
         """
         with torch.no_grad():
             digest = crc32(str([tensor.numel() for tensor in tensors]).encode())
@@ -187,10 +181,7 @@ class Exchange:
             spread(tensors, self.group)
 
     def weigh(self, weight: float) -> None:
-        """Set the weight of gradients that are computed from now on.
-
-        Earlier gradients that aren't summed yet keep their weight.
-        """
+        """Set the weight of this rank's gradients from the current backward pass on."""
         if weight != self.weight and self._unsent:
             for bucket in self._buckets:
                 bucket.fold(self.weight)
@@ -199,10 +190,10 @@ class Exchange:
     # ------------------------------------------------------------------ a backward pass
 
     def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
-        """Detect backward passes through these outputs of the model.
+        """Prepare the backward pass from the model's outputs.
 
-        With `sync`, such a pass ends in a sum. `batch` is the outputs' batch, for `begun`. Raises
-        RequestError if an earlier backward pass failed after some of its gradients were sent.
+        If `sync` is False, gradients are accumulated without an all-reduce. Raises RequestError if
+        an earlier backward pass failed after sending gradients.
         """
         if self.resting:
             return
@@ -223,7 +214,10 @@ class Exchange:
             self._watch_parameters(sync, batch)
 
     def _watch_parameters(self, sync: bool, batch: Any) -> None:
-        """Detect backward passes by parameters' gradients, if outputs hide their tensors."""
+        """Notice the backward pass by gradients of parameters.
+
+        This is for outputs in which no tensor was found.
+        """
         # Such outputs are of unknown classes. A backward pass is assumed to start with the first
         # gradient.
         reference = weakref.ref(self)
@@ -249,18 +243,16 @@ class Exchange:
         own_hooks.update(each.id for each in self._begins)
 
     def _listen(self) -> None:
-        """Register the hooks that record in which order gradients are computed."""
+        """Register hooks that record which gradients are computed."""
         # They aren't needed if the order is known and no parameter has a gradient: any gradient
         # after the backward pass was then computed in it.
         if not self._hooks and (self._order is not None or self.has_gradients()):
             self._hooks += (_hook(parameter, self._arrived.append) for parameter in self.parameters)
 
     def arm(self, sync: bool, batch: Any) -> None:
-        """Prepare for a backward pass that has reached outputs of the model.
+        """Prepare for a backward pass, when its first gradient arrives.
 
-        `sync` and `batch` are the arguments of `watch` for these outputs; the pass may reach
-        several. Raises RequestError if another wrapped model in this backward pass shares
-        parameters.
+        Raises RequestError if another model in the same backward pass shares parameters.
         """
         task = backward_number()
         begins = _open.get(self) != task
@@ -284,7 +276,7 @@ class Exchange:
         self._sync |= sync
 
     def _note_arrived(self) -> None:
-        """Record which gradients were computed, and whether any was computed twice."""
+        """Record the gradients that were computed since the last call."""
         # reentrant checkpoints that share a layer give it several gradients in a backward pass
         if not self._hooks:
             self._came = {
@@ -300,7 +292,7 @@ class Exchange:
         self._repeats |= len(self._came) < count
 
     def _send_ready_buckets(self, bucket: Bucket) -> None:
-        """Send complete buckets, when the gradient expected last in `bucket` is computed."""
+        """Send the buckets that are complete, after the last gradient of one was computed."""
         # before the order is known, gradients are only copied into the bucket
         if not self._armed or self.held.apart:
             return
@@ -312,7 +304,7 @@ class Exchange:
             bucket.gather()
 
     def _send_complete(self) -> None:
-        """Send complete buckets, in the same order on all ranks."""
+        """Send complete buckets, in order."""
         # none while another model that began earlier in this backward pass has buckets to send
         for other in _open:
             if other is self:
@@ -339,7 +331,7 @@ class Exchange:
             self.noise.send(self.group)
 
     def _write_tail(self, tail: torch.Tensor) -> None:
-        """Write the values that ranks compare to the tail of a bucket."""
+        """Write the values at the end of a bucket by which ranks notice that they differ."""
         # They tell whether buffers have changed and, in some sums, have a few weights. Weights are
         # included in one of EVERY sums, for ranks to compare. The first rank multiplies its own by
         # the number of other ranks, and the others by -1, so equal weights add up to 0. The tail
@@ -357,7 +349,7 @@ class Exchange:
         tail[-1:].copy_(own.abs().sum())
 
     def _finish_pass(self) -> None:
-        """End a backward pass; send the remaining buckets if it syncs."""
+        """Send the remaining buckets at the end of the backward pass."""
         if self._hooks:
             self._note_arrived()
         came = self._came if self._hooks else self.has_gradients()
@@ -372,7 +364,7 @@ class Exchange:
         self.held.close()
 
     def _wait_for_sums(self) -> None:
-        """Wait for this backward pass's sums, if any, and set the gradients."""
+        """Wait for the all-reduce, and finish the batch."""
         # read the tail, learn the order of gradients after the first sum, broadcast changed buffers
         self._armed = False
         if not (self._sync and self._sent and self._sent == len(self._buckets)):
@@ -397,7 +389,7 @@ class Exchange:
         self.done()
 
     def _learn_order(self, seen: list[int]) -> None:
-        """Create new buckets, in the order of the first rank's gradients."""
+        """Make new buckets in the order in which the first rank's gradients were computed."""
         # `seen` has this rank's parameters, by id, in the order of their gradients. From now on,
         # buckets are sent early, unless a parameter got several gradients on some rank.
         place_of = {id(parameter): place for place, parameter in enumerate(self.parameters)}
@@ -430,14 +422,17 @@ class Exchange:
     # ------------------------------------------------------------------ a pass that failed
 
     def open(self, dependent: bool) -> None:
-        """Prepare for the backward pass of a part; see `EarlierGradients.open` for `dependent`."""
+        """Begin a pass that may be undone.
+
+        `dependent` is whether its rows depend on random draws or on one another.
+        """
         self._arrived.clear()
         self._armed, self._came = self.single_rank, set()
         self.held.open(dependent)
         self._listen()
 
     def close(self) -> None:
-        """Finish the backward pass of a part."""
+        """End a pass that may be undone, on a single rank."""
         # with other ranks, `_finish_pass` has done it
         if self.single_rank:
             self._armed = False
@@ -445,14 +440,11 @@ class Exchange:
             self.held.close()
 
     def has_gradients(self) -> bool:
-        """True if any parameter has a gradient."""
+        """Return whether any parameter has a gradient."""
         return not all(map(is_, map(GRADIENT, self.parameters), repeat(None)))
 
     def fail(self) -> None:
-        """Abandon a pass that ran out of memory, and discard its gradients, except final ones.
-
-        Final gradients are complete, and may have been sent; see `EarlierGradients`.
-        """
+        """Undo what a failed pass did to the gradients."""
         _open.pop(self, None)
         self._note_arrived()
         self.held.fail(self._came)
@@ -471,7 +463,7 @@ def _look_for(reference: weakref.ref[Exchange], bucket: Bucket, _: Any) -> None:
 
 
 def _end(task: int) -> None:
-    """Finish a backward pass for all models in it."""
+    """Finish all exchanges in a backward pass."""
     # all models send their remaining buckets before any waits for its sum
     ended = [exchange for exchange, number in _open.items() if number == task]
     for exchange in ended:
@@ -482,15 +474,12 @@ def _end(task: int) -> None:
 
 
 def is_in_backward(task: int) -> bool:
-    """True if a wrapped model is still in the backward pass with this number."""
+    """Return whether an exchange takes part in the backward pass with this id."""
     return task in _open.values()
 
 
 def exchanged_parameters() -> dict[int, bool]:
-    """Return the ids of the parameters in exchanges that weight gradients.
-
-    The value of an id is True if the parameter's exchange has completed a sum.
-    """
+    """Return the ids of parameters whose gradients are summed, and whether any were yet."""
     every = sorted(EXCHANGES, key=lambda exchange: exchange.ran)
     exchanges = [exchange for exchange in every if not exchange.single_rank]
     return {
@@ -512,7 +501,7 @@ def _hook(parameter: Any, function: Callable[[Any], None]) -> Any:
 
 
 def _forget_failed_passes() -> None:
-    """Reset the exchanges whose backward passes ended with an error."""
+    """Forget exchanges in backward passes that ended with an error."""
     if backward_number() != -1:
         return
     for each in _open:

@@ -1,4 +1,4 @@
-"""Measure and check the link between ranks, by all-reduces of two sizes."""
+"""Measure latency and bandwidth of all-reduces between devices."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ WHOLE_NUMBERS = 1009  # a prime, so that patterns don't repeat at a power of two
 
 
 class LinkSums(NamedTuple):
-    """The latency and bandwidth of all-reduces between ranks.
+    """Measured all-reduces of a group of devices.
 
-    - `bytes_per_second`: bandwidth of a link. As in nccl-tests, an all-reduce over n ranks counts
-      as 2 (n - 1) / n times the tensor's bytes.
-    - `wrong`: how an all-reduce's result differed from the expected one; "" if it didn't.
+    - latency_seconds: median time for a single value.
+    - bytes_per_second: bandwidth per device, by the bytes that a ring all-reduce sends.
+    - wrong: what was wrong with the result, or "".
     """
 
     latency_seconds: float
@@ -34,7 +34,7 @@ class LinkSums(NamedTuple):
 
 
 class LinkMember:
-    """A process with one rank and one device, which measures its link to other ranks."""
+    """A process that takes part in the measurement with one device."""
 
     def __init__(self, device: str, rank: int) -> None:
         self._device, self._rank = torch.device(device), rank
@@ -46,10 +46,13 @@ class LinkMember:
     def join(
         self, file: str, world: int, seconds: float, groups: Sequence[tuple[int, ...]]
     ) -> None:
-        """Join the process group of `world` ranks, which meet through the file at this path.
+        """Join the process group of all members, through a store in `file`.
 
-        Then create the process groups in `groups`, each from its ranks. All ranks pass the same
-        ones in the same order. Collectives fail after a timeout of `seconds`.
+        Arguments:
+
+        - world: number of members.
+        - seconds: timeout of collectives.
+        - groups: members of each group that is measured, by rank.
         """
         dist.init_process_group(
             "nccl" if self._device.type == "cuda" else "gloo",
@@ -64,19 +67,12 @@ class LinkMember:
             self._groups[members] = dist.new_group(list(members))
 
     def measure(self, members: tuple[int, ...]) -> LinkSums:
-        """Measure the link between `members`, the ranks of one of the groups of `join`.
-
-        All of them have to call this at once.
-        """
+        """Measure a group; all of its members have to call this."""
         return measure_sums(self._groups[members], self._rank, members, self._device)
 
 
 def measure_sums(group: Any, rank: int, members: Sequence[int], device: Any) -> LinkSums:
-    """Measure the link between the members of a group.
-
-    All members have to call this at once. `rank` and `members` are global ranks. `device` is this
-    rank's device.
-    """
+    """Return the latency and bandwidth of a group's all-reduces, and check their results."""
 
     def add_up(tensor: Any) -> None:
         dist.all_reduce(tensor, group=group)
@@ -96,9 +92,9 @@ def measure_sums(group: Any, rank: int, members: Sequence[int], device: Any) -> 
 def find_wrong(
     add_up: Callable[[Any], None], size: int, rank: int, members: Sequence[int], device: Any
 ) -> str:
-    """Check an all-reduce of whole numbers; return a message on what is wrong, or "".
+    """Return what is wrong with an all-reduce of known values, or "" if it is right.
 
-    `add_up` all-reduces a tensor in place. `size` is the number of values.
+    `size` is the number of values.
     """
     # each rank sends a different pattern, whose sums are exact in float32
     numbers = torch.arange(size, device=device)
@@ -120,7 +116,7 @@ def find_wrong(
 
 
 def _time(call: Callable[[], None], times: int) -> float:
-    """Return a call's median duration in seconds, after WARM_UP calls."""
+    """Return the median time of a call, in seconds, after some calls to warm up."""
     for _ in range(WARM_UP):
         call()
     seconds = []
