@@ -48,9 +48,9 @@ class ProcessHooks:
 
     @leave_uncompiled
     def hold(self, holder: Any) -> Callable[[], Any]:
-        """Keep the hooks registered until `holder` is garbage-collected.
+        """Register the hooks for `holder`, and return a function that releases them.
 
-        Return a function that releases them earlier. Hooks stay while other holders need them.
+        They are also released when `holder` is garbage-collected.
         """
         for each in _EVERY:
             each._remove_unneeded()

@@ -94,7 +94,7 @@ def _meets_in(step: int) -> bool:
 def _find_uneven(
     ranks: dict[int, list[int]], every: Collection[int]
 ) -> tuple[int, list[int]] | None:
-    """Return the first step that only some ranks left out, and these."""
+    """Return the first step that only some ranks left out, with these ranks, or None."""
     # `ranks` has the ranks that left out each step, and `every` has the ranks with rows.
     for step in sorted(ranks):
         if not set(every) <= set(ranks[step]):

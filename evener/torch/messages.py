@@ -15,7 +15,8 @@ Value = TypeVar("Value")
 def gather_messages(own: Value, kind: Any = Any) -> list[Value]:
     """Return the values of all ranks, in the order of ranks.
 
-    `kind` is the type to decode them as.
+    Every rank has to call this. `kind` is the type to decode them as. Raises
+    msgspec.ValidationError if a value isn't of this type.
     """
     sent = _encode(own)
     sizes = [_number(0) for _ in range(dist.get_world_size())]
@@ -30,7 +31,8 @@ def gather_messages(own: Value, kind: Any = Any) -> list[Value]:
 def broadcast_message(own: Value, kind: Any = Any) -> Value:
     """Return rank 0's value on all ranks.
 
-    `kind` is the type to decode it as.
+    Every rank has to call this. `kind` is the type to decode it as. Raises msgspec.ValidationError
+    if the value isn't of this type.
     """
     sent = _encode(own if dist.get_rank() == 0 else None)
     size = _number(len(sent))

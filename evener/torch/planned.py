@@ -118,7 +118,7 @@ class PlannedTraining:
 
     @property
     def ranks(self) -> RankShares:
-        """The current shares of all ranks, from the plan or the last rebalancing."""
+        """Current shares of all ranks."""
         return self.weights.shares
 
     @ranks.setter

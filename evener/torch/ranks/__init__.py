@@ -1,1 +1,1 @@
-"""The ranks of a training run: their devices, step times, and detection of exited ranks."""
+"""Ranks of a training run: devices, process groups, step times and reports."""

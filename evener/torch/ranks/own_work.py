@@ -89,37 +89,32 @@ PARTS_END = StepSums.__struct_fields__.index("between_s") + 1
 
 
 class HostClock:
-    """The clock of a CPU, which computes synchronously; a mark is a time in seconds.
-
-    GpuClock has the same methods.
-    """
+    """Clock for training on a CPU; its marks are seconds of `time.perf_counter`."""
 
     mark = staticmethod(time.perf_counter)
     computed = staticmethod(time.thread_time)  # CPU time of this thread, in seconds
     computed_by_all = staticmethod(time.process_time)  # the same, for all threads of the process
 
     def is_past(self, mark: float) -> bool:
-        """Return True, because a CPU has computed everything before a mark."""
+        """Return True: the host has always reached its own marks."""
         return True
 
     def is_captured(self) -> bool:
-        """Return False, because a CPU doesn't record CUDA graphs."""
+        """Return False, because a CPU captures no graph."""
         return False
 
     def seconds(self, start: float, end: float) -> float:
-        """Return the time between two marks, in seconds."""
+        """Return the seconds between two marks."""
         return end - start
 
     def reuse(self, marks: Sequence[float]) -> None:
-        """Do nothing, because a CPU's marks are plain numbers."""
+        """Do nothing: marks are plain numbers."""
 
 
 class GpuClock:
-    """The clock of a GPU, which computes asynchronously; a mark is a CUDA event.
+    """Clock for training on a GPU; its marks are CUDA events on the current stream.
 
-    - `device`: the GPU; None means the current one when a mark is recorded.
-    - `make_event`: creates an event.
-    - `find_stream`: returns a device's current stream.
+    `make_event` and `find_stream` are replaced in tests.
     """
 
     def __init__(
@@ -134,36 +129,36 @@ class GpuClock:
         self._free: list[Any] = []
 
     def mark(self) -> Any:
-        """Record an event on the GPU's current stream, and return it."""
+        """Record an event after the work that is queued on the GPU."""
         event = self._free.pop() if self._free else self._make_event(enable_timing=True)
         event.record(self._find_stream(self._device))
         return event
 
     def computed(self) -> float:
-        """Return NaN, because a GPU doesn't report how long a thread has computed."""
+        """Return this thread's CPU time in seconds, which isn't measured on a GPU: NaN."""
         return math.nan
 
     computed_by_all = computed
 
     def is_past(self, mark: Any) -> bool:
-        """True if the GPU has computed everything before a mark; doesn't wait."""
+        """Return whether the GPU has reached a mark."""
         return bool(mark.query())
 
     def is_captured(self) -> bool:
-        """True if the current stream records a CUDA graph, so that nothing is computed yet."""
+        """Return whether a CUDA graph is being captured, in which events can't be timed."""
         return bool(torch.cuda.is_current_stream_capturing())
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Return the time between two marks on the GPU, in seconds."""
+        """Return the seconds between two marks that the GPU has reached."""
         return float(start.elapsed_time(end)) / 1e3
 
     def reuse(self, marks: Sequence[Any]) -> None:
-        """Keep events to record them again, which is faster than creating new ones."""
+        """Take back events that are no longer needed, for later marks."""
         self._free.extend(marks)
 
 
 class TimedStep(NamedTuple):
-    """The times of one step, in seconds; NaN if unknown."""
+    """Durations of the parts of one step, in seconds; NaN where a part wasn't measured."""
 
     sizes: tuple[int, ...]  # rows of each rank
     own_work_s: float  # from the batch's arrival until the last gradient is ready
@@ -183,7 +178,7 @@ class TimedStep(NamedTuple):
 
 
 class _CpuTimes:
-    """A batch's CPU times in seconds; NaN until they are known."""
+    """CPU time that the loop's thread and the process used in a batch."""
 
     def __init__(self, clock: Any, idle_s: float, stands_for: int) -> None:
         # CPU times are measured in only some timed batches. This batch represents all batches since
@@ -199,14 +194,14 @@ class _CpuTimes:
         self.all_own_s = math.nan  # CPU time of all threads in own work
 
     def note_gradients(self) -> None:
-        """Measure the CPU times of own work, when the gradients are ready."""
+        """Measure the CPU times when the last gradient is ready."""
         own_thread = get_ident() == self._thread
         self.own_s = self._clock.computed() - self._began_s if own_thread else math.nan
         self.all_own_s = self._clock.computed_by_all() - self._all_began_s
 
 
 class _MarkedStep(NamedTuple):
-    """A finished step whose times aren't computed yet."""
+    """A step with its marks, whose durations aren't computed yet."""
 
     # The device may still be computing the step. A mark is a point in time of the device's clock.
 
@@ -228,7 +223,7 @@ class _MarkedStep(NamedTuple):
 
 
 class _Untimed(msgspec.Struct):
-    """The untimed batches since the last timed one."""
+    """Batches that aren't timed, since the last timed one."""
 
     # Only the time for files and validation is measured for these batches, by the host.
 
@@ -239,7 +234,7 @@ class _Untimed(msgspec.Struct):
 
 
 class _StepDurations(NamedTuple):
-    """The durations of a finished step, in seconds, computed from its marks."""
+    """Durations of a step's phases, in seconds."""
 
     spans: Mapping[Phase, float]  # from the batch's arrival until the next batch is requested
     last_s: float  # after the last mark
@@ -249,14 +244,12 @@ class _StepDurations(NamedTuple):
 
 
 class StepTimer:
-    """Times the steps of a training run on one rank.
+    """Measures how each step's time divides into input, computing, waiting and updating.
 
-    - `clock`: a HostClock or a GpuClock.
-    - `single_rank`: True if no other rank trains.
+    Arguments:
 
-    `sums` has the total times of all steps after the first few. A batch without gradients, such as
-    the first of two accumulated ones, isn't counted as a step, but `sums` includes its time. If
-    steps are short, only some batches are timed.
+    - clock: a HostClock or a GpuClock.
+    - single_rank: whether there are no other ranks to wait for.
     """
 
     # A timed batch has marks (`_marks`). For any other batch, only the current phase is stored
@@ -314,7 +307,7 @@ class StepTimer:
         self.release = _OPTIMIZER_HOOKS.hold(self)  # call it to stop watching optimizers' steps
 
     def begin(self, sizes: tuple[int, ...]) -> None:
-        """Begin a batch; `sizes` are the ranks' numbers of rows."""
+        """Begin a batch when it has arrived; `sizes` are the row counts by rank."""
         self.sizes = sizes
         if self._next_timed:
             self._begin_timed()
@@ -347,19 +340,16 @@ class StepTimer:
         self._behind = math.nan
 
     def time_all(self) -> None:
-        """Time every batch from now on, because rebalancing needs the times."""
+        """Time every batch from now on."""
         self._choice, self._choose_at = None, 0
 
     def time_fewer(self, rate: TimedRate) -> None:
-        """Time batches as often as `rate` says, instead of the device's own rate."""
+        """Time only some batches from now on, at the given rate."""
         self._choice = TimedBatches(rate)
         self._choose_at = 0
 
     def time_few(self) -> None:
-        """Time few batches from now on, because the host limits a sharded model's steps.
-
-        A pass of such a model waits hundreds of times, and recording each wait takes host time.
-        """
+        """Time few batches, because the host limits the speed and timing costs host time."""
         if self._choice is None:
             most = IF_HOST_LIMITS.most_stride
             self._choice = TimedBatches(IF_HOST_LIMITS, first_stride=most)
@@ -370,7 +360,7 @@ class StepTimer:
         self._disturbed = True
 
     def _enter(self, doing: Phase, *after: Phase) -> None:
-        """Begin the phase `doing` if the current phase is in `after`."""
+        """Begin a phase if the current one is among `after`."""
         if self._marks and self._marks[-1][0] in after:
             self._note_files(self._marks)
             self._marks.append((doing, self._clock.mark()))
@@ -378,7 +368,7 @@ class StepTimer:
                 self._begin_between()
 
     def _note_files(self, marks: list[tuple[Phase, Any]]) -> None:
-        """Count the time between steps as file time if files were written."""
+        """Count the time since the last phase as writing files if files were written in it."""
         # `marks` has the phases so far, and the time at which each began. If the last phase is the
         # one between two steps, it is changed in place. Bytes are counted only if the phase is long
         # enough to matter, because counting takes microseconds. So the count may include bytes of
@@ -387,24 +377,24 @@ class StepTimer:
             marks[-1] = (FILES, marks[-1][1])
 
     def _begin_between(self) -> None:
-        """Record when the time between two steps begins."""
+        """Note the start of the time between two steps."""
         # In this time, files may be written.
         self._files_from = time.perf_counter() + LEAST_FILE_SECONDS
 
     def _has_written(self) -> bool:
-        """True if files were written since the last step ended."""
+        """Return whether the loop's thread has written files since the last phase."""
         is_long = time.perf_counter() >= self._files_from
         return is_long and self._count_written() >= LEAST_FILE_BYTES
 
     def _note_untimed_files(self) -> None:
-        """Count file time between two untimed batches, if files were written."""
+        """Count time for files in a batch that isn't timed."""
         # The whole time between the batches then counts as file time.
         if self._has_written():
             began_s = self._files_from - LEAST_FILE_SECONDS
             self._untimed.files_s += time.perf_counter() - began_s
 
     def _count_written(self) -> int:
-        """Return the bytes that this thread wrote since the last call."""
+        """Return the bytes written since the last call."""
         if self._writes is None:
             # no batch has begun yet
             return 0
@@ -413,7 +403,7 @@ class StepTimer:
         return self._written - before
 
     def note_gradients(self) -> None:
-        """End this rank's compute time (own work): the last gradient of a pass is ready."""
+        """Note that all gradients of this rank's rows are ready."""
         # called in each pass of a batch; the last call counts
         if not (self.has_own_work or self._single_rank):
             return
@@ -431,10 +421,7 @@ class StepTimer:
             self._cpu.note_gradients()
 
     def note_sent(self) -> None:
-        """Record whether the GPU is behind the host, which has just enqueued the last all-reduce.
-
-        It is behind if it hasn't computed the last gradient yet.
-        """
+        """Note whether the GPU was still computing when the host had sent all gradients."""
         # a GPU that isn't behind may be waiting for the host to launch kernels
         if self._on_host or not self._timed or not math.isnan(self._clock.computed()):
             return
@@ -442,10 +429,7 @@ class StepTimer:
             self._behind = float(not self._clock.is_past(self._marks[-1][1]))
 
     def note_enqueued(self) -> None:
-        """Record whether the GPU is behind the host, which has just enqueued a backward pass.
-
-        This is for sharded models, whose ranks exchange gradients within the pass.
-        """
+        """Note whether the GPU was still computing when the host had queued the backward pass."""
         # A GPU that ends the pass within ENDS_SECONDS was waiting for the host. The host waits
         # here, so only batches whose CPU times are measured are examined.
         if self._cpu is None or self._on_host:
@@ -456,7 +440,7 @@ class StepTimer:
             self.note_sent()
 
     def note_backward(self) -> None:
-        """End the wait for other ranks, because the backward pass has ended."""
+        """Note the end of the backward pass, after gradients were all-reduced."""
         if self._timed:
             self._enter(BETWEEN, SUM)
         elif self._doing == SUM:
@@ -464,14 +448,11 @@ class StepTimer:
             self._files_from = time.perf_counter() + LEAST_FILE_SECONDS
 
     def is_captured(self) -> bool:
-        """True if the program records a CUDA graph, so that no time can be measured."""
+        """Return whether a CUDA graph is being captured."""
         return bool(self._clock.is_captured())
 
     def note_pass_alone(self) -> None:
-        """Record the end of a backward pass in a training run of one process.
-
-        Compute time (own work) ends here. It excludes what follows, such as clipping.
-        """
+        """Note the end of a backward pass without an all-reduce."""
         # The timer also records whether the GPU is behind its host.
         if not self._timed:
             self._doing = BETWEEN
@@ -485,10 +466,7 @@ class StepTimer:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Count the time of a `with` block as file time, because the program writes a file.
-
-        This matters during own work. In other phases, the timer notices files by the bytes written.
-        """
+        """Context manager that counts its time as writing files."""
         if self._doing == OWN:
             began_s = time.perf_counter()
             yield
@@ -501,7 +479,7 @@ class StepTimer:
             self._enter(OWN, FILES)
 
     def note_update(self) -> None:
-        """Begin the optimizer's step, and count it."""
+        """Note the start of an optimizer's step."""
         self._applied = True
         self._updates += 1
         if not self._timed:
@@ -529,7 +507,7 @@ class StepTimer:
         self._enter(UPDATE, SUM, BETWEEN, FILES, PREPARATION)
 
     def note_updated(self) -> None:
-        """End the phase of the optimizer's step."""
+        """Note the end of an optimizer's step."""
         if self._timed:
             self._enter(BETWEEN, UPDATE)
         elif self._doing == UPDATE:
@@ -537,7 +515,7 @@ class StepTimer:
             self._files_from = time.perf_counter() + LEAST_FILE_SECONDS
 
     def note_validation(self) -> None:
-        """Record that a validation batch begins; do nothing while a training step computes."""
+        """Note a batch of a validation."""
         # a validation is timed from its first batch until its last begins; see `_add_last_batch`
         if self._doing is not None:
             self._note_untimed_validation()
@@ -559,7 +537,7 @@ class StepTimer:
             self._begin_between()
 
     def _note_untimed_validation(self) -> None:
-        """Record a validation batch that begins after an untimed training batch."""
+        """Note a validation batch after a batch that isn't timed."""
         # of several batches, the time until the last one begins is measured
         if self._doing not in (BETWEEN, VALIDATION):
             return
@@ -577,7 +555,7 @@ class StepTimer:
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Exclude the time of a `with` block from own work: the rank waits for others."""
+        """Context manager that counts its time as waiting for other ranks."""
         if self._validates:  # the validation continues
             with own_collectives():
                 yield
@@ -620,17 +598,16 @@ class StepTimer:
         self._enter(OWN, SUM)
 
     def now(self) -> tuple[int, Doing]:
-        """Return the number of batches begun so far, and the host's current phase."""
+        """Return the number of the current batch and what the rank is doing."""
         doing = self._marks[-1][0] if self._marks else self._doing
         if doing is None:
             return self._batches, BETWEEN if self._asked is None else INPUT
         return self._batches, _SHOWN.get(doing, BETWEEN)
 
     def finish(self) -> bool:
-        """End a step, because the loop requests its next batch.
+        """End the current batch when the loop requests the next one.
 
-        Return True if the step's gradients were computed and all-reduced. A second call before the
-        next batch begins returns False.
+        The result is whether its gradients were computed.
         """
         counts = self._computed or self._applied
         if self._doing is not None:
@@ -656,24 +633,16 @@ class StepTimer:
 
     @property
     def has_trained(self) -> bool:
-        """True if the newest batch was trained.
-
-        Its gradients were all-reduced, or an optimizer has stepped in it. With FSDP, only the
-        optimizer's step is seen.
-        """
+        """Whether the newest batch computed gradients or updated weights."""
         return self._computed or self._applied
 
     def start_loop(self) -> None:
-        """Record that a loop begins; the time until its first batch is input time.
-
-        The loader may start its workers in that time. Nothing happens if another loop's batch
-        hasn't ended.
-        """
+        """Begin timing when a loop requests its first batch."""
         if self._asked is None and not self._marks and self._doing is None:
             self.finish()
 
     def _finish_untimed(self, counts: bool) -> None:
-        """Count an untimed batch, and a step if `counts` is True."""
+        """End a batch that isn't timed."""
         # A batch is a step if its gradients were computed or an optimizer stepped.
         if self._doing == BETWEEN and time.perf_counter() >= self._files_from:
             self._note_untimed_files()
@@ -684,14 +653,14 @@ class StepTimer:
         self._doing, self._timed = None, True  # until the next batch begins
 
     def _choose_next(self) -> None:
-        """Decide whether to time the next batch, and when to decide again."""
+        """Choose whether the next batch is timed."""
         number = self._batches + 1
         is_chosen = self._choice is None or self._choice.is_timed(number)
         self._next_timed = is_chosen or bool(self._apart)
         self._choose_at = 0 if self._choice is None else self._choice.find_next(number)
 
     def _finish_timed(self, done: Any, counts: bool) -> None:
-        """Save the marks of a timed batch that ended at the mark `done`."""
+        """End a timed batch, with the mark of its end."""
         # A batch is a step if its gradients were computed or an optimizer stepped.
         step = _MarkedStep(
             self.sizes,
@@ -717,7 +686,7 @@ class StepTimer:
             self._count_written()
 
     def _note_validated(self) -> None:
-        """Add the duration of a validation that followed an untimed batch."""
+        """Count the time of a validation in a batch that isn't timed."""
         # The validation has just ended.
         begun, ended = self._validated
         whole_s = time.perf_counter() - begun
@@ -726,10 +695,7 @@ class StepTimer:
         self._untimed.validation_s += min(known_s + last_s, whole_s)
 
     def pause(self) -> None:
-        """End the current loop over batches.
-
-        The time until the next batch counts in `sums`, but in no step.
-        """
+        """End the loop: time until the next one isn't part of a step."""
         left = self._asked
         if left is not None and not self._next_timed:
             left = self._clock.mark()
@@ -742,10 +708,7 @@ class StepTimer:
             self._begin_between()
 
     def last(self, count: int = KEPT_STEPS) -> list[TimedStep]:
-        """Return the times of the last `count` steps, oldest first.
-
-        Steps that the device hasn't finished are left out.
-        """
+        """Return the times of the last `count` steps, as far as the device has finished them."""
         self._time_past()
         missing = sum(each.counts for each in self._marked)
         if count <= missing:
@@ -753,7 +716,7 @@ class StepTimer:
         return [self._make_timed_step(*step) for step in list(self._steps)[-(count - missing) :]]
 
     def _time_past(self) -> None:
-        """Compute the times of the steps that the device has finished."""
+        """Compute the durations of the steps that the device has finished."""
         # Steps that were finished at the last call have been removed from `_marked`.
         while self._marked and self._clock.is_past(self._marked[0].done):
             marked = self._marked.popleft()
@@ -785,22 +748,18 @@ class StepTimer:
         self.sums.add(weighted, sum(weighted[1:PARTS_END]), seconds)
 
     def last_steps(self) -> tuple[LastStep, ...]:
-        """Return the last steps' numbers and times, oldest first, for the monitor."""
+        """Return the breakdown of the last steps for the monitor."""
         return tuple(
             LastStep(step.number, *_join_parts(step.sums)) for step in self.last(MOST_STEPS)
         )
 
     def behind_part(self) -> float:
-        """Return the fraction of steps with the GPU behind the host; -1 if unknown."""
+        """Return the fraction of steps in which the GPU was behind its host; -1 if unknown."""
         known = [step.behind for step in self.last() if not math.isnan(step.behind)]
         return sum(known) / len(known) if known else -1.0
 
     def medians(self) -> tuple[DeviceTimes, Details]:
-        """Return the median times of the last steps; 0 for an unknown time.
-
-        The first result has this device's compute time and waiting time. The second has the whole
-        step's times.
-        """
+        """Return the medians of the last steps for the monitor."""
         steps = self.last()
         own, waiting, inputs, times, between = (
             [value for step in steps if not math.isnan(value := getattr(step, name))]
@@ -815,7 +774,7 @@ class StepTimer:
         )
 
     def _time(self, marked: _MarkedStep) -> _StepDurations:
-        """Compute the durations of a step that the device has finished."""
+        """Return the durations of a step."""
         # They are computed from the step's marks.
         asked, marks = marked.asked, marked.marks
         spans, last_s = _total_phases(self._clock.seconds, marks, marked.done)
@@ -830,7 +789,7 @@ class StepTimer:
         )
 
     def _make_timed_step(self, marked: _MarkedStep, spent: _StepDurations) -> TimedStep:
-        """Return the times of a step as a TimedStep, with NaN for unknown times."""
+        """Return a step with its durations."""
         phase_seconds = _list_ended_phases(marked, spent)
         own_s, waiting_s = (phase_seconds.get(phase, math.nan) for phase in (OWN, SUM))
         cpu, are_parts_known = marked.cpu, self.has_own_work
@@ -852,7 +811,7 @@ class StepTimer:
     def _list_step_sums(
         self, marked: _MarkedStep, spans: Mapping[Phase, float], input_s: float
     ) -> tuple[float, ...]:
-        """Return a step's times in seconds, in the order of StepSums' fields."""
+        """Return a step's durations in the order of StepSums."""
         # `spans` has the durations of the step's phases. `input_s` is the time until the step's
         # batch arrived. If a loop began with the step, the time since the previous loop is
         # included. Fetching the loop's first batch is a part of that time, unless `start_loop` was
@@ -907,7 +866,7 @@ def _add_up_between(phase_seconds: Mapping[Phase, float]) -> float:
 
 
 def _list_marks(marked: _MarkedStep) -> list[Any]:
-    """Return a step's marks that can be reused now."""
+    """Return the marks that belong to this step alone, for reuse."""
     # A mark is such a point. Two phases may begin at the same mark, which is returned once. The
     # next step may use the last mark.
     marks = [] if marked.asked is None else [marked.asked]
@@ -918,19 +877,19 @@ def _list_marks(marked: _MarkedStep) -> list[Any]:
 
 
 def _least(one: float, other: float) -> float:
-    """Return the smaller duration; NaN if either is NaN."""
+    """Return the smaller number, or NaN if either is NaN."""
     return math.nan if math.isnan(one) or math.isnan(other) else min(one, other)
 
 
 def _positive(seconds: float) -> float:
-    """Return a duration in seconds; 0 if it is negative or NaN."""
+    """Return `seconds`, or 0 for negative numbers and NaN."""
     return seconds if seconds > 0 else 0.0
 
 
 def _total_phases(
     seconds: Callable[[Any, Any], float], marks: Sequence[tuple[Phase, Any]], end: Any
 ) -> tuple[dict[Phase, float], float]:
-    """Return each phase's seconds, and the seconds since the last mark."""
+    """Return the total duration of each phase, and the duration of the last one."""
     # A phase may occur several times. The first begins at the first mark, and the last goes on
     # until `end`. `seconds` measures the time between two marks.
     took_s = 0.0
@@ -944,7 +903,7 @@ def _total_phases(
 
 
 def _add_last_batch(spans: dict[Phase, float], rest_s: float, batches: int) -> None:
-    """Count the last validation batch as validation, not between steps."""
+    """Move the estimated time of a validation's last batch to the validation."""
     # `spans` has the durations of phases, and is changed. `rest_s` is the time since the last batch
     # began, which so far counts as time between steps. `batches` is the validation's number of
     # batches. The last batch is assumed to take as long as each of the others.
@@ -955,18 +914,18 @@ def _add_last_batch(spans: dict[Phase, float], rest_s: float, batches: int) -> N
 
 
 def _last_batch_seconds(others_s: float, batches: int) -> float:
-    """Estimate the last validation batch's seconds from the other batches' total."""
+    """Return the estimated time of a validation's last batch, from the mean of the others."""
     return others_s / (batches - 1) if batches > 1 else 0.0
 
 
 def _is_after_sum(marks: Sequence[tuple[Phase, Any]]) -> bool:
-    """True if the sum of gradients over ranks has just ended."""
+    """Return whether the backward pass has ended with an all-reduce."""
     # The last mark ends the phase of this summation.
     return len(marks) > 1 and marks[-1][0] == BETWEEN and marks[-2][0] == SUM
 
 
 def _join_parts(sums: Sequence[float]) -> tuple[float, float, float, float]:
-    """Return a step's seconds of input, own work, waiting, and between steps."""
+    """Return a step's times for input, computing, waiting for other ranks and between steps."""
     # These are the wait for the batch, the compute time (own work), the wait for other ranks, and
     # the time between steps. `sums` has the step's times in the order of StepSums' fields. If ranks
     # wait for each other within a pass, that counts as compute time.
@@ -975,17 +934,17 @@ def _join_parts(sums: Sequence[float]) -> tuple[float, float, float, float]:
 
 
 def _idle_seconds() -> float:
-    """Return this thread's idle seconds, counted from an arbitrary start."""
+    """Return a number that grows while this thread isn't running, in seconds."""
     return time.perf_counter() - time.thread_time()
 
 
 def make_timer(device: torch.device, single_rank: bool) -> StepTimer:
-    """Return a timer for the steps of a rank on `device`."""
+    """Return a StepTimer for a device."""
     return StepTimer(make_clock(device), single_rank)
 
 
 def make_clock(device: torch.device) -> HostClock | GpuClock:
-    """Return the clock of a device."""
+    """Return a GpuClock for a GPU, and a HostClock for a CPU."""
     return GpuClock(device) if device.type == "cuda" else HostClock()
 
 
@@ -994,12 +953,12 @@ RETREATS = "evener/retreats"  # key of the lines that other ranks write for rank
 
 
 class StepReporter:
-    """Reports one rank's steps to evener's monitor, and writes the journal.
+    """Reports a rank's steps to the monitor, and on rank 0 to the journal.
 
-    - `shares`: the current shares.
-    - `timer`: has the times of the steps.
-    - `journal`: write a journal on rank 0, also without evener launch.
-    - `noise`: measures the gradient noise scale; None if it isn't measured.
+    Arguments:
+
+    - journal: whether to record the training run; `evener launch` does so anyway.
+    - noise: measures the gradient noise scale, or None.
     """
 
     def __init__(
@@ -1033,10 +992,7 @@ class StepReporter:
         )
 
     def report(self, rows: int, tokens: tuple[int, int] = (0, 0)) -> None:
-        """Report a finished step with `rows` rows of this rank to the monitor.
-
-        `tokens` are the tokens in these rows, without and with padding; zeros mean unknown.
-        """
+        """Report a finished step with this rank's rows, and its tokens without and with padding."""
         if self.shares is self._described and self.reporter.count(rows, tokens):
             return
         self._described = self.shares
@@ -1049,14 +1005,14 @@ class StepReporter:
         )
 
     def note_change(self, change: ShareChange) -> None:
-        """Record a change of shares for the monitor and the journal."""
+        """Report a change of shares."""
         # written to the journal at once, because the run may end before its next regular entry
         self.changes.append(change)
         if self._journal is not None:
             self._journal.note_change(change)
 
     def note_retreat(self, retreat: Retreat) -> None:
-        """Print and record that a pass ran out of memory and is repeated in smaller ones."""
+        """Report a pass that ran out of memory."""
         line = retreat.describe(self.shares.share.label)
         self.retreats, self.retreat = self.retreats + 1, line
         self._timer.disturb()
@@ -1068,7 +1024,7 @@ class StepReporter:
                 default_store().append(RETREATS, f"{line}\n")
 
     def _collect_retreats(self) -> None:
-        """Copy other ranks' out-of-memory messages from the store to the journal."""
+        """Copy the reports of other ranks' out-of-memory passes to the journal."""
         if self._journal is None or self.shares.world == 1:
             return
         with suppress(RuntimeError, ValueError):  # the group's store no longer exists
@@ -1080,7 +1036,7 @@ class StepReporter:
                 self._lines = len(lines)
 
     def _read_memory(self) -> tuple[int, int]:
-        """Return this process's peak memory and the device's memory, in bytes."""
+        """Return the peak memory and the device's memory, in bytes."""
         # The peak is that of this process on its device. Both are read again every MEMORY_SECONDS.
         now = time.monotonic()
         if now >= self._memory_at + MEMORY_SECONDS:
@@ -1088,7 +1044,7 @@ class StepReporter:
         return self._memory
 
     def close(self) -> None:
-        """Stop reporting, so that the monitor removes this training run."""
+        """Send a last report, and stop."""
         self._collect_retreats()
         self._memory_at = -math.inf
         self.reporter.close()
@@ -1123,7 +1079,7 @@ class StepReporter:
 
 
 def _read_memory(device: torch.device) -> tuple[int, int]:
-    """Return this process's peak memory and the device's memory, in bytes."""
+    """Return the peak memory and the device's memory, in bytes."""
     # For a CPU, the second number is 0. The peak is that of this process on `device`.
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
@@ -1136,7 +1092,7 @@ _timers: tuple[weakref.ref[StepTimer], ...] = ()
 
 
 def _add_timer(timer: StepTimer) -> None:
-    """Notify a timer of updates as long as it exists."""
+    """Let the timer be called at optimizer steps."""
     global _timers
     _timers = (*_timers, weakref.ref(timer, _remove_timer))
 
@@ -1161,7 +1117,7 @@ def _note_updated(*_: Any) -> None:
 
 
 def _notify_timers_of_update(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Notify all timers that an optimizer's step begins."""
+    """Optimizer pre-step hook that notes an update in all timers."""
     # Returns new arguments for a step with a closure, otherwise None. PyTorch calls this hook
     # before each step; the first of `arguments` is the optimizer. A step's closure computes the
     # gradients. The new arguments have a closure that calls the original one and then notifies the
@@ -1190,7 +1146,7 @@ def _notify_timers_of_update(_: Any, arguments: tuple[Any, ...], keywords: dict[
 
 @cache
 def _takes_closure_first(kind: Any) -> bool:
-    """True if the first argument of an optimizer's `step` is a closure."""
+    """Return whether `closure` is the first argument of an optimizer's `step`."""
     # A program's own optimizer may have other arguments there, such as the loss.
     with suppress(TypeError, ValueError):  # the method has no signature
         return list(inspect.signature(kind.step).parameters)[1:2] == ["closure"]

@@ -1,8 +1,4 @@
-"""Detect that another rank has exited, by the note that each writes as it exits.
-
-The notes are in the process group's store. NCCL waits for an exited rank for minutes, and reports
-nothing. On GPUs, a thread of each rank reads the store once a second, which doesn't slow the steps.
-"""
+"""End a rank with an explanation when another rank has ended, instead of waiting for it."""
 
 from __future__ import annotations
 
@@ -44,17 +40,14 @@ _kept_groups: list[Any] = []  # references to process groups, held until the int
 
 
 class ExitNote(msgspec.Struct, frozen=True):
-    """The note that a rank writes to the store as it exits.
-
-    The defaults stand for a rank that exited without a note.
-    """
+    """Why a rank has ended, as it leaves it in the process group's store."""
 
     error: str | None = None  # its error; "" if it had no error, None if it wrote no note
     batches: int = 0  # number of batches that it has begun
     exchanges: dict[str, int] = {}  # number of collectives that it has started, by process group
 
     def describe(self, rank: int) -> str:
-        """Return a message that `rank`, whose note this is, has exited, and why."""
+        """Return the sentence that other ranks print."""
         end = "ended", self.error
         if self.error is None:
             end = "doesn't answer", "it was killed, ended early, or its machine is gone"
@@ -68,9 +61,9 @@ class ExitNote(msgspec.Struct, frozen=True):
 
 
 class PeerWatcher:
-    """Detects that other ranks of the default process group have exited, by their exit notes.
+    """Watches whether the other ranks of a process group are still there.
 
-    `read_progress` returns the number of batches that this rank has begun, and its current phase.
+    `read_progress` returns this rank's number of batches and what it is doing.
     """
 
     # on GPUs, a thread reads the notes; if this rank is stuck, it prints why and ends the process
@@ -101,10 +94,7 @@ class PeerWatcher:
         return f"evener/{self._number}/{name}/{rank}"
 
     def note(self, error: str) -> None:
-        """Write this rank's exit note; only the first call has an effect.
-
-        `error` is the error that ends this rank, or "".
-        """
+        """Leave this rank's exit note for the other ranks; "" means without an error."""
         if self._noted_error is None:
             self._noted_error = error
             note = ExitNote(error, self._read_progress()[0], count_exchanges())
@@ -112,10 +102,7 @@ class PeerWatcher:
                 self._store.set(self._key("ended", self._rank), msgspec.json.encode(note))
 
     def leave(self) -> None:
-        """Write this rank's exit note once its GPU is done, and wait for the others' notes.
-
-        It waits for the notes for up to WAIT_SECONDS.
-        """
+        """Wait a few seconds for the other ranks to end too, and leave the exit note."""
         if self._over.is_set():
             return
         computed = self._wait_for_gpu()
@@ -133,7 +120,7 @@ class PeerWatcher:
         self._read_notes()
 
     def _read_notes(self) -> None:
-        """Read the notes of ranks that have exited since the last call."""
+        """Read the exit notes of other ranks."""
         try:
             for each in self._ranks - self.notes.keys():
                 gone, key = self._has_exited(each), self._key("ended", each)
@@ -145,7 +132,7 @@ class PeerWatcher:
             self.notes.setdefault(0, ExitNote("it was killed, or its output says why"))
 
     def _has_exited(self, rank: int) -> bool:
-        """True if a rank's process on this machine has exited."""
+        """Return whether the process of a rank on this machine has exited."""
         key = self._key("process", rank)
         process, _, place = (
             self._store.get(key).decode() if self._store.check([key]) else ""
@@ -159,10 +146,7 @@ class PeerWatcher:
             return True
 
     def explain(self) -> str:
-        """Return a message that says why the connections to other ranks were lost.
-
-        It waits for other ranks' exit notes for up to WAIT_SECONDS.
-        """
+        """Return which rank was lost and why, after a collective has failed."""
         self._noted_error, silent, end = "lost", self._ranks, time.monotonic() + WAIT_SECONDS
         with suppress(RuntimeError):
             self._store.set(self._key("lost", self._rank), "")
@@ -176,7 +160,7 @@ class PeerWatcher:
         return "all ranks answer, but have lost their connections: the network between them failed."
 
     def _describe(self) -> str:
-        """Return a message about one of the ranks that have exited."""
+        """Return the sentence about one of the ranks that have ended."""
         # preferably one with an error, then one without an error, then one without a note
         rank = min(
             self.notes,
@@ -185,7 +169,7 @@ class PeerWatcher:
         return self.notes[rank].describe(rank)
 
     def _wait_for_gpu(self) -> Thread:
-        """Return a running thread that ends when the GPU is done."""
+        """Return a thread that ends when the GPU has finished its work."""
         # Without a GPU, it ends at once. Any call to the GPU may block until the GPU has finished
         # its work, so the caller only checks the thread.
         stream = torch.cuda.default_stream(self._device) if self.on_gpu else None
@@ -195,7 +179,7 @@ class PeerWatcher:
         return thread
 
     def join_threads(self) -> None:
-        """Join this object's threads."""
+        """Wait a few seconds for the watcher's threads to end."""
         # They may be blocked until the process leaves its group. A thread that is still inside
         # PyTorch when Python exits would abort the process.
         for thread in (self._thread, *self._gpu_waits):
@@ -212,7 +196,7 @@ class PeerWatcher:
                 self._exit()
 
     def _is_stuck(self, leaves: bool) -> bool:
-        """True if this rank still waits for an exited rank."""
+        """Return whether this rank waits for one that has ended."""
         # This is checked after WAIT_SECONDS. `leaves` is True while this rank leaves its process
         # group; NCCL then waits for all ranks.
         notes = list(self.notes.values())
@@ -226,7 +210,7 @@ class PeerWatcher:
         return waits or (computed is not None and (is_leaving() if leaves else computed.is_alive()))
 
     def _exit(self) -> None:
-        """Print the main thread's error, if any, and exit with status 1."""
+        """End this process, and say which rank was lost."""
         # The error is the one that the main thread is handling.
         error = find_error()
         if isinstance(error, Exception):
@@ -239,10 +223,7 @@ class PeerWatcher:
 
 
 def watch_peers(device: torch.device, read_progress: Callable[[], tuple[int, Any]]) -> None:
-    """From now on, detect other ranks' exits, and tell the others when this rank exits.
-
-    This process then leaves the process group at exit. `read_progress` is PeerWatcher's argument.
-    """
+    """Watch the other ranks of the default process group, in place of an earlier group's."""
     newest = PeerWatcher.newest
     if newest is None:
         _ExitActions.leaves = True
@@ -256,7 +237,7 @@ def watch_peers(device: torch.device, read_progress: Callable[[], tuple[int, Any
 
 
 def leave_group() -> None:
-    """Leave the process group, if there is one, together with the other ranks."""
+    """Leave the process group, without waiting for ranks that have ended."""
     # A reference to the group is held until the interpreter exits. Otherwise a
     # DistributedDataParallel may hold the last one: when it is garbage-collected, it waits for
     # gloo's thread, which may wait for the interpreter's lock to free its tensors.
@@ -275,7 +256,7 @@ def leave_group() -> None:
 
 
 class _ExitActions:
-    """What this process does when the interpreter exits."""
+    """What this process does when it exits."""
 
     leaves = False  # True if it leaves the process group
     # a method of the newest training run
@@ -283,11 +264,7 @@ class _ExitActions:
 
 
 def explain_at_exit(advise: WeakMethod[Callable[[BaseException], str]]) -> None:
-    """Print advice below the traceback of an error that ends the program.
-
-    `advise` is a method of the newest training run that returns advice about an error. See
-    `explain_failure`.
-    """
+    """When this process exits with an error, print what `advise` returns for it."""
     # The process also leaves its process group if `watch_peers` was called.
     _ExitActions.advise = advise
     _register_exit()
@@ -308,10 +285,7 @@ def _leave_at_exit() -> None:
 
 
 def explain_failure(error: BaseException) -> None:
-    """Print advice about an error that ends this program.
-
-    If another rank's exit caused the error, also print which rank and why.
-    """
+    """Print advice about an error, and which rank was lost if that caused it."""
     # Otherwise this rank is at fault, and writes its exit note for the other ranks.
     advise = None if _ExitActions.advise is None else _ExitActions.advise()
     advice = "" if advise is None else advise(error)
@@ -335,7 +309,7 @@ def describe_error(error: BaseException | None) -> str:
 
 
 def find_error() -> BaseException | None:
-    """Return the error that the main thread is handling, or None."""
+    """Return the exception that the main thread is handling, or None."""
     found: Any = sys._current_exceptions().get(main_thread().ident or 0)
     # Python 3.11 has it in a tuple
     error: BaseException | None = found[1] if isinstance(found, tuple) else found
@@ -343,7 +317,7 @@ def find_error() -> BaseException | None:
 
 
 def is_leaving() -> bool:
-    """True if the main thread is leaving the default process group."""
+    """Return whether the main thread is leaving the default process group."""
     frame = sys._current_frames().get(main_thread().ident or 0)
     while frame is not None and frame.f_code not in LEAVING:
         frame = frame.f_back
@@ -357,7 +331,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_lost(error: BaseException) -> bool:
-    """True for an error that the exit of other ranks causes."""
+    """Return whether an error means that the connection to another rank was lost."""
     text = str(error)
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(s in text for s in _LOST_SIGNS)

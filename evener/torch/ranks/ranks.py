@@ -1,4 +1,4 @@
-"""Set up a PyTorch training process: its rank, device, process group and shares."""
+"""Find this process's rank, device and share of each batch."""
 
 from __future__ import annotations
 
@@ -40,10 +40,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
 
 class ProcessRank(msgspec.Struct, frozen=True):
-    """A process's rank among the `world` processes of a training run.
-
-    `local_rank` is its rank on its machine.
-    """
+    """Rank of this process, number of ranks, and rank on this machine."""
 
     rank: int
     world: int
@@ -51,9 +48,9 @@ class ProcessRank(msgspec.Struct, frozen=True):
 
 
 def find_process_rank() -> ProcessRank:
-    """Return this process's rank, from its process group or torchrun's environment variables.
+    """Return this process's rank, from the process group or from torchrun's environment variables.
 
-    Without either, it is rank 0 of one process. Raises PlanError if the variables are invalid.
+    Raises PlanError if the variables are incomplete or invalid.
     """
     if dist.is_available() and dist.is_initialized():
         return ProcessRank(
@@ -72,7 +69,7 @@ def find_process_rank() -> ProcessRank:
 
 
 def _check_set(world: int, *names: str) -> None:
-    """Raise PlanError if torchrun's environment variables in `names` aren't set."""
+    """Raise a PlanError if an environment variable is missing."""
     # A single process needs none. The variables are needed for the rendezvous of `world` processes.
     missing = [name for name in names if name not in os.environ]
     if world > 1 and missing:
@@ -94,22 +91,15 @@ def _number(name: str, default: int) -> int:
 
 
 def visible_gpus() -> dict[str, int]:
-    """Return the index of each GPU that PyTorch sees, by UUID."""
+    """Return the index of each GPU that PyTorch sees, by its UUID such as "GPU-1a2b..."."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {f"GPU-{torch.cuda.get_device_properties(i).uuid}": i for i in range(count)}
 
 
 def choose_device(share: Share | None, process: ProcessRank, gpus: dict[str, int]) -> Any:
-    """Return the `torch.device` of this process.
+    """Return the device of a share, or without one the GPU of the local rank, else the CPU.
 
-    `share` is this process's share; None without a plan. For a share on a CPU, the device is the
-    CPU. Otherwise it is the first of these:
-
-    - the plan's GPU, if its UUID is in `gpus` (see `visible_gpus`);
-    - the GPU whose index is the local rank, if there is one;
-    - the CPU.
-
-    Raises DeviceError if the share is on a GPU and neither GPU is visible.
+    `gpus` has indices by UUID. Raises DeviceError if the plan's GPU isn't there.
     """
     if share is not None and is_cpu(share):
         return torch.device("cpu")
@@ -129,15 +119,14 @@ def choose_device(share: Share | None, process: ProcessRank, gpus: dict[str, int
 
 
 def is_cpu(share: Share) -> bool:
-    """True if a share's device is a CPU slice."""
+    """Return whether a share is on a CPU."""
     return share.device.startswith("cpu-")
 
 
 def claim_device(device: Any, share: Share | None, trainings: int = 1) -> None:
-    """Set up this process for its device, in the same way as a probe.
+    """Set the device, threads and memory allocation of this process for training.
 
-    `share` is this process's share; None without a plan. `trainings` is the number of training runs
-    on the device.
+    `trainings` is the number of processes on the device.
     """
     # a GPU becomes the current device; a process for a CPU slice is pinned to its cores, with one
     # thread per core, unless evener launch has already done so
@@ -160,15 +149,12 @@ def claim_device(device: Any, share: Share | None, trainings: int = 1) -> None:
 
 
 def fetching_threads(processes: int) -> int:
-    """Return the number of threads that fetch rows for a GPU, at most 8.
-
-    `processes` is the number of processes on this machine that share its cores to fetch rows.
-    """
+    """Return how many threads each of `processes` processes uses to fetch rows."""
     return max(1, min(MOST_FETCHING_THREADS, len(_ALLOWED) // max(2, processes)))
 
 
 def return_memory() -> None:
-    """Make glibc return large blocks to the system as soon as they are freed."""
+    """Let glibc return freed memory to the system in smaller blocks."""
     # a sharded model, gathered layer by layer, would otherwise leave gaps as large as the model
     _tell_glibc({_MMAP_THRESHOLD: LARGE_BYTES})
 
@@ -181,10 +167,7 @@ def _tell_glibc(options: Mapping[int, int]) -> None:
 
 
 def gather_infos(own: RankInfo, process: ProcessRank) -> list[RankInfo]:
-    """Return every rank's RankInfo, in rank order.
-
-    Every rank has to call this with its `own` RankInfo.
-    """
+    """Return what all ranks tell about themselves, in the order of ranks."""
     # It works even before the ranks have chosen their devices and created a process group.
     if process.world == 1:
         return [own]
@@ -207,13 +190,9 @@ def gather_infos(own: RankInfo, process: ProcessRank) -> list[RankInfo]:
 def exchange_values(
     store: Any, prefix: str, rank: int, world: int, own: bytes, seconds: float = 0
 ) -> list[bytes]:
-    """Return every rank's value, in rank order, exchanged through a store.
+    """Return the values of all ranks, in the order of ranks, through a store.
 
-    - `prefix`: no key of the store may start with it yet.
-    - `own`: this rank's value.
-    - `world`: number of ranks.
-    - `seconds`: timeout; 0 means no timeout. If a value comes later, the result is empty on all
-      ranks.
+    With `seconds`, the result is empty on all ranks if any is later than this.
     """
     keys = [f"{prefix}/{each}" for each in range(world)]
     store.set(keys[rank], own)
@@ -234,16 +213,16 @@ def exchange_values(
 
 @cache
 def _open_store() -> Any:
-    """Return the store that ranks use before they have a process group."""
+    """Return the store of the rendezvous by environment variables."""
     _check_set(_number("WORLD_SIZE", 1), "MASTER_ADDR", "MASTER_PORT")
     store, _, _ = next(dist.rendezvous("env://"))
     return store
 
 
 def join(device: Any, backend: str | None) -> None:
-    """Create the process group from torchrun's environment variables, unless there is one.
+    """Create the default process group, unless there is one.
 
-    A `backend` of None means NCCL for GPUs and gloo for CPUs.
+    `backend` of None means NCCL for GPUs, with gloo for tensors on the CPU, and gloo for CPUs.
     """
     if dist.is_initialized():
         return
@@ -258,7 +237,7 @@ def join(device: Any, backend: str | None) -> None:
 
 
 def _place_group(number: int) -> dict[str, Any]:
-    """Return the arguments of `init_process_group` for this process's next group."""
+    """Return arguments of `init_process_group` for the next group."""
     # `number` is the number of groups that this process created before. For the first group, the
     # result is empty: PyTorch reads torchrun's environment variables. Under torchrun, a second
     # training run in a process uses the store in which the first group has left its ranks'
@@ -271,7 +250,7 @@ def _place_group(number: int) -> dict[str, Any]:
 
 
 class RankShares(msgspec.Struct, frozen=True):
-    """The shares of all ranks in this training run; tuples are in rank order."""
+    """Shares of all ranks of a training run, with this process's rank and device."""
 
     rank: int
     batches: tuple[int, ...]  # rows of each rank in a full global batch
@@ -286,43 +265,43 @@ class RankShares(msgspec.Struct, frozen=True):
 
     @property
     def share(self) -> Share:
-        """This rank's share, with its rows in this training run."""
+        """This rank's share, with its current number of rows."""
         batch, micro = self.batches[self.rank], self.micros[self.rank]
         return msgspec.structs.replace(self.shares[self.rank], batch=batch, micro=micro)
 
     @property
     def world(self) -> int:
-        """The number of processes that train together."""
+        """Number of ranks."""
         return len(self.batches)
 
     @property
     def global_batch(self) -> int:
-        """The number of rows in a full global batch."""
+        """Rows of a global batch on all ranks together."""
         return sum(self.batches)
 
     @property
     def in_passes(self) -> bool:
-        """True if a rank needs more than one pass for its share."""
+        """Whether any rank computes its share in several passes."""
         pairs = zip(self.micros, self.batches, strict=True)
         return any(micro < batch for micro, batch in pairs)
 
     @property
     def is_sharded(self) -> bool:
-        """True if each device holds only a part of the model."""
+        """Whether the plan shards the model over the devices."""
         return self.plan is not None and self.plan.layout.traits.sharded
 
     @property
     def pass_rows(self) -> Iterator[int]:
-        """Yield the rows of each pass of each rank in a full batch."""
+        """Row counts of all passes of a global batch."""
         return (
             rows for each in zip(self.batches, self.passes, strict=True) for rows in even(*each)
         )
 
 
 def open_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
-    """Return a plan, loaded from its file if `plan` is a path.
+    """Return a plan from an object, a path, or `evener launch` for None.
 
-    For None, return the plan of `evener launch`, or None if there is none.
+    The result is None without any of these.
     """
     if isinstance(plan, Plan):
         return plan
@@ -339,18 +318,20 @@ def find_shares(
     strict: bool = False,
     device: Any = None,
 ) -> RankShares:
-    """Return the shares of all ranks, from a plan or from `ratios`.
+    """Return the shares of all ranks, from a plan or from ratios.
 
-    Every rank has to call this. Without `plan` and `ratios`, it uses the plan of `evener launch`,
-    if there is one.
+    All ranks have to call this with the same arguments.
 
-    - `global_batch`: number of rows per step, by default the plan's.
-    - `options`: the user's options; they have to be the same on all ranks.
-    - `strict`: raise PlanError instead of a warning if the plan was measured on other devices.
-    - `device`: this process's device if it is already chosen.
+    Arguments:
 
-    Raises PlanError on every rank if a rank can't read its plan, or if there aren't as many
-    processes as shares. Raises RequestError if `options` differ between ranks.
+    - plan: a plan or its path; None takes it from `evener launch`.
+    - ratios: relative shares of the ranks, in place of a plan.
+    - global_batch: rows per batch over all ranks, if not the plan's.
+    - options: options that have to be equal on all ranks.
+    - strict: whether differences between the plan and this machine are errors.
+    - device: this process's device, if the caller has chosen it.
+
+    Raises PlanError, RequestError or DeviceError if the shares can't be applied here.
     """
     note_use()  # ratios count as using a plan too
     if plan is not None and ratios is not None:
@@ -379,10 +360,7 @@ def find_shares(
 
 
 def describe_own_rows(device: Any, rows: int, world: int) -> RankShares:
-    """Return the shares of an unchanged program, whose processes train `rows` rows each.
-
-    `world` is the number of processes.
-    """
+    """Return equal shares of `rows` rows per rank, for a program that trains without a plan."""
     # As their device, all shares name this process's `device`, or the CPU slice on which evener
     # started this process.
     name = _name_gpu(device, visible_gpus()) if device.type == "cuda" else launched_device()
@@ -402,7 +380,7 @@ def describe_own_rows(device: Any, rows: int, world: int) -> RankShares:
 
 
 def _name_gpu(device: Any, gpus: Mapping[str, int]) -> str:
-    """Return the UUID of a GPU; "" for another device."""
+    """Return the UUID of a GPU, or "" for other devices."""
     # The UUIDs are the keys of `gpus`.
     if device is None or device.type != "cuda":
         return ""
@@ -412,10 +390,7 @@ def _name_gpu(device: Any, gpus: Mapping[str, int]) -> str:
 def _gather_agreed_infos(
     own: RankInfo, process: ProcessRank, options: Mapping[str, bool | str]
 ) -> list[RankInfo]:
-    """Return every rank's RankInfo, in rank order.
-
-    Raises RequestError or PlanError on every rank if plans or options differ.
-    """
+    """Return what all ranks tell about themselves, after checking that they agree."""
     training = secrets.token_hex(8)
     own = msgspec.structs.replace(own, options=dict(options), training=training)
     ranks = gather_infos(own, process)
@@ -458,7 +433,7 @@ def _share_by_plan(
     ranks: Sequence[RankInfo],
     device: Any,
 ) -> RankShares:
-    """Return all ranks' shares of a plan, and warn of `differences`."""
+    """Return the shares of all ranks, each by the share of the plan for its device."""
     # `differences` are the warnings on how the plan differs from this training run. Shares are
     # matched to ranks by their host and device.
     active = plan.layout.active
@@ -486,7 +461,7 @@ def _share_by_plan(
 
 
 def _warn_of_limits(active: Sequence[Share]) -> None:
-    """Warn if the plan was measured with limited devices."""
+    """Warn if the plan was measured with limits on devices."""
     # A device's speed or memory may have been limited. A training run has no such limits. In a
     # device's name, `@` is followed by the limit, for example "60%+8GiB".
     held = [f"{describe(share)} limited to {share.limit}" for share in active if share.limit]
@@ -498,7 +473,7 @@ def _warn_of_limits(active: Sequence[Share]) -> None:
 
 
 def _seen(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[str, ...] | None:
-    """Return the UUIDs of all ranks' GPUs; None for CPU slices."""
+    """Return the GPUs that any rank sees, or None if all shares are on CPUs."""
     # They are compared with the plan's devices. Without any such GPU, the result has "the CPU".
     if all(map(is_cpu, active)):
         return None

@@ -23,10 +23,9 @@ MOST_STEPS = 1000  # maximum number of steps between two all-reduces
 
 
 class StopSignal:
-    """Tells all ranks, after the same step, whether any of them has received SIGTERM.
+    """Catches SIGTERM, and lets all ranks agree on when to stop.
 
-    Every rank has to create one, and to call `is_agreed` after each step. `world` is the number of
-    ranks.
+    `world` is the number of ranks.
     """
 
     def __init__(self, world: int) -> None:
@@ -44,7 +43,7 @@ class StopSignal:
             self._earlier = signal.signal(signal.SIGTERM, self._receive)
 
     def _receive(self, number: int, frame: Any) -> None:
-        """Record the signal, and call the previous handler."""
+        """Signal handler for SIGTERM."""
         # the signal may arrive more than once: from the launcher, and from the program that stops
         # the launcher
         self._received = True
@@ -52,12 +51,16 @@ class StopSignal:
             self._earlier(number, frame)
 
     def close(self) -> None:
-        """Restore the previous handler for SIGTERM."""
+        """Restore the earlier signal handler."""
         if signal.getsignal(signal.SIGTERM) == self._receive:
             signal.signal(signal.SIGTERM, self._earlier)
 
     def is_agreed(self) -> bool:
-        """True once a rank has received SIGTERM and all ranks know it."""
+        """Return whether any rank has got SIGTERM, the same on all ranks.
+
+        Every rank has to call this once per step. Ranks communicate only about every quarter of a
+        second.
+        """
         if self._agreed or self._group is None:
             self._agreed = self._agreed or self._received
             return self._agreed

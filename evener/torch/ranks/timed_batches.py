@@ -29,10 +29,9 @@ IF_HOST_LIMITS = Rate(2.0, 8)
 
 
 class TimedBatches:
-    """Chooses the batches to time: one of each `stride` consecutive batches.
+    """Chooses one batch of every `stride` to be timed.
 
-    `stride` begins as `first_stride`, and is adapted so that batches are timed as often as `rate`
-    says. `clock` returns seconds.
+    `first_stride` holds until batches have been timed for a while.
     """
 
     # The timed position differs from group to group. So if batches form a cycle, such as those of
@@ -51,16 +50,13 @@ class TimedBatches:
         self._block_at = 0.0  # the clock's seconds at the start of the newest block
 
     def is_timed(self, number: int) -> bool:
-        """True if the batch with this number is to be timed.
-
-        Call it with increasing numbers, and at least with each number that `find_next` returns.
-        """
+        """Return whether batch `number` is timed. Call it for each batch, in order."""
         if number % BLOCK_BATCHES == 0:
             self._choose_stride()
         return self._is_chosen(number)
 
     def find_next(self, number: int) -> int:
-        """Return the next batch number for which `is_timed` has to be called."""
+        """Return the number of the next batch for which `is_timed` has to be called."""
         # the next timed batch, or the first of the next block, where the stride may change
         group = (number + 1) // self.stride
         chosen = self._find_chosen(group)
@@ -78,7 +74,7 @@ class TimedBatches:
         return number == self._find_chosen(number // self.stride)
 
     def _choose_stride(self) -> None:
-        """Adapt the stride to the mean duration of the last batches."""
+        """Choose the stride from the duration of the last batches."""
         now = self._clock()
         batch_s = (now - self._block_at) / BLOCK_BATCHES
         is_first = not self._block_at

@@ -1,8 +1,4 @@
-"""Measure how long a rank waits for other ranks within its passes.
-
-Ranks that synchronize in each layer, as with FSDP, end a step together. So a rank's compute time
-(own work) is the time of its passes without the waits for collectives.
-"""
+"""Tell waiting for other ranks from computing, where another library runs the collectives."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ _timers: list[weakref.ref[Any]] = []
 
 
 def time_waits(timer: Any) -> None:
-    """From now on, exclude waits for collectives within passes from a timer's own work."""
+    """Let a timer count the waits for collectives during a pass as waiting for other ranks."""
     # On a GPU, the host doesn't wait for collectives. The excluded time is that in which the
     # computing stream waits for another stream, which runs the collectives.
     if all(each() is not timer for each in _timers):
@@ -30,14 +26,14 @@ def time_waits(timer: Any) -> None:
 
 
 def _is_current(stream: Any) -> bool:
-    """True if `stream` is the current stream, in which the device computes."""
+    """Return whether a stream is the current one of its device."""
     # FSDP's other streams also wait before they communicate, but that doesn't delay the
     # computation, and timing a wait takes microseconds
     return bool(stream == torch.cuda.current_stream(stream.device))
 
 
 def _time_waits_in(kind: Any, name: str, counts: Callable[[Any], bool] | None = None) -> None:
-    """Replace a method by one that notifies the timers of each wait."""
+    """Replace a method of `kind` by one that times its waits."""
     # `kind` is the method's class. `counts` returns False for an object whose waits aren't timed;
     # None times all. The method is replaced by one that notifies timers when it begins and ends.
     # `counts` is called with the method's object.

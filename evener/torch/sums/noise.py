@@ -1,9 +1,4 @@
-"""Measure the gradient noise scale of a training run while ranks sum their gradients.
-
-In one of `EVERY` steps, each rank computes the squared norms of its own gradient and of the sum,
-before clipping. The host doesn't wait for the device: a sample is read once its copy is complete.
-Weights aren't changed.
-"""
+"""Measure the gradient noise scale from the gradients of all ranks."""
 
 from __future__ import annotations
 
@@ -27,11 +22,7 @@ _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 class RankNoise:
-    """Measures the noise scale of one model's gradient, in rows, from the ranks' gradients.
-
-    The result is equal on all ranks. `window` collects the samples, and one of `every` sums is
-    sampled.
-    """
+    """Compares each rank's gradients with their sum, in one of `every` steps."""
 
     # A loop may fetch a batch before it has trained the previous one. So besides `begin` for each
     # batch, `note` is called in each backward pass, with its batch if known.
@@ -54,11 +45,7 @@ class RankNoise:
         self._sample: _Sample | None = None  # sample of a batch that may not be over
 
     def begin(self, sizes: Sequence[int], updates: int) -> None:
-        """Begin a batch, so that the previous batch's sample can be read.
-
-        `sizes` are the ranks' numbers of rows, or empty if unknown. `updates` is the number of
-        weight updates before this batch.
-        """
+        """Begin a batch with the given rows per rank, after `updates` weight updates."""
         if self._sample is not None:
             self._pending.append(self._sample)
             self._sample = None
@@ -66,23 +53,17 @@ class RankNoise:
         self._updates = updates
 
     def note(self, batch: Any) -> None:
-        """Record the batch whose gradients the current backward pass computes.
-
-        `batch.sizes` are the ranks' numbers of rows.
-        """
+        """Note a batch whose gradients are in the current backward pass."""
         if not any(each is batch for each in self._noted):
             self._noted.append(batch)
 
     def add_own(self, bucket: Bucket) -> None:
-        """Compute the norm of this rank's weighted gradients in a bucket, before it is sent."""
+        """Add the norm of this rank's weighted gradients in a bucket, before its all-reduce."""
         if self._is_sampled():
             self._own.append(_norm(bucket.gradients))
 
     def send(self, group: Any) -> None:
-        """Start the all-reduce of sum_i n_i |g_i|^2 over `group`, once all gradients are sent.
-
-        g_i is the mean gradient of rank i's n_i rows; rank i has sent n_i / N * g_i.
-        """
+        """Start to sum the squared norms over ranks."""
         if self._is_sampled():
             sizes = self._rows()
             rows = sizes[dist.get_rank(group)]
@@ -92,7 +73,7 @@ class RankNoise:
             self._sum = dist.all_reduce(own, group=group, async_op=True), own
 
     def finish_sum(self, buckets: Iterable[Bucket]) -> None:
-        """Complete this step's sample, if it has one, from the summed gradients in `buckets`."""
+        """Take a sample from the all-reduced gradients, if this step is sampled."""
         # if this is another sum of the same batch, neither sum has the whole gradient
         self._sample = self._complete_sample(buckets) if self._sum is not None else None
         self._forget_batches()
@@ -100,7 +81,7 @@ class RankNoise:
         self.steps += 1
 
     def _complete_sample(self, buckets: Iterable[Bucket]) -> _Sample:
-        """Return the sample of the sum of squared norms and the norm of the summed gradients."""
+        """Wait for the sum of squared norms, and return it with the squared norm of the sum."""
         work, squares_of_ranks = self._sum
         work.wait()
         square_of_sum = _add_squares([_norm(bucket.gradients) for bucket in buckets])
@@ -110,30 +91,23 @@ class RankNoise:
         return rows, HostCopy(both)
 
     def _forget_batches(self) -> None:
-        """Forget the batches whose gradients have been summed."""
         self._own, self._sum = [], None
         self._begun, self._noted = [], []
 
     def scale(self) -> NoiseScale | None:
-        """Read the samples whose copies are complete, and return the noise scale.
-
-        Return None until there are enough samples.
-        """
+        """Return the noise scale measured so far, or None."""
         while self._pending and self._pending[0][1].is_complete():
             sizes, sample = self._pending.popleft()
             self.window.add(separate_noise(sizes, *sample.read()))
         return self.window.scale()
 
     def describe(self) -> str:
-        """Return a message with the noise scale and the last batch's rows.
-
-        Return "" until there are enough samples.
-        """
+        """Return the noise scale as a sentence, or "" without one."""
         found = self.scale()
         return "" if found is None else describe(found, self._batch, self.steps)
 
     def _is_sampled(self) -> bool:
-        """True if the noise scale is sampled in this step."""
+        """Return whether this step is sampled."""
         # One in `every` steps is sampled. A step isn't sampled if its gradients are added to those
         # of an earlier sum (no update in between), if its batches have different rows on a rank, or
         # if fewer than two ranks have rows.
@@ -143,30 +117,30 @@ class RankNoise:
         return len(set(batches)) == 1 and sum(size > 0 for size in batches[0]) > 1
 
     def _batches(self) -> list[tuple[int, ...]]:
-        """Return each rank's rows in each batch of the current gradients."""
+        """Return the row counts by rank of each batch in this step."""
         return [batch.sizes for batch in self._noted] or self._begun
 
     def _rows(self) -> tuple[int, ...]:
-        """Return each rank's rows in all batches of the next sum."""
+        """Return the row counts by rank of all batches in this step."""
         batches = self._batches()
         return tuple(size * len(batches) * self.accumulated for size in batches[0])
 
 
 def _norm(gradients: torch.Tensor) -> torch.Tensor:
-    """Return the norm of gradients, computed in float32 or wider."""
+    """Return the norm of the gradients, in float32 for half precision."""
     # in one kernel, because launching several might delay the step
     return torch.linalg.vector_norm(gradients, dtype=_WIDER.get(gradients.dtype))
 
 
 def _add_squares(norms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of squared norms, as a one-element float64 tensor."""
+    """Return the sum of squares of some norms, in float64."""
     if len({(norm.device, norm.dtype) for norm in norms}) > 1:
         norms = [norm.to(norms[0].device, torch.float64) for norm in norms]
     return torch.stack(list(norms)).double().square().sum(0, keepdim=True)
 
 
 def refuse_noise(library: str) -> RequestError:
-    """Return the error for a noise scale if `library` sums the gradients."""
+    """Return the error for a noise scale where another library sums the gradients."""
     # the noise scale compares the ranks' gradients; only the library sees them before their sum
     return RequestError(
         f"{library} sums the gradients itself, so a rank's own can't be compared for the "
