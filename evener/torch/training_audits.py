@@ -1,9 +1,4 @@
-"""The audits of a training run with a plan, which compare gradients of a few rows.
-
-A gradient is computed whole and in parts, to check that shares don't change what the model learns.
-An audit runs after the step's backward pass, when its activations are freed, and before the
-optimizer uses the gradients. These stay unchanged.
-"""
+"""Audits of a training run: when they take place, what they compute, and what follows."""
 
 from __future__ import annotations
 
@@ -99,7 +94,7 @@ OTHER_NUMBERS = (
 
 
 class RankVerdict(msgspec.Struct):
-    """One rank's result of an audit, as sent to the other ranks."""
+    """Result of an audit on one rank, as it is sent to the others."""
 
     message: str = ""  # describes a difference, if any
     remedy: str = ""
@@ -115,9 +110,9 @@ class RankVerdict(msgspec.Struct):
 
 
 class TrainingAudits:
-    """Runs audits on one rank, and compares their results with other ranks'.
+    """Audits the loss of a training run in some of its steps, and after changes.
 
-    Every rank has to call each method equally often. `training` is the PlannedTraining.
+    `training` is the PlannedTraining.
     """
 
     def __init__(self, training: Any) -> None:
@@ -159,36 +154,36 @@ class TrainingAudits:
 
     @property
     def is_due(self) -> bool:
-        """True if the current batch is audited, so that its step is slower."""
+        """Whether an audit takes place in the current step."""
         return self._due
 
     @property
     def follows_change(self) -> bool:
-        """True if the batch is audited because the loss or a setting has just changed."""
+        """Whether the audit of the current step is due to a change, not to its number."""
         return self._due and not is_audited(self.judge.step)
 
     @property
     def have_agreed(self) -> bool:
-        """True once ranks have compared an audit, and no difference awaits confirmation."""
+        """Whether ranks have compared their gradients and found no difference beyond rounding."""
         # a difference that may come from rounding is confirmed by the next audits
         return self._compared and not self._doubted
 
     @property
     def _measures(self) -> bool:
-        """True if audits have to measure how rounding changes the gradient."""
+        """Whether audits measure the effect of rounding in the current step."""
         return not self.judge.over and self.judge.step <= self._measures_until
 
     def report(self, fault: str) -> None:
-        """Send the other ranks the result of a check other than an audit.
+        """Send this rank's result to the others: a fault, or "" if there is none.
 
-        `fault` is the reason why shares have to become equal, or "".
+        With a fault, all ranks go on with equal shares.
         """
         self._publish(RankVerdict(fault, even=bool(fault)))
 
     def begin(self, batch: Any) -> bool:
-        """Count a batch, compare earlier audits' results, and return True if an audit is due.
+        """Begin a batch, and return whether its loss has to be audited.
 
-        Calls with a batch that is counted already change nothing.
+        A second call with the same batch returns the same.
         """
         # a single device that computes a batch at once needs no audit
         if self._is_single_device:
@@ -204,11 +199,7 @@ class TrainingAudits:
         return self._due
 
     def note_loss(self, loss: Any, made_of: tuple[Any, ...], caller: FrameType) -> None:
-        """Make the next audit due if this loss is computed in a new way.
-
-        That is so if it comes from other operations than before, or if a setting that it uses has
-        changed. `made_of` identifies the operations. `caller` is the frame that calls backward.
-        """
+        """Note the operations of a loss, so that a change makes an audit due."""
         if self.judge.over:
             return
         if self._batch is None:
@@ -224,10 +215,10 @@ class TrainingAudits:
         self._changed |= changed and not self._due
 
     def follow_launcher(self, go_even: Callable[[str], None]) -> None:
-        """Make the program's own launcher, with equal rows, the reference of audits.
+        """Compare unequal shares with equal ones from now on, instead of with one device.
 
-        If an audit finds a difference, `go_even` is called on every rank in the same step. Its
-        argument is the reason why shares have to become equal.
+        This is for programs that would train with equal shares under their own launcher. `go_even`
+        is called with a message when a difference is found.
         """
         self._go_even = go_even
         self.question = ""
@@ -235,14 +226,13 @@ class TrainingAudits:
 
     @property
     def follows_launcher(self) -> bool:
-        """True if the reference is the program's own launcher instead of one device."""
+        """Whether gradients are compared with those of equal shares."""
         return self._go_even is not None
 
     def find_difference(self, find: Callable[[], Audited | None]) -> str:
-        """Run an audit before the first step; return a message on any difference, or "".
+        """Run an audit, and return a message about a difference or a fault, or "".
 
-        `find` runs the audit, or returns None if there is nothing to audit. If the loss can't be
-        computed again, the message says so.
+        `find` runs it, or returns None if there is nothing to audit.
         """
         fault = ""
 
@@ -269,15 +259,13 @@ class TrainingAudits:
         function: Callable[..., Any],
         holders: Sequence[Any] = (),
     ) -> None:
-        """Audit a batch that a library's trainer has computed, if an audit is due.
+        """Audit a batch that a trainer has computed, if an audit is due.
 
-        Every rank has to call this in each step, before its optimizer uses the gradients. Raises
-        RequestError if the gradients differ.
+        Arguments:
 
-        - `find`: runs the audit. Its argument is True to add noise to weights whose elements are
-          all equal.
-        - `function`: the program's function that computes the loss.
-        - `holders`: objects whose attributes it reads. If these change, another audit is due.
+        - find: runs the audit, given whether it is the first.
+        - function: the loss function, whose variables are settings.
+        - holders: objects whose attributes are settings.
         """
         if self._is_single_device:
             return
@@ -295,17 +283,14 @@ class TrainingAudits:
             self._share_result(Replayed(self._try_audit(lambda: find(first))))
 
     def expect_function(self) -> None:
-        """Expect the loss from a function passed to `after_step`, not from a loop."""
+        """Note that the loop computes its loss by a function for `split.step`."""
         self._is_loops = False
 
     def after_step(self, batch: Any, compute: OfPart, counted: OfPart | None) -> None:
-        """Audit a batch that `Split.step` has computed, if an audit is due.
+        """Audit a batch that `split.step` has computed, if an audit is due.
 
-        Every rank has to call this after the batch's passes. Raises RequestError if the gradients
-        differ.
-
-        - `compute(part)`: returns a part's mean loss.
-        - `counted(part)`: returns the count that weights this loss; None weights it by rows.
+        `compute` returns the mean loss of a part, and `counted` what it is a mean over; None means
+        rows. Raises RequestError if gradients differ.
         """
         training = self._training
         self.close()
@@ -340,13 +325,9 @@ class TrainingAudits:
         rows: int,
         make_sketcher: Callable[[], GradientSketcher] | None = None,
     ) -> None:
-        """Check that a pass may be computed in parts of up to `rows` rows.
+        """Check that a part of `rows` rows gives the same gradient in smaller parts.
 
-        - `compute(part)`: returns the loss of a part.
-        - `part`: the pass, which ran out of memory.
-        - `make_sketcher`: returns the GradientSketcher for a library's trainer.
-
-        Raises RequestError, on this rank only, if the parts' gradients don't add up to the pass's.
+        Raises RequestError if it doesn't, or if its rows can't be cut.
         """
         most = min(rows, part.rows)
         few = self._move_rows(choose_few_rows(cut_rows(part.batch, 0, most, part.rows), most))
@@ -366,7 +347,7 @@ class TrainingAudits:
     # ------------------------------------------------------------------ a loop of one's own
 
     def watch_loop(self, batch: Any) -> None:
-        """Record how the loop computes a batch's loss, if an audit is due."""
+        """Record the next loss of a loop that calls `backward` itself, if an audit is due."""
         weights = self._training.weights
         due = self.begin(weights.current)
         self._is_loops = True
@@ -386,16 +367,13 @@ class TrainingAudits:
         self._recorder = Recorder(weights.models, batch, self._after_backward, rows)
 
     def close(self) -> None:
-        """Stop recording how the loss of the current batch is computed."""
+        """Stop recording."""
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
 
     def watch_part(self, part: Part, counted: OfPart | None) -> None:
-        """Record how the loop computes a batch's first part, if an audit is due.
-
-        `part` is from `Split.parts`, and `counted` is that method's argument `count`.
-        """
+        """Record the loss of a batch's first part, if an audit is due."""
         weights = self._training.weights
         self.close()
         first = weights.current is not self._parted
@@ -409,9 +387,9 @@ class TrainingAudits:
             self._recorder = recorder
 
     def _after_backward(self, recorder: Recorder, loss: torch.Tensor) -> None:
-        """Audit a loss on which the program's loop has called backward.
+        """Audit the recorded loss of a loop that calls `backward` itself.
 
-        Raises RequestError if the gradients differ.
+        Raises RequestError if gradients differ.
         """
         weights = self._training.weights
         if not weights.is_loops:
@@ -433,7 +411,7 @@ class TrainingAudits:
         self._share_result(found, numbers, survives=True)
 
     def _after_part(self, counted: OfPart | None, recorder: Recorder, loss: torch.Tensor) -> None:
-        """Audit the loss of a batch's first part."""
+        """Audit the recorded loss of a part."""
         # `end_parts` sends the result to the other ranks after the last part
         if recorder.losses > 1 or recorder.rows < 2:
             return
@@ -444,7 +422,7 @@ class TrainingAudits:
             self._pending = self._audit_record(record, counted, 1.0)
 
     def _note_fault(self, replayed: Replayed) -> None:
-        """Warn if a loss wasn't audited, or only with its batch's padding."""
+        """Warn if a recorded loss couldn't be audited, or only with the batch's own padding."""
         # with that padding, the audit can't show whether other padding would change the loss
         fault = replayed.fault
         if replayed.cut and replayed.audited is not None and replayed.audited.difference is None:
@@ -453,10 +431,7 @@ class TrainingAudits:
             self._warn_once(NOT_AUDITED.format(fault) + self.question)
 
     def end_parts(self) -> None:
-        """Send the other ranks the result of a part's audit.
-
-        Call this after the batch's last pass.
-        """
+        """Send the result of a part's audit to the other ranks."""
         # not earlier, because other ranks may still wait in the all-reduce of gradients
         self.close()
         found, self._pending = self._pending, None
@@ -464,10 +439,7 @@ class TrainingAudits:
             self._share_result(found, survives=True)
 
     def _trace_loss(self, recorder: Recorder, loss: torch.Tensor) -> LossRecord | str:
-        """Return the record of how a loss was computed from its batch.
-
-        If it can't be computed again, return the reason as a part of a message.
-        """
+        """Return the record of a loss, or why it can't be computed again."""
         if count_foreign() != self._met_before:
             return "its ranks exchange values before its backward pass"
         record = recorder.trace(loss)
@@ -481,7 +453,7 @@ class TrainingAudits:
         return fault or record
 
     def _audit_record(self, record: LossRecord, counted: OfPart | None, factor: float) -> Replayed:
-        """Audit a recorded loss; `audited` is None if that isn't possible."""
+        """Return the result of an audit of a recorded loss."""
 
         # The program had multiplied the loss by `factor` on this rank. `counted` returns the count
         # that weights a part's mean loss; None weights by rows.
@@ -514,7 +486,7 @@ class TrainingAudits:
             return Replayed(None)
 
     def _list_rows(self, record: LossRecord) -> list[FewRows]:
-        """Return several choices of a few rows, the preferred one first."""
+        """Return the selections of rows to audit, the preferred one first."""
         # fetched from the data set if possible, then cut from the batch
         taken = self._training.weights.current
         every = [self._take_rows(None, taken, record)]
@@ -530,7 +502,7 @@ class TrainingAudits:
     # ------------------------------------------------------------------ what is computed
 
     def _trained(self) -> int:
-        """Return a digest of which weights exist and which are trained."""
+        """Return a hash of the parameters that are trained."""
         # another audit is due if it changes
         models = self._training.weights.models
         for model in models:
@@ -540,12 +512,12 @@ class TrainingAudits:
 
     @property
     def _is_single_device(self) -> bool:
-        """True if one device alone computes each batch, in one pass."""
+        """Whether a single device computes each batch in one pass."""
         training = self._training
         return training.world == 1 and not training.ranks.in_passes
 
     def _is_apart(self) -> bool:
-        """True if the training run has nothing that can be audited."""
+        """Return whether this training run can't be, or needn't be, audited."""
         # that is so if one device computes each batch in one pass, if ranks synchronize in each
         # pass, or if there is no model
         weights = self._training.weights
@@ -554,7 +526,7 @@ class TrainingAudits:
     def _take_rows(
         self, batch: Any, taken: Any, record: LossRecord | None = None
     ) -> FewRows | None:
-        """Return a few rows of the current batch on this rank's device."""
+        """Return a few rows of the current batch on this rank's device, or None."""
         # `taken` is the batch as its loader yielded it; None without a loader. `batch`, or the
         # batch of `record`, is cut if rows can't be fetched from the data set. None if that fails,
         # too. Fetched rows are the same on every rank.
@@ -576,7 +548,7 @@ class TrainingAudits:
         return self._move_rows(few)
 
     def _move_rows(self, few: FewRows | None) -> FewRows | None:
-        """Move a few rows to this rank's device; None stays None."""
+        """Return the rows on this rank's device."""
         if few is None:
             return None
         device = self._training.device
@@ -606,10 +578,9 @@ class TrainingAudits:
     def make_sketcher(
         self, models: Iterable[Any], optimizers: Iterable[Any] = (), **options: Any
     ) -> GradientSketcher:
-        """Return a GradientSketcher for these models and other tensors that `optimizers` train.
+        """Return a sketcher of the models' gradients.
 
-        Its passes don't count as a part of the training step. `options` are passed to
-        GradientSketcher.
+        `optimizers` may train further tensors. `options` are arguments of GradientSketcher.
         """
         every = list(models)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -632,20 +603,16 @@ class TrainingAudits:
 
     @property
     def _most_rows(self) -> int:
-        """The maximum number of rows that this step's audit computes."""
+        """Maximum number of rows in the next audit."""
         return ROWS if self.judge.thorough or self.judge.step <= EARLY else FEWER
 
     def take_rows(self, dataset: Any, collate: Any, numbers: Sequence[int]) -> FewRows | None:
-        """Return a few rows of a data set on this rank's device.
-
-        Return None if there are too few. `numbers` are the row indices to choose from. `collate`
-        makes a batch of rows.
-        """
+        """Return a few of the rows with these indices, on this rank's device, or None."""
         return self._move_rows(fetch_rows(dataset, collate, numbers, self._most_rows))
 
     @contextmanager
     def _paused_exchanges(self) -> Iterator[None]:
-        """Make gradient exchanges ignore backward passes in a `with` block."""
+        """Context manager in which backward passes don't all-reduce gradients."""
         # an audit's backward passes must not be all-reduced
         exchanges = self._training.weights.list_exchanges()
         for exchange in exchanges:
@@ -660,14 +627,7 @@ class TrainingAudits:
     def make_computations(
         self, few: FewRows, compute: OfPart, counted: OfPart | None
     ) -> Computations:
-        """Return the two computations of a few rows that an audit compares.
-
-        - The reference computes all rows on one device. In place of the program's own launcher, it
-          computes equal parts on two devices, and takes the mean of both.
-        - The other one divides the rows by shares between two devices, which compute in passes if a
-          rank of the plan does. In a training run on one device, that device computes the rows in
-          passes.
-        """
+        """Return what to compute for a few rows: by one device, and as in the training run."""
         in_passes = self._training.ranks.in_passes
         loss = refuse_collectives(compute)
         if self._training.world > 1:
@@ -683,7 +643,7 @@ class TrainingAudits:
     # ------------------------------------------------------------------ what follows
 
     def _try_audit(self, find: Callable[[], Audited | None]) -> Audited | None:
-        """Run an audit, and return its result, or None if it fails."""
+        """Return the result of an audit, or None with a warning if it fails."""
         try:
             return find()
         except WholeBatchLoss:
@@ -703,7 +663,7 @@ class TrainingAudits:
     def _share_result(
         self, replayed: Replayed, numbers: list[Number] | None = None, survives: bool = False
     ) -> None:
-        """Send this rank's result to the other ranks; act on a difference."""
+        """Send the result of an audit to the other ranks, and act on a difference."""
         # A difference leads to a warning, RequestError or equal shares. This doesn't wait for the
         # other ranks' results. `numbers` are those used in the loss, if known. With `survives`,
         # passes are retried if memory runs out. A retry needs no further check if this audit found
@@ -729,7 +689,7 @@ class TrainingAudits:
             self._warn_once(f"{verdict.message} {verdict.remedy}")
 
     def _publish(self, own: RankVerdict) -> None:
-        """Write this rank's verdict to the store for the other ranks."""
+        """Write this rank's result to the store."""
         # ranks usually audit the same step, so all verdicts on it can be compared
         training = self._training
         if not self._can_exchange:
@@ -742,12 +702,15 @@ class TrainingAudits:
 
     @property
     def _can_exchange(self) -> bool:
-        """True if ranks can exchange results through their group's store."""
+        """Whether the ranks of this training run form the default process group."""
         world: int = self._training.world
         return world > 1 and dist.is_initialized() and dist.get_world_size() == world
 
     def _compare_left_out(self) -> None:
-        """Warn if only some ranks left out a batch, or raise RequestError."""
+        """Warn, or raise a RequestError, if only some ranks left out a batch.
+
+        If equal shares are the reference, go on with these instead.
+        """
         if self.judge.over or not self._can_exchange:
             return
         found = self._left_out.begin(self.judge.step + 1, self._training.ranks.batches)
@@ -766,7 +729,7 @@ class TrainingAudits:
             self._apply(Action.REFUSE if strict else Action.WARN, verdict)
 
     def _compare_verdicts(self) -> None:
-        """Compare the results of earlier audits that all ranks have written."""
+        """Compare the ranks' results of earlier audits."""
         # READ_AFTER steps after an audit, all ranks have written: each step in between has an
         # all-reduce, which no rank completes before the others take part
         for step, keys in list(self._published.items()):
@@ -780,7 +743,7 @@ class TrainingAudits:
                 del self._published[step]
 
     def _compare_results(self, every: Sequence[RankVerdict], step: int) -> None:
-        """Compare all ranks' results for a step, on every rank at once."""
+        """Act on the ranks' results of an audit."""
         if self.judge.over:
             return
         self._compared = True
@@ -798,13 +761,13 @@ class TrainingAudits:
         self._apply(Action.REFUSE if strict else Action.WARN, worst)
 
     def _warn_of_guesses(self, every: Sequence[RankVerdict]) -> None:
-        """Warn if a difference may come from an unrecognized count of rows."""
+        """Warn if a difference may come from a number that counts rows."""
         guessed = any(each.message and not each.certain for each in every)
         if guessed and not any(each.fine for each in every):
             self._warn_once(NOT_AUDITED.format(MAY_COUNT) + self.question)
 
     def _judge_result(self, audited: Audited) -> RankVerdict:
-        """Return this rank's verdict on an audit, and print its warnings."""
+        """Return this rank's result of an audit, with a message if gradients differ."""
         if audited.changed:
             self._warn_once(CHANGED.format(audited.changed[0]))
         if audited.fault:
@@ -826,7 +789,7 @@ class TrainingAudits:
         return verdict
 
     def _compare_ranks(self, every: Sequence[RankVerdict], step: int) -> RankVerdict | None:
-        """Return a verdict if ranks' gradients of the same rows differ."""
+        """Return a verdict if gradients of the same rows differ between ranks, or None."""
         # for a difference that may come from rounding, the next audits measure rounding
         if len({each.rows for each in every}) > 1:
             return None
@@ -847,7 +810,7 @@ class TrainingAudits:
         return RankVerdict(message, self.remedies["state"], difference.relative)
 
     def _compare_numbers(self, every: Sequence[list[Number]]) -> None:
-        """Warn if ranks compute their losses with different numbers."""
+        """Warn if ranks use different numbers in their losses."""
         # `every` has each rank's numbers, in the order in which its loss uses them. Not compared if
         # some ranks have used more numbers than others.
         if len({len(each) for each in every}) != 1:
@@ -866,7 +829,7 @@ class TrainingAudits:
 
 
 def describe_error(error: Exception) -> str:
-    """Return why an error prevents comparing a loss, as a part of a message."""
+    """Return why a loss can't be computed again, as part of a message."""
     return CANT.format(type(error).__name__, str(error).partition("\n")[0])
 
 
@@ -875,7 +838,7 @@ def _list_ranks(ranks: Sequence[int]) -> str:
 
 
 def _read_verdicts(keys: Sequence[str]) -> list[RankVerdict]:
-    """Return all ranks' verdicts from the store, or []."""
+    """Return the results of all ranks, or [] if they aren't complete."""
     # [] until all ranks have written theirs, and if the rank that hosts the store has exited
     store = default_store()
     try:
@@ -887,18 +850,20 @@ def _read_verdicts(keys: Sequence[str]) -> list[RankVerdict]:
 
 
 def is_sharded_model(models: Iterable[Any]) -> bool:
-    """True if another library shards the weights of one of the models."""
+    """Return whether FSDP2 shards any of the models."""
     return any(map(is_sharded, models))
 
 
 def make_share_computations(
     few: FewRows, loss: OfPart, counted: OfPart | None = None, micro: int = 0
 ) -> Computations:
-    """Return an audit's computations of a few rows, on one device and on two.
+    """Return what to compute for some rows: at once, and in the parts of unequal shares.
 
-    - `loss(part)`: returns the mean loss of a part, over rows or over the items that
-      `counted(part)` counts.
-    - `micro`: maximum rows per pass on the two devices; 0 means a single pass.
+    Arguments:
+
+    - loss: returns the loss of a part.
+    - counted: returns what it is a mean over; None means rows.
+    - micro: maximum rows per pass; 0 means one pass per part.
     """
     computation = partial(_make_computation, loss, counted)
     whole = computation([few.whole], [few.rows], 0)
@@ -916,10 +881,9 @@ def make_share_computations(
 def make_launcher_computations(
     few: FewRows, loss: OfPart, counted: OfPart | None = None, micro: int = 0
 ) -> Computations:
-    """Return a few rows' computations by the program's own launcher and by shares.
+    """Return what to compute for some rows: with equal shares, and with unequal ones.
 
-    The launcher's gradient is the mean over equal parts. The arguments are those of
-    `make_share_computations`.
+    The arguments are those of `make_share_computations`.
     """
     made = make_share_computations(few, loss, counted, micro)
     if few.sizes == few.even_sizes:  # two rows can only be cut in one way
@@ -942,7 +906,7 @@ def make_launcher_computations(
 
 
 def add_unweighted(computations: Computations) -> Computations:
-    """Give all parts equal weights, for a loss that sums over rows."""
+    """Return computations for a loss that is a sum over rows: parts have no weights."""
     # causes that only apply to a mean are left out
     trained = computations.changes["sum"].trained
     changes = {"sum": AuditChange(trained)}
@@ -955,11 +919,7 @@ def add_unweighted(computations: Computations) -> Computations:
 
 
 def weigh_gradients(computations: Computations, scale: float) -> Computations:
-    """Weight gradients instead of losses in these computations.
-
-    Backward passes begin with losses times `scale`, which is the number of audited rows divided by
-    the rows of the batch. A row then has the same weight in a backward pass as in the training run.
-    """
+    """Return computations that multiply each loss by `scale` for its backward pass."""
     changes = {
         name: _scale_losses_of_change(change, scale)
         for name, change in computations.changes.items()
@@ -982,19 +942,19 @@ def _scale_losses_of_change(change: AuditChange, scale: float) -> AuditChange:
 
 
 def _scale_losses(computation: Computation, scale: float) -> Computation:
-    """Return the computation whose passes begin with their losses times `scale`."""
+    """Return the computation with `scale` as the factor of each loss before its backward pass."""
     return [msgspec.structs.replace(piece, scale=scale) for piece in computation]
 
 
 def _scale_losses_by_weight(computation: Computation, scale: float) -> Computation:
-    """Return the computation whose passes begin with their losses times `scale` and weight."""
+    """Return the computation with each loss scaled by `scale` times its weight."""
     return [msgspec.structs.replace(piece, scale=scale * piece.weight) for piece in computation]
 
 
 def _make_computation(
     loss: OfPart, counted: OfPart | None, batches: Sequence[Any], sizes: Sequence[int], micro: int
 ) -> Computation:
-    """Return the passes of several batches, each on its own device."""
+    """Return the passes that compute the gradient of some batches, with their weights."""
     # `sizes` are the batches' numbers of rows. Passes have up to `micro` rows; 0 means a single
     # pass. Losses are weighted by rows or, if `counted` isn't None, by its counts.
     parts: list[Part] = []
@@ -1020,7 +980,7 @@ def _unscaled(loss: Any) -> Any:
 
 
 def _place(error: BaseException) -> str:
-    """Return the program's line that raised an error, or "" if unknown."""
+    """Return the program's file and line in an error's traceback, as text in parentheses, or ""."""
     own = [
         each
         for each in traceback.extract_tb(error.__traceback__)
@@ -1032,7 +992,7 @@ def _place(error: BaseException) -> str:
 
 
 def _compute(loss: OfPart, part: Part) -> Any:
-    """Return the loss of a part, computed from a shallow copy."""
+    """Return the loss of a copy of a part."""
     # a part is computed more than once, and the program may remove items from the batch
     own = copy.copy(part)
     own.batch = each_tensor(lambda tensor: tensor, part.batch)

@@ -1,5 +1,1 @@
-"""Audits of a PyTorch training run.
-
-An audit computes the gradient of a few rows twice: once as on one device, and once as in the
-training run. It compares the results.
-"""
+"""Audits: check during training that the loss gives the same gradient with unequal shares."""

@@ -1,8 +1,4 @@
-"""Save the variables and objects that a function may change, and restore them.
-
-They are the function's global variables, its closure's variables, and the objects that these refer
-to. An audit calls the program's loss function several times, and restores them after each call.
-"""
+"""Save and restore what a loss function may change: its variables and the objects it uses."""
 
 from __future__ import annotations
 
@@ -30,10 +26,12 @@ _FOREIGN = {
 
 
 def keep_closure(function: Callable[..., Any] | None) -> Callable[[], None]:
-    """Save what `function` may change, and return a function that restores it.
+    """Save what a function can change, and return a function that restores it.
 
-    These are its global variables, its closure's variables, and the objects that they refer to. The
-    returned function may be called several times. It does nothing if `function` is None.
+    Nothing is saved for None.
+
+    This covers its variables, the global ones that it names, and the objects and random generators
+    in them.
     """
     kept = _SavedValues()
     kept.look_at(function, DEPTH)
@@ -41,7 +39,7 @@ def keep_closure(function: Callable[..., Any] | None) -> Callable[[], None]:
 
 
 class _SavedValues:
-    """Copies of the variables and objects that a function may change."""
+    """Values that a function can reach, with copies to restore them."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -52,7 +50,7 @@ class _SavedValues:
         self._memo: dict[int, Any] = {}
 
     def look_at(self, value: Any, depth: int) -> None:
-        """Save a value, and the values that it refers to, recursively."""
+        """Save a value and everything that it refers to."""
         # `depth` limits the recursion. Values that are already saved, and those that belong to
         # libraries, are skipped.
         if depth < 0 or id(value) in self._seen:
@@ -98,7 +96,7 @@ class _SavedValues:
             self.look_at(value, depth)
 
     def restore_value(self) -> None:
-        """Restore all saved variables, objects and random number generators."""
+        """Restore all saved values."""
         for data, was in self._data:
             restore_value(data, was)
         for names, name, value in self._names:
@@ -112,12 +110,12 @@ class _SavedValues:
 
 
 def is_foreign(module: str) -> bool:
-    """True if a module belongs to a library, whose functions and objects aren't inspected."""
+    """Return whether a module, by name, belongs to PyTorch, evener or another known library."""
     return module.partition(".")[0] in _FOREIGN
 
 
 def list_names(code: CodeType) -> set[str]:
-    """Return the global names that a function's code and its nested functions may use."""
+    """Return the names that a function's code, and functions nested in it, look up globally."""
     # the result includes names of attributes, which Python stores in the same list
     found = set(code.co_names)
     for const in code.co_consts:
@@ -127,7 +125,7 @@ def list_names(code: CodeType) -> set[str]:
 
 
 def read_cell(cell: CellType) -> Any:
-    """Return the value of a closure's variable, or `_EMPTY` if it isn't assigned yet."""
+    """Return the content of a closure's cell, or `_EMPTY` if it has none."""
     try:
         return cell.cell_contents
     except ValueError:  # the variable has no value yet
@@ -139,10 +137,9 @@ def _is_data(value: Any) -> bool:
 
 
 def is_own_object(value: Any) -> bool:
-    """True if the class of `value` is the program's own, not a library's.
+    """Return whether an object is of a class of the program itself.
 
-    It is always False for classes, Python modules, tensors, arrays, nn.Modules, optimizers and data
-    sets.
+    Modules, optimizers and data sets don't count.
     """
     if isinstance(value, type | ModuleType | torch.Tensor | numpy.ndarray):
         return False

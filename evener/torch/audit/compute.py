@@ -1,9 +1,4 @@
-"""Compute the gradient of a few rows in several ways, without side effects on the training.
-
-Gradients are computed without autocast, in the precision of the weights. Each row gets the same
-random numbers whatever batch it is in. Batch normalization uses its running statistics, because
-batch statistics differ between devices by design.
-"""
+"""Compute gradients for an audit, without changing the training run's state."""
 
 from __future__ import annotations
 
@@ -40,7 +35,7 @@ COPIED, SAMPLED = 1 << 14, 64
 
 
 class Piece(msgspec.Struct, frozen=True, eq=False):
-    """A loss to compute, and its gradient's weight in the sum over all pieces."""
+    """One pass of an audit: the function that returns its loss, and its weight."""
 
     loss: Callable[[], Any]  # returns the loss of the pass
     weight: Any = 1.0  # factor of the pass's gradient in the sum
@@ -50,20 +45,22 @@ class Piece(msgspec.Struct, frozen=True, eq=False):
 
 
 class GradientSketcher:
-    """Computes sketches of gradients: a few random sums of each, enough to compare them.
+    """Computes gradients as an audit compares them:
 
-    Call its methods in `with sketcher.open():`. sketch.py computes the sums.
+    as random projections of each tensor's gradient.
 
-    - `tensors`: the tensors to differentiate by, by name.
-    - `holders`: objects that computing a loss changes, such as a trainer; they are restored.
-    - `apart`: attributes of these objects that aren't restored, such as data loaders.
-    - `function`: a function of the program that the losses call.
-    - `around`: contexts that suppress side effects of a training step, such as an all-reduce.
-    - `losses_only`: True if gradients can't be computed, for example because they are sharded. Then
-      a sketch has only the loss.
-    - `keeps_autocast`: True if the model needs the program's autocast.
-    - `measures`: True to measure in each audit how much rounding changes the gradient.
-    - `known`: facts about the passes from earlier audits; new facts are added.
+    Arguments:
+
+    - models: the models, whose state is restored after each pass.
+    - tensors: trained tensors by name.
+    - holders: further objects whose attributes are restored.
+    - apart: objects that aren't copied.
+    - function: the loss function, whose variables are restored.
+    - around: context managers to compute in.
+    - losses_only: whether to compare losses instead of gradients.
+    - keeps_autocast: whether passes run in the autocast of the training run.
+    - measures: whether to measure rounding even if nothing differs.
+    - known: what earlier audits learned about the passes.
     """
 
     def __init__(
@@ -103,10 +100,10 @@ class GradientSketcher:
 
     @contextmanager
     def open(self, moves: bool = False) -> Iterator[GradientSketcher]:
-        """Compute gradients in a `with` block without changing anything in the program.
+        """Context manager in which sketches are computed, in full precision and without dropout.
 
-        The context manager's value is this sketcher. With `moves`, weights whose elements are all
-        equal get noise in the block.
+        With `moves`, noise is added to weights that have a single value throughout. On exit,
+        everything is restored.
         """
         # Weights with only equal values, as in a head initialized to zero, can make the gradients
         # of others zero.
@@ -135,10 +132,10 @@ class GradientSketcher:
     def sketch(
         self, computation: Sequence[Piece], disturbance: int = 0, seed: int = SEED
     ) -> Sketch:
-        """Return a sketch of the summed gradients of all pieces.
+        """Return the sketch of a gradient that is summed over some passes.
 
-        `seed` seeds the random numbers of each piece. A `disturbance` other than 0 is the seed of
-        simulated rounding errors.
+        A `disturbance` other than 0 is the seed of errors like those of rounding. `seed` determines
+        the random numbers in the passes.
         """
         # These errors change the gradient about as much as rounding may. Exceptions that the
         # program's own code raises aren't caught.
@@ -158,16 +155,13 @@ class GradientSketcher:
 
     @property
     def may_be_quick(self) -> bool:
-        """True if `sum_quickly` can be tried."""
+        """Whether quick passes may be used, which don't intercept random numbers."""
         # not if passes draw random numbers, only losses can be computed, or rounding is always
         # measured
         return not (self._known.draws or self.losses_only or self.measures)
 
     def sum_quickly(self, computation: Sequence[Piece]) -> GradientSums | None:
-        """Return the summed gradients of all pieces, without intercepting each PyTorch operation.
-
-        Return None if a piece draws random numbers. `read` makes a sketch of the sums.
-        """
+        """Return the gradient sums of quick passes, or None if they draw random numbers."""
         # Random numbers must be the same for a row in any batch, which needs interception. If
         # nothing is known about the passes, the first piece is intercepted to find out.
         sums = GradientSums(self._tensors, SIGNS, self._at_once)
@@ -186,17 +180,17 @@ class GradientSketcher:
         return sums
 
     def sketch_fast(self, computation: Sequence[Piece]) -> Sketch:
-        """Return what `sketch` returns, in half the time if no random numbers are drawn."""
+        """Return a sketch by quick passes if possible."""
         # quick passes take about half the time, but mustn't draw random numbers
         sums = None if self._known.draws else self.sum_quickly(computation)
         return self.sketch(computation) if sums is None else self.read(sums)
 
     def read(self, sums: GradientSums) -> Sketch:
-        """Wait for the GPU, and make a sketch of the sums from `sum_quickly`."""
+        """Return the sketch of sums from `sum_quickly`."""
         return sums.sketch(self._known.computed)
 
     def _compute_piece(self, piece: Piece, sums: GradientSums, mode: Any, seed: int) -> None:
-        """Compute one piece's gradient, and add it to `sums`."""
+        """Compute a pass and add its gradients to `sums`."""
         # The loss is computed inside the context `mode`: an EvenRandomness or a QuickPass.
         seed_all(seed)
         before = self._list_buffers()
@@ -215,11 +209,7 @@ class GradientSketcher:
                 restore()
 
     def add(self, loss: torch.Tensor, **options: Any) -> None:
-        """Add the gradient of a loss to the current piece.
-
-        A piece with several backward passes calls this for each of its losses, instead of returning
-        one. `options` go to `GradientSums.add`.
-        """
+        """Add a loss to the pass that is being computed."""
         assert self._adds is not None
         self._adds(loss, **options)
 
@@ -239,7 +229,7 @@ class GradientSketcher:
 
 
 def _has_room(tensors: Iterable[torch.Tensor]) -> bool:
-    """True if the gradients of all tensors fit into memory together."""
+    """Return whether memory has room for all gradients at once."""
     # twice their size is needed, because they are copied to be projected together
     sizes: dict[torch.device, int] = {}
     for tensor in tensors:
@@ -260,7 +250,7 @@ def _measure_room(device: torch.device) -> int:
 
 @contextmanager
 def _without_ddp(model: Any) -> Iterator[None]:
-    """In a `with` block, call the module inside a DistributedDataParallel directly."""
+    """Context manager in which DistributedDataParallel calls its module directly."""
     # an audit must not trigger the wrapper's all-reduce, which belongs to the training step
     inner = unwrap_compiled(model)
     if not isinstance(inner, DistributedDataParallel):
@@ -278,7 +268,7 @@ def _without_ddp(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _fixed_statistics(modules: Iterable[Any]) -> Iterator[None]:
-    """Make BatchNorm layers use their running statistics in a `with` block."""
+    """Context manager in which BatchNorm layers use their running statistics."""
     fixed = [
         (module, module.training)
         for module in modules
@@ -295,7 +285,7 @@ def _fixed_statistics(modules: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def _with_noisy_weights(tensors: Iterable[Any]) -> Iterator[None]:
-    """In a `with` block, add noise to weights with equal elements."""
+    """Context manager that adds noise to tensors whose values are all equal."""
     # Each weight is refilled with its single value on exit, so no copies are needed.
     moved: list[tuple[torch.Tensor, float]] = []
     seed_torch(SEED)
@@ -310,7 +300,7 @@ def _with_noisy_weights(tensors: Iterable[Any]) -> Iterator[None]:
 
 
 def _list_constant_tensors(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, float]]:
-    """Return each tensor whose elements are all equal, with their value."""
+    """Return the tensors whose values are all equal, with that value."""
     # Only floating-point tensors with several elements count, and no subclasses of Tensor. The host
     # compares small tensors and the first values of others, because a GPU needs 50 ms to load the
     # operations. A large tensor is compared on its device only if its first values are equal.
@@ -328,7 +318,7 @@ def _list_constant_tensors(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, f
 
 
 def _copy_first_values(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy the first values of each tensor to the host."""
+    """Return the first values of each tensor on the CPU."""
     # All values of a small tensor are copied. A small tensor has up to COPIED values. Of any other,
     # SAMPLED values are copied. The host waits for only one copy per device and dtype.
     kinds: dict[tuple[Any, ...], list[int]] = {}

@@ -1,7 +1,4 @@
-"""Traverse the nested arguments and results of recorded calls, and recognize arithmetic.
-
-Arithmetic matters because a number in it, such as a divisor, may be a count of rows.
-"""
+"""Values in nested tuples, lists, dicts and slices."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ _ARITHMETIC = {
 
 
 def map_nested(function: Callable[[Any], Any], data: Any) -> Any:
-    """Apply `function` to each value in nested tuples, lists, dicts and slices."""
+    """Return a copy of nested data with `function` applied to each value."""
     if isinstance(data, dict):
         return {key: map_nested(function, each) for key, each in data.items()}
     if isinstance(data, slice):
@@ -44,23 +41,20 @@ def map_nested(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 def leaves_in(data: Any) -> list[Any]:
-    """Return a flat list of the values in nested tuples, lists, dicts and slices."""
+    """Return all values in nested data."""
     found: list[Any] = []
     map_nested(found.append, data)
     return found
 
 
 def is_arithmetic(function: Any) -> bool:
-    """True if `function` is an arithmetic operation, such as `+` or `torch.mul_`.
-
-    It goes by the function's name. In-place, reflected and foreach variants count, too.
-    """
+    """Return whether a function computes with numbers among its arguments, such as `mul`."""
     name = str(getattr(function, "__name__", "")).strip("_").removeprefix("foreach_")
     return bool({name, name[1:]} & _ARITHMETIC)
 
 
 def nested_tensors(data: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested data, or in a dataclass's attributes, as a flat list."""
+    """Return all tensors in nested data or in the fields of a dataclass."""
     if hasattr(data, "__dataclass_fields__"):
         data = {name: getattr(data, name) for name in data.__dataclass_fields__}
     return [each for each in leaves_in(data) if isinstance(each, torch.Tensor)]

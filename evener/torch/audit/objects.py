@@ -1,4 +1,4 @@
-"""Find and replace the tensors in batches that are a library's objects, such as graphs."""
+"""Batches that are objects with tensors among their attributes."""
 
 from __future__ import annotations
 
@@ -13,23 +13,20 @@ _NO_BATCHES = (torch.Tensor, torch.nn.Module, type, FunctionType, MethodType, Mo
 
 
 def is_object(data: Any) -> bool:
-    """True if `data` stores values in attributes and isn't a tensor, container or function."""
+    """Return whether data is an object that may have tensors as attributes."""
     containers = (tuple, list, Mapping)
     return hasattr(data, "__dict__") and not isinstance(data, (*_NO_BATCHES, *containers))
 
 
 def unfold(data: Any) -> Any:
-    """Replace each object in a batch by a dict of its tensor attributes.
-
-    A batch without objects is returned unchanged.
-    """
+    """Return the data with each object that has tensors replaced by a dict of its attributes."""
     return _collect_tensors(data, set()) if find_objects(data) else data
 
 
 def _collect_tensors(data: Any, containers: set[int]) -> Any:
-    """Return nested dicts and lists of the tensors in `data`, or None if it has no tensors.
+    """Return nested data as dicts and lists of tensors, or None if it has no tensors.
 
-    `containers` has the ids of the objects that contain `data`.
+    `containers` has the ids of the objects around it.
     """
     if isinstance(data, torch.Tensor):
         return data
@@ -46,22 +43,19 @@ def _collect_tensors(data: Any, containers: set[int]) -> Any:
 
 
 def _collect_values(mapping: Mapping[Any, Any], containers: set[int]) -> dict[Any, Any] | None:
-    """Return the mapping's values that have tensors, by name; None if there are none."""
+    """Return the values of a mapping that have tensors, or None."""
     values = {name: _collect_tensors(mapping[name], containers) for name in mapping}
     return {name: value for name, value in values.items() if value is not None} or None
 
 
 def _collect_items(items: Sequence[Any], containers: set[int]) -> list[Any] | None:
-    """Return the items that have tensors; None if there are none."""
+    """Return the items that have tensors, or None."""
     collected = [_collect_tensors(item, containers) for item in items]
     return [item for item in collected if item is not None] or None
 
 
 def find_objects(data: Any) -> list[Any]:
-    """Return the objects with tensors in nested tuples, lists and mappings.
-
-    Objects inside such objects aren't listed.
-    """
+    """Return the outermost objects in nested data that have tensors."""
     if isinstance(data, Mapping):
         return [found for name in data for found in find_objects(data[name])]
     if isinstance(data, tuple | list):
@@ -70,14 +64,9 @@ def find_objects(data: Any) -> list[Any]:
 
 
 def remake(fresh: Any, recorded: Any, known: Mapping[int, Any]) -> Any:
-    """Return the object to pass when a recorded call is repeated with other rows.
+    """Return a copy of object `fresh` in which tensors are replaced.
 
-    It is a copy of `fresh`. Its tensors are replaced where `known` has one for the same attribute
-    of `recorded`.
-
-    - `fresh`: the object in the batch of other rows.
-    - `recorded`: the object passed to the recorded call, of the same class.
-    - `known`: replacements of recorded tensors, by the recorded tensor's id.
+    `known` has the replacements, by the id of the tensor in the same place of `recorded`.
     """
     return _remake(fresh, recorded, known, set())
 

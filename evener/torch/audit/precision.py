@@ -1,4 +1,4 @@
-"""Compute an audit's rows in full precision: without autocast, TF32 or bfloat16 products."""
+"""Compute in full precision during an audit."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ import torch
 
 @contextmanager
 def full_precision(keeps_autocast: bool = False) -> Iterator[None]:
-    """Turn off autocast and TF32 in a `with` block.
-
-    Other reduced precision in float32 operations is turned off as well. The program's settings are
-    restored afterwards. With `keeps_autocast`, autocast stays as it is.
-    """
+    """Context manager in which neither autocast, unless `keeps_autocast`, nor TF32 is used."""
     with ExitStack() as stack:
         if not keeps_autocast:
             stack.enter_context(_without_autocast())
@@ -25,7 +21,7 @@ def full_precision(keeps_autocast: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    """Keep autocast off in a `with` block."""
+    """Context manager in which autocast is off."""
     # Code inside the context that enables autocast has no effect.
     autocast = torch.amp.autocast_mode.autocast
     entered = autocast.__enter__, autocast.__exit__
@@ -43,7 +39,7 @@ def _without_autocast() -> Iterator[None]:
 
 @contextmanager
 def _without_tf32() -> Iterator[None]:
-    """In a `with` block, compute float32 operations without TF32 or bfloat16."""
+    """Context manager in which float32 products and convolutions don't use TF32."""
     # PyTorch has older settings for this (such as `allow_tf32`) and newer ones (`fp32_precision`,
     # since 2.9); both are changed. Reading an older one raises an error if a newer one disagrees.
     backends = torch.backends
@@ -73,7 +69,7 @@ def _without_tf32() -> Iterator[None]:
 
 
 def _read(setting: Callable[[], Any]) -> Any:
-    """Return a precision setting of PyTorch; None if it can't be read."""
+    """Return a setting of PyTorch, or None if it can't be read."""
     # Older settings can't be read once the program has changed a newer one. PyTorch then raises an
     # error when `setting` reads the older one.
     try:

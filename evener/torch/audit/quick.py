@@ -1,9 +1,4 @@
-"""Compute passes without intercepting each operation, and passes without dropout.
-
-EvenRandomness intercepts each PyTorch operation, which makes small operations take twice as long. A
-pass that draws random numbers only for dropout doesn't need it, because dropout can be turned off.
-Comparing the states of the random generators before and after a pass shows whether it draws others.
-"""
+"""Quick passes: compute gradients without intercepting PyTorch's operations."""
 
 from __future__ import annotations
 
@@ -33,10 +28,11 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 class KnownPasses(msgspec.Struct):
-    """What earlier audits learned about a training run's passes.
+    """What earlier passes have shown:
 
-    - `computed`: dtypes that passes compute in.
-    - `draws`: True if passes draw random numbers other than dropout's; None if unknown.
+    the dtypes they compute in, and whether they draw random numbers.
+
+    `draws` is None if it isn't known yet.
     """
 
     computed: set[torch.dtype] = set()
@@ -44,10 +40,7 @@ class KnownPasses(msgspec.Struct):
 
 
 class QuickPass:
-    """A context that detects whether a pass draws random numbers.
-
-    `has_drawn` is set on exit. If it is True, repeat the pass with EvenRandomness.
-    """
+    """Context manager that notices whether a pass draws random numbers."""
 
     # a row's random numbers may then depend on the size of its batch
 
@@ -65,7 +58,7 @@ class QuickPass:
 
 @contextmanager
 def without_dropout() -> Iterator[None]:
-    """Make PyTorch's Python functions for dropout drop nothing in a `with` block."""
+    """Context manager in which dropout keeps all values."""
     # it is used in quick passes and in passes with EvenRandomness, so that their results are equal
     with ExitStack() as stack:
         for owner, name, function in _list_replacements():
@@ -74,7 +67,7 @@ def without_dropout() -> Iterator[None]:
 
 
 def _list_replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Return (module, name, replacement) for each function of PyTorch with dropout."""
+    """Return the functions with dropout: owner, name and a replacement without dropout."""
     made: list[tuple[Any, str, Callable[..., Any]]] = [
         (owner, name, partial(_drop_nothing, name.endswith("_")))
         for owner in (functional, torch)
@@ -103,6 +96,6 @@ def _attend(attend: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any
 
 
 def _recur(recur: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function of a recurrent layer, `recur`, without dropout."""
+    """Call a recurrent layer's function without dropout."""
     # the dropout rate is its only float argument
     return recur(*(0.0 if isinstance(argument, float) else argument for argument in arguments))

@@ -1,7 +1,4 @@
-"""Random numbers that are the same for a row in any batch.
-
-An audit needs them because it computes the same rows in batches of different sizes.
-"""
+"""Random numbers in an audit: each row gets the same, whatever batch it is in."""
 
 from __future__ import annotations
 
@@ -39,10 +36,9 @@ without_modes: Callable[[], Any] = torch._C._DisableTorchDispatch
 
 
 class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
-    """A context in which random operations give every row the same numbers.
+    """Context manager in which random operations give each row of a batch the same numbers.
 
-    `seed` seeds these numbers. A `disturbance` other than 0 is the seed of simulated rounding
-    errors.
+    A `disturbance` other than 0 is the seed of errors like those of rounding.
     """
 
     # The errors are added to sums of many terms.
@@ -60,7 +56,7 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, so that PyTorch adds no wrapper for torch.compile."""
+        """Return False, so that the mode stays active in compiled code."""
         return False
 
     def __torch_dispatch__(
@@ -77,7 +73,7 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         return result
 
     def _run_equal_per_row(self, function: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
-        """Run an operation without dropout, with equal random numbers for every row."""
+        """Run an operation without dropout and with equal random numbers in each row."""
         # This is called only for operations that may drop values or draw random numbers.
         places = _find_dropout(function)
         if places:  # without dropout, these draw nothing
@@ -94,7 +90,12 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         return result
 
     def _add_rounding_errors(self, name: str, arguments: Any, result: Any) -> None:
-        """Simulate rounding: add random errors to results that sum many terms."""
+        """Add random errors to the results of an operation, as large as its rounding errors.
+
+        The model is n terms of random sign, added one after the other: u * sqrt(n / 2) relative to
+        the sum, with unit roundoff u (Higham, Accuracy and Stability of Numerical Algorithms,
+        section 4.2).
+        """
         # If n terms of random sign are added one after the other, the error has a standard
         # deviation of u * sqrt(n / 2) times that of the sum, where u is the unit roundoff (Higham,
         # Accuracy and Stability of Numerical Algorithms, section 4.2, with independent errors).
@@ -110,7 +111,7 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
                 )
 
     def _add_relative_errors(self, result: torch.Tensor, terms: int, apart: int) -> None:
-        """Add random errors to `result`, in proportion to each row's magnitude."""
+        """Add normally distributed errors to a result, relative to the magnitude of each row."""
         # `terms` is the number of terms in each sum. A row's magnitude is its root mean square.
         # Values with the same indices on the axes before `apart` are in the same row.
         device = result.device
@@ -126,12 +127,12 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
 
 
 def _each(result: Any) -> Sequence[Any]:
-    """Return an operation's results as a sequence."""
+    """Return the results of an operation as a sequence."""
     return result if isinstance(result, tuple | list) else (result,)
 
 
 def _count_terms(name: str, arguments: Any, place: int) -> int:
-    """Return the number of terms summed in each value of a result."""
+    """Return how many terms each value of a result is summed from; 0 for other operations."""
     # `place` is the index of the result. `name` is the operation's name, and `arguments` are its
     # arguments. An operation may have several results.
     if name in _PRODUCTS:
@@ -156,7 +157,7 @@ _CUDNN = "_cudnn_init_dropout_state"  # its result isn't used without dropout
 
 
 class _Draw(msgspec.Struct, frozen=True, eq=False):
-    """A call of an operation that draws random numbers."""
+    """A call of a random operation."""
 
     function: Any
     arguments: list[Any]
@@ -164,7 +165,7 @@ class _Draw(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def name(self) -> str:
-        """The operation's name, without its overload."""
+        """Name of the operation."""
         return str(self.function.overloadpacket.__name__)
 
     def names(self) -> list[str]:
@@ -178,7 +179,7 @@ class _Draw(msgspec.Struct, frozen=True, eq=False):
 def _draw_equal_rows(
     function: Any, arguments: list[Any], keywords: dict[str, Any], seed: int
 ) -> Any:
-    """Return an operation's result with equal rows, and whether it is random."""
+    """Return the result of a random operation with equal rows, and whether it is random."""
     # Dropout keeps all values, and a permutation moves each entry by one place, so their results
     # aren't random.
     draw = _Draw(function, arguments, keywords)
@@ -199,7 +200,7 @@ def _draw_equal_rows(
 
 
 def _fixed_instead_of_random(draw: _Draw) -> Any:
-    """Return a fixed result for a permutation, dropout or mask; otherwise None."""
+    """Return a fixed result for a permutation, dropout or a dropout mask, or None for others."""
     # A permutation moves each entry to the place before it. Dropout keeps all values. A mask from
     # bernoulli_(1 - p) is filled with 1 - p, if that is at least 0.5. If rows are mixed with others
     # of their batch, as by mixup, the permutation gives a row other partners in a part than in the
@@ -218,7 +219,7 @@ def _fixed_instead_of_random(draw: _Draw) -> Any:
 
 
 def _draw_by_arguments(draw: _Draw) -> Any:
-    """Draw from a distribution whose parameters are tensors; None for other operations."""
+    """Return a fixed result for distributions whose parameters are tensors, or None for others."""
     # parameters, such as means, may differ from row to row
     if draw.name in _DISTRIBUTIONS and not isinstance(draw.arguments[0], float):
         return _DISTRIBUTIONS[draw.name](*draw.arguments)
@@ -226,7 +227,7 @@ def _draw_by_arguments(draw: _Draw) -> Any:
 
 
 def _draw_size(draw: _Draw) -> Any:
-    """Draw equal rows for an operation with a `size`; otherwise return None."""
+    """Return a result with equal rows if the operation has a size argument, or None."""
     names = draw.names()
     if "size" not in names:
         return None
@@ -240,7 +241,7 @@ def _draw_size(draw: _Draw) -> Any:
 
 
 def _fill_equal_rows(draw: _Draw) -> Any:
-    """Draw equal rows for an operation with one tensor argument; otherwise None."""
+    """Return a result with equal rows if the operation fills or imitates one tensor, or None."""
     # A new tensor has the argument's shape. With several tensor arguments, the result depends on
     # all of them.
     arguments = draw.arguments
@@ -255,7 +256,7 @@ def _fill_equal_rows(draw: _Draw) -> Any:
 
 @cache
 def _find_dropout(function: Any) -> tuple[tuple[int, str], ...]:
-    """Return the index and name of each dropout rate among the arguments."""
+    """Return the index and the name of each dropout rate among an operation's arguments."""
     # fused attention and recurrent layers have such arguments, and so do their backward passes
     if function.overloadpacket.__name__ == _CUDNN:
         return ()
@@ -265,7 +266,7 @@ def _find_dropout(function: Any) -> tuple[tuple[int, str], ...]:
 
 @cache
 def _is_plain(function: Any) -> bool:
-    """True for an operation that neither drops values nor draws random numbers."""
+    """Return whether an operation neither drops values nor draws random numbers."""
     drops = bool(_find_dropout(function)) or function.overloadpacket is _DROPOUT_BACKWARD
     return not drops and torch.Tag.nondeterministic_seeded not in function.tags
 
@@ -273,7 +274,7 @@ def _is_plain(function: Any) -> bool:
 def _turn_dropout_off(
     places: Sequence[tuple[int, str]], arguments: Sequence[Any], keywords: dict[str, Any]
 ) -> list[Any]:
-    """Return the arguments with dropout rates of 0; change `keywords` in place."""
+    """Return the arguments of an operation with dropout rates of 0."""
     # `places` has the index and name of each dropout rate.
     own = list(arguments)
     for place, name in places:
@@ -285,7 +286,7 @@ def _turn_dropout_off(
 
 
 def _needs_generator(function: Any) -> bool:
-    """True for an overload that requires a generator, such as randn.generator."""
+    """Return whether an operation has a `generator` argument without a default."""
     for argument in function._schema.arguments:
         if argument.name == "generator":
             return not argument.has_default_value()
@@ -293,7 +294,7 @@ def _needs_generator(function: Any) -> bool:
 
 
 def _one_row(draw: _Draw) -> Any:
-    """Draw the random values that every row of the first argument gets."""
+    """Return one row of an operation's result."""
     # A row extends along the last axis. With fewer than two axes, each row is a single value. Rows
     # of different lengths start with the same values.
     like, *others = draw.arguments
@@ -301,7 +302,7 @@ def _one_row(draw: _Draw) -> Any:
 
 
 def _one_line(like: Any) -> Any:
-    """Return an empty tensor for the values that all rows share."""
+    """Return an uninitialized tensor for one row."""
     # Its values are uninitialized. The rows are those of `like`, along its last axis. The returned
     # tensor has as many values as `_stable_length` returns for a row, or a single value if `like`
     # has fewer than two axes.
@@ -315,7 +316,7 @@ def _shorten(line: Any, like: Any) -> Any:
 
 
 def _stable_length(length: int) -> int:
-    """Return the number of random values to draw for a row."""
+    """Return how many values to draw for a row."""
     # PyTorch's random values depend on how many are drawn at once. The same number is drawn for all
     # rows of up to LONGEST values, so that rows of different lengths start with the same values.
     return max(LONGEST, length)
@@ -327,7 +328,7 @@ def _draw_normal(mean: Any, deviation: Any = 1.0, *_: Any) -> Any:
 
 
 def _draw_slopes(inputs: Any, slopes: Any, lower: float, upper: float, *_: Any) -> Any:
-    """Compute a randomized leaky ReLU with its mean slope for all values."""
+    """Return the result of a randomized leaky ReLU with its mean slope."""
     # The slopes are also written to `slopes`, which the backward pass uses.
     middle = (lower + upper) / 2
     slopes.copy_(torch.where(inputs < 0, middle, 1.0))
@@ -347,9 +348,9 @@ _DISTRIBUTIONS: dict[
 
 
 class RandomState:
-    """Saved states of Python's, NumPy's and PyTorch's random number generators.
+    """State of the global random generators of Python, NumPy and PyTorch.
 
-    The current GPU's generator is included if CUDA is in use.
+    Of GPUs, only the current one is included.
     """
 
     def __init__(self) -> None:
@@ -358,7 +359,7 @@ class RandomState:
         self._gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
     def has_changed(self) -> bool:
-        """True if random numbers were drawn since this state was saved."""
+        """Return whether any random numbers were drawn since."""
         return (
             not torch.equal(self._torch, torch.get_rng_state())
             or not (self._gpu is None or torch.equal(self._gpu, torch.cuda.get_rng_state()))
@@ -367,7 +368,7 @@ class RandomState:
         )
 
     def restore(self) -> None:
-        """Restore the saved states of all these generators."""
+        """Restore the state of all generators."""
         random.setstate(self._python)
         _NUMPY.restore(self._numpy)
         torch.set_rng_state(self._torch)
@@ -376,7 +377,7 @@ class RandomState:
 
 
 def _find_place(state: Any) -> tuple[Any, ...]:
-    """Return the parts of Python's random state that change with each draw."""
+    """Return values that change with each draw from Python's generator."""
     # The index of the next number in the block of 624 numbers, the block's first number, and a
     # normally distributed value saved for the next draw. Comparing the whole block would take
     # longer.
@@ -384,7 +385,7 @@ def _find_place(state: Any) -> tuple[Any, ...]:
 
 
 class _NumpyState:
-    """Reads NumPy's random state, and copies it only if numbers were drawn."""
+    """State of NumPy's global generator, copied only if it has changed."""
 
     # NumPy takes 0.1 ms to copy the state. So the generator's memory is first compared with its
     # content at the last copy, through the `ctypes` interface that NumPy documents. The memory
@@ -399,7 +400,7 @@ class _NumpyState:
         self._state: Any = None
 
     def read(self) -> Any:
-        """Return the state; it is the same object until numbers are drawn."""
+        """Return the state of NumPy's generator."""
         generator: Any = numpy.random.get_bit_generator()  # type: ignore[attr-defined] # in no stub
         if not isinstance(generator, numpy.random.MT19937):
             self._generator = None
@@ -412,7 +413,7 @@ class _NumpyState:
         return self._state
 
     def is_at(self, state: Any) -> bool:
-        """True if nothing has been drawn since `read` returned this state."""
+        """Return whether NumPy's generator is in the given state."""
         now = self.read()
         if now is state:
             return True
@@ -429,23 +430,20 @@ _NUMPY = _NumpyState()
 
 
 def digest_draws() -> int:
-    """Return a digest of the states of Python's and NumPy's random generators.
-
-    Two passes from equal states have equal digests if they draw equally many numbers.
-    """
+    """Return a number that changes when Python's or NumPy's generator is used."""
     drawn: Any = numpy.random.get_state()
     return hash((random.getstate(), drawn[1].tobytes(), drawn[2]))
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python's, NumPy's and PyTorch's random generators."""
+    """Seed the global generators of Python, NumPy and PyTorch."""
     random.seed(seed)
     numpy.random.seed(seed % (1 << 32))
     seed_torch(seed)
 
 
 def seed_torch(seed: int) -> None:
-    """Seed PyTorch's generators for the CPU and the current GPU."""
+    """Seed PyTorch's generators on the CPU and the current GPU."""
     # torch.manual_seed would seed the generators of all GPUs
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():

@@ -1,7 +1,4 @@
-"""Record the functions that a program calls with tensors, from a batch to its loss.
-
-The recorded calls can be repeated with other rows, without running the program's own code.
-"""
+"""Record how a training loop computes its loss, to compute it again for other rows."""
 
 from __future__ import annotations
 
@@ -47,11 +44,7 @@ AS_WRITTEN, ROW_COUNTS, MULTIPLES = range(3)  # which numbers in a record are co
 
 
 class RowNumber(int):
-    """A multiple of the batch's number of rows, which the program read from a tensor's size.
-
-    `each` is its ratio to the number of rows. If the calls are repeated with other rows, it becomes
-    `each` times their number.
-    """
+    """Row count of a batch, or a multiple of it, that is recognized in a recorded call."""
 
     each = 1
 
@@ -67,7 +60,7 @@ class RowNumber(int):
 
 
 class GeneratorState(msgspec.Struct, frozen=True, eq=False):
-    """A random number generator with a saved state."""
+    """A random generator with its state."""
 
     generator: torch.Generator
     state: torch.Tensor
@@ -77,7 +70,7 @@ class GeneratorState(msgspec.Struct, frozen=True, eq=False):
 
 
 class WrittenCall(msgspec.Struct, frozen=True, eq=False):
-    """A recorded call of a function, with its arguments and result."""
+    """A recorded call of a function or a model."""
 
     function: Callable[..., Any]
     arguments: Any
@@ -93,11 +86,14 @@ class WrittenCall(msgspec.Struct, frozen=True, eq=False):
 
 
 class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
-    """Records the calls that compute a batch's losses, until `close`.
+    """Records the calls of PyTorch functions and models from creation until `close`.
 
-    - `models`: a call of one in training mode is recorded as a single call.
-    - `after`: called with this recorder and the loss after each backward pass.
-    - `rows`: the batch's number of rows; 0 means the length of its first tensor.
+    Arguments:
+
+    - models: the models; their inner calls aren't recorded.
+    - batch: the batch that the loss is computed from.
+    - after: called after each backward pass with this recorder and the loss.
+    - rows: number of rows in the batch; 0 takes it from the first tensor.
     """
 
     def __init__(
@@ -138,7 +134,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self.__enter__()
 
     def close(self) -> None:
-        """Stop recording, and discard the recorded calls."""
+        """Stop recording and forget the calls."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._tape, self.batch, self.objects = [], [], [], []
@@ -169,21 +165,18 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return result
 
     def note_call(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
-        """Called with the result after each call of a function or model; subclasses override it."""
+        """Called after each call, for subclasses; here it does nothing."""
 
     def take_inner(self, model: Any) -> Any:
-        """Return the module to call when a model's call is repeated.
-
-        It is the module inside a DistributedDataParallel; otherwise it is the model itself.
-        """
+        """Return the model inside a wrapper, or the model itself."""
         return getattr(model, "module", model)
 
     def read_loss(self, loss: torch.Tensor) -> float:
-        """Return a loss as a float; several elements are summed."""
+        """Return the value of a loss."""
         return float(loss.detach().double().sum())
 
     def end_backward(self, loss: torch.Tensor) -> None:
-        """Count a loss whose backward pass has ended, and call `after` with it."""
+        """Note that the backward pass of a loss has ended."""
         self.losses += 1
         self._busy = True
         try:
@@ -238,7 +231,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self._tape.append(entry)
 
     def _tensors(self, data: Any) -> list[torch.Tensor]:
-        """Return the tensors among a call's arguments, also inside a batch's objects."""
+        """Return all tensors in nested data, also in objects like those of the batch."""
         found = nested_tensors(data)
         if self._kinds:
             objects = [each for each in leaves_in(data) if type(each) in self._kinds]
@@ -246,7 +239,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return found
 
     def _mark_size(self, tensor: Any, result: Any) -> Any:
-        """Return the tensor's size, with the number of rows as a RowNumber."""
+        """Return a size that the program has read, with the row count marked."""
         # `result` is the size that the program read from the tensor. Its number of entries becomes
         # a RowNumber if the tensor has one entry for each row of the batch. A replay with other
         # rows converts the RowNumber to their number.
@@ -261,7 +254,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _record_number_use(self, function: Any, given: Any) -> None:
-        """Record the numbers that a call combines with weights or gradients."""
+        """Record numbers used in arithmetic with weights or gradients."""
         # an example is the decay rate in a moving average of the weights
         if not is_arithmetic(function):
             return
@@ -272,7 +265,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             self.uses += tuple(numbers)
 
     def _has_at(self, places: set[int]) -> bool:
-        """True if a model's weight or gradient has one of these addresses."""
+        """Return whether a weight or its gradient is at one of these addresses."""
         # The addresses are those of the tensors' storages.
         weights = (weight for model in self.models for weight in model.parameters())
         own = (each for weight in weights for each in (weight, weight.grad))
@@ -281,9 +274,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     # ------------------------------------------------------------------ reading it
 
     def trace(self, loss: torch.Tensor) -> LossRecord | str:
-        """Return a record of the calls that computed a loss.
+        """Return the record of how a loss was computed.
 
-        If they can't be determined, return the reason instead, as a part of a message.
+        If it can't be computed again, the result is the reason, as part of a message.
         """
         needed = self._find_needed(loss)
         if isinstance(needed, str):
@@ -307,10 +300,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _find_needed(self, loss: torch.Tensor) -> list[int] | str:
-        """Return the indices of the calls that computed a loss.
-
-        If they are unknown, return the reason instead, as a part of a message.
-        """
+        """Return the indices of the calls that a loss depends on, or why they can't be found."""
         # The indices are in the order of the calls.
         places, reached, is_known = self._find_computing_calls(loss)
         if not is_known:
@@ -324,9 +314,10 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return sorted(places)
 
     def _find_computing_calls(self, wanted: torch.Tensor) -> tuple[set[int], bool, bool]:
-        """Return the indices of the calls that computed a tensor, and two flags.
+        """Return the indices of the calls that a tensor depends on.
 
-        The first flag is True if a call uses the batch, the second if every call was recorded.
+        The other results are whether it depends on the batch, and whether all of these calls are
+        known.
         """
         places: set[int] = set()
         # tensors to visit, each with the index of the call that uses it
@@ -350,7 +341,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return places, reached, is_known
 
     def _is_made_of_rows(self, entry: WrittenCall) -> bool:
-        """True if the call makes a tensor of rows from Python numbers."""
+        """Return whether a call created a tensor of rows from Python numbers."""
         # The created tensor has one entry for each row of the batch. A replay couldn't replace such
         # rows, because they aren't tensors of the batch.
         if entry.function not in _MAKERS or nested_tensors((entry.arguments, entry.keywords)):
@@ -360,13 +351,13 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _is_after_read(self, place: int) -> bool:
-        """True if the program read a model's result before this call."""
+        """Return whether a call follows the first read of a model's result."""
         # `place` is the index of the call. The program reads a number of the result, for example,
         # with `item()`.
         return self._first_read is not None and place >= self._first_read
 
     def _may_use_read(self, place: int) -> bool:
-        """True if a call may use a number from a model's result."""
+        """Return whether a call may use a number that was read from a model's result."""
         # `place` is the index of the call. The program reads it with `item()`, for example, and may
         # compute a number for the call.
         entry = self._tape[place]
@@ -376,7 +367,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return self._is_after_read(place) and any(isinstance(each, float) for each in given)
 
     def _find_numbers(self, entry: WrittenCall) -> list[Number]:
-        """Return the numbers that a call combines with a model's results."""
+        """Return the numbers by which a call changes results of the model."""
         # The numbers are the factors, divisors and summands of arithmetic, and summaries of small
         # tensors such as task weights.
         arguments = leaves_in((entry.arguments, entry.keywords))
@@ -392,7 +383,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return [Number(number, entry.place) for number in numbers]
 
     def _is_given(self, tensor: torch.Tensor) -> bool:
-        """True for a small tensor from before the batch, like task weights."""
+        """Return whether a tensor comes from the program, such as task weights."""
         # Tensors of the batch don't count, and neither do parameters and buffers of models.
         if id(tensor) in self._made or not 0 < tensor.numel() <= FEW_NUMBERS:
             return False
@@ -403,7 +394,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
 
 def _sum_up(tensor: torch.Tensor) -> list[float]:
-    """Return sums of a small tensor's values, for ranks to compare."""
+    """Return a tensor's only value, or two sums that identify its values."""
     values = [float(each) for each in tensor.detach().reshape(-1).tolist()]
     if len(values) == 1:
         return values
@@ -412,20 +403,24 @@ def _sum_up(tensor: torch.Tensor) -> list[float]:
 
 
 class Number(msgspec.Struct, frozen=True):
-    """A number that a loss is computed with, and the program's line that uses it.
-
-    The line is "" if unknown.
-    """
+    """A number in a record, with the file and line where it was used."""
 
     value: float
     place: str
 
 
 class LossRecord:
-    """The recorded calls that computed a loss; `compute` repeats them with other rows.
+    """How a loss was computed: the calls, the batch, and the state of random generators before.
 
-    - `numbers`: numbers that the loss is computed with, such as factors.
-    - `reads`: True if the calls may use a number that the program read, as with `item()`.
+    Arguments:
+
+    - rows: number of rows in the batch.
+    - entries: the calls, in order.
+    - value: value of the loss.
+    - random: state of the random generators before the first call.
+    - numbers: numbers in the calls.
+    - reads: whether a call may use a number that was read from a model's result.
+    - objects: objects in the batch that have tensors.
     """
 
     # Numbers that come from the batch or the models aren't in `numbers`. The program reads a number
@@ -452,16 +447,11 @@ class LossRecord:
         self.objects = list(objects)
 
     def compute(self, batch: Any, rows: int, counts: int = AS_WRITTEN) -> torch.Tensor:
-        """Return the loss of a batch with `rows` rows.
+        """Compute the loss again for a batch of `rows` rows.
 
-        `counts` selects the recorded numbers that are converted to this number of rows:
-
-        - AS_WRITTEN: numbers read from a tensor's size.
-        - ROW_COUNTS: also numbers equal to the recorded number of rows, or to its inverse.
-        - MULTIPLES: also multiples of these.
-
-        Raises ValueError if the batch has more or fewer tensors than the recorded one, or lacks an
-        object that a call needs.
+        `counts` says which numbers in the calls are multiplied with the number of rows: none
+        (AS_WRITTEN), the row count itself (ROW_COUNTS), or its multiples too (MULTIPLES). Raises
+        ValueError if the batch has other tensors.
         """
         return self._compute(batch, rows, counts, find_objects(batch))
 
@@ -477,11 +467,11 @@ class LossRecord:
         return made
 
     def may_count_rows(self) -> bool:
-        """True if a number in the loss may be a row count, as from len()."""
+        """Return whether a number in the calls may be a count of rows."""
         return any(may_count(self.rows, number.value) for number in self.numbers)
 
     def has_other_rows(self) -> bool:
-        """True if the calls use a tensor outside the batch with one entry per row."""
+        """Return whether a call uses rows, by their number, that aren't in the batch."""
         # a replay can't replace the rows of such a tensor
         known = {id(each) for each in self.batch}
         for model in self.models:
@@ -497,10 +487,7 @@ class LossRecord:
         return bool(tensor.ndim) and len(tensor) == self.rows
 
     def find_change(self) -> str:
-        """Compute the loss of the same rows again, and return a message if it differs.
-
-        Return "" if it is equal except for rounding.
-        """
+        """Compute the loss of the same rows again, and return what differs, or ""."""
         kinds = {
             tensor.dtype
             for entry in self._entries
@@ -522,7 +509,7 @@ class LossRecord:
         )
 
     def _compute_again(self) -> float:
-        """Compute the recorded rows' loss again, with the same random numbers."""
+        """Return the loss of the same rows, computed again."""
         # gradients are enabled only if the loss needs them, for example for a gradient penalty
         for enabled in (False, True):
             self._random.restore()
@@ -537,7 +524,7 @@ class LossRecord:
 
 
 def _find_place() -> str:
-    """Return the program's file and line being executed; "" if unknown."""
+    """Return the program's file and line that called, or ""."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -548,7 +535,7 @@ def _find_place() -> str:
 
 
 def _scale_row_count(counts: int, was: int, now: int, number: Any) -> Any:
-    """Convert a number that counts rows from `was` to `now` rows."""
+    """Return a number converted from a batch of `was` rows to one of `now`, if it counts rows."""
     # Other numbers are returned unchanged. `counts` selects which numbers are counts; see
     # `LossRecord.compute`.
     is_plain = _is_number(number)
@@ -566,16 +553,12 @@ def _scale_row_count(counts: int, was: int, now: int, number: Any) -> Any:
 
 
 def may_count(rows: int, number: float) -> bool:
-    """True if `number` may be a count of `rows` rows.
-
-    It may if it is a multiple of `rows`, or the inverse of one. It must then be converted when a
-    loss is computed again for another number of rows.
-    """
+    """Return whether a number may be a count of rows, a multiple or an inverse of it."""
     return bool(_scale_row_count(MULTIPLES, rows, 2 * rows, number) != number)
 
 
 def _find_draw(keywords: Any) -> GeneratorState | None:
-    """Return the generator passed to a call, with its state; otherwise None."""
+    """Return the generator among keyword arguments with its state, or None."""
     generator = keywords.get("generator")
     if not isinstance(generator, torch.Generator):
         return None
@@ -590,15 +573,14 @@ def replay(
     wanted: int,
     fresh: Mapping[type, Any] = MappingProxyType({}),
 ) -> Any:
-    """Repeat the recorded calls with other rows, and return the new value of one tensor.
+    """Run recorded calls again, and return the new value of the tensor whose id is `wanted`.
 
-    - `entries`: the recorded calls.
-    - `known`: replacements of recorded tensors, by id; results of the repeated calls are added.
-    - `rows`: the number of the other rows.
-    - `number`: converts each number among the arguments.
-    - `wanted`: id of the recorded tensor whose new value is returned.
-    - `fresh`: for each class of recorded objects, the object of that class in the other rows; None
-      if there isn't exactly one.
+    Arguments:
+
+    - known: replacements of tensors by id, extended with the results.
+    - rows: number of rows in the new batch.
+    - number: converts each number among the arguments.
+    - fresh: replacements of objects, by class; None for an object that can't be replaced.
     """
     # Numbers are converted because they may be counts of rows. Random generators that the program
     # passes to calls have the same states afterwards as before.
@@ -619,7 +601,7 @@ def _replay_entries(
     number: Callable[[Any], Any],
     fresh: Mapping[type, Any],
 ) -> None:
-    """Repeat the recorded calls, and add their results to `known`; see `replay`."""
+    """Run recorded calls again, and add their results to `known`."""
     # Tensors among the arguments are replaced by those in `known`.
     for entry in entries:
         if entry.draw is not None:
@@ -644,7 +626,7 @@ def _replay_entries(
 
 
 def _find_only(kind: type, objects: Sequence[Any]) -> Any:
-    """Return the only object of a class; None for none or several."""
+    """Return the only object of a class, or None."""
     found = [each for each in objects if type(each) is kind]
     return found[0] if len(found) == 1 else None
 
@@ -665,7 +647,10 @@ def _replace_argument(
     fresh: Mapping[type, Any],
     each: Any,
 ) -> Any:
-    """Return the argument to pass in place of `each`; see `replay`."""
+    """Return the replacement of a recorded argument.
+
+    Raises ValueError for an object that can't be cut into rows.
+    """
     # `changed` has the ids of tensors that the call changes in place; they are cloned.
     if isinstance(each, RowNumber):
         return each.each * rows

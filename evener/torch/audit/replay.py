@@ -1,4 +1,4 @@
-"""Audit a recorded loss: repeat its calls for a few rows, whole and in parts."""
+"""Audit a recorded loss: compute it for a few rows, as one batch and in parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Compute = Callable[[Any, int], Any]  # computes the loss of a batch and its numb
 
 
 class Replayed(msgspec.Struct, frozen=True):
-    """The result of an attempt to audit a recorded loss."""
+    """Result of an audit of a recorded loss."""
 
     audited: Audited | None  # the audit; None if it isn't possible
     fault: str = ""  # why it isn't possible, as a part of a message
@@ -45,15 +45,17 @@ def audit_record(
     counts: Sequence[int] = EVERY_COUNT,
     moves: bool = False,
 ) -> Replayed:
-    """Audit a loss with the first selection of rows that it can be computed for.
+    """Audit a recorded loss on the first of some selections of rows that it can be computed for.
 
-    - `rows`: selections to try in order, such as rows with and without padding.
-    - `sketcher`: creates a GradientSketcher for each audit.
-    - `computations`: returns the computations to compare.
-    - `counts`: ways to read numbers as counts of rows (see `LossRecord.compute`).
-    - `moves`: passed to `GradientSketcher.open`.
+    Arguments:
 
-    Raises RequestError if the loss synchronizes with other ranks.
+    - rows: selections of rows, the preferred one first.
+    - sketcher: returns a new sketcher.
+    - computations: returns what to compute for a selection.
+    - counts: which numbers in the record to treat as counts of rows, tried in this order.
+    - moves: whether to add noise to weights that have a single value throughout.
+
+    Raises RequestError if the loss communicates with other ranks.
     """
     # A loss supports rows if it can be computed for them. The ways in `counts` are tried in turn
     # until an audit finds no difference.
@@ -83,7 +85,7 @@ def audit_record(
 
 
 class _Interpretations:
-    """Audits a loss under several guesses of which numbers count rows."""
+    """Audits of one selection of rows under different assumptions about the record's numbers."""
 
     # An assumption says which numbers in the record are counts of rows. The rows are the same.
 
@@ -103,7 +105,7 @@ class _Interpretations:
         count: int,
         moves: bool,
     ) -> None:
-        """Audit the loss under one guess, `count`, and set `found`."""
+        """Audit under one assumption, and keep the result if it is the best so far."""
         # `count` is AS_WRITTEN, ROW_COUNTS or MULTIPLES. See `audit_record` for the other
         # parameters.
         try:
@@ -129,7 +131,7 @@ def _compute(record: LossRecord, counts: int, batch: Any, rows: int) -> Any:
 
 
 def _ignores_last_row(record: LossRecord, few: FewRows, sketcher: GradientSketcher) -> bool:
-    """True if the last row changes neither the loss nor its gradient."""
+    """Return whether the loss stays the same if the last row is replaced."""
     # The row is the last one in `few`. If the loss doesn't depend on this row, the recorded calls
     # don't cover all rows. To find out, the last row is replaced by a copy of the first one.
 
@@ -149,7 +151,7 @@ def _ignores_last_row(record: LossRecord, few: FewRows, sketcher: GradientSketch
 
 
 def _is_padded_otherwise(first: FewRows, used: FewRows) -> bool:
-    """True if `used` is padded to other lengths than `first`."""
+    """Return whether rows are padded to other lengths than the preferred rows."""
     # The rows then differ in axes other than the first, which counts rows.
     if first is used:
         return False

@@ -1,4 +1,4 @@
-"""Choose a few rows for an audit, and collate them whole and in parts."""
+"""Choose the few rows that an audit computes, and cut them into parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _IGNORED = -100
 
 
 class FewRows(msgspec.Struct, frozen=True, eq=False):
-    """A few rows as one batch, and as two parts that are collated separately."""
+    """A small batch for an audit, whole and cut into the parts of two devices."""
 
     whole: Any  # the batch
     parts: tuple[Any, ...]  # one part for each of two devices
@@ -39,12 +39,12 @@ class FewRows(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def rows(self) -> int:
-        """The whole batch's number of rows."""
+        """Number of rows."""
         return sum(self.sizes)
 
     @property
     def pads(self) -> bool:
-        """True if the separately collated parts have other padding than the whole batch."""
+        """Whether parts that are collated separately are padded to other lengths."""
         if self.cut is None or self.cut is self.parts:
             return False
         shapes = [
@@ -59,10 +59,10 @@ def fetch_rows(
     numbers: Sequence[int],
     most: int = ROWS,
 ) -> FewRows | None:
-    """Return up to `most` rows of a data set that differ in class and length.
+    """Return up to `most` different rows of a data set, collated whole and in parts, or None.
 
-    - `collate`: makes a batch from a list of rows.
-    - `numbers`: the row indices to choose from. With fewer than two, the result is None.
+    They are chosen from the rows with the indices `numbers`; None means that there are fewer than
+    two.
     """
 
     def collated(items: Sequence[Any], seed: int = SEED) -> Any:
@@ -99,9 +99,9 @@ def fetch_rows(
 
 
 def copy_dataset(dataset: Any, copies: dict[int, Any] | None = None) -> Any:
-    """Return a copy of a data set and of the data sets inside it.
+    """Return a copy of a data set, and of the data sets inside it, that shares their data.
 
-    `copies` has the copies made so far, by the id of the original.
+    `copies` has copies by the id of the original.
     """
     # with their own random generators, so that reading rows doesn't change the program's data sets
     if not hasattr(dataset, "__dict__") or isinstance(dataset, torch.Tensor):
@@ -122,7 +122,7 @@ def copy_dataset(dataset: Any, copies: dict[int, Any] | None = None) -> Any:
 
 
 def _copy_member(name: str, value: Any, copies: dict[int, Any]) -> Any:
-    """Copy an attribute of a data set, unless it may be shared."""
+    """Return a copy of an attribute of a data set, if reading rows may change it."""
     if name == "dataset" or isinstance(value, Dataset):
         # a file that is opened for the first row must not be inherited by worker processes
         return copy_dataset(value, copies)
@@ -138,10 +138,9 @@ def _copy_member(name: str, value: Any, copies: dict[int, Any]) -> Any:
 def choose_few_rows(
     batch: Any, rows: int, in_order: bool = False, most: int = ROWS
 ) -> FewRows | None:
-    """Return up to `most` rows of a collated batch, chosen to differ.
+    """Return up to `most` different rows of a batch, or None if it can't be cut into rows.
 
-    With `in_order`, they keep the batch's order. Return None if the batch has fewer than two rows
-    or can't be cut.
+    With `in_order`, they have the order of the batch.
     """
     # `rows` is the batch's number of rows. The rows are chosen from the first TIMES * `most` rows,
     # and sorted so that the two parts of the FewRows differ, too.
@@ -166,12 +165,12 @@ def choose_few_rows(
 
 
 def _rows_of_first_part(rows: int) -> int:
-    """Return the size of the first of two parts, 3/8 of `rows`."""
+    """Return the row count of the first of two unequal parts."""
     return max(1, rows * 3 // 8)
 
 
 def _choose(items: Sequence[Any], signs: Sequence[tuple[float, ...]], most: int) -> list[Any]:
-    """Return up to `most` items whose `signs` differ."""
+    """Return up to `most` items that differ as much as possible."""
     # `signs` has numbers for each item, such as its class and length. The chosen items are evenly
     # spaced when sorted by these numbers.
     places = spread_places(signs, most)
@@ -179,9 +178,9 @@ def _choose(items: Sequence[Any], signs: Sequence[tuple[float, ...]], most: int)
 
 
 def spread_places(signs: Sequence[tuple[float, ...]], most: int = ROWS) -> list[int]:
-    """Return the indices of up to `most` rows, chosen to differ.
+    """Return the indices of up to `most` rows that differ as much as possible.
 
-    `signs` has numbers for each row, such as its class and length.
+    `signs` has numbers for each row, such as its class and length. The number of indices is even.
     """
     # The indices are sorted by these numbers, so that the first and the second half differ, too.
     # The first rows are enough if all of their numbers vary.
@@ -197,7 +196,7 @@ def spread_places(signs: Sequence[tuple[float, ...]], most: int = ROWS) -> list[
 
 
 def _pick_rows(batch: Any, rows: int, in_order: bool, most: int) -> Any:
-    """Return up to `most` rows of a collated batch, chosen to differ."""
+    """Return up to `most` different rows of a batch."""
     # `rows` is the batch's number of rows. If each tensor has an entry per row, `spread_places`
     # chooses the rows. Otherwise the first rows are returned.
     tensors = [each for each in tensors_in(batch) if each.ndim]
@@ -213,7 +212,7 @@ def _pick_rows(batch: Any, rows: int, in_order: bool, most: int) -> Any:
 
 
 def _join(rows: Sequence[Any]) -> Any:
-    """Join batches of one row each into one batch."""
+    """Return the batch of single rows."""
     first = rows[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(rows)) if first.ndim else first
@@ -228,7 +227,7 @@ def _join(rows: Sequence[Any]) -> Any:
 
 
 def _join_sequences(rows: Sequence[Any]) -> Any:
-    """Join the tuples or lists of several rows, element by element."""
+    """Join tuples or lists: their items, or if these are plain, the sequences themselves."""
     # If the elements contain no tensors, the tuples or lists are concatenated.
     first = rows[0]
     kind = type(first)
@@ -240,7 +239,7 @@ def _join_sequences(rows: Sequence[Any]) -> Any:
 
 
 def _cut(whole: Any, first: int, rows: int) -> tuple[Any, Any] | None:
-    """Cut a collated batch after `first` rows; None if that fails."""
+    """Return the first rows and the others, or None if the batch can't be cut."""
     try:
         return cut_rows(whole, 0, first, rows), cut_rows(whole, first, rows, rows)
     except RequestError:
@@ -248,7 +247,7 @@ def _cut(whole: Any, first: int, rows: int) -> tuple[Any, Any] | None:
 
 
 def _sign_item(item: Any, collated: Callable[[Sequence[Any]], Any]) -> tuple[float, ...]:
-    """Return numbers that distinguish a row, such as its class and length."""
+    """Return numbers for one row of a data set, such as its class and length."""
     # The result is () if the row can't be collated alone. Collating fails, for example, if rows
     # come in pairs.
     try:
@@ -258,7 +257,7 @@ def _sign_item(item: Any, collated: Callable[[Sequence[Any]], Any]) -> tuple[flo
 
 
 def _sign_rows(tensor: torch.Tensor) -> list[float]:
-    """Return each row's class, or its length without padding."""
+    """Return a number for each row of a tensor: its class, or its length without padding."""
     # An integer per row is taken for a class. Padding is 0 or -100 in integers, infinite or NaN in
     # others.
     exact = not tensor.is_floating_point() and not tensor.is_complex()
@@ -270,7 +269,7 @@ def _sign_rows(tensor: torch.Tensor) -> list[float]:
 
 
 def digest_rows(batch: Any) -> int:
-    """Return a digest of the numbers in a batch."""
+    """Return a CRC-32 checksum of all values in a batch."""
     found = 0
     for tensor in tensors_in(batch):
         if not tensor.is_sparse:

@@ -35,7 +35,7 @@ REMEDY = (
 
 
 class TensorSums(msgspec.Struct, frozen=True):
-    """Two sums of a tensor's elements, for comparison with another rank's tensor."""
+    """Sums over a tensor's elements, to compare it between ranks."""
 
     plain: float
     # each element is multiplied by a number from 1 to 2 that grows with its position
@@ -43,14 +43,14 @@ class TensorSums(msgspec.Struct, frozen=True):
     allowed: float  # the difference that rounding may cause
 
     def is_near(self, other: TensorSums) -> bool:
-        """True if both tensors are probably equal, except for rounding."""
+        """Return whether both tensors are equal except for rounding."""
         allowed = max(self.allowed, other.allowed)
         differences = (self.plain - other.plain, self.by_place - other.by_place)
         return not any(abs(difference) > allowed for difference in differences)
 
 
 class RankData(msgspec.Struct, frozen=True):
-    """A summary of one rank's data set, for comparison with other ranks."""
+    """Summary of a rank's data set: its length, its order and sums of a few rows."""
 
     length: int  # number of rows in an epoch
     # digest of the program's own order of these rows; None if there is none
@@ -61,10 +61,7 @@ class RankData(msgspec.Struct, frozen=True):
 
 
 def summarize(dataset: Any, collate: Callable[[list[Any]], Any], sampler: Any) -> RankData:
-    """Return a summary of this rank's data set, to compare with other ranks.
-
-    `sampler` is its UnevenBatchSampler, and `collate` makes a batch from a list of rows.
-    """
+    """Return the summary of a rank's data set."""
     # Rows are read from a copy of the data set, with the same random numbers on every rank. A data
     # set that can't be copied or read has no rows in the summary.
     try:
@@ -79,7 +76,7 @@ def summarize(dataset: Any, collate: Callable[[list[Any]], Any], sampler: Any) -
 def _sum_rows(
     dataset: Any, collate: Callable[[list[Any]], Any], numbers: Sequence[int]
 ) -> dict[str, list[TensorSums]]:
-    """Return the sums of each readable row's tensors, by index."""
+    """Return the sums of some rows by index, or {} if reading rows isn't reproducible."""
     # The result is {} if a second read of a row differs. If a row isn't the same again, the data
     # set has a transform with its own generator, or keeps rows that this rank drew at random.
     # Whether reading draws random numbers is compared, too.
@@ -99,10 +96,7 @@ def _sum_rows(
 
 
 def find_difference(every: Sequence[RankData]) -> str:
-    """Return a sentence about the first difference between the ranks' data sets, or "".
-
-    `every` has the summaries of all ranks, in rank order.
-    """
+    """Return a sentence about the first difference between the ranks' data sets, or ""."""
     if not every:
         return ""
     first = every[0]
@@ -126,14 +120,14 @@ def find_difference(every: Sequence[RankData]) -> str:
 
 
 class RowRead(NamedTuple):
-    """The sums of a row's tensors, and whether reading it drew random numbers."""
+    """Sums of one row, and whether reading it drew random numbers."""
 
     sums: list[TensorSums]
     is_drawn: bool
 
 
 def _read(dataset: Any, collate: Any, number: int) -> RowRead:
-    """Read and collate one row, and return its sums."""
+    """Read and collate one row."""
     seed_all(SEED)
     seeded = RandomState()
     batch = collate([dataset[number]])
@@ -142,7 +136,7 @@ def _read(dataset: Any, collate: Any, number: int) -> RowRead:
 
 
 def _sum(tensor: torch.Tensor) -> TensorSums:
-    """Return the sums of a tensor, with infinities and NaN as 0."""
+    """Return the sums of a tensor's elements, with infinities and NaN as 0."""
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     elements = plain.detach().flatten()
     last = max(len(elements) - 1, 1)

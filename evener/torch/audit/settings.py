@@ -28,7 +28,7 @@ Key = tuple[int, Any]  # the id of the setting's holder, and the setting's name
 
 
 class LossSettings:
-    """Detects settings of a loss that change from one call of `have_changed` to the next."""
+    """Values that a loss may depend on, as they were at the last checks."""
 
     def __init__(self) -> None:
         self._checks = 0
@@ -44,12 +44,13 @@ class LossSettings:
         code: Code | None = None,
         holders: Iterable[Any] = (),
     ) -> bool:
-        """True if a setting has changed after STILL calls with the same value.
+        """Return whether a setting has changed after three checks or more without a change.
 
-        - `models`: the modules to read.
-        - `function`: the function that computes the loss.
-        - `code`: a code object and its module's variables; the variables that it uses are settings.
-        - `holders`: other objects whose attributes are settings.
+        Arguments:
+
+        - function: the loss function, whose variables are settings.
+        - code: the code that computes the loss, with its global variables.
+        - holders: objects whose attributes are settings.
         """
         self._checks += 1
         found: dict[Key, Any] = {}
@@ -79,7 +80,7 @@ class LossSettings:
 
 
 class _Known:
-    """The values of settings, and how long each has stayed the same."""
+    """Values of settings, and since which check each is the same."""
 
     # The values are those of the last check.
 
@@ -87,7 +88,7 @@ class _Known:
         self._values: dict[Key, tuple[Any, int]] = {}
 
     def note(self, settings: Mapping[Key, Any], check: int) -> bool:
-        """Save the settings; True if one changed after STILL equal checks."""
+        """Note the current values, and return whether a value has changed that had been stable."""
         # `settings` has the current values, and `check` is the number of this check.
         changed = False
         before, self._values = self._values, {}
@@ -100,7 +101,7 @@ class _Known:
 
 
 class _ModuleSettings:
-    """Detects changes of the settings in one nn.Module."""
+    """Settings among the attributes of one module."""
 
     # Most modules have only numbers, flags and tensors. For these it is enough to check that their
     # attributes are the same objects, of the same types, as before.
@@ -115,7 +116,7 @@ class _ModuleSettings:
         self._ids: dict[str, int] = {}  # of the tensors, to which no references are held
 
     def has_changed(self, check: int) -> bool:
-        """True if a setting changed after STILL equal checks."""
+        """Return whether a setting of the module has changed that had been stable."""
         # `check` is the number of this check.
         if self._is_flat and self._is_same():
             return False
@@ -144,7 +145,7 @@ class _ModuleSettings:
 def _collect_settings(
     holder: int, name: Any, value: Any, depth: int, settings: dict[Key, Any]
 ) -> None:
-    """Add a variable to `settings`, and the settings inside its value."""
+    """Add the settings in a value to `settings`."""
     # `holder` is the id of the object that has the attribute or variable. `name` and `value` are
     # those of the attribute or variable. Its settings are the value itself, or the settings inside
     # an object or function. Nested objects are read up to `depth` levels deep.
@@ -172,7 +173,7 @@ def _collect_settings(
 
 
 def _collect_object(value: Any, depth: int, settings: dict[Key, Any]) -> None:
-    """Add the attributes of an object and of its classes to `settings`."""
+    """Add the settings in an object's attributes and its class."""
     # Classes that a library defines are left out. Objects inside `value` are read up to `depth`
     # levels deep.
     for kind in type(value).__mro__:
@@ -184,7 +185,7 @@ def _collect_object(value: Any, depth: int, settings: dict[Key, Any]) -> None:
 def _collect_held(
     holder: Any, held: Mapping[Any, Any], depth: int, settings: dict[Key, Any]
 ) -> None:
-    """Add an object's attributes or items to `settings`, except private ones."""
+    """Add the settings among attributes or items whose names don't begin with an underscore."""
     # With `depth` 0, only numbers, flags and strings are added. `held` has the attributes or items
     # of the object `holder`.
     for name, each in list(held.items()):

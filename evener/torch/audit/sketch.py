@@ -36,7 +36,7 @@ BLOCK = 1 << 24  # number of values that are converted at once
 
 
 class Signs:
-    """Random signs to multiply a gradient's values by, for each line and column."""
+    """Random signs for projections, the same for all gradients."""
 
     # A value's sign is the product of its line's sign and its column's sign. The standard deviation
     # of the gradient's sum with such signs is the gradient's norm, just as if each value had an
@@ -47,10 +47,9 @@ class Signs:
         self._layouts: dict[tuple[Any, ...], _Layout] = {}
 
     def take(self, count: int, which: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the random signs of the first `count` lines or columns.
+        """Return the signs of some lines (`which` 0) or columns (1).
 
-        `which` is 0 for lines, 1 for columns. The shape is (count, PROJECTIONS). Device and dtype
-        are those of `like`.
+        The shape is (count, PROJECTIONS). Device and dtype are those of `like`.
         """
         length = 1 << max(12, (count - 1).bit_length())
         key = which, length, like.device, like.dtype
@@ -61,11 +60,7 @@ class Signs:
         return self._pools[key][:count]
 
     def lay_out(self, sizes: tuple[int, ...], width: int, like: torch.Tensor) -> _Layout:
-        """Return the layout of gradients in lines of `width` values, from a cache.
-
-        `sizes` are the gradients' numbers of values. The layout's tensors have the device and dtype
-        of `like`.
-        """
+        """Return how gradients of these sizes are arranged in lines of `width` values."""
         key = sizes, width, like.device, like.dtype
         if key not in self._layouts:
             if len(self._layouts) >= MOST_LAYOUTS:
@@ -85,7 +80,7 @@ class Signs:
 
 
 class _Layout(msgspec.Struct, frozen=True, eq=False):
-    """How several gradients are arranged as the lines of one matrix."""
+    """Arrangement of several gradients as the rows of one matrix."""
 
     # The gradients follow one another. A row of the matrix is called a line.
 
@@ -95,10 +90,9 @@ class _Layout(msgspec.Struct, frozen=True, eq=False):
 
 
 class LineSums(msgspec.Struct, frozen=True, eq=False):
-    """Random sums of each line of several gradients, one gradient after the other.
+    """Projections of each line of some gradients, one gradient after the other.
 
-    - `counts`: number of lines of each gradient.
-    - `lines`: the sums, of shape (lines, PROJECTIONS), in float64 on the gradients' device.
+    `counts` are the gradients' line counts. `lines` has shape (lines, PROJECTIONS), in float64.
     """
 
     # the host adds up a gradient's lines, because a GPU takes 65 ms to load the operation
@@ -111,7 +105,7 @@ SIGNS = Signs()  # shared by all sketches, so that they can be compared
 
 
 def project(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
-    """Return PROJECTIONS random sums of a gradient, in float64."""
+    """Return the projections of a gradient, in float64."""
     if gradient.is_sparse:
         return _project_sparse(gradient.coalesce(), signs)
     if gradient.numel() <= JOINED:
@@ -137,11 +131,7 @@ def _none(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def sum_lines(gradients: Sequence[torch.Tensor], signs: Signs) -> LineSums:
-    """Return PROJECTIONS random sums of each line of several gradients, in few operations.
-
-    The gradients are dense and have the same dtype and device. All are reshaped to the same line
-    width.
-    """
+    """Return the projections of each line of some gradients of one device and dtype."""
     # a gradient's sums don't depend on the other gradients
     flat = [_flatten(gradient) for gradient in gradients]
     width = _line_width(flat[0])
@@ -153,10 +143,7 @@ def sum_lines(gradients: Sequence[torch.Tensor], signs: Signs) -> LineSums:
 
 
 def add_lines(sums: Sequence[LineSums]) -> list[list[float]]:
-    """Add up the random sums of each gradient's lines, and return them as lists.
-
-    All sums are on one device.
-    """
+    """Return the projections of each gradient, as the totals of its lines."""
     # The sums of all lines are copied to the host together.
     lines = torch.cat([each.lines for each in sums]).cpu().numpy()
     counts = [count for each in sums for count in each.counts]
@@ -180,7 +167,7 @@ def _widen(values: torch.Tensor) -> torch.Tensor:
 
 
 def _project_sparse(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
-    """Return the random sums of a sparse gradient."""
+    """Return the projections of a sparse gradient, equal to those of the dense one."""
     # Each stored row of the gradient is one line. A line's sign depends on its index in the dense
     # gradient, not on the other stored lines.
     lines = torch.zeros(gradient._nnz(), dtype=torch.long, device=gradient.device)
@@ -193,9 +180,12 @@ def _project_sparse(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
 
 
 class GradientSums:
-    """Adds up random sums of the gradients of several losses.
+    """Sums of projected gradients over some passes.
 
-    With `at_once`, there is memory for all gradients of a loss together.
+    Arguments:
+
+    - tensors: trained tensors by name.
+    - at_once: whether memory has room for all gradients at once.
     """
 
     # Without `at_once`, each gradient is summed and freed as soon as it is computed. The host waits
@@ -226,10 +216,13 @@ class GradientSums:
         loss_only: bool = False,
         retain_graph: bool | None = None,
     ) -> None:
-        """Add the gradient of a loss, times `weight`.
+        """Add the gradients of a loss, multiplied by `weight`.
 
-        With `loss_only`, add only the loss itself. `scale` means the same as in Piece.
-        `retain_graph` goes to torch.autograd.grad.
+        Arguments:
+
+        - scale: factor of the loss in its backward pass, if that isn't `weight`.
+        - loss_only: whether to add the loss instead of its gradients.
+        - retain_graph: as in `torch.autograd.grad`.
         """
         scaled = loss * (weight if scale is None else scale)
         value = (loss * weight).detach().double().sum()
@@ -245,7 +238,7 @@ class GradientSums:
         self.add_gradients(self._differentiate(scaled.sum(), trained, retain_graph))
 
     def add_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Compute the random sums of gradients, given by tensor name, and add them."""
+        """Add gradients by name."""
         with torch.no_grad(), without_modes():
             for name, gradient in gradients.items():
                 self._take(name, gradient)
@@ -254,7 +247,7 @@ class GradientSums:
     def _differentiate(
         self, loss: torch.Tensor, trained: Mapping[str, torch.Tensor], retain_graph: bool | None
     ) -> dict[str, torch.Tensor]:
-        """Return a loss's gradients by name, or sum and free each."""
+        """Return the gradients of a loss by name; {} if hooks have already added them."""
         with ExitStack() as stack:
             for name, each in trained.items():
                 if each._backward_hooks or not self._at_once:
@@ -269,7 +262,7 @@ class GradientSums:
         return {name: gradient for name, gradient in pairs if gradient is not None}
 
     def _exchange(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """Add a gradient to the sums, and return zeros in its place."""
+        """Add a gradient as soon as it is computed, and return zeros in its place."""
         # This is a hook of the tensor `name`. The zeros are expanded from a single element, so that
         # the gradient's memory is freed.
         with torch.no_grad(), without_modes():
@@ -282,7 +275,7 @@ class GradientSums:
             return self._zeros[kind].expand(gradient.shape)
 
     def _take(self, name: str, gradient: torch.Tensor) -> None:
-        """Compute a gradient's random sums, now or later together with others."""
+        """Add a gradient, or keep it to be projected with others."""
         # `name` is the name of the gradient's tensor. A small gradient is saved until several can
         # be projected together.
         if gradient.is_sparse or not 0 < gradient.numel() <= self._joined:
@@ -305,10 +298,7 @@ class GradientSums:
         self._size = 0
 
     def sketch(self, computed: Collection[torch.dtype] = ()) -> Sketch:
-        """Copy the sums to the host, and return them as a Sketch.
-
-        `computed` are the dtypes in which the losses were computed.
-        """
+        """Return the sketch; `computed` has the dtypes that the loss was computed in."""
         made = Sketch(loss=math.fsum(read_scalars(self._losses)))
         for device in {sums.lines.device for _, sums in self._sums}:
             own = [(names, sums) for names, sums in self._sums if sums.lines.device == device]
@@ -321,17 +311,14 @@ class GradientSums:
 
 
 def read_scalars(values: Sequence[torch.Tensor]) -> list[float]:
-    """Return the values of scalar tensors as floats.
-
-    The tensors may be on several devices. If all are on one, the host waits for it only once.
-    """
+    """Return the values of scalar tensors, in one copy if they are on one device."""
     if len({value.device for value in values}) == 1:
         return list(torch.stack(list(values)).tolist())
     return [float(value) for value in values]
 
 
 def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:
-    """Return the name of the dtype that limits a gradient's precision."""
+    """Return the name of the precision of a gradient."""
     # `kind` is the gradient's dtype, and `computed` has the dtypes used for the loss. The result is
     # bfloat16 or float16 if that is in `computed`, and otherwise `kind`. For a float64 gradient of
     # a loss that was computed in float32, it is MIXED.
@@ -345,7 +332,7 @@ def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:
 
 @contextmanager
 def _only_hook(tensor: torch.Tensor, function: Callable[[Any], Any] | None) -> Iterator[None]:
-    """Make `function` a tensor's only gradient hook in a `with` block."""
+    """Context manager in which `function` is the only gradient hook of a tensor."""
     # None means no hook. The tensor's other hooks, which belong to the training step, are restored
     # on exit.
     own = dict(tensor._backward_hooks or {})
@@ -362,7 +349,7 @@ def _only_hook(tensor: torch.Tensor, function: Callable[[Any], Any] | None) -> I
 
 
 def _plain(name: str) -> str:
-    """Return a weight's name without the prefixes of DDP and torch.compile."""
+    """Return the name of a weight without the prefixes of wrappers."""
     # The result is the weight's name in the model itself.
     for wrapper in ("_orig_mod.", "module.", "_orig_mod."):
         name = name.removeprefix(wrapper)
@@ -370,9 +357,9 @@ def _plain(name: str) -> str:
 
 
 def name_tensors(models: Iterable[Any], others: Iterable[torch.Tensor] = ()) -> dict[str, Any]:
-    """Return all trained tensors, by name.
+    """Return the trained parameters of the models, and other trained tensors, by name.
 
-    `others` are tensors that optimizers train; they are named by index and shape.
+    Other tensors are named by index and shape.
     """
     # A parameter has its name in the model. If there are several models, the model's number,
     # counted from 1, is appended.

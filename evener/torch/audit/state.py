@@ -1,7 +1,4 @@
-"""Save the state that changes when a loss is computed, and restore it afterwards.
-
-The state has attributes, buffers, counters, metrics and random number generators, but no gradients.
-"""
+"""Save and restore attributes of modules that a pass changes."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ _EMPTY = ()  # restores a container that was empty
 
 
 class _Items(msgspec.Struct, frozen=True, eq=False):
-    """The saved content of a dict, list or deque."""
+    """Content of a list, dict or deque, to restore it."""
 
     keys: list[Any] | None  # the keys of a dict; None for others
     items: list[Any]
@@ -37,10 +34,7 @@ class _Items(msgspec.Struct, frozen=True, eq=False):
 
 @contextmanager
 def kept_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Iterator[None]:
-    """Restore the holders' attributes and frozen weights after a `with` block.
-
-    See `keep_with_frozen`.
-    """
+    """Context manager that restores the attributes of `holders`, except the objects in `apart`."""
     restore = keep_with_frozen(*holders, apart=apart)
     try:
         yield
@@ -49,10 +43,9 @@ def kept_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Iterator[None]:
 
 
 def keep_with_frozen(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], None]:
-    """Save the attributes and frozen weights of objects; return a function that restores them.
+    """Save attributes and frozen parameters, and return a function that restores them.
 
-    Trained parameters and objects in `apart` aren't saved. The function may be called several
-    times.
+    Objects in `apart` are left out.
     """
     # Attributes, such as counters, lists, buffers and metrics, are restored in place. A model may
     # update frozen parameters itself, for example with a momentum encoder. They are saved unless
@@ -69,7 +62,7 @@ def keep_with_frozen(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], N
 
 
 def _copy_frozen(holders: Iterable[Any]) -> list[Any]:
-    """Copy the frozen weights, unless they are most of the weights."""
+    """Return the frozen parameters with copies, or [] if they are most of the weights."""
     every = [
         each
         for holder in holders
@@ -82,9 +75,9 @@ def _copy_frozen(holders: Iterable[Any]) -> list[Any]:
 
 
 def keep_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], None]:
-    """Save the attributes of all holders; return a function that restores them in place.
+    """Save attributes of objects, and return a function that restores them.
 
-    Parameters and objects in `apart` aren't saved.
+    Objects in `apart` are left out, and so are parameters.
     """
     memo: dict[int, Any] = {id(each): None for each in apart}  # ids of objects to skip
     for each in holders:
@@ -101,9 +94,9 @@ def keep_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], No
 
 @contextmanager
 def kept_state(holders: Iterable[Any] = (), apart: Iterable[Any] = ()) -> Iterator[None]:
-    """Restore the holders' attributes and all random states after a `with` block.
+    """Context manager that restores random generators and the attributes of `holders`.
 
-    A module's submodules are restored, too. Objects in `apart` are left out.
+    Modules include their submodules. Objects in `apart` are left out.
     """
     modules = [
         part
@@ -119,10 +112,9 @@ def kept_state(holders: Iterable[Any] = (), apart: Iterable[Any] = ()) -> Iterat
 
 
 def copy_data(value: Any, memo: dict[int, Any], most_bytes: float = math.inf) -> Any:
-    """Return the data that `restore_value` needs to restore a value in place.
+    """Return what `restore_value` needs to restore data in place, or None if it can't change.
 
-    Return None for a value that isn't copied. Objects with an id in `memo` are skipped; copied
-    objects are added to it.
+    `memo` has the ids of objects to skip.
     """
     # Numbers and tensors of more than `most_bytes` aren't copied, for example. Skipped objects are
     # already copied or mustn't be copied.
@@ -156,7 +148,7 @@ def _copy_items(value: Any, memo: dict[int, Any], most_bytes: float) -> _Items:
 
 
 def _copy_tensor(value: torch.Tensor, memo: dict[int, Any], most_bytes: float) -> Any:
-    """Return a tensor's version and a copy; None if it isn't copied."""
+    """Return a tensor's version and copy, or None if it isn't copied."""
     # not copied: a parameter, one that requires a gradient, was made in inference mode, has more
     # than `most_bytes`, or has no memory, such as weights that FSDP1 has freed
     if isinstance(value, torch.nn.Parameter) or value.requires_grad or value.is_inference():
@@ -170,10 +162,7 @@ def _copy_tensor(value: torch.Tensor, memo: dict[int, Any], most_bytes: float) -
 
 
 def restore_value(value: Any, was: Any) -> None:
-    """Restore a value in place from `was`, the result of `copy_data`.
-
-    Nothing happens if `was` is None.
-    """
+    """Restore a value in place from `was`, the result of `copy_data`; None does nothing."""
     if was is None:
         return
     if was is _EMPTY:

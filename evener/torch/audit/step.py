@@ -1,8 +1,4 @@
-"""The audit of one step: compute a gradient in two ways, and explain a difference.
-
-The reference is the gradient of a few rows at once, as on a single device. The other gradient is
-computed in parts, as in the training run.
-"""
+"""Audit a training step: compare the gradient of one device with that of unequal shares."""
 
 from __future__ import annotations
 
@@ -38,17 +34,14 @@ NEAR = 1e-5  # relative difference of two losses that are equal except for round
 
 
 class AuditChange(msgspec.Struct, frozen=True, eq=False):
-    """An audit's two computations, with one possible cause of a difference removed.
-
-    If the gradients then agree, the difference has that cause.
-    """
+    """What would be computed without a certain cause of a difference."""
 
     trained: Computation  # the training run's computation without the cause
     reference: Computation | None = None  # the reference without it; None if that is the same
 
 
 class Computations(msgspec.Struct, frozen=True, eq=False):
-    """The computations of a few rows that an audit compares."""
+    """What an audit computes: the right gradient, the actual one, and variants to find a cause."""
 
     reference: Computation  # the correct computation
     trained: Computation  # the training run's computation
@@ -60,7 +53,7 @@ class Computations(msgspec.Struct, frozen=True, eq=False):
 
 
 class Audited(msgspec.Struct, frozen=True):
-    """The result of an audit."""
+    """Result of an audit."""
 
     difference: GradientDifference | None  # between the two gradients
     cause: str  # the difference's likeliest cause, or ""
@@ -78,10 +71,10 @@ class Audited(msgspec.Struct, frozen=True):
 
 
 def audit(sketcher: GradientSketcher, computations: Computations, moves: bool = False) -> Audited:
-    """Compare the gradient of a reference computation with the training run's.
+    """Compare the gradients of two computations, and find the likeliest cause of a difference.
 
-    If gradients can't be computed, only the losses are compared. `moves` is passed to
-    `GradientSketcher.open`.
+    If gradients can't be computed apart from a step, losses are compared. With `moves`, noise is
+    added to weights that have a single value throughout.
     """
     # reentrant checkpoints, for example, don't support torch.autograd.grad
     try:
@@ -100,7 +93,7 @@ def audit(sketcher: GradientSketcher, computations: Computations, moves: bool = 
 def _try_quick_passes(
     sketcher: GradientSketcher, computations: Computations, moves: bool
 ) -> Audited | None:
-    """Audit with quick passes; None if they fail or find a difference."""
+    """Return the result of an audit by quick passes, or None if they don't show agreement."""
     if not sketcher.may_be_quick:
         return None
     with sketcher.open(moves):
@@ -120,7 +113,7 @@ def _audit(sketcher: GradientSketcher, computations: Computations, moves: bool) 
 
 
 class _Comparison:
-    """Compares the gradients of two computations."""
+    """Comparison of two gradients."""
 
     # both gradients are computed on creation, and more gradients to explain a difference
 
@@ -136,7 +129,7 @@ class _Comparison:
         self._noises: Mapping[str, float] | None = None
 
     def judge(self) -> Audited:
-        """Compare both gradients, and explain a difference beyond rounding."""
+        """Return the result of the audit."""
         sketcher, computation = self._sketcher, self._computations.reference
         if compare(self._reference, self._trained) is None and not sketcher.measures:
             return self._result()
@@ -149,7 +142,7 @@ class _Comparison:
         return self._result() if difference is None else self._explain_difference(difference)
 
     def _explain_difference(self, difference: GradientDifference) -> Audited:
-        """Return a result that names the cause of a difference."""
+        """Return the result for gradients that differ, with the likeliest cause."""
         changes = self._computations.changes
         answers = {name: partial(self._is_right, each) for name, each in changes.items()}
         # if random numbers may explain the difference, the result has none
@@ -164,12 +157,12 @@ class _Comparison:
         return self._result(difference, cause)
 
     def _do_draws_matter(self) -> bool:
-        """True if another random seed changes the reference gradient."""
+        """Return whether the gradient depends on the random numbers drawn."""
         others = self._sketcher.sketch(self._computations.reference, seed=SEED + 1)
         return compare(self._reference, others, self._repeats) is not None
 
     def _is_right(self, change: AuditChange) -> bool:
-        """True if the gradients agree once a possible cause is removed."""
+        """Return whether gradients agree without a certain cause."""
         wanted = self._reference
         if change.reference is not None:
             wanted = self._sketcher.sketch(change.reference)
@@ -196,7 +189,7 @@ class _Comparison:
 def _report_agreement(
     sketcher: GradientSketcher, computations: Computations, reference: Sketch
 ) -> Audited:
-    """Return the result of an audit that found no difference."""
+    """Return the result for gradients that agree."""
     return Audited(
         difference=None,
         cause="",
@@ -212,9 +205,10 @@ def _report_agreement(
 def compare_losses(
     sketcher: GradientSketcher, computations: Computations
 ) -> tuple[GradientDifference, str] | None:
-    """Compare the losses of the reference and of the training step, instead of their gradients.
+    """Compare only the losses of two computations, each computed once.
 
-    Return the difference and its likeliest cause, or None if there is no difference.
+    The result is None if they agree, else the difference and its likeliest cause: "sum" if the loss
+    is a sum over rows, or "rows".
     """
     # everything is computed once, so a fixed multiple of the dtype's precision is allowed for
     # rounding

@@ -114,7 +114,8 @@ class HostClock:
 class GpuClock:
     """Clock for training on a GPU; its marks are CUDA events on the current stream.
 
-    `make_event` and `find_stream` are replaced in tests.
+    A `device` of None means the current one. `make_event` creates an event, and `find_stream`
+    returns a device's current stream.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class TimedStep(NamedTuple):
 
 
 class _CpuTimes:
-    """CPU time that the loop's thread and the process used in a batch."""
+    """CPU seconds that the loop's thread and the process used in a batch; NaN until known."""
 
     def __init__(self, clock: Any, idle_s: float, stands_for: int) -> None:
         # CPU times are measured in only some timed batches. This batch represents all batches since
@@ -356,7 +357,7 @@ class StepTimer:
             self._choose_at = 0
 
     def disturb(self) -> None:
-        """Mark the current step as unusual, because evener checks a loss or memory ran out."""
+        """Exclude the current step from statistics, for example while its loss is audited."""
         self._disturbed = True
 
     def _enter(self, doing: Phase, *after: Phase) -> None:
@@ -394,7 +395,7 @@ class StepTimer:
             self._untimed.files_s += time.perf_counter() - began_s
 
     def _count_written(self) -> int:
-        """Return the bytes written since the last call."""
+        """Return the bytes that the loop's thread has written since the last call."""
         if self._writes is None:
             # no batch has begun yet
             return 0
@@ -578,11 +579,7 @@ class StepTimer:
             self._enter(before, SUM)
 
     def begin_wait(self) -> bool:
-        """Begin to wait for other ranks within a pass, as a sharded model does.
-
-        Return True if this interrupts own work; then call `end_wait`. In other phases, nothing
-        happens and the result is False.
-        """
+        """Begin a wait for other ranks if the pass is computing, and return whether it was."""
         if self._doing == OWN:
             self._doing = SUM
             return True
@@ -607,7 +604,8 @@ class StepTimer:
     def finish(self) -> bool:
         """End the current batch when the loop requests the next one.
 
-        The result is whether its gradients were computed.
+        The result is whether its gradients were computed. A second call before the next batch
+        begins returns False.
         """
         counts = self._computed or self._applied
         if self._doing is not None:
@@ -730,7 +728,7 @@ class StepTimer:
                 self._clock.reuse(_list_marks(marked))
 
     def _add_to_sums(self, marked: _MarkedStep, spent: _StepDurations) -> None:
-        """Add a timed batch to `sums`, also for the untimed ones before."""
+        """Add the durations of a timed batch, and of the batches it represents, to the totals."""
         # `marked` is the batch, and `spent` has its times. They are weighted by the number of
         # batches that the timed one represents. But files and validation are measured in every
         # batch, and each measurement of idle time covers all batches since the previous one. So
@@ -759,7 +757,10 @@ class StepTimer:
         return sum(known) / len(known) if known else -1.0
 
     def medians(self) -> tuple[DeviceTimes, Details]:
-        """Return the medians of the last steps for the monitor."""
+        """Return the median times of the last steps in seconds, or 0 where unknown.
+
+        The first result has the compute and waiting time, the second the whole step's times.
+        """
         steps = self.last()
         own, waiting, inputs, times, between = (
             [value for step in steps if not math.isnan(value := getattr(step, name))]
@@ -789,7 +790,7 @@ class StepTimer:
         )
 
     def _make_timed_step(self, marked: _MarkedStep, spent: _StepDurations) -> TimedStep:
-        """Return a step with its durations."""
+        """Return a step with its durations, NaN where one is unknown."""
         phase_seconds = _list_ended_phases(marked, spent)
         own_s, waiting_s = (phase_seconds.get(phase, math.nan) for phase in (OWN, SUM))
         cpu, are_parts_known = marked.cpu, self.has_own_work
@@ -811,7 +812,7 @@ class StepTimer:
     def _list_step_sums(
         self, marked: _MarkedStep, spans: Mapping[Phase, float], input_s: float
     ) -> tuple[float, ...]:
-        """Return a step's durations in the order of StepSums."""
+        """Return a step's durations in seconds, in the order of StepSums."""
         # `spans` has the durations of the step's phases. `input_s` is the time until the step's
         # batch arrived. If a loop began with the step, the time since the previous loop is
         # included. Fetching the loop's first batch is a part of that time, unless `start_loop` was
@@ -848,7 +849,7 @@ class StepTimer:
 
 
 def _list_ended_phases(marked: _MarkedStep, spent: _StepDurations) -> dict[Phase, float]:
-    """Return the seconds of a step's phases, without those after the last mark if it has no end."""
+    """Return the seconds of each phase whose end is known."""
     seconds, last = dict(spent.spans), marked.marks[-1][0]
     if last not in (OWN, SUM, UPDATE):  # nothing marks the end of these phases
         return seconds
@@ -859,7 +860,7 @@ def _list_ended_phases(marked: _MarkedStep, spent: _StepDurations) -> dict[Phase
 
 
 def _add_up_between(phase_seconds: Mapping[Phase, float]) -> float:
-    """Return the seconds between the backward pass and the next batch; NaN if unknown."""
+    """Return the seconds between two steps, NaN if unknown."""
     phases: tuple[Phase, ...] = (PREPARATION, BETWEEN, FILES, VALIDATION)
     between = [phase_seconds[phase] for phase in phases if phase in phase_seconds]
     return sum(between) if between else math.nan
@@ -889,7 +890,7 @@ def _positive(seconds: float) -> float:
 def _total_phases(
     seconds: Callable[[Any, Any], float], marks: Sequence[tuple[Phase, Any]], end: Any
 ) -> tuple[dict[Phase, float], float]:
-    """Return the total duration of each phase, and the duration of the last one."""
+    """Return the total seconds of each phase, and the seconds of the last one."""
     # A phase may occur several times. The first begins at the first mark, and the last goes on
     # until `end`. `seconds` measures the time between two marks.
     took_s = 0.0
@@ -914,7 +915,7 @@ def _add_last_batch(spans: dict[Phase, float], rest_s: float, batches: int) -> N
 
 
 def _last_batch_seconds(others_s: float, batches: int) -> float:
-    """Return the estimated time of a validation's last batch, from the mean of the others."""
+    """Return the estimated seconds of a validation's last batch: the mean of the others."""
     return others_s / (batches - 1) if batches > 1 else 0.0
 
 
@@ -925,7 +926,7 @@ def _is_after_sum(marks: Sequence[tuple[Phase, Any]]) -> bool:
 
 
 def _join_parts(sums: Sequence[float]) -> tuple[float, float, float, float]:
-    """Return a step's times for input, computing, waiting for other ranks and between steps."""
+    """Return a step's seconds for input, computing, waiting for other ranks and between steps."""
     # These are the wait for the batch, the compute time (own work), the wait for other ranks, and
     # the time between steps. `sums` has the step's times in the order of StepSums' fields. If ranks
     # wait for each other within a pass, that counts as compute time.

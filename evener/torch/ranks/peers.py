@@ -146,7 +146,10 @@ class PeerWatcher:
             return True
 
     def explain(self) -> str:
-        """Return which rank was lost and why, after a collective has failed."""
+        """Return which rank was lost and why, after a collective has failed.
+
+        This waits up to 3 seconds for other ranks' exit notes.
+        """
         self._noted_error, silent, end = "lost", self._ranks, time.monotonic() + WAIT_SECONDS
         with suppress(RuntimeError):
             self._store.set(self._key("lost", self._rank), "")
@@ -301,7 +304,7 @@ def explain_failure(error: BaseException) -> None:
 
 
 def describe_error(error: BaseException | None) -> str:
-    """Return an error as one line of text; "" for None and for sys.exit()."""
+    """Return an error's class and the first line of its message; "" for None and `sys.exit()`."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     line = str(error).strip().partition("\n")[0]

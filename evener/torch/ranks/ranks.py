@@ -48,9 +48,9 @@ class ProcessRank(msgspec.Struct, frozen=True):
 
 
 def find_process_rank() -> ProcessRank:
-    """Return this process's rank, from the process group or from torchrun's environment variables.
+    """Return this process's rank, from the process group or torchrun's environment.
 
-    Raises PlanError if the variables are incomplete or invalid.
+    Raises PlanError if torchrun's variables are incomplete or invalid.
     """
     if dist.is_available() and dist.is_initialized():
         return ProcessRank(
@@ -97,7 +97,9 @@ def visible_gpus() -> dict[str, int]:
 
 
 def choose_device(share: Share | None, process: ProcessRank, gpus: dict[str, int]) -> Any:
-    """Return the device of a share, or without one the GPU of the local rank, else the CPU.
+    """Return the device of this process.
+
+    It is the device of `share`, or without one the GPU whose index is the local rank, else the CPU.
 
     `gpus` has indices by UUID. Raises DeviceError if the plan's GPU isn't there.
     """
@@ -126,7 +128,7 @@ def is_cpu(share: Share) -> bool:
 def claim_device(device: Any, share: Share | None, trainings: int = 1) -> None:
     """Set the device, threads and memory allocation of this process for training.
 
-    `trainings` is the number of processes on the device.
+    `share` is None without a plan. `trainings` is the number of processes on the device.
     """
     # a GPU becomes the current device; a process for a CPU slice is pinned to its cores, with one
     # thread per core, unless evener launch has already done so
@@ -328,7 +330,8 @@ def find_shares(
     - ratios: relative shares of the ranks, in place of a plan.
     - global_batch: rows per batch over all ranks, if not the plan's.
     - options: options that have to be equal on all ranks.
-    - strict: whether differences between the plan and this machine are errors.
+    - strict: whether to raise PlanError, instead of a warning, if the plan was made on other
+      devices.
     - device: this process's device, if the caller has chosen it.
 
     Raises PlanError, RequestError or DeviceError if the shares can't be applied here.
@@ -390,7 +393,10 @@ def _name_gpu(device: Any, gpus: Mapping[str, int]) -> str:
 def _gather_agreed_infos(
     own: RankInfo, process: ProcessRank, options: Mapping[str, bool | str]
 ) -> list[RankInfo]:
-    """Return what all ranks tell about themselves, after checking that they agree."""
+    """Return what all ranks tell about themselves.
+
+    Raises RequestError or PlanError on every rank if their plans or options differ.
+    """
     training = secrets.token_hex(8)
     own = msgspec.structs.replace(own, options=dict(options), training=training)
     ranks = gather_infos(own, process)

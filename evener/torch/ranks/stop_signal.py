@@ -70,7 +70,7 @@ class StopSignal:
         return self._agreed
 
     def _check_all(self) -> None:
-        """All-reduce whether any rank has received SIGTERM."""
+        """Ask all ranks for the signal, and agree on the step of the next all-reduce."""
         now = time.monotonic()
         step_seconds = max(now - self._checked_at, 1e-9) / self._steps_between
         steps = max(1, min(MOST_STEPS, 2 * self._steps_between, int(CHECK_SECONDS / step_seconds)))

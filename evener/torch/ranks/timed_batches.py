@@ -17,7 +17,7 @@ GOLDEN, RANGE = 2654435761, 1 << 32  # multiples of the golden ratio are spread 
 
 
 class Rate(NamedTuple):
-    """How often batches are timed: every `seconds`, and at least every `most_stride` batches."""
+    """How often batches are timed: once in `seconds`, but at least one in `most_stride` batches."""
 
     seconds: float
     most_stride: int  # a power of 2
@@ -31,7 +31,7 @@ IF_HOST_LIMITS = Rate(2.0, 8)
 class TimedBatches:
     """Chooses one batch of every `stride` to be timed.
 
-    `first_stride` holds until batches have been timed for a while.
+    `stride` begins as `first_stride`, and then follows `rate`. `clock` returns seconds.
     """
 
     # The timed position differs from group to group. So if batches form a cycle, such as those of
