@@ -761,7 +761,7 @@ class TrainingAudits:
         self._apply(Action.REFUSE if strict else Action.WARN, worst)
 
     def _warn_of_guesses(self, every: Sequence[RankVerdict]) -> None:
-        """Warn if a difference may come from a number that counts rows."""
+        """Warn if a difference may come from a constant that counts rows."""
         guessed = any(each.message and not each.certain for each in every)
         if guessed and not any(each.fine for each in every):
             self._warn_once(NOT_AUDITED.format(MAY_COUNT) + self.question)
@@ -810,7 +810,7 @@ class TrainingAudits:
         return RankVerdict(message, self.remedies["state"], difference.relative)
 
     def _compare_numbers(self, every: Sequence[list[Number]]) -> None:
-        """Warn if ranks use different numbers in their losses."""
+        """Warn if ranks use different numeric constants in their losses."""
         # `every` has each rank's numbers, in the order in which its loss uses them. Not compared if
         # some ranks have used more numbers than others.
         if len({len(each) for each in every}) != 1:

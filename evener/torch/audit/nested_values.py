@@ -48,7 +48,7 @@ def leaves_in(data: Any) -> list[Any]:
 
 
 def is_arithmetic(function: Any) -> bool:
-    """Return whether a function computes with numbers among its arguments, such as `mul`."""
+    """Return whether a function such as `mul` computes with numeric arguments."""
     name = str(getattr(function, "__name__", "")).strip("_").removeprefix("foreach_")
     return bool({name, name[1:]} & _ARITHMETIC)
 

@@ -430,7 +430,7 @@ _NUMPY = _NumpyState()
 
 
 def digest_draws() -> int:
-    """Return a number that changes when Python's or NumPy's generator is used."""
+    """Return a hash that changes when Python's or NumPy's generator is used."""
     drawn: Any = numpy.random.get_state()
     return hash((random.getstate(), drawn[1].tobytes(), drawn[2]))
 

@@ -254,7 +254,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _record_number_use(self, function: Any, given: Any) -> None:
-        """Record numbers used in arithmetic with weights or gradients."""
+        """Record the numeric constants in arithmetic with weights or gradients."""
         # an example is the decay rate in a moving average of the weights
         if not is_arithmetic(function):
             return
@@ -357,7 +357,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return self._first_read is not None and place >= self._first_read
 
     def _may_use_read(self, place: int) -> bool:
-        """Return whether a call may use a number that was read from a model's result."""
+        """Return whether a call may use a value that was read from a model's result."""
         # `place` is the index of the call. The program reads it with `item()`, for example, and may
         # compute a number for the call.
         entry = self._tape[place]
@@ -367,7 +367,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return self._is_after_read(place) and any(isinstance(each, float) for each in given)
 
     def _find_numbers(self, entry: WrittenCall) -> list[Number]:
-        """Return the numbers by which a call changes results of the model."""
+        """Return the numeric constants that a call combines with results of the model."""
         # The numbers are the factors, divisors and summands of arithmetic, and summaries of small
         # tensors such as task weights.
         arguments = leaves_in((entry.arguments, entry.keywords))
@@ -403,7 +403,7 @@ def _sum_up(tensor: torch.Tensor) -> list[float]:
 
 
 class Number(msgspec.Struct, frozen=True):
-    """A number in a record, with the file and line where it was used."""
+    """A numeric constant in a record, with the file and line where it was used."""
 
     value: float
     place: str
@@ -418,8 +418,8 @@ class LossRecord:
     - entries: the calls, in order.
     - value: value of the loss.
     - random: state of the random generators before the first call.
-    - numbers: numbers in the calls.
-    - reads: whether a call may use a number that was read from a model's result.
+    - numbers: numeric constants in the calls.
+    - reads: whether a call may use a value that was read from a model's result.
     - objects: objects in the batch that have tensors.
     """
 
@@ -449,7 +449,7 @@ class LossRecord:
     def compute(self, batch: Any, rows: int, counts: int = AS_WRITTEN) -> torch.Tensor:
         """Compute the loss again for a batch of `rows` rows.
 
-        `counts` says which numbers in the calls are multiplied with the number of rows: none
+        `counts` says which constants in the calls change with the number of rows: none
         (AS_WRITTEN), the row count itself (ROW_COUNTS), or its multiples too (MULTIPLES). Raises
         ValueError if the batch has other tensors.
         """
@@ -467,7 +467,7 @@ class LossRecord:
         return made
 
     def may_count_rows(self) -> bool:
-        """Return whether a number in the calls may be a count of rows."""
+        """Return whether a constant in the calls may be a count of rows."""
         return any(may_count(self.rows, number.value) for number in self.numbers)
 
     def has_other_rows(self) -> bool:
@@ -579,7 +579,7 @@ def replay(
 
     - known: replacements of tensors by id, extended with the results.
     - rows: number of rows in the new batch.
-    - number: converts each number among the arguments.
+    - number: converts each numeric argument.
     - fresh: replacements of objects, by class; None for an object that can't be replaced.
     """
     # Numbers are converted because they may be counts of rows. Random generators that the program

@@ -52,7 +52,7 @@ def audit_record(
     - rows: selections of rows, the preferred one first.
     - sketcher: returns a new sketcher.
     - computations: returns what to compute for a selection.
-    - counts: which numbers in the record to treat as counts of rows, tried in this order.
+    - counts: which constants in the record to treat as counts of rows, tried in this order.
     - moves: whether to add noise to weights that have a single value throughout.
 
     Raises RequestError if the loss communicates with other ranks.
@@ -85,7 +85,7 @@ def audit_record(
 
 
 class _Interpretations:
-    """Audits of one selection of rows under different assumptions about the record's numbers."""
+    """Audits of one selection of rows, with different readings of the record's constants."""
 
     # An assumption says which numbers in the record are counts of rows. The rows are the same.
 

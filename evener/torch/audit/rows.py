@@ -61,8 +61,8 @@ def fetch_rows(
 ) -> FewRows | None:
     """Return up to `most` different rows of a data set, collated whole and in parts, or None.
 
-    They are chosen from the rows with the indices `numbers`; None means that there are fewer than
-    two.
+    They are chosen from the rows with the indices `numbers`. The result is None if there are fewer
+    than two.
     """
 
     def collated(items: Sequence[Any], seed: int = SEED) -> Any:
@@ -180,7 +180,7 @@ def _choose(items: Sequence[Any], signs: Sequence[tuple[float, ...]], most: int)
 def spread_places(signs: Sequence[tuple[float, ...]], most: int = ROWS) -> list[int]:
     """Return the indices of up to `most` rows that differ as much as possible.
 
-    `signs` has numbers for each row, such as its class and length. The number of indices is even.
+    `signs` has features of each row, such as its class and length. The number of indices is even.
     """
     # The indices are sorted by these numbers, so that the first and the second half differ, too.
     # The first rows are enough if all of their numbers vary.
@@ -247,7 +247,7 @@ def _cut(whole: Any, first: int, rows: int) -> tuple[Any, Any] | None:
 
 
 def _sign_item(item: Any, collated: Callable[[Sequence[Any]], Any]) -> tuple[float, ...]:
-    """Return numbers for one row of a data set, such as its class and length."""
+    """Return numeric features of one row of a data set, such as its class and length."""
     # The result is () if the row can't be collated alone. Collating fails, for example, if rows
     # come in pairs.
     try:
