@@ -1,10 +1,4 @@
-"""Private functions and attributes of PyTorch that evener uses, each with its purpose.
-
-All other files use them through this module. tests/evener/test_torch_private.py tries each of them,
-so a new version of PyTorch fails there first. Lightning's private names are in
-evener/lightning_private.py. Those of transformers and accelerate are in
-evener/huggingface/private.py.
-"""
+"""Undocumented parts of PyTorch that evener uses, all in one place."""
 
 from __future__ import annotations
 
@@ -46,12 +40,12 @@ BatchNorm = _BatchNorm  # the base class of all BatchNorms, also of SyncBatchNor
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Call a function when this thread's backward pass ends."""
+    """Call `function` when this thread's backward pass has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def unwrap_compiled(model: Any) -> Any:
-    """Return the module inside torch.compile's wrapper, or `model` itself if not compiled."""
+    """Return the model inside a module that torch.compile returned, or the model itself."""
     return getattr(model, "_orig_mod", model)
 
 
@@ -61,12 +55,7 @@ leave_uncompiled: Callable[[Callable[..., Any]], Callable[..., Any]] = torch._di
 
 
 def leave_modules_uncompiled(names: Iterable[str]) -> None:
-    """Exclude the functions of these modules and packages from torch.compile.
-
-    A compiled function that calls one of them is compiled in parts, around that call. Unlike with
-    `leave_uncompiled`, a call takes no more time, and functions of other modules that they call are
-    compiled. Without torch.compile, the compiler isn't imported.
-    """
+    """Exclude modules, by name, from torch.compile."""
 
     def skip(rules: Any) -> None:
         for name in names:
@@ -76,16 +65,13 @@ def leave_modules_uncompiled(names: Iterable[str]) -> None:
 
 
 def take_apart(outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the items of nested outputs, and a function that nests such a list again.
-
-    An object that PyTorch can't flatten is a single item.
-    """
+    """Return the leaves of nested outputs, and a function that builds outputs from other leaves."""
     leaves, spec = pytree.tree_flatten(outputs)
     return leaves, lambda items: pytree.tree_unflatten(items, spec)
 
 
 def gradient_hooks(parameter: Any) -> list[int]:
-    """Return the ids of the hooks on a parameter's gradient, in order of registration."""
+    """Return the ids of a parameter's gradient hooks."""
     both = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     return [hook for hooks in both if hooks for hook in hooks]
 
@@ -95,11 +81,10 @@ _VIRTUAL_MEMORY = 102
 
 
 def grow_segments(gpu: int) -> None:
-    """Make PyTorch's allocator of GPU memory enlarge its segments instead of adding new ones.
+    """Let the CUDA allocator grow its segments, which avoids fragmentation.
 
-    This leaves fewer fragments. `gpu` is the number of this process's GPU. Nothing is changed if
-    that GPU can't do it, if the allocator already has settings, or if this version of PyTorch can't
-    change them.
+    Nothing changes if the allocator already has settings, or if the GPU can't map memory in pieces,
+    as some virtual GPUs can't. `gpu` is its index.
     """
     settings = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "unknown")()
     if not settings and _has_virtual_memory(gpu):
@@ -108,11 +93,7 @@ def grow_segments(gpu: int) -> None:
 
 
 def _has_virtual_memory(gpu: int) -> bool:
-    """True if CUDA can map more memory behind an allocation on this GPU.
-
-    Many virtual GPUs (vGPU) can't; there, growing segments would fail with "operation not
-    supported".
-    """
+    """Return whether a GPU supports CUDA's virtual memory management."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -127,19 +108,19 @@ def _has_virtual_memory(gpu: int) -> bool:
 
 
 def own_parameters(module: Any) -> dict[str, Any]:
-    """Return a module's own parameters by name, without those of its submodules."""
+    """Return the dict in which a module stores its own parameters."""
     found: dict[str, Any] = module._parameters
     return found
 
 
 def own_buffers(module: Any) -> dict[str, Any]:
-    """Return a module's own buffers by name, without those of its submodules."""
+    """Return the dict in which a module stores its own buffers."""
     found: dict[str, Any] = module._buffers
     return found
 
 
 def unsaved_buffers(module: Any) -> set[str]:
-    """Return the names of a module's own buffers that a state_dict leaves out."""
+    """Return the names of a module's buffers that its state dict leaves out."""
     return set(module._non_persistent_buffers_set)
 
 
@@ -152,7 +133,7 @@ UNSCALE = "_unscale_grads_"  # method of GradScaler that divides gradients and r
 
 
 def is_view(tensor: Any) -> bool:
-    """True if a tensor is a view of another tensor, and so can't be resized."""
+    """Return whether a tensor is a view of another."""
     return tensor._base is not None
 
 
@@ -160,43 +141,37 @@ def is_view(tensor: Any) -> bool:
 
 
 def is_loader_iterator(iterator: Any) -> bool:
-    """True for PyTorch's iterator over a DataLoader, or a subclass of it."""
+    """Return whether an object is an iterator of a DataLoader."""
     return isinstance(iterator, _BaseDataLoaderIter)
 
 
 def wrap_next_batch(wrapper: Callable[..., Any]) -> None:
-    """Call `wrapper` each time that a DataLoader's iterator yields a batch.
-
-    It gets the original method, the iterator and the arguments, as wrapt passes them.
-    """
+    """Wrap `__next__` of DataLoader's iterators by a wrapt wrapper."""
     wrap_function_wrapper(_BaseDataLoaderIter, "__next__", wrapper)
 
 
 def count_yielded(iterator: Any) -> int:
-    """Return how many batches of its epoch a DataLoader's iterator has yielded; 0 if unknown."""
+    """Return the number of batches that a DataLoader's iterator has yielded."""
     return getattr(iterator, "_num_yielded", 0)
 
 
 def is_in_ddp_forward() -> bool:
-    """True during the forward pass of a DistributedDataParallel."""
+    """Return whether the forward method of a DistributedDataParallel is running."""
     return getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
 
 
 def needs_own_sums(ddp: Any) -> bool:
-    """True if a DistributedDataParallel has a communication hook or its own mixed precision."""
+    """Return whether a DistributedDataParallel has a communication hook or mixed precision."""
     return bool(ddp._comm_hooks) or ddp.mixed_precision is not None
 
 
 def joins_unevenly(ddp: Any) -> bool:
-    """True inside a DistributedDataParallel's context `join`.
-
-    There, ranks may have different numbers of batches.
-    """
+    """Return whether a DistributedDataParallel is in its `join` context."""
     return bool(ddp._join_config.enable)
 
 
 def ignored_names(module: Any) -> set[str]:
-    """Return the names of parameters and buffers that DistributedDataParallel must ignore."""
+    """Return the names of parameters and buffers that DistributedDataParallel leaves out."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
@@ -204,7 +179,7 @@ def ignored_names(module: Any) -> set[str]:
 
 
 def free_gathered(models: Iterable[Any]) -> None:
-    """Free the whole weights that FSDP keeps after a forward pass without a backward pass."""
+    """Free the parameters that FSDP has gathered for the models."""
     # FSDP1 and FSDP2 keep them until a backward pass ends, and would otherwise use them even after
     # an optimizer's step has changed the weights
     if "torch.distributed.fsdp" not in sys.modules:
@@ -220,7 +195,7 @@ def free_gathered(models: Iterable[Any]) -> None:
 
 
 def ignores_parameters(model: Any) -> bool:
-    """True if FSDP1 ignores some of a model's parameters."""
+    """Return whether FSDP leaves any of the model's parameters unsharded."""
     return any(bool(getattr(part, "_ignored_params", ())) for part in model.modules())
 
 
@@ -228,23 +203,23 @@ def ignores_parameters(model: Any) -> bool:
 
 
 def default_store() -> Any:
-    """Return the rendezvous store of the default process group."""
+    """Return the store of the default process group."""
     return dist.distributed_c10d._get_default_store()
 
 
 def backend_name(group: Any, device: torch.device) -> str:
-    """Return the name of a process group's backend for tensors on a device."""
+    """Return the name of a group's backend for a device, such as "nccl"."""
     return str(group._get_backend(device).name())
 
 
 def rendezvous_handlers() -> dict[str, Any]:
-    """Return PyTorch's rendezvous handlers by URL scheme."""
+    """Return PyTorch's rendezvous handlers by scheme, such as "env"; changes take effect."""
     found: dict[str, Any] = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
     return found
 
 
 def abort_group() -> None:
-    """Abort the default process group without waiting for the other ranks."""
+    """Abort all process groups without waiting for other ranks."""
     dist.distributed_c10d._abort_process_group()
 
 
@@ -256,11 +231,7 @@ LEAVING = {
 
 
 def count_collectives() -> dict[str, int]:
-    """Return how many collectives this process has started, for each group and device type.
-
-    A key is the group's name, a space and the device type. Groups of a single rank are left out, as
-    are groups whose backend keeps no count.
-    """
+    """Return the number of collectives that each process group has started, by group and device."""
     groups = [group for group in list(dist.distributed_c10d._world.pg_map) if group.size() > 1]
     every = {
         group._get_backend(device): (group, device)
@@ -277,10 +248,9 @@ def count_collectives() -> dict[str, int]:
 def broadcast_each(
     tensors: Sequence[torch.Tensor], group: Any, most_bytes: int, source: int = 0
 ) -> None:
-    """Broadcast tensors from one rank, `source`, to all ranks of a group.
+    """Broadcast tensors of one device from rank `source` of a group.
 
-    All tensors are on one device. Each collective sends up to `most_bytes`. A `group` of None is
-    the default group.
+    A `group` of None is the default group. Each collective sends up to `most_bytes` bytes.
     """
     chosen = dist.group.WORLD if group is None else group
     dist._broadcast_coalesced(chosen, list(tensors), most_bytes, source)
