@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -318,9 +318,13 @@ class Backend(Protocol):
         hidden = f"{self.visible_variable}={variables.get(self.visible_variable)!r}"
         return choose_devices(listing, terms, self.visible(listing.devices, variables), hidden)
 
-    def has_started_driver(self) -> bool:
-        """True if this process has started the driver to compute, so it can't be forked."""
-        return False
+    def has_started_driver(self, files: Collection[str]) -> bool:
+        """True if this process has started the driver to compute, so it can't be forked.
+
+        `files` are the names of all files that it has open. By default, a process that has any of
+        the driver's files open has started it.
+        """
+        return any(name.startswith(self.driver_files) for name in files)
 
     def visible(
         self, devices: Sequence[Device], variables: Mapping[str, str]

@@ -42,7 +42,8 @@ FRAMES = 4  # call frames between the user's line and a lookup: os.getenv, get, 
 
 def has_started_driver() -> bool:
     """True if this process has started a device's driver."""
-    return any(backend.has_started_driver() for backend in all_backends())
+    files = [*_open_files().values()]
+    return any(backend.has_started_driver(files) for backend in all_backends())
 
 
 def list_driver_files() -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -101,8 +101,8 @@ class NvidiaGpus(Backend):
     remedy = "Check nvidia-smi and dmesg."
     settle_seconds = 0.12  # the driver's profiler needs at least 0.1 s between samples
 
-    def has_started_driver(self) -> bool:
-        """True if this process has started CUDA. NVML may be in use."""
+    def has_started_driver(self, files: Collection[str]) -> bool:
+        """True if this process has started CUDA. NVML opens the same files."""
         return cuda_library.has_started()
 
     def list_devices(self) -> Listing:

@@ -71,7 +71,8 @@ from types import SimpleNamespace
 from evener.balancer.probes import forkable
 open({folder!r} + "/imported", "a").write("x")
 for backend in forkable.all_backends():
-    backend.driver_files = ({folder!r} + "/nvidia",)
+    if backend.driver_files:
+        backend.driver_files = ({folder!r} + "/nvidia",)
 held = os.open({folder!r} + "/nvidiactl", os.O_CREAT)
 sys.modules["torch"] = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: {answer}))
 """
