@@ -440,7 +440,7 @@ class BaseApp(App[int]):
         self.publisher.set_loads(loads)
 
     def session_samples(self) -> tuple[DeviceSample | None, ...]:
-        """Return the latest reading of each device of the search, None for a device not in it."""
+        """Return the latest reading of each device of the search, or None where there is none."""
         seen = (
             {sample.device.key: sample for sample in self.snapshot.devices}
             if self.snapshot is not None

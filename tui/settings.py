@@ -17,7 +17,7 @@ FILE_NAME = "settings.toml"
 
 
 class AlertSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What raises an alert, and what happens then.
+    """The thresholds of alerts, and what to do when one is raised.
 
     An alert is raised for a device that is throttled for more than `throttled_percent` of the time,
     and for a training run below `plan_percent` of its plan's samples/s.

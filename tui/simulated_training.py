@@ -1,4 +1,4 @@
-"""A simulated training run for the demo, on two devices of which the first gets hot."""
+"""A simulated training run for the demo, on two devices; the first one gets hot."""
 
 from __future__ import annotations
 

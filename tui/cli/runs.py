@@ -173,7 +173,7 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
 
 
 def _list_devices(summary: RunSummary) -> str:
-    """List the devices of a run in at most 40 characters."""
+    """List the devices of a run briefly."""
     # A training's devices are given by their product names, each with its count.
     if summary.kind == "training":
         return plain(brief_devices(summary.devices), _WIDEST_TEXT)
@@ -317,7 +317,10 @@ def delete_runs(
 
 
 def _delete(found: Sequence[str], yes: bool) -> None:
-    """Delete runs, after a confirmation unless `yes`; RequestError if nobody can be asked."""
+    """Delete runs, after a confirmation unless `yes`.
+
+    Raises RequestError without `yes` if standard input is no terminal.
+    """
     if not yes:
         if not sys.stdin.isatty():
             raise RequestError(
@@ -416,7 +419,7 @@ def replay(
 def print_events(events: Iterable[Event]) -> Finished | None:
     """Print the events of a run, and its result at the end.
 
-    Returns the last event, or None if the run has no result.
+    Returns the event that ended the search, or None if the run has no result.
     """
     state = SessionState()
     for event in events:

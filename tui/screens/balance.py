@@ -54,7 +54,7 @@ class BalanceScreen(RunActions, PanelScreen):
             yield BalanceView(self.result_keys)
 
     def on_mount(self) -> None:
-        """Follow the search and the device readings, and focus the list of models."""
+        """Subscribe to the search and the device readings, and focus the list of models."""
         self.watch(self.app, "balance", self._followed)
         self.watch(self.app, "snapshot", self._sampled, init=False)
         self.watch(self.app, "start_fault", self.query_one(BalanceForm).complain, init=False)
@@ -109,7 +109,7 @@ class BalanceScreen(RunActions, PanelScreen):
         self.redraw()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Return whether an action is possible in the present state of the search."""
+        """Return whether an action is possible in the current state of the search."""
         if self.evener.replays and action in NOT_IN_REPLAYS:
             return False
         if action in ("pause", "stop"):

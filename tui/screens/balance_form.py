@@ -141,7 +141,7 @@ def list_models(found: Sequence[str], last: RunSummary | None, now: float) -> li
 
     - `found`: functions found in the current folder, as file.py:function.
     - `last`: the last search for a model of the user's own, whose model is listed first.
-    - `now`: the present time in Unix seconds.
+    - `now`: the current time in Unix seconds.
     """
     models: list[Model] = []
     if last is not None:
@@ -315,7 +315,7 @@ class BalanceForm(UsesApp, Vertical):
         self.show_rows()
 
     def show_rows(self) -> None:
-        """Show the fields that the present choices need, and hide the others."""
+        """Show the fields that the current choices need, and hide the others."""
         # The path is needed for "another file", and the other rows are under "more". Of these, the
         # layouts are needed for a comparison, and the largest slowdown for an objective that
         # accepts lower speed.

@@ -110,7 +110,7 @@ class SnapshotScreen(PanelScreen):
         return "paused" if self._paused_at is not None else ""
 
     def on_mount(self) -> None:
-        """Focus the first list, and follow new readings."""
+        """Focus the first list, and redraw at each new reading."""
         self.query_one(ListPanel).focus()
         self.watch(self.app, "snapshot", self._sampled, init=False)
 
@@ -135,7 +135,7 @@ class SnapshotScreen(PanelScreen):
         return action != "pause" or parameters[0] is (self._paused_at is None)
 
     def action_pause(self, paused: bool) -> None:
-        """Keep the present reading on the screen, or follow new readings again."""
+        """Keep the current reading on the screen, or show new ones again."""
         self._paused_at = self.evener.snapshot if paused else None
         self.refresh_bindings()
         self.redraw()
@@ -207,7 +207,7 @@ class TopBar(Lines):
         self.shown = shown
 
     def on_mount(self) -> None:
-        """Follow new readings."""
+        """Redraw the line at each new reading."""
         self.watch(self.app, "snapshot", self._sampled, init=False)
 
     def _sampled(self) -> None:
@@ -231,7 +231,7 @@ class KeysBar(Lines):
         super().__init__(id="keys", classes="bar")
 
     def on_mount(self) -> None:
-        """Follow changes of the key bindings."""
+        """Redraw the line whenever the key bindings change."""
         self.screen.bindings_updated_signal.subscribe(self, lambda _: self.redraw())
 
     def redraw(self) -> None:

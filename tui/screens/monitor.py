@@ -67,7 +67,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         yield self.filter_field()
 
     def redraw(self) -> None:
-        """Draw the reading, unless there is none yet."""
+        """Redraw the screen from the shown reading; does nothing before the first one."""
         snapshot = self.shown
         if snapshot is None:
             return
@@ -229,7 +229,7 @@ STAY_SECONDS = 4.0  # seconds that the row of an ended process stays
 
 
 class DevicePanel(ListPanel[PanelRow]):
-    """Table of the devices, grouped by host if there are several."""
+    """Table of the devices, grouped by host on a cluster."""
 
     OPEN = "screen.open_device"
 

@@ -99,7 +99,7 @@ class RunsScreen(RunActions, SortedScreen):
         yield self.filter_field()
 
     def on_mount(self) -> None:
-        """Focus the table, and follow the search."""
+        """Focus the table, and subscribe to the search."""
         self.query_one(RunPanel).focus()
         self.watch(self.app, "balance", self._followed, init=False)
 

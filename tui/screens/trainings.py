@@ -58,7 +58,7 @@ class TrainingsScreen(SnapshotScreen):
         yield Lines("Log", id="training-log", classes="panel")
 
     def redraw(self) -> None:
-        """Draw the reading, unless there is none yet."""
+        """Redraw the screen from the shown reading; does nothing before the first one."""
         if (snapshot := self.shown) is not None:
             with self.app.batch_update():
                 rows = self._ended.add_ended(join_trainings(snapshot), snapshot.at_seconds)

@@ -46,12 +46,12 @@ class StartChoices(Lines):
         self._first_rows: list[int] = []  # index of the first line of each way to begin
 
     def offer(self, choices: tuple[StartChoice, ...]) -> None:
-        """Set the list."""
+        """Set the entries of the list."""
         self.choices = choices
         self.redraw()
 
     def redraw(self) -> None:
-        """Draw the list."""
+        """Draw the entries, with the cursor on one of them."""
         lines: list[Line] = []
         self._first_rows = []
         for place, choice in enumerate(self.choices):
@@ -67,7 +67,7 @@ class StartChoices(Lines):
         self.show(lines)
 
     def action_move(self, steps: int) -> None:
-        """Move the cursor by `steps`, around the ends."""
+        """Move the cursor by `steps`; it wraps around at the ends."""
         self.cursor = (self.cursor + steps) % max(1, len(self.choices))
         self.redraw()
 

@@ -1,4 +1,9 @@
-"""Serve the app to browsers on this machine, behind a secret address."""
+"""Serve the app to browsers on this machine with textual-serve, one process for each page.
+
+By itself, textual-serve would let any web page that the user visits open and control the app. So
+requests must name this machine's loopback address as the host, come from the page served here, and
+contain the random token of the printed URL.
+"""
 
 from __future__ import annotations
 

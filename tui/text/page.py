@@ -176,7 +176,7 @@ def _legend(report: ReportData) -> str:
 
 
 def _describe_curve(curve: MeasuredCurve) -> str:
-    """Return the highest samples/s of a curve, and at which batch it was measured."""
+    """Return the highest samples/s of a curve, with its batch."""
     if not curve.points:
         return ": not measured alone"
     batch, speed = max(curve.points, key=lambda point: point[1])

@@ -84,7 +84,7 @@ def make_request(
     noise_scale: str | None = None,
     **fields: Any,
 ) -> Request:
-    """Build a request from options, of which some are text; `fields` go to `Request` as they are.
+    """Build a request from the texts of options; `fields` go to `Request` unchanged.
 
     - `settings`: key=value pairs for the workload.
     - `budget`: a duration such as "5m", or "none".

@@ -96,7 +96,7 @@ def where(ranked: RankedLayout, labels: Sequence[str]) -> str:
 
 
 def against(ranked: RankedLayout, winner: RankedLayout) -> str:
-    """Return how much faster or slower than the winner a layout is, with its 95 % interval."""
+    """Return a layout's gain or loss against the winner, with its 95 % interval."""
     if ranked.against is None:
         return "chosen"
     low, high = (
@@ -143,7 +143,7 @@ def _pack_row(observation: Observation) -> tuple[str, str, str, str, str]:
 def scaling_table(report: SearchReport) -> Table:
     """Return a table of equal shares over 1, 2 and more devices, compared with one device.
 
-    It is empty unless both were measured.
+    It is empty unless equal shares and one device alone were measured.
     """
     plain_ones = [ranked for ranked in report.ranking if not ranked.candidate.layout.knobs]
     single = next((one for one in plain_ones if one.candidate.layout.traits.alone), None)

@@ -46,7 +46,8 @@ def arrange(
 ) -> dict[str, int]:
     """Divide a screen's height between devices, graphs and processes.
 
-    Returns lines by panel selector; 0 hides the graphs. `frame` is the lines of a panel's frame.
+    Returns each panel's height in lines by its selector; 0 hides the graphs. `frame` is the lines
+    of a panel's frame.
     """
     least_processes = min(3 + frame, max(0, height - 2))
     listed = max(1, min(max(1, devices) + 1 + frame, height - least_processes))

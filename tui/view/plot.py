@@ -124,7 +124,7 @@ class Chart(NamedTuple):
         return not any(one.points or one.line for one in self.series)
 
     def stops(self) -> tuple[float, ...]:
-        """Return all x at which there are points, in order."""
+        """Return the sorted x values of all points."""
         return tuple(sorted({point.x for one in self.series for point in one.points}))
 
     def read_out(self) -> tuple[tuple[Series, PlotPoint], ...]:
@@ -191,7 +191,7 @@ class Canvas:
 
 
 class Frame(NamedTuple):
-    """Where a chart's axes and plot are, in cells."""
+    """The axes of a chart, and the size of its plot in cells."""
 
     x: Axis
     y: Axis
@@ -228,7 +228,7 @@ class Frame(NamedTuple):
 
 
 def frame_chart(chart: Chart, width: int, height: int) -> Frame:
-    """Return where the parts of a chart go in `width` by `height` cells."""
+    """Lay out a chart in `width` by `height` cells."""
     x, y = chart.axes()
     rows = max(1, height - 3)
     ticks = Frame(x, y, 0, width, rows).y_ticks()

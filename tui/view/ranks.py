@@ -89,7 +89,7 @@ class Cause(msgspec.Struct, frozen=True):
 
 
 class RankOnDevice(NamedTuple):
-    """A rank's row with its report about a device, and the device's reading if there is one."""
+    """A rank's row, its report about a device, and the device's reading or None."""
 
     row: RankRow
     live: LiveDevice
@@ -138,7 +138,7 @@ def place_ranks(
 def measure_on_device(
     place: RankOnDevice, rows: Sequence[RankRow], report: Training
 ) -> MeasuredRank:
-    """Return the measurements of a rank from which the limits of its run are found."""
+    """Return the measurements of a rank on a device for the analysis of its steps."""
     row, name = place.row, _name_rank(place.row, rows)
     return measure_rank(report, place.live, name, row.recent, row.micro, report.starved)
 

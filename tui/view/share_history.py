@@ -1,4 +1,4 @@
-"""How the shares of a training run have changed over time."""
+"""The shares of a training run over time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def share_lines(
 ) -> tuple[Line, ...]:
     """Draw each rank's share over time, with numbers at the changes.
 
-    Returns no lines if no share has changed or there is no room. `at_seconds` is the present time.
+    Returns no lines if no share has changed or there is no room. `at_seconds` is the current time.
     """
     known = [change for change in changes if len(change.before) == len(change.after) == len(rows)]
     shown = rows[: max(0, height - 1)]

@@ -1,4 +1,8 @@
-"""Bars that divide a step into input, compute, waiting, exchange and the time between steps."""
+"""Bars that show the breakdown of steps.
+
+A rank waits for input, computes its own work, waits for other ranks, exchanges gradients, and works
+between steps. There are bars of a rank's mean step, and of its last steps.
+"""
 
 from __future__ import annotations
 

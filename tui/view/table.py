@@ -17,7 +17,7 @@ ROWS_OF_NOTHING = 3  # lines for the message of a table without rows
 
 
 class Column(NamedTuple, Generic[RowT]):
-    """A column: how it is titled, drawn and sorted, and how wide it may be."""
+    """A column of a table: its titles, widths, drawing function and sort key."""
 
     key: str
     titles: tuple[str, ...]  # titles by length: the longest that fits is shown
@@ -80,7 +80,7 @@ class Grid(NamedTuple, Generic[RowT]):
 
 
 class Order(NamedTuple):
-    """The column that rows are sorted by; "" leaves them as they are."""
+    """The column to sort by and the direction; "" keeps the rows as they are."""
 
     key: str = ""
     descending: bool = True

@@ -1,6 +1,8 @@
-"""Graphs of metrics over time, with two braille columns per cell.
+"""Graphs of metrics over time in braille, the newest values at the right.
 
-A tick is one reading of the devices.
+A tick is one reading of the devices. A cell has two columns of dots; a column stands for one or
+more ticks or, in a short history, a tick takes several columns. Cells always begin at the same
+ticks, so graphs scroll by whole cells and don't flicker.
 """
 
 from __future__ import annotations
@@ -49,12 +51,15 @@ class TickWindow(NamedTuple):
 
     @property
     def first_cell(self) -> int:
-        """The cell at the left edge of the graph, counted likewise; negative in a young history."""
+        """The cell at the left edge, counted from the first reading ever.
+
+        It is negative as long as the history doesn't fill the graph.
+        """
         return self.last_cell - self.width + 1
 
     @property
     def newest(self) -> int:
-        """How many readings the graph needs, counted from the newest."""
+        """The number of readings that the graph needs, counted from the newest."""
         if self.stretch > 1:
             return self.ticks
         return self.ticks - self.first_cell * 2 * self.per_dot
@@ -159,7 +164,7 @@ def time_at(window: TickWindow, times: Sequence[float], column: int) -> float | 
 
 
 def axis_text(width: int, window: TickWindow, times: Sequence[float]) -> str:
-    """Draw the time axis, with labels such as "2 min" ago and "now" at the right."""
+    """Draw the time axis: "now" at the right, and labels such as "2 min" for times before."""
     signs = list("─" * width)
     signs[-4:] = " now"
     if len(times) < 2:

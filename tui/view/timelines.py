@@ -72,7 +72,7 @@ class TimeView(NamedTuple):
 
 
 class GraphPlan(NamedTuple):
-    """Which devices and metrics have graphs, and how large they are."""
+    """The devices and metrics that have graphs, and the sizes of the graphs."""
 
     metrics: tuple[GraphMetric, ...]
     devices: tuple[DeviceSample, ...]
@@ -81,7 +81,7 @@ class GraphPlan(NamedTuple):
     label: int = LABEL_CELLS
 
     def cell_at(self, x: int) -> int | None:
-        """Return the cell within its graph of a screen column, or None between graphs."""
+        """Return the position within a graph of the screen column `x`, or None between graphs."""
         each = GUTTER_CELLS + self.graph + 1
         within = (x - self.label) % each - GUTTER_CELLS
         inside = self.label <= x < self.label + each * len(self.metrics)

@@ -104,14 +104,14 @@ def _graph_cells(width: int, columns: int) -> int:
 
 
 def _most_columns(width: int, most: int, ticks: float) -> int:
-    """Return how many graphs can be side by side and still show every reading."""
+    """Return the largest number of columns in which graphs still show every reading."""
     # Each tick needs its own column of dots, and a cell has two.
     fine = [each for each in range(1, most + 1) if 2 * _graph_cells(width, each) >= ticks]
     return max(fine, default=1)
 
 
 def _least_columns(count: int, most: int, height: int) -> int:
-    """Return how few graphs can be side by side and still be high enough."""
+    """Return the smallest number of columns in which the graphs are high enough."""
     for columns in range(1, most):
         if -(-count // columns) * GOOD_HEIGHT <= height:
             return columns

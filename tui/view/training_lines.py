@@ -35,7 +35,7 @@ PANELS_OF_ONE = ("#ranks", "#causes", "#last-steps", "#shares", "#training-graph
 
 
 class PanelRows(NamedTuple):
-    """How many lines each panel of a training run would need."""
+    """The number of lines that each panel of a training run needs."""
 
     ranks: int = 0
     text: int = MOST_TEXT
@@ -262,7 +262,7 @@ def rank_grid(ranks: Sequence[RankRow]) -> Grid[RankRow]:
 def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Line, ...]:
     """Return sentences about a training run: its speed, causes, remedies and share changes.
 
-    `at_seconds` is the present time in Unix seconds.
+    `at_seconds` is the current time in Unix seconds.
     """
     late = 0 < row.of_plan < AS_PLANNED and not row.ended_s
     lines = [*_ended_lines(row, width)] if row.ended_s else []
@@ -295,7 +295,7 @@ def _cause_lines(row: TrainingRow, late: bool, width: int) -> Iterator[Line]:
 
 
 def _ended_lines(row: TrainingRow, width: int) -> Iterator[Line]:
-    """Yield when the training run ended, and its summary."""
+    """Yield a line with the time since the end, and the summary of the training run."""
     yield from text_lines(f"Ended {duration(row.ended_s)} ago.", width, 1, "strong")
     for each in row.summary:
         yield from _marked(each, "text", Mark.DOT, width)

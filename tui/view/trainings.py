@@ -64,7 +64,7 @@ class TrainingRow(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[str, int]:
-        """The id of the run with 0, or "" with the pid of a process that has no id."""
+        """Identity of the run: (id, 0), or ("", pid) for a process without an id."""
         return self.training, 0 if self.training else self.ranks[0].pid
 
 
@@ -86,7 +86,7 @@ class EndedTrainings:
     def add_ended(self, rows: Sequence[TrainingRow], at_seconds: float) -> tuple[TrainingRow, ...]:
         """Return the running training runs, followed by those that have ended, the newest first.
 
-        `at_seconds` is the present time in Unix seconds.
+        `at_seconds` is the current time in Unix seconds.
         """
         running = {row.key for row in rows}
         ended = [

@@ -51,7 +51,7 @@ class SearchDevicePanel(ListPanel[SearchDeviceRow]):
         self._samples: Sequence[DeviceSample | None] = ()
 
     def grid(self) -> Grid[SearchDeviceRow]:
-        """Return the columns."""
+        """Return the table's columns."""
         return SEARCH_DEVICES
 
     def set_data(
@@ -80,7 +80,7 @@ class LogPanel(ListPanel[LogRow]):
         self._seen: tuple[ObservationEntry, ...] = ()
 
     def grid(self) -> Grid[LogRow]:
-        """Return the columns."""
+        """Return the table's columns."""
         return LOG
 
     def identity(self, row: LogRow) -> int:

@@ -84,7 +84,7 @@ class Lines(UsesApp, Widget):
         """Redraw the content, for example in a new size; subclasses override it."""
 
     def show(self, lines: Sequence[Line]) -> None:
-        """Show these lines instead of the present ones."""
+        """Show these lines instead of the current ones."""
         before, self._lines = self._lines, tuple(lines)
         pairs = zip_longest(before, self._lines, fillvalue=BLANK)
         changed = [y for y, (old, new) in enumerate(pairs) if old != new]

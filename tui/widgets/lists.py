@@ -84,7 +84,7 @@ class ListPanel(Lines, Generic[RowT]):
         self.post_message(self.Moved())
 
     def grid(self) -> Grid[RowT]:
-        """Return the columns; subclasses implement it."""
+        """Return the table's columns; subclasses implement it."""
         raise NotImplementedError
 
     def redraw(self) -> None:
@@ -342,7 +342,7 @@ class OneOf(Lines):
         )
 
     def action_change(self, steps: int) -> None:
-        """Choose another word, `steps` further on; after the last comes the first."""
+        """Choose the word `steps` further on; the first follows the last."""
         place = self._words.index(self.value)
         self.value = self._words[(place + steps) % len(self._words)]
         self.redraw()

@@ -78,7 +78,7 @@ class ChartPanel(Lines):
             self.post_message(self.Moved(x))
 
     def action_step(self, steps: int) -> None:
-        """Move the cursor by some points."""
+        """Move the cursor by `steps` points."""
         stops = self.chart.stops()
         if not stops:
             return

@@ -81,7 +81,7 @@ class TimelinePanel(Lines):
         return TickWindow(self._plan.graph, per_dot, self.evener.publisher.ticks, stretch)
 
     def step(self, cells: int) -> None:
-        """Move the time cursor by some cells; show it at the newest reading first."""
+        """Move the time cursor by some cells; a hidden one appears at the newest reading."""
         window = self._window()
         if window is None:
             return
