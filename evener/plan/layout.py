@@ -131,9 +131,12 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def label(self) -> str:
         """The device's name for people, such as GPU:1, CPU:0 or, with a host, node-1/GPU:1.
 
-        It is the device's id if its kind isn't known.
+        It is the device's id if its kind isn't known. A GPU without a plan has the name that the
+        framework gives it in this process, such as cuda:0.
         """
-        name = label_device(self.device, self.index)
+        # there, `index` numbers only the GPUs that this process sees
+        is_own = self.on_gpu and self.name == f"cuda:{self.index}"
+        name = self.name if is_own else label_device(self.device, self.index)
         return f"{self.host}/{name}" if self.host else name
 
 

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from evener.plan.check import describe
 from evener.program import unchanged
 from evener.program.unchanged import UnchangedTraining
+from evener.torch.ranks import ranks
 from evener.torch.ranks.own_work import HostClock
 from evener.torch.ranks.timed_batches import ON_GPU, TimedBatches
 
@@ -322,3 +324,13 @@ def test_most_steps_call_few_of_evener_s_functions(reported: Steps) -> None:
         followed.train()
     sys.setprofile(None)
     assert calls / (len(reported) - steps) < 45
+
+
+def test_without_a_plan_a_gpu_is_named_by_the_number_that_pytorch_gave_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A launcher shows each process its own GPU, so all are PyTorch's first, of the host's four."""
+    monkeypatch.setattr(ranks, "visible_gpus", lambda: {"GPU-5f": 0})
+    shares = ranks.describe_own_rows(torch.device("cuda", 0), 32, 1)
+    assert shares.share.device == "GPU-5f"
+    assert shares.share.label == describe(shares.share) == "cuda:0"
