@@ -27,7 +27,7 @@ _INDEX = re.compile(r"\d{1,6}", re.ASCII)
 
 
 class Listing(msgspec.Struct, frozen=True):
-    """All devices of one kind that a driver lists, and notes on devices that don't answer."""
+    """The devices of one kind on this machine, as their driver reports them."""
 
     devices: tuple[Device, ...]
     used_bytes: dict[str, int | None] = {}  # memory in use now, by device id
@@ -36,7 +36,7 @@ class Listing(msgspec.Struct, frozen=True):
 
 
 class Discovery(msgspec.Struct, frozen=True):
-    """The devices that a request selects, with notes for the user."""
+    """The devices that a `--devices` argument selects, with messages for the user."""
 
     devices: tuple[Device, ...]
     # messages for the user, such as what `auto` chose and why, or that others use a device
@@ -48,11 +48,12 @@ class Discovery(msgspec.Struct, frozen=True):
 def choose_devices(
     listing: Listing, terms: Sequence[Term], visible: Sequence[Device], hidden: str
 ) -> Discovery:
-    """Return the devices that the terms name, in the terms' order.
+    """Return the devices of a listing that the terms select, with each term's limit applied.
 
-    A term without an index or id selects all `visible` devices. Notes name devices that have more
-    than 5 % of their memory in use by other programs. Raises DeviceError if no device is visible.
-    `hidden` is the setting that hides them, for the message.
+    A term without an index or UUID selects all of `visible`. Add a note for each device on which
+    other processes already use more than 5 % of the memory. Raises DeviceError if a term selects no
+    device; `hidden` is the setting that hides them, such as CUDA_VISIBLE_DEVICES=''. Raises
+    RequestError if a term names no device, or several.
     """
     chosen: list[Device] = []
     for term in terms:
@@ -76,9 +77,9 @@ def choose_devices(
 
 
 def pick_device(devices: Sequence[Device], pick: str) -> Device:
-    """Return the device with this index, id or unique prefix of an id.
+    """Return the device with this index, UUID, or beginning of a UUID.
 
-    Raises RequestError, which lists the available devices, unless exactly one device matches.
+    Raises RequestError if there is none, or if several UUIDs begin so.
     """
     found = _matching(devices, pick)
     if len(found) == 1:
@@ -94,11 +95,10 @@ def pick_device(devices: Sequence[Device], pick: str) -> Device:
 
 
 def visible_devices(devices: Sequence[Device], variable: str | None) -> tuple[Device, ...]:
-    """Return the devices that CUDA_VISIBLE_DEVICES or a similar variable allows, in its order.
+    """Return the devices that CUDA_VISIBLE_DEVICES, or a variable like it, makes visible.
 
-    `variable` is the variable's value; None, if it isn't set, allows all devices. Its entries are
-    indices or prefixes of ids. An entry that matches no device ends the list. If a device is named
-    twice, no device is visible.
+    `variable` is its value; None if it isn't set, so that all devices are visible. As in CUDA, the
+    first unknown entry ends the list, and a device that is listed twice hides them all.
     """
     # these are CUDA's rules; source: CUDA C++ programming guide, environment variables
     if variable is None:
@@ -127,9 +127,10 @@ def _matching(devices: Sequence[Device], pick: str) -> list[Device]:
 
 
 class Vitals(msgspec.Struct, frozen=True):
-    """One reading of a device's condition. A field is None if the device doesn't report it.
+    """A device's throttling, clock, memory, processes and energy at one time.
 
-    Durations (`*_seconds`) are cumulative since the driver was loaded or the reader was created.
+    A field is None if the device doesn't report it. The `..._seconds` fields are totals since the
+    driver was loaded or the reader was created, so only their differences are meaningful.
     """
 
     at_seconds: float = 0.0  # monotonic
@@ -151,28 +152,20 @@ class Vitals(msgspec.Struct, frozen=True):
 
 
 class VitalsReader(Protocol):
-    """Reads the vitals of one device through its maker's library.
+    """Reads a device's vitals from its driver; the calls may block.
 
-    It isn't thread-safe: only one thread may call it at a time.
+    Not thread-safe: one thread at a time.
     """
 
     def read(self, full: bool) -> Vitals:
-        """Return one reading; memory, processes and load are read only if `full`.
-
-        A full reading takes longer. A failure of the driver isn't raised but returned as the
-        reading's `trouble`.
-        """
+        """Return the vitals now; memory and processes are read only if `full` is True."""
 
     def close(self) -> None:
-        """Release the driver. May be called more than once."""
+        """Release the driver."""
 
 
 class VitalsWatch:
-    """Reads one device's vitals in the background, so that a hanging driver blocks no caller.
-
-    Each reading has its own thread. Until the driver has answered once, the vitals are empty, and
-    failures aren't reported. After that, the field `trouble` reports them.
-    """
+    """Reads a device's vitals on separate threads, so that a hanging driver blocks nobody."""
 
     def __init__(self, reader: VitalsReader) -> None:
         self._reader = reader
@@ -184,21 +177,16 @@ class VitalsWatch:
         self._closed = False
 
     def ask(self, full: bool = False) -> bool:
-        """Start another reading; `full` is as in `VitalsReader.read`.
-
-        Return False and do nothing if the driver hasn't answered the previous reading yet, or if
-        `close` has been called.
-        """
+        """Start a reading in the background; return False if one is running or after `close`."""
         if self.pending or self._closed:
             return False
         self._start(self._answer, full)
         return True
 
     def answer(self, until: float = 0.0) -> Vitals:
-        """Return the driver's latest answer.
+        """Return the latest vitals, after waiting for a running reading until `until` at most.
 
-        If a reading is pending, first wait for it, at most until the monotonic clock reads `until`
-        (in seconds). The default is not to wait.
+        `until` is in monotonic seconds.
         """
         if self._thread is not None:
             self._thread.join(max(0.0, until - time.monotonic()))
@@ -206,22 +194,18 @@ class VitalsWatch:
 
     @property
     def pending(self) -> bool:
-        """True while the driver hasn't answered the last reading that was started."""
+        """True while a reading is running."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def silent_seconds(self) -> float:
-        """The seconds since the driver was asked; 0 if no reading is pending.
-
-        Time that the reading's thread spent waiting for a free CPU doesn't count.
-        """
+        """Seconds since the driver was asked for the running reading; 0 if none is running."""
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
 
     def close(self) -> None:
-        """Stop reading, without waiting for the driver.
+        """Stop reading without waiting for the driver; a background thread closes the reader.
 
-        If a call is pending, a background thread closes the reader once the driver has answered.
         May be called more than once.
         """
         if not self._closed:
@@ -253,9 +237,9 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR"}
 
 
 class ChildEnvironment(msgspec.Struct, frozen=True):
-    """The settings that restrict a child process to its own devices.
+    """The environment variables and limits that a process needs to train on its devices.
 
-    The limit `address_space_bytes` is set by the child itself, which calls `cap_address_space`.
+    The process itself applies `address_space_bytes`, by `cap_address_space`.
     """
 
     variables: dict[str, str]  # to set; the rest of the environment is inherited
@@ -266,11 +250,9 @@ class ChildEnvironment(msgspec.Struct, frozen=True):
 
 
 class Backend(Protocol):
-    """The base class of backends; a backend implements one kind of devices.
+    """A kind of devices: finds them, limits them, reads them and names them in the frameworks.
 
-    A maker's class overrides the methods that its devices support. A process has one instance of
-    each class, which `devices/registry.py` creates. Importing a backend's module must not start a
-    driver.
+    Subclasses are registered in `devices/registry.py`.
     """
 
     # the name in `--devices`, in labels (GPU:0) and in `Device.kind`; lower case letters and digits
@@ -302,17 +284,16 @@ class Backend(Protocol):
     settle_seconds: float = 0.05  # between a source's first sample and the first with rates
 
     def list_devices(self) -> Listing:
-        """Return every device of this kind on this machine.
+        """Return all devices of this kind on this machine.
 
-        Raises DeviceError if there is none, or if the driver fails.
+        Raises DeviceError if there are none, or if their driver can't be used.
         """
         raise DeviceError(f"This machine can't list devices of the kind {self.kind}.")
 
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-        """Return the devices that the terms name, in the terms' order, with notes.
+        """Return the devices that the terms select, given these environment variables.
 
-        The environment `variables` may hide some devices. Raises DeviceError if this machine has no
-        such devices or all are hidden, and RequestError if a named device doesn't exist.
+        Raises DeviceError if none is visible, and RequestError if a term matches none.
         """
         listing = self.list_devices()
         hidden = f"{self.visible_variable}={variables.get(self.visible_variable)!r}"
@@ -329,31 +310,27 @@ class Backend(Protocol):
     def visible(
         self, devices: Sequence[Device], variables: Mapping[str, str]
     ) -> tuple[Device, ...]:
-        """Return those of `devices` that a process with these environment variables sees.
-
-        The maker's variable, such as CUDA_VISIBLE_DEVICES, also determines the order of the result.
-        """
+        """Return the devices that a process with these environment variables would see."""
         return visible_devices(devices, variables.get(self.visible_variable))
 
     def write_term(self, device_id: str) -> str:
-        """Return the term that names a plan's device in `--devices`.
+        """Return the `--devices` term for the device with this id.
 
-        Usually, it is `device_id`, the device's id in the plan. Raises DeviceError for a device
-        that can't train.
+        Raises DeviceError if the device can't train.
         """
         return device_id
 
     def open_source(self, discovery: Discovery) -> Source:
-        """Return a source that samples these devices for the monitor.
+        """Return a source that samples the discovered devices.
 
-        Raises DeviceError if the driver has gone since the devices were found.
+        Raises DeviceError if the driver has gone meanwhile.
         """
 
     def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
-        """Return the environment of a child process that uses only these devices.
+        """Return the environment of a process that trains on `devices` and sees no others.
 
-        `framework` is "tensorflow", "torch" or "none". Raises DeviceError if a limit of the devices
-        can't be enforced.
+        `framework` is "tensorflow", "torch" or "none". Raises DeviceError if a limit can't be
+        enforced.
         """
         for device in devices:
             if device.limit.percent:
@@ -365,50 +342,32 @@ class Backend(Protocol):
         return ChildEnvironment({**QUIET, **self.show([device.id for device in devices])})
 
     def show(self, ids: Sequence[str]) -> dict[str, str]:
-        """Return the environment variables that make only the devices with these ids visible.
-
-        A process then sees the devices in this order.
-        """
+        """Return the environment variable that makes only the devices with these ids visible."""
         return {self.visible_variable: ",".join(ids)} if self.visible_variable else {}
 
     def show_by_number(self, devices: Sequence[Device]) -> dict[str, str]:
-        """Return the variables of `show`, with the devices' numbers instead of ids where possible.
-
-        This is for libraries, such as DeepSpeed, that can't read ids.
-        """
+        """Like `show`, but with indices instead of UUIDs if the backend has both."""
         return self.show([device.id for device in devices])
 
     def name_in(self, framework: str, number: int) -> str:
-        """Return the framework's name for a device, such as "cuda:0" or "GPU:0".
-
-        `number` is the device's index among the devices that the child process sees.
-        """
+        """Return a framework's name for the visible device with this number, such as cuda:0."""
         words = {"torch": self.torch_name, "tensorflow": self.tensorflow_name}
         return f"{words.get(framework) or self.kind.upper()}:{number}"
 
     def open_vitals(self, device: Device) -> VitalsReader | None:
-        """Return a reader of a device's vitals; None if this kind of devices has none.
-
-        Probes read vitals between their timed blocks.
-        """
+        """Return a reader of the device's vitals; None if there is no driver to ask."""
         return None
 
     def name_path(self, first: Device, second: Device) -> str:
-        """Return the name of the data path between two devices of this kind, such as "NVLink".
-
-        Return "" if the path is unknown.
-        """
+        """Return the connection between two devices, such as NVLink; "" if unknown."""
         return ""
 
     def bus_address(self, device: Device) -> str:
-        """Return the device's PCI address in sysfs notation, such as 0000:3b:00.0.
-
-        Return "" if the device has no address of its own, or if the address is unknown.
-        """
+        """Return the device's PCI address, such as 0000:3b:00.0; "" if it has none."""
         # sessions lock the sysfs file at this address, so that different users don't measure on the
         # device at the same time
         return ""
 
     def daemon_runs(self) -> bool:
-        """True if a daemon is running that lets processes share a device, such as NVIDIA's MPS."""
+        """True if a daemon, such as NVIDIA's MPS, lets several processes share a device."""
         return False

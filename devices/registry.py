@@ -32,10 +32,9 @@ BACKENDS = {
 
 
 def find_backend(kind: str) -> Backend:
-    """Return the backend, the object that implements this kind of devices.
+    """Return the backend for a kind of devices.
 
-    `kind` is a key of BACKENDS. Raises RequestError for any other kind, such as one in the
-    journal of a newer evener.
+    Raises RequestError if the kind is unknown.
     """
     if kind not in BACKENDS:
         raise RequestError(
@@ -45,25 +44,18 @@ def find_backend(kind: str) -> Backend:
 
 
 def all_backends() -> tuple[Backend, ...]:
-    """Return every backend, in the order of BACKENDS."""
+    """Return all registered backends, in the order in which `auto` tries them."""
     return tuple(_load(place) for place in BACKENDS.values())
 
 
 def name_maker(devices: Iterable[Device]) -> str:
-    """Return the maker, such as "NVIDIA", of the first device with a known maker.
-
-    Return "" if there is no such device.
-    """
+    """Return the maker of the first device that has one, such as "NVIDIA"; else ""."""
     makers = (find_backend(device.kind).maker for device in devices if device.kind in BACKENDS)
     return next(filter(None, makers), "")
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a device by its label or id, such as "gpu".
-
-    The kind is the prefix in lower case, so "sim-0-t4" gives "sim". A GPU's id may instead have a
-    prefix of its maker, such as "mig".
-    """
+    """Return the kind of a device by its label or id: "gpu" for GPU:0 and GPU-8f3a…."""
     return re.split("[:-]", name.lower(), maxsplit=1)[0]
 
 
@@ -75,10 +67,10 @@ def is_simulated(names: Iterable[str]) -> bool:
 
 
 def find_here(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-    """Return the devices of this machine that the terms name, in the terms' order.
+    """Return the devices of this machine that the terms select, given environment variables.
 
-    All terms must be of one kind. The environment `variables` may hide some devices. The kind
-    "auto" means accelerators or, if there are none, CPU slices.
+    All terms have the same kind. For `auto`, return the first kind of accelerator that this machine
+    has, or else CPU slices with a note that says why.
     """
     if terms[0].kind != "auto":
         return find_backend(terms[0].kind).find(terms, variables)
@@ -94,7 +86,7 @@ def find_here(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
 
 
 def _use_the_cpu(limit: Limit, variables: Mapping[str, str], why: str) -> Discovery:
-    """Return CPU slices and a note that begins with `why`."""
+    """Return all CPU slices, with a note that begins with `why`."""
     found = find_backend("cpu").find((Term("cpu", limit=limit),), variables)
     each = len(found.devices[0].cores)
     named = ", ".join(device.label for device in found.devices)
@@ -105,9 +97,9 @@ def _use_the_cpu(limit: Limit, variables: Mapping[str, str], why: str) -> Discov
 
 
 def open_here(devices: tuple[Device, ...], notes: tuple[str, ...] = ()) -> Source:
-    """Return a source that samples these devices, which must be on this machine.
+    """Return a source that samples these devices of this machine, all of one kind.
 
-    Raises DeviceError if their driver has gone since they were found.
+    Raises DeviceError if their driver has gone meanwhile.
     """
     return find_backend(devices[0].kind).open_source(Discovery(devices, notes))
 
@@ -120,10 +112,10 @@ def _load(place: str) -> Backend:
 
 
 def child_environment(devices: Sequence[Device], framework: str) -> ChildEnvironment:
-    """Return the environment of a child process that trains on `devices` and sees no others.
+    """Return the environment of a process that trains on `devices` and sees no others.
 
-    `framework` is "tensorflow", "torch" or "none". Raises DeviceError if a device has a limit that
-    can't be enforced, and ValueError if the devices are of several kinds.
+    `framework` is "tensorflow", "torch" or "none". Raises DeviceError if a limit can't be enforced,
+    and ValueError if the devices are of several kinds.
     """
     (kind, *more) = {device.kind for device in devices}
     if more:
@@ -137,10 +129,9 @@ def child_environment(devices: Sequence[Device], framework: str) -> ChildEnviron
 
 
 def import_path(inherited: str) -> str:
-    """Return a PYTHONPATH with which a child process imports the same evener.
+    """Return a PYTHONPATH with which a child process imports the same evener as this one.
 
-    `inherited` is the current PYTHONPATH. If `evener` was found through a directory on `sys.path`,
-    that directory comes first.
+    `inherited` is the current PYTHONPATH. It stays as it is if evener is installed.
     """
     home = Path(evener.__file__).resolve().parent.parent
     known = {Path(entry or os.curdir).resolve() for entry in sys.path}

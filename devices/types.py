@@ -18,9 +18,9 @@ DeviceKind = Annotated[str, Meta(pattern="^[a-z0-9]{1,12}$")]  # a key of device
 
 
 class Limit(msgspec.Struct, frozen=True):
-    """A limit given after `@`: a percentage of a device's compute, or memory, or both.
+    """A limit after `@` in `--devices`: a percentage of a device's compute, its memory, or both.
 
-    On a real device, the limit is enforced.
+    On real devices it is enforced; simulated ones get slower or smaller.
     """
 
     percent: float | None = None  # of its compute, above 0 and at most 100
@@ -31,7 +31,7 @@ class Limit(msgspec.Struct, frozen=True):
 
 
 class Device(msgspec.Struct, frozen=True):
-    """A device of a request: a GPU, a CPU slice or a simulated device."""
+    """A GPU, a CPU slice or a simulated device."""
 
     # a GPU's UUID, or for example "cpu-0-of-2" or "sim-0-gtx1080ti": unique on a host, and the
     # same after a restart
@@ -47,36 +47,33 @@ class Device(msgspec.Struct, frozen=True):
 
     @property
     def on_cpu(self) -> bool:
-        """True for a CPU slice, which owns cores and shares the host's memory."""
+        """True for a CPU slice, which uses the host's cores and memory."""
         return self.kind == "cpu"
 
     @property
     def label(self) -> str:
-        """The short name for people, such as GPU:0, CPU:1 or SIM:0.
-
-        In a cluster, the host precedes it, as in 10.0.0.2/GPU:0.
-        """
+        """The display name, such as GPU:0; in a Ray cluster with its host, as in 10.0.0.2/GPU:0."""
         short = f"{self.kind.upper()}:{self.index}"
         # hosts in journals are untrusted text
         return f"{self.host}/{short}" if self.host and self.host.isprintable() else short
 
     @property
     def key(self) -> str:
-        """The device's id, preceded by its host if it has one, so that it is unique."""
+        """The device's id, with its host in front if it has one: unique in a cluster."""
         return f"{self.host}/{self.id}" if self.host else self.id
 
     @property
     def usable_memory_bytes(self) -> int | None:
-        """The memory that a training process can use on the device, within its limit.
+        """The memory that training may use: the device's own or its limit, whichever is less.
 
-        None if both the memory and the limit are unknown.
+        None if both are unknown.
         """
         sizes = [size for size in (self.memory_bytes, self.limit.memory_bytes) if size is not None]
         return min(sizes) if sizes else None
 
 
 class Term(msgspec.Struct, frozen=True):
-    """One term of `--devices`, such as gpu:0@60%; devices/terms.py defines the grammar."""
+    """One term of `--devices`, such as gpu:0@60%; `devices/terms.py` parses them."""
 
     kind: str  # "auto", or a key of devices/registry.py
     pick: str = ""  # index, UUID, catalogue name or file; empty: all of the kind
@@ -86,12 +83,12 @@ class Term(msgspec.Struct, frozen=True):
 
 
 def limited(device: Device, limit: Limit) -> Device:
-    """Return the device with this limit; an empty limit leaves it unchanged."""
+    """Return the device with this limit; an empty limit changes nothing."""
     return msgspec.structs.replace(device, limit=limit) if limit else device
 
 
 def group_by_host(devices: Iterable[Device]) -> dict[str, tuple[Device, ...]]:
-    """Return the devices by host, in their order; the host of local devices is ""."""
+    """Return the devices by host; "" is this machine."""
     hosts: dict[str, tuple[Device, ...]] = {}
     for device in devices:
         hosts[device.host] = (*hosts.get(device.host, ()), device)
@@ -99,7 +96,7 @@ def group_by_host(devices: Iterable[Device]) -> dict[str, tuple[Device, ...]]:
 
 
 class State(StrEnum):
-    """Whether a metric has a current value and, if not, why."""
+    """Whether a reading has a value, and if not, why."""
 
     VALUE = "value"
     UNSUPPORTED = "unsupported"  # this device can't report it
@@ -114,7 +111,10 @@ _VALUE = State.VALUE
 
 
 class Reading(msgspec.Struct, frozen=True, gc=False):
-    """A reading of a metric. `value` is None unless `state` is VALUE or STALE."""
+    """The value of one metric, or the reason why there is none.
+
+    `age_seconds` is the time since the value was measured.
+    """
 
     state: State
     value: float | None = None
@@ -122,18 +122,18 @@ class Reading(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def current(self) -> float | None:
-        """The value if it is current; otherwise, None."""
+        """The value; None if it is missing or out of date."""
         return self.value if self.state is _VALUE else None
 
     def aged(self, age_seconds: float, state: State | None = None) -> Reading:
-        """Return this reading with another age and, unless `state` is None, another state.
+        """Return the reading with this age, and with another state if one is given.
 
         A reading without a value is returned unchanged.
         """
         return self if self.value is None else Reading(state or self.state, self.value, age_seconds)
 
     def scaled(self, factor: float) -> Reading:
-        """Return this reading with its value multiplied by `factor`, to convert its unit."""
+        """Return the reading with its value multiplied by `factor`."""
         return (
             self
             if self.value is None
@@ -148,15 +148,12 @@ PENDING = Reading(State.STALE)  # no value yet: a rate needs two samples
 
 
 def value(number: float, age_seconds: float = 0.0) -> Reading:
-    """Return a reading with this number as its current value, read `age_seconds` ago."""
+    """Return a reading with this value, measured `age_seconds` ago."""
     return Reading(_VALUE, float(number), age_seconds)
 
 
 class DeviceSample(msgspec.Struct, frozen=True, kw_only=True):
-    """Every metric of one device at one tick.
-
-    The names contain the units; percentages are from 0 to 100.
-    """
+    """All metrics of one device at one tick; percentages are 0 to 100."""
 
     device: Device
     utilization_percent: Reading = UNSUPPORTED  # time in which any kernel ran
@@ -190,7 +187,7 @@ class DeviceSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessSample(msgspec.Struct, frozen=True, kw_only=True):
-    """A process on one device at one tick; a process on several devices has several samples."""
+    """One process on one device at one tick; a process on two devices has two samples."""
 
     pid: int
     # Unix time in seconds, as psutil reports it; identifies a process together with the pid
@@ -213,7 +210,7 @@ class ProcessSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostSample(msgspec.Struct, frozen=True, kw_only=True):
-    """The CPU and memory use of a machine at one tick."""
+    """The CPU load and memory of a machine at one tick."""
 
     cpu_percent: float
     load_1min: float
@@ -224,7 +221,7 @@ class HostSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that the monitor shows at one tick. A tick is one sampling of all devices."""
+    """One tick: samples of all devices and processes, and of the host."""
 
     at_seconds: float  # Unix time
     interval_seconds: float  # since the previous tick
@@ -239,19 +236,13 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Source(Protocol):
-    """A source of samples for some devices.
-
-    If a device fails, no exception is raised; its readings report the failure.
-    """
+    """Samples a fixed set of devices."""
 
     def devices(self) -> tuple[Device, ...]:
-        """The sampled devices, in order."""
+        """Return the devices that are sampled."""
 
     def sample(self) -> Snapshot:
-        """Return a snapshot of the current moment.
-
-        It is fast enough to be called every second. All samples must be taken in the same thread.
-        """
+        """Sample all devices, their processes and the host; always call it from the same thread."""
 
     def close(self) -> None:
         """Release the driver and other resources."""
