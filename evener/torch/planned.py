@@ -47,15 +47,15 @@ class PlannedTraining:
 
     Arguments:
 
-    - rank_shares: the shares and this rank's device.
-    - weigh: "gradients" weights them in the all-reduce; with "loss", the loop calls `scale`;
+    - `rank_shares`: the shares and this rank's device.
+    - `weigh`: "gradients" weights them in the all-reduce; with "loss", the loop calls `scale`;
       with "trainer", a library's adapter multiplies its losses.
-    - strict: whether to raise an error, instead of a warning, if the plan was made for another
-      model or on other devices, or if a late audit fails.
-    - journal: whether to record the training run.
-    - rebalance: whether shares follow the measured speed of the ranks.
-    - noise: whether to measure the gradient noise scale.
-    - backend: backend of the process group; None chooses it by device.
+    - `strict`: whether to raise an error, instead of a warning, if the plan was made for
+      another model or on other devices, or if a late audit fails.
+    - `journal`: whether to record the training run.
+    - `rebalance`: whether shares follow the measured speed of the ranks.
+    - `noise`: whether to measure the gradient noise scale.
+    - `backend`: backend of the process group; None chooses it by device.
     """
 
     def __init__(
@@ -150,10 +150,10 @@ class PlannedTraining:
 
         Arguments:
 
-        - rows: number of rows in the data set.
-        - lengths: number of tokens of each row, to assign rows by length, or None.
-        - shares: rows of a global batch per rank; by default the current shares.
-        - options: further arguments of UnevenBatchSampler.
+        - `rows`: number of rows in the data set.
+        - `lengths`: number of tokens of each row, to assign rows by length, or None.
+        - `shares`: rows of a global batch per rank; by default the current shares.
+        - `options`: further arguments of UnevenBatchSampler.
         """
         chosen = tuple(shares) or self.ranks.batches
         if lengths is None:
@@ -342,9 +342,9 @@ class PlannedTraining:
 
         Arguments:
 
-        - compute: returns the mean loss of a part.
-        - count: returns what that is a mean over, such as tokens; None means rows.
-        - check: whether to audit the loss.
+        - `compute`: returns the mean loss of a part.
+        - `count`: returns what that is a mean over, such as tokens; None means rows.
+        - `check`: whether to audit the loss.
 
         A pass that runs out of memory is computed again in smaller passes.
         """
@@ -356,12 +356,12 @@ class PlannedTraining:
     def parts(
         self, batch: Any, count: OfPart | None = None, models: Sequence[Any] | None = None
     ) -> Iterator[Part]:
-        """Yield the parts of a batch, one for each pass; gradients are all-reduced in the last one.
+        """Yield the parts of a batch; gradients are all-reduced in the last one.
 
         Arguments:
 
-        - count: returns what a part's loss is a mean over; None means rows.
-        - models: the models that are trained; None means all wrapped models.
+        - `count`: returns what a part's loss is a mean over; None means rows.
+        - `models`: the models that are trained; None means all wrapped models.
         """
         parts = take_parts(self, batch, count, models)
         try:

@@ -44,7 +44,7 @@ class Rebalancing:
 
     Arguments:
 
-    - training: the PlannedTraining to rebalance.
+    - `training`: the PlannedTraining to rebalance.
     """
 
     def __init__(self, training: Any) -> None:  # a PlannedTraining

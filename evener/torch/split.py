@@ -74,17 +74,17 @@ class Split(PlannedTraining):
 
     Arguments:
 
-    - plan: a plan or its path; None takes it from `evener launch`.
-    - ratios: relative shares of the ranks, in place of a plan.
-    - global_batch: rows per batch over all ranks, if not the plan's.
-    - weigh: "gradients" weights gradients in the all-reduce; "loss" expects the script to scale
-      each loss by `scale`, for example with FSDP.
-    - strict: whether to raise an error, instead of a warning, if the plan was made for another
-      model or on other devices, or if a late audit fails.
-    - backend: backend of the process group; None chooses NCCL or gloo by device.
-    - rebalance: whether shares follow the measured speed of the ranks.
-    - noise: whether to measure the gradient noise scale.
-    - journal: whether to record the training run for `evener runs`.
+    - `plan`: a plan or its path; None takes it from `evener launch`.
+    - `ratios`: relative shares of the ranks, in place of a plan.
+    - `global_batch`: rows per batch over all ranks, if not the plan's.
+    - `weigh`: "gradients" weights gradients in the all-reduce; "loss" expects the script to
+      scale each loss by `scale`, for example with FSDP.
+    - `strict`: whether to raise an error, instead of a warning, if the plan was made for
+      another model or on other devices, or if a late audit fails.
+    - `backend`: backend of the process group; None chooses NCCL or gloo by device.
+    - `rebalance`: whether shares follow the measured speed of the ranks.
+    - `noise`: whether to measure the gradient noise scale.
+    - `journal`: whether to record the training run for `evener runs`.
 
     Raises PlanError, RequestError or DeviceError if the plan can't be applied on this machine.
     """
@@ -199,17 +199,17 @@ class Split(PlannedTraining):
 
         Arguments:
 
-        - dataset: a map-style data set.
-        - shuffle: whether to permute the rows in each epoch.
-        - seed: seed of the permutations, the same on all ranks.
-        - drop_last: whether to leave out a last batch that isn't full.
-        - training: False for validation: each row comes exactly once.
-        - prefetch: number of batches to fetch and copy to the GPU ahead; None for 2 on a
+        - `dataset`: a map-style data set.
+        - `shuffle`: whether to permute the rows in each epoch.
+        - `seed`: seed of the permutations, the same on all ranks.
+        - `drop_last`: whether to leave out a last batch that isn't full.
+        - `training`: False for validation: each row comes exactly once.
+        - `prefetch`: number of batches to fetch and copy to the GPU ahead; None for 2 on a
           GPU and 0 on a CPU.
-        - order: a sampler, a list of row indices or a function of the epoch that returns
+        - `order`: a sampler, a list of row indices or a function of the epoch that returns
           one, in place of permutations.
-        - lengths: number of tokens of each row, to assign rows to passes by length.
-        - options: further keyword arguments of DataLoader.
+        - `lengths`: number of tokens of each row, to assign rows to passes by length.
+        - `options`: further keyword arguments of DataLoader.
 
         Raises RequestError for data sets without a length and for options that the plan decides.
         """
@@ -287,12 +287,12 @@ class Split(PlannedTraining):
 
         Arguments:
 
-        - shard: "all" gathers parameters one unit at a time, "state" the whole model at
+        - `shard`: "all" gathers parameters one unit at a time, "state" the whole model at
           once.
-        - units: the modules to gather at a time, or their classes; None chooses them.
-        - state: relative size of each rank's part; None takes it from the plan or from GPU
-          memory.
-        - dtype: dtype of computation; None leaves each parameter its own.
+        - `units`: the modules to gather at a time, or their classes; None chooses them.
+        - `state`: relative size of each rank's part; None takes it from the plan or from
+          GPU memory.
+        - `dtype`: dtype of computation; None leaves each parameter its own.
 
         Raises RequestError if the model can't be sharded.
         """
@@ -324,7 +324,7 @@ class Split(PlannedTraining):
         _checkpoints().save(folder, model, optimizer, extra)
 
     def load(self, folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> Any:
-        """Load a checkpoint that `save` wrote into the model and the optimizer, and return `extra`.
+        """Load a checkpoint that `save` wrote, and return its `extra`.
 
         Every rank has to call this. Raises RequestError if the checkpoint doesn't fit.
         """
@@ -349,8 +349,8 @@ class Split(PlannedTraining):
 
         Arguments:
 
-        - total: this rank's sum of losses.
-        - count: what it is a sum over on this rank, such as the number of tokens.
+        - `total`: this rank's sum of losses.
+        - `count`: what it is a sum over on this rank, such as the number of tokens.
 
         Every rank has to call this. Raises RequestError inside `parts`.
         """
@@ -396,7 +396,9 @@ class Split(PlannedTraining):
     @overload
     def total(self, value: torch.Tensor) -> Any: ...
     def total(self, value: Any) -> Any:
-        """Return the sum of a value over all ranks: a float, or a tensor if `value` has dimensions.
+        """Return the sum of a value over all ranks:
+
+        a float, or a tensor if `value` has dimensions.
 
         Every rank has to call this. Raises RequestError inside `parts`.
         """

@@ -263,9 +263,9 @@ class TrainingAudits:
 
         Arguments:
 
-        - find: runs the audit, given whether it is the first.
-        - function: the loss function, whose variables are settings.
-        - holders: objects whose attributes are settings.
+        - `find`: runs the audit, given whether it is the first.
+        - `function`: the loss function, whose variables are settings.
+        - `holders`: objects whose attributes are settings.
         """
         if self._is_single_device:
             return
@@ -861,9 +861,9 @@ def make_share_computations(
 
     Arguments:
 
-    - loss: returns the loss of a part.
-    - counted: returns what it is a mean over; None means rows.
-    - micro: maximum rows per pass; 0 means one pass per part.
+    - `loss`: returns the loss of a part.
+    - `counted`: returns what it is a mean over; None means rows.
+    - `micro`: maximum rows per pass; 0 means one pass per part.
     """
     computation = partial(_make_computation, loss, counted)
     whole = computation([few.whole], [few.rows], 0)

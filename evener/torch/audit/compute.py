@@ -51,16 +51,16 @@ class GradientSketcher:
 
     Arguments:
 
-    - models: the models, whose state is restored after each pass.
-    - tensors: trained tensors by name.
-    - holders: further objects whose attributes are restored.
-    - apart: objects that aren't copied.
-    - function: the loss function, whose variables are restored.
-    - around: context managers to compute in.
-    - losses_only: whether to compare losses instead of gradients.
-    - keeps_autocast: whether passes run in the autocast of the training run.
-    - measures: whether to measure rounding even if nothing differs.
-    - known: what earlier audits learned about the passes.
+    - `models`: the models, whose state is restored after each pass.
+    - `tensors`: trained tensors by name.
+    - `holders`: further objects whose attributes are restored.
+    - `apart`: objects that aren't copied.
+    - `function`: the loss function, whose variables are restored.
+    - `around`: context managers to compute in.
+    - `losses_only`: whether to compare losses instead of gradients.
+    - `keeps_autocast`: whether passes run in the autocast of the training run.
+    - `measures`: whether to measure rounding even if nothing differs.
+    - `known`: what earlier audits learned about the passes.
     """
 
     def __init__(

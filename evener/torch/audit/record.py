@@ -90,10 +90,10 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
     Arguments:
 
-    - models: the models; their inner calls aren't recorded.
-    - batch: the batch that the loss is computed from.
-    - after: called after each backward pass with this recorder and the loss.
-    - rows: number of rows in the batch; 0 takes it from the first tensor.
+    - `models`: the models; their inner calls aren't recorded.
+    - `batch`: the batch that the loss is computed from.
+    - `after`: called after each backward pass with this recorder and the loss.
+    - `rows`: number of rows in the batch; 0 takes it from the first tensor.
     """
 
     def __init__(
@@ -414,13 +414,13 @@ class LossRecord:
 
     Arguments:
 
-    - rows: number of rows in the batch.
-    - entries: the calls, in order.
-    - value: value of the loss.
-    - random: state of the random generators before the first call.
-    - numbers: numeric constants in the calls.
-    - reads: whether a call may use a value that was read from a model's result.
-    - objects: objects in the batch that have tensors.
+    - `rows`: number of rows in the batch.
+    - `entries`: the calls, in order.
+    - `value`: value of the loss.
+    - `random`: state of the random generators before the first call.
+    - `numbers`: numeric constants in the calls.
+    - `reads`: whether a call may use a value that was read from a model's result.
+    - `objects`: objects in the batch that have tensors.
     """
 
     # Numbers that come from the batch or the models aren't in `numbers`. The program reads a number
@@ -577,10 +577,10 @@ def replay(
 
     Arguments:
 
-    - known: replacements of tensors by id, extended with the results.
-    - rows: number of rows in the new batch.
-    - number: converts each numeric argument.
-    - fresh: replacements of objects, by class; None for an object that can't be replaced.
+    - `known`: replacements of tensors by id, extended with the results.
+    - `rows`: number of rows in the new batch.
+    - `number`: converts each numeric argument.
+    - `fresh`: replacements of objects, by class; None for an object that can't be replaced.
     """
     # Numbers are converted because they may be counts of rows. Random generators that the program
     # passes to calls have the same states afterwards as before.

@@ -49,11 +49,11 @@ def audit_record(
 
     Arguments:
 
-    - rows: selections of rows, the preferred one first.
-    - sketcher: returns a new sketcher.
-    - computations: returns what to compute for a selection.
-    - counts: which constants in the record to treat as counts of rows, tried in this order.
-    - moves: whether to add noise to weights that have a single value throughout.
+    - `rows`: selections of rows, the preferred one first.
+    - `sketcher`: returns a new sketcher.
+    - `computations`: returns what to compute for a selection.
+    - `counts`: which constants in the record to treat as counts of rows, tried in this order.
+    - `moves`: whether to add noise to weights that have a single value throughout.
 
     Raises RequestError if the loss communicates with other ranks.
     """

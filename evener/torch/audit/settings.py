@@ -48,9 +48,9 @@ class LossSettings:
 
         Arguments:
 
-        - function: the loss function, whose variables are settings.
-        - code: the code that computes the loss, with its global variables.
-        - holders: objects whose attributes are settings.
+        - `function`: the loss function, whose variables are settings.
+        - `code`: the code that computes the loss, with its global variables.
+        - `holders`: objects whose attributes are settings.
         """
         self._checks += 1
         found: dict[Key, Any] = {}

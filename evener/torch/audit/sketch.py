@@ -184,8 +184,8 @@ class GradientSums:
 
     Arguments:
 
-    - tensors: trained tensors by name.
-    - at_once: whether memory has room for all gradients at once.
+    - `tensors`: trained tensors by name.
+    - `at_once`: whether memory has room for all gradients at once.
     """
 
     # Without `at_once`, each gradient is summed and freed as soon as it is computed. The host waits
@@ -220,9 +220,9 @@ class GradientSums:
 
         Arguments:
 
-        - scale: factor of the loss in its backward pass, if that isn't `weight`.
-        - loss_only: whether to add the loss instead of its gradients.
-        - retain_graph: as in `torch.autograd.grad`.
+        - `scale`: factor of the loss in its backward pass, if that isn't `weight`.
+        - `loss_only`: whether to add the loss instead of its gradients.
+        - `retain_graph`: as in `torch.autograd.grad`.
         """
         scaled = loss * (weight if scale is None else scale)
         value = (loss * weight).detach().double().sum()

@@ -249,8 +249,8 @@ class StepTimer:
 
     Arguments:
 
-    - clock: a HostClock or a GpuClock.
-    - single_rank: whether there are no other ranks to wait for.
+    - `clock`: a HostClock or a GpuClock.
+    - `single_rank`: whether there are no other ranks to wait for.
     """
 
     # A timed batch has marks (`_marks`). For any other batch, only the current phase is stored
@@ -958,8 +958,8 @@ class StepReporter:
 
     Arguments:
 
-    - journal: whether to record the training run; `evener launch` does so anyway.
-    - noise: measures the gradient noise scale, or None.
+    - `journal`: whether to record the training run; `evener launch` does so anyway.
+    - `noise`: measures the gradient noise scale, or None.
     """
 
     def __init__(

@@ -326,13 +326,13 @@ def find_shares(
 
     Arguments:
 
-    - plan: a plan or its path; None takes it from `evener launch`.
-    - ratios: relative shares of the ranks, in place of a plan.
-    - global_batch: rows per batch over all ranks, if not the plan's.
-    - options: options that have to be equal on all ranks.
-    - strict: whether to raise PlanError, instead of a warning, if the plan was made on other
+    - `plan`: a plan or its path; None takes it from `evener launch`.
+    - `ratios`: relative shares of the ranks, in place of a plan.
+    - `global_batch`: rows per batch over all ranks, if not the plan's.
+    - `options`: options that have to be equal on all ranks.
+    - `strict`: whether to raise PlanError, instead of a warning, if the plan was made on other
       devices.
-    - device: this process's device, if the caller has chosen it.
+    - `device`: this process's device, if the caller has chosen it.
 
     Raises PlanError, RequestError or DeviceError if the shares can't be applied here.
     """

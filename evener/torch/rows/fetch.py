@@ -69,9 +69,9 @@ class Fetch:
 
     Arguments:
 
-    - dataset: a map-style data set.
-    - options: keyword arguments of DataLoader.
-    - pinned: whether to put batches that are fetched at once into pinned memory.
+    - `dataset`: a map-style data set.
+    - `options`: keyword arguments of DataLoader.
+    - `pinned`: whether to put batches that are fetched at once into pinned memory.
     """
 
     # Whole batches are fetched if the data set supports it. Otherwise, or if `options` require it,

@@ -37,9 +37,9 @@ class Epoch:
 
     Arguments:
 
-    - training: False in an evaluation loop.
-    - tail: row count of a last batch that weights ranks differently from the others, or None.
-    - by_length: whether rows are assigned by length.
+    - `training`: False in an evaluation loop.
+    - `tail`: row count of a last batch that weights ranks differently from the others, or None.
+    - `by_length`: whether rows are assigned by length.
     """
 
     # If rows are assigned by length, a batch must not be cut into passes.
@@ -97,13 +97,13 @@ class Loader:
 
     Arguments:
 
-    - sampler: selects this rank's rows.
-    - listener: gets a callback before and after each step.
-    - options: keyword arguments of DataLoader.
-    - device: the device to prefetch to; the CPU by default.
-    - prefetch: number of batches to prefetch; by default 2 on a GPU and 0 on a CPU.
-    - training: False for an evaluation loop.
-    - on_host: whether prefetched batches stay in host memory.
+    - `sampler`: selects this rank's rows.
+    - `listener`: gets a callback before and after each step.
+    - `options`: keyword arguments of DataLoader.
+    - `device`: the device to prefetch to; the CPU by default.
+    - `prefetch`: number of batches to prefetch; by default 2 on a GPU and 0 on a CPU.
+    - `training`: False for an evaluation loop.
+    - `on_host`: whether prefetched batches stay in host memory.
     """
 
     # With a `prefetch` of 0, each batch is fetched when the loop requests it and stays on the host.
@@ -413,12 +413,12 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
 
     Arguments:
 
-    - steps: the batch sampler.
-    - ahead: whether to fetch a batch before the previous one is yielded, as accelerate's loader
-      does.
-    - begins: called when a loop begins.
-    - asks: called before each batch.
-    - options: further keyword arguments of DataLoader.
+    - `steps`: the batch sampler.
+    - `ahead`: whether to fetch a batch before the previous one is yielded, as accelerate's
+      loader does.
+    - `begins`: called when a loop begins.
+    - `asks`: called before each batch.
+    - `options`: further keyword arguments of DataLoader.
     """
 
     # The other shares must have the same global batch. With `ahead`, a collator that a callback

@@ -137,14 +137,14 @@ class UnevenBatchSampler:
 
     Arguments:
 
-    - length: number of rows in the data set, ignored if `order` is given.
-    - shares: rows of a global batch per rank.
-    - shuffle: whether to permute the rows in each epoch.
-    - seed: seed of the permutations, the same on all ranks.
-    - drop_last: whether to leave out a last batch that isn't full.
-    - order: replaces the permutations.
-    - join_tail: whether to add a last batch with fewer rows than ranks to the previous batch.
-    - without_rows: whether shares may be 0.
+    - `length`: number of rows in the data set, ignored if `order` is given.
+    - `shares`: rows of a global batch per rank.
+    - `shuffle`: whether to permute the rows in each epoch.
+    - `seed`: seed of the permutations, the same on all ranks.
+    - `drop_last`: whether to leave out a last batch that isn't full.
+    - `order`: replaces the permutations.
+    - `join_tail`: whether to add a last batch with fewer rows than ranks to the previous batch.
+    - `without_rows`: whether shares may be 0.
 
     Raises RequestError for invalid shares, or a data set with too few rows.
     """
@@ -423,8 +423,8 @@ class LengthSampler(UnevenBatchSampler):
 
     Arguments, besides those of UnevenBatchSampler:
 
-    - lengths: number of tokens of each row.
-    - assigner: assigns the rows of a batch.
+    - `lengths`: number of tokens of each row.
+    - `assigner`: assigns the rows of a batch.
 
     Raises RequestError if `lengths` isn't a list of whole numbers, or if the assigner refuses it.
     """

@@ -381,7 +381,7 @@ def _agree(fault: str, remedy: str) -> None:
 
 
 def load(folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> Any:
-    """Load a checkpoint that `save` wrote into the model and the optimizer, and return `extra`.
+    """Load a checkpoint that `save` wrote, and return its `extra`.
 
     Every rank has to call this. The number of ranks and their parts may differ from those at
     saving. Raises RequestError if the checkpoint doesn't fit the model or can't be read.

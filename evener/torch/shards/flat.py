@@ -23,9 +23,9 @@ class Flat:
 
     Arguments:
 
-    - place: this rank's place among the ranks.
-    - slots: the parameters, all of one dtype.
-    - held: ledger of the bytes in use.
+    - `place`: this rank's place among the ranks.
+    - `slots`: the parameters, all of one dtype.
+    - `held`: ledger of the bytes in use.
     """
 
     def __init__(self, place: ShardRank, slots: Sequence[Slot], held: Any) -> None:

@@ -37,9 +37,9 @@ class Gathered:
 
     Arguments:
 
-    - slots: the parameters, in the order of `sort_slots`.
-    - ranges: start and stop of each rank's elements.
-    - shard: this rank's elements.
+    - `slots`: the parameters, in the order of `sort_slots`.
+    - `ranges`: start and stop of each rank's elements.
+    - `shard`: this rank's elements.
     """
 
     # each rank's part of the block is one range of bytes, whatever the dtypes

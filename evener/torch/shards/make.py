@@ -76,11 +76,11 @@ def shard(
 
     Arguments:
 
-    - level: "all" gathers parameters one unit at a time, "state" the whole model at once.
-    - units: the modules to gather at a time, with level "all"; None chooses them.
-    - state: relative size of each rank's part; by default from the plan, else by free memory.
-    - dtype: dtype of computation; None leaves each parameter its own.
-    - casts: dtype of an autocast around each forward pass, or None.
+    - `level`: "all" gathers parameters one unit at a time, "state" the whole model at once.
+    - `units`: the modules to gather at a time, with level "all"; None chooses them.
+    - `state`: relative size of each rank's part; by default from the plan, else by free memory.
+    - `dtype`: dtype of computation; None leaves each parameter its own.
+    - `casts`: dtype of an autocast around each forward pass, or None.
 
     Raises RequestError if the model or the training can't be sharded, or if the ranks' models
     differ.
@@ -138,12 +138,12 @@ def cut_model(
 
     Arguments:
 
-    - units: modules that are gathered together, by name.
-    - place: this rank's place among the ranks.
-    - dtype: dtype of computation; None leaves each parameter its own.
-    - keeps: whether to accumulate unsharded gradients over passes and reduce them once per
+    - `units`: modules that are gathered together, by name.
+    - `place`: this rank's place among the ranks.
+    - `dtype`: dtype of computation; None leaves each parameter its own.
+    - `keeps`: whether to accumulate unsharded gradients over passes and reduce them once per
       batch.
-    - casts: dtype of an autocast around each forward pass, or None.
+    - `casts`: dtype of an autocast around each forward pass, or None.
     """
     if place.device.type == "cpu":
         return_memory()

@@ -17,11 +17,11 @@ from ..sums.collectives import run_own
 class ShardRank(msgspec.Struct, frozen=True):
     """This rank's place among the ranks that a model is sharded over.
 
-    - rank: index of this rank.
-    - parts: relative size of each rank's part.
-    - device: the device of the parameters.
-    - single_rank: whether a rank is measured on its own, without collectives.
-    - first: the rank that broadcasts buffers.
+    - `rank`: index of this rank.
+    - `parts`: relative size of each rank's part.
+    - `device`: the device of the parameters.
+    - `single_rank`: whether a rank is measured on its own, without collectives.
+    - `first`: the rank that broadcasts buffers.
     """
 
     rank: int
@@ -64,8 +64,8 @@ class Parts:
 
     Arguments:
 
-    - whole: the tensor, padded to the end of the last range.
-    - ranges: start and stop of each rank's elements.
+    - `whole`: the tensor, padded to the end of the last range.
+    - `ranges`: start and stop of each rank's elements.
     """
 
     def __init__(

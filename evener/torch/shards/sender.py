@@ -47,9 +47,9 @@ class DtypeRange(NamedTuple):
 class GradientCopy(NamedTuple):
     """Copy of a parameter's gradient, or of a slice of it, into the memory to send.
 
-    - position: index of the parameter.
-    - elements: the slice, or None for the whole gradient.
-    - target: where it is copied to.
+    - `position`: index of the parameter.
+    - `elements`: the slice, or None for the whole gradient.
+    - `target`: where it is copied to.
     """
 
     position: int
@@ -62,10 +62,10 @@ class GradientSender:
 
     Arguments:
 
-    - slots: the parameters.
-    - segments: ranges of elements of one dtype.
-    - ranges: start and stop of each rank's elements.
-    - dtype: dtype of the shards, in which gradients are added up.
+    - `slots`: the parameters.
+    - `segments`: ranges of elements of one dtype.
+    - `ranges`: start and stop of each rank's elements.
+    - `dtype`: dtype of the shards, in which gradients are added up.
     """
 
     def __init__(

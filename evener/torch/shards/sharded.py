@@ -38,12 +38,12 @@ class Sharded:
 
     Arguments:
 
-    - units: modules that are gathered one at a time, by name.
-    - place: this rank's place among the ranks.
-    - dtype: dtype of computation, to which inputs are cast; None leaves both unchanged.
-    - keeps: whether to accumulate unsharded gradients over passes and reduce them once per
+    - `units`: modules that are gathered one at a time, by name.
+    - `place`: this rank's place among the ranks.
+    - `dtype`: dtype of computation, to which inputs are cast; None leaves both unchanged.
+    - `keeps`: whether to accumulate unsharded gradients over passes and reduce them once per
       batch.
-    - casts: dtype of an autocast around each forward pass, or None.
+    - `casts`: dtype of an autocast around each forward pass, or None.
     """
 
     def __init__(

@@ -163,9 +163,9 @@ def choose_dtype(slot: Slot, dtype: Any, casts: Any) -> Any:
 
     Arguments:
 
-    - dtype: dtype of computation for the whole model, or None.
-    - casts: dtype of an autocast around the model, or None; it applies to float32 parameters of
-      Linear layers.
+    - `dtype`: dtype of computation for the whole model, or None.
+    - `casts`: dtype of an autocast around the model, or None; it applies to float32 parameters
+      of Linear layers.
     """
     # an autocast would cast these parameters whenever the layers compute; so the results are the
     # same, gathering needs half the bytes, and the backward pass needs no cast copies
@@ -189,10 +189,10 @@ class Unit:
 
     Arguments:
 
-    - name: name of the module; "" for the model itself.
-    - parameters: its parameters that are sharded.
-    - dtype, casts: see `choose_dtype`.
-    - held: ledger of the bytes in use.
+    - `name`: name of the module; "" for the model itself.
+    - `parameters`: its parameters that are sharded.
+    - `dtype`, `casts`: see `choose_dtype`.
+    - `held`: ledger of the bytes in use.
     """
 
     # the parameters of a flat have the same dtype, and are all trained or all frozen

@@ -110,9 +110,9 @@ class WholeParameters:
 
     Arguments:
 
-    - place: this rank's place among the ranks.
-    - slots: the parameters.
-    - held: ledger of the bytes in use.
+    - `place`: this rank's place among the ranks.
+    - `slots`: the parameters.
+    - `held`: ledger of the bytes in use.
     """
 
     # A hook moves each gradient, times this rank's weight, to the buffer as soon as it is computed.

@@ -23,10 +23,10 @@ class Part:
 
     Arguments:
 
-    - batch: the rows, in the structure of the batch.
-    - rows: how many they are.
-    - weight: weight of their mean loss in that of this rank's rows.
-    - scale: applied to each loss before its backward pass.
+    - `batch`: the rows, in the structure of the batch.
+    - `rows`: how many they are.
+    - `weight`: weight of their mean loss in that of this rank's rows.
+    - `scale`: applied to each loss before its backward pass.
     """
 
     def __init__(self, batch: Any, rows: int, weight: Any, scale: Callable[[Any], Any]) -> None:
@@ -111,8 +111,8 @@ def make_parts(
 
     Arguments:
 
-    - scale: applied to each loss before its backward pass.
-    - passes: number of parts if it is fixed, else 0.
+    - `scale`: applied to each loss before its backward pass.
+    - `passes`: number of parts if it is fixed, else 0.
 
     Raises RequestError if the batch can't be cut.
     """
@@ -141,9 +141,9 @@ def weigh_by_count(
 
     Arguments:
 
-    - count: returns the count in a part.
-    - sizes: row count of each rank.
-    - add_up: sums a tensor over the ranks.
+    - `count`: returns the count in a part.
+    - `sizes`: row count of each rank.
+    - `add_up`: sums a tensor over the ranks.
     """
     own = torch.stack([_count(count, part) * min(1, part.rows) for part in parts])
     total = add_up(own.sum())

@@ -105,7 +105,7 @@ class Recovery:
 
     Arguments:
 
-    - report_retry: called after a failed pass was undone, before its rows are computed again.
+    - `report_retry`: called after a failed pass was undone, before its rows are computed again.
     """
 
     def __init__(

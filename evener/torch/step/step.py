@@ -177,7 +177,7 @@ class Passes:
 
     Arguments:
 
-    - report_retry: called after a failed pass was undone.
+    - `report_retry`: called after a failed pass was undone.
     """
 
     def __init__(
@@ -202,10 +202,10 @@ class Passes:
 
         Arguments:
 
-        - models: models whose gradients are all-reduced in the last part only.
-        - exchanges: the exchanges of their gradients.
-        - begins: whether the parts begin a new batch.
-        - move: whether to move tensors to the device.
+        - `models`: models whose gradients are all-reduced in the last part only.
+        - `exchanges`: the exchanges of their gradients.
+        - `begins`: whether the parts begin a new batch.
+        - `move`: whether to move tensors to the device.
         """
         recovery = self.recovery
         self._exchanges = list(exchanges)

@@ -49,9 +49,9 @@ class BatchWeights(BatchTracker):
 
     Arguments:
 
-    - weigh: "gradients" weights them in the all-reduce, "loss" expects the loop to scale its
+    - `weigh`: "gradients" weights them in the all-reduce, "loss" expects the loop to scale its
       loss, and "trainer" means that Lightning's strategy does so.
-    - noise: measures the gradient noise scale, or None.
+    - `noise`: measures the gradient noise scale, or None.
     """
 
     def __init__(
@@ -132,7 +132,9 @@ class BatchWeights(BatchTracker):
 
     @property
     def weight(self) -> float:
-        """Weight of this rank's gradients in the sum over ranks: its fraction of the batch's rows.
+        """Weight of this rank's gradients in the sum over ranks:
+
+        its fraction of the batch's rows.
 
         If losses are sums over rows, all ranks have the same weight.
         """

@@ -103,9 +103,9 @@ def wrap_model(
 
     Arguments:
 
-    - forward: called before each forward pass with the model and its inputs.
-    - options: keyword arguments of DistributedDataParallel.
-    - by_loss: whether losses are scaled instead of gradients.
+    - `forward`: called before each forward pass with the model and its inputs.
+    - `options`: keyword arguments of DistributedDataParallel.
+    - `by_loss`: whether losses are scaled instead of gradients.
     """
     found = find_wrapper(model)
     if isinstance(found, Exchanged) and found.exchange is None:  # a copy of a wrapped model

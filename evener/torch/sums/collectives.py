@@ -104,9 +104,9 @@ def gather_rows(
 
     Arguments:
 
-    - sizes: row count of each rank.
-    - by_loss: whether losses are scaled instead of gradients.
-    - timer: counts the time as waiting.
+    - `sizes`: row count of each rank.
+    - `by_loss`: whether losses are scaled instead of gradients.
+    - `timer`: counts the time as waiting.
 
     Raises RequestError if the number of rows is wrong, or if ranks differ in dtype or shape.
     """

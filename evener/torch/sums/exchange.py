@@ -82,11 +82,11 @@ class Exchange:
 
     Arguments:
 
-    - module: the model.
-    - group: process group; None is the default one.
-    - bucket_bytes: size of a bucket; None chooses it.
-    - broadcast_buffers: whether to copy the first rank's buffers after they change.
-    - single_rank: True without other ranks; then it serves only to undo failed passes.
+    - `module`: the model.
+    - `group`: process group; None is the default one.
+    - `bucket_bytes`: size of a bucket; None chooses it.
+    - `broadcast_buffers`: whether to copy the first rank's buffers after they change.
+    - `single_rank`: True without other ranks; then it serves only to undo failed passes.
 
     Raises RequestError if ranks have different models, or if the model is sharded.
     """

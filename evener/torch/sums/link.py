@@ -23,9 +23,9 @@ WHOLE_NUMBERS = 1009  # a prime, so that patterns don't repeat at a power of two
 class LinkSums(NamedTuple):
     """Measured all-reduces of a group of devices.
 
-    - latency_seconds: median time for a single value.
-    - bytes_per_second: bandwidth per device, by the bytes that a ring all-reduce sends.
-    - wrong: what was wrong with the result, or "".
+    - `latency_seconds`: median time for a single value.
+    - `bytes_per_second`: bandwidth per device, by the bytes that a ring all-reduce sends.
+    - `wrong`: what was wrong with the result, or "".
     """
 
     latency_seconds: float
@@ -50,9 +50,9 @@ class LinkMember:
 
         Arguments:
 
-        - world: number of members.
-        - seconds: timeout of collectives.
-        - groups: members of each group that is measured, by rank.
+        - `world`: number of members.
+        - `seconds`: timeout of collectives.
+        - `groups`: members of each group that is measured, by rank.
         """
         dist.init_process_group(
             "nccl" if self._device.type == "cuda" else "gloo",
