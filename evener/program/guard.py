@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from ..torch.audit.record import (
     replay,
 )
 from ..torch.audit.replay import NOT_A_NUMBER, Compute, audit_record
+from ..torch.audit.row_numbers import find_loss_by_rows
 from ..torch.audit.rows import FewRows, choose_few_rows
 from ..torch.audit.sketch import name_tensors
 from ..torch.audit.state import kept_state
@@ -51,7 +51,7 @@ SINGLE_ROW = "each rank has a single row at a time, which can't be divided to co
 CANT = "its loss can't be computed again to compare it"
 PART = (  # although the loss of all rows was computed again
     "its loss can't be computed for a part of its rows, as where each row is compared with the "
-    "others of its batch"
+    "others of its batch, or where the program cuts its batch itself"
 )
 LOCAL_USE = (
     "a value of each rank's own rows changes its gradients or weights after the backward pass, and "
@@ -60,6 +60,10 @@ LOCAL_USE = (
 LIMITED = (
     "its loss can't be computed for more rows than a rank has now, as where a tensor was made for "
     "that many of them ({})"
+)
+RANDOM_COUNT = (
+    "its loss isn't a mean over rows, as where it is divided by a count that goes by random "
+    "numbers: the same rows give {} in equal parts and {} in the parts of shares"
 )
 UNSEEN = "no backward pass was seen in its first step"
 MakeSketcher = Callable[..., GradientSketcher]  # creates a GradientSketcher for models
@@ -405,11 +409,18 @@ class Guard(Recorder):
                 made = add_unweighted(made)
             return weigh_gradients(made, few.rows / (2 * record.rows))
 
-        sketcher = partial(self._make_sketcher, record.models)
+        used: list[GradientSketcher] = []
+
+        def sketcher() -> GradientSketcher:
+            used.append(self._make_sketcher(record.models))
+            return used[-1]
+
         rows, first = self._list_rows(), self._step == 1
+        counts = AS_WRITTEN
         found = audit_record(record, rows, sketcher, computations, (AS_WRITTEN,), first)
         if found.audited is None and found.fault != NOT_A_NUMBER:
             # the calls don't support fewer rows, for example if a shape contains the batch size
+            counts = ROW_COUNTS
             counted = audit_record(record, rows, sketcher, computations, (ROW_COUNTS,), first)
             found = found if counted.audited is None else counted
         if found.audited is None:
@@ -418,12 +429,40 @@ class Guard(Recorder):
         difference = found.audited.difference
         if difference is None:
             fault = found.audited.fault
-            return f"its gradient can't be compared: {fault}" if fault else ""
+            if fault:
+                return f"its gradient can't be compared: {fault}"
+            draws = any(each.draws for each in used)
+            return self._find_random_count(record, counts) if draws else ""
         audited = found.audited
         if self._is_found_sum(record, audited.cause):
             return ""
         self.measured = True
         return describe(difference, audited.cause, audited.sizes, self._step, IN_EQUAL_PARTS)
+
+    def _find_random_count(self, record: LossRecord, counts: int) -> str:
+        """Return a fault if the loss is divided by a count that goes by random numbers, or "".
+
+        `counts` is that of `LossRecord.compute`.
+        """
+        # the audit has drawn the same numbers for every row, so that all rows count equally
+        few = None if self._is_ragged else choose_few_rows(self.batch, self.rows)
+        if few is None:
+            return ""
+        computations = make_launcher_computations(
+            few, lambda part: record.compute(part.batch, part.rows, counts)
+        )
+        if self.are_sums:
+            computations = add_unweighted(computations)
+        try:
+            losses = find_loss_by_rows(
+                self._make_sketcher(record.models, losses_only=True), computations, few
+            )
+        except Exception:  # the usual audit could compute the loss, and found no difference
+            return ""
+        if losses is None:
+            return ""
+        self.measured = True
+        return RANDOM_COUNT.format(*(f"{loss:.6g}" for loss in losses))
 
     def _find_limit(self, record: LossRecord) -> str:
         """Return why this rank can't have more rows, or ""."""

@@ -24,7 +24,8 @@ from torch.utils.data import default_collate  # noqa: E402
 from evener.torch.audit import compute  # noqa: E402
 from evener.torch.audit.compute import GradientSketcher  # noqa: E402
 from evener.torch.audit.quick import KnownPasses  # noqa: E402
-from evener.torch.audit.rows import FEWER, ROWS, fetch_rows  # noqa: E402
+from evener.torch.audit.row_numbers import find_loss_by_rows  # noqa: E402
+from evener.torch.audit.rows import FEWER, ROWS, choose_few_rows, fetch_rows  # noqa: E402
 from evener.torch.audit.sketch import (  # noqa: E402
     SIGNS,
     GradientSums,
@@ -36,6 +37,7 @@ from evener.torch.audit.step import DRAWN, Audited, Computations, audit  # noqa:
 from evener.torch.rows.structure import tensors_in  # noqa: E402
 from evener.torch.training_audits import (  # noqa: E402
     TrainingAudits,
+    make_launcher_computations,
     make_share_computations,
     weigh_gradients,
 )
@@ -457,3 +459,38 @@ def test_a_clamp_within_the_backward_pass_counts_where_it_acts(
 
 def test_one_row_is_no_audit() -> None:
     assert fetch_rows(Points(1), default_collate, range(1)) is None
+
+
+def draw_for_rows(x: Any) -> Any:
+    """Add noise by draws with an entry for each row, in several ways."""
+    noise = torch.rand(len(x), 6) + torch.randn_like(x) + torch.empty(len(x), 1).uniform_()
+    return x + noise * torch.randint(1, 5, (len(x), 1))
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_mean"),
+    [
+        (lambda net, x: net(draw_for_rows(x)).square().mean(), True),
+        (lambda net, x: (net(x) + torch.rand(4)).square().mean(), True),  # rows have no entries
+        (lambda net, x: masked_mean(net(x), per_row=True), True),
+        (lambda net, x: masked_mean(net(x), per_row=False), False),
+        (lambda net, x: (net(x) - torch.rand(len(x), 1).mean()).square().mean(), False),
+    ],
+)
+def test_a_loss_by_a_random_count_is_no_mean_over_rows(loss: Any, is_mean: bool) -> None:
+    """Other rows have other random numbers, and a row has the same ones in any part."""
+    torch.manual_seed(0)
+    net, x = torch.nn.Linear(6, 4).double(), torch.randn(8, 6, dtype=torch.float64)
+    few = choose_few_rows([x], 8)
+    assert few is not None
+    computations = make_launcher_computations(few, lambda part: loss(net, part.batch[0]))
+    sketcher = GradientSketcher([net], dict(net.named_parameters()), losses_only=True)
+    assert (find_loss_by_rows(sketcher, computations, few) is None) is is_mean
+
+
+def masked_mean(values: Any, per_row: bool) -> Any:
+    """Return the mean of the values that a random mask leaves, of each row or of the batch."""
+    mask = (torch.rand(values.shape) < 0.5).double()
+    if per_row:
+        return ((values * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
+    return (values * mask).sum() / mask.sum()

@@ -61,6 +61,8 @@ OTHER = [
     ("sums", "a mean beside prepared rows", "for more rows than a rank has now"),
     ("sums", "a center by own rows", "goes into its loss"),
     ("losses", "rows mixed at random", "it isn't a mean over rows"),
+    ("losses", "masked by a random count", "a count that goes by random numbers"),
+    ("losses", "cut by the program", "where the program cuts its batch itself"),
     ("losses", "negatives in the batch", "it isn't a mean over rows"),
     ("losses", "negatives of all ranks", "exchange rows by all_gather"),
     ("exchanged", "rows gathered", "exchange rows by all_gather (run_exchanged.py:"),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
-from tests.support.run_parts import BATCH, Programs, ddp, fit
+from tests.support.run_parts import BATCH, Programs, ddp, epochs, fit, load, start
 
 PROGRAMS: Programs = {}
 
@@ -88,6 +88,24 @@ def mixed_at_random(model: Any, x: Tensor, classes: Tensor, _: Tensor) -> Tensor
     return 0.7 * F.cross_entropy(out, classes) + 0.3 * F.cross_entropy(out, classes[other])
 
 
+def masked(model: Any, x: Tensor, *_: Any) -> Tensor:
+    """Averages over the values that a random mask has left, as SimMIM does."""
+    found = model(x)
+    mask = (torch.rand_like(found) < 0.8).to(x.dtype)
+    return (found.square() * mask).sum() / mask.sum()
+
+
+def cut_by_the_program() -> Any:
+    """The loop computes parts of its batch, and their number goes by the rank's rows."""
+    model, optimizer = start()
+    for x, classes, _ in epochs(load()):
+        optimizer.zero_grad()
+        for part, own in zip(x.split(2), classes.split(2), strict=True):
+            (F.cross_entropy(model(part), own, reduction="sum") / len(x)).backward()
+        optimizer.step()
+    return model
+
+
 LOSSES: dict[str, Any] = {
     "a sum by the batch size": lambda m, x, y, _: F.cross_entropy(m(x), y, reduction="sum") / BATCH,
     "class weights": lambda m, x, y, _: F.cross_entropy(
@@ -116,6 +134,8 @@ LOSSES: dict[str, Any] = {
     "rows mixed": mixed,
     "rows mixed at random": mixed_at_random,
     "negatives of all ranks": gathered,
+    "masked by a random count": masked,
     "ranks weighted": ranks_weighted,
 }
 PROGRAMS |= {name: partial(fit_new, loss) for name, loss in LOSSES.items()}
+PROGRAMS["cut by the program"] = cut_by_the_program

@@ -130,7 +130,11 @@ class GradientSketcher:
             yield self
 
     def sketch(
-        self, computation: Sequence[Piece], disturbance: int = 0, seed: int = SEED
+        self,
+        computation: Sequence[Piece],
+        disturbance: int = 0,
+        seed: int = SEED,
+        modes: Sequence[EvenRandomness] = (),
     ) -> Sketch:
         """Return the sketch of a gradient that is summed over some passes.
 
@@ -143,8 +147,9 @@ class GradientSketcher:
         computed: set[torch.dtype] = set()
         self.drawn = set()
         draws = 0
-        for piece in computation:
-            randomness = EvenRandomness(disturbance, seed)
+        # `modes` are the contexts of the pieces, if they aren't the usual ones
+        contexts = modes or [EvenRandomness(disturbance, seed) for _ in computation]
+        for piece, randomness in zip(computation, contexts, strict=True):
             self._compute_piece(piece, sums, randomness, seed)
             draws += randomness.random
             computed |= randomness.kinds

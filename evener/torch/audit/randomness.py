@@ -83,11 +83,13 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         if torch.Tag.nondeterministic_seeded not in function.tags:
             return function(*arguments, **keywords)
         self.draws += 1
-        result, random = _draw_equal_rows(
-            function, list(arguments), keywords, self._seed + self.draws
-        )
+        result, random = self._draw(function, list(arguments), keywords)
         self.random += random
         return result
+
+    def _draw(self, function: Any, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+        """Return the result of an operation that draws, and whether it is random."""
+        return draw_equal_rows(function, arguments, keywords, self._seed + self.draws)
 
     def _add_rounding_errors(self, name: str, arguments: Any, result: Any) -> None:
         """Add random errors to the results of an operation, as large as its rounding errors.
@@ -176,7 +178,7 @@ class _Draw(msgspec.Struct, frozen=True, eq=False):
         return self.function(*self.arguments, **self.keywords)
 
 
-def _draw_equal_rows(
+def draw_equal_rows(
     function: Any, arguments: list[Any], keywords: dict[str, Any], seed: int
 ) -> Any:
     """Return the result of a random operation with equal rows, and whether it is random."""

@@ -619,10 +619,11 @@ def _replay_entries(
             made = entry.function(
                 *map_nested(now, entry.arguments), **map_nested(now, entry.keywords)
             )
-        known.update(
-            (id(was), tensor)
-            for was, tensor in zip(nested_tensors(entry.result), nested_tensors(made), strict=True)
-        )
+        recorded, repeated = list(nested_tensors(entry.result)), list(nested_tensors(made))
+        if len(recorded) != len(repeated):
+            name = getattr(entry.function, "__name__", "a call")
+            raise ValueError(f"{name} returns {len(repeated)} tensors, not {len(recorded)}")
+        known.update((id(was), made) for was, made in zip(recorded, repeated, strict=True))
 
 
 def _find_only(kind: type, objects: Sequence[Any]) -> Any:

@@ -1,0 +1,120 @@
+"""Compare losses whose random numbers go with the rows.
+
+Usually an audit draws the same numbers for every row. It then doesn't see that a loss is divided by
+a count that is random itself, such as that of the tokens which a mask of the model's own has drawn:
+every row has equally many. Here other rows have other numbers, and a row has the same ones in any
+batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...training.audit import LOSS, LOSS_SAFETY, floor
+from .compute import GradientSketcher, Piece
+from .randomness import SEED, EvenRandomness, draw_equal_rows
+from .rows import FewRows
+from .step import Computations
+
+APART = 7919  # between the seeds of two rows
+
+
+class RowRandomness(EvenRandomness):
+    """A context in which random operations return other numbers for other rows.
+
+    The pass computes `rows` rows, the first of which has the number `first`. `by_row` has the
+    numbers of the draws that have an entry for each row; others are the same for every row.
+    """
+
+    def __init__(self, first: int, rows: int, by_row: frozenset[int] = frozenset()) -> None:
+        super().__init__()
+        self._first, self._rows, self._by_row = first, rows, by_row
+        self.may_be_by_row: set[int] = set()  # draws that have as many entries as there are rows
+
+    def _draw(self, function: Any, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+        sized = _find_size(function)
+        given = arguments[0] if sized is None else arguments[sized]
+        if _count_entries(given, sized) == self._rows:
+            self.may_be_by_row.add(self.draws)
+        if self.draws not in self._by_row:
+            return super()._draw(function, arguments, keywords)
+        made = []
+        for row in range(self._rows):
+            own = [
+                _cut(argument, place == sized, row, self._rows)
+                for place, argument in enumerate(arguments)
+            ]
+            seed = SEED + self.draws + APART * (1 + self._first + row)
+            made.append(draw_equal_rows(function, own, dict(keywords), seed)[0])
+        if function._schema.is_mutable:  # rows of the argument were filled
+            return arguments[0], True
+        return torch.cat(made), True
+
+
+def _find_size(function: Any) -> int | None:
+    """Return the place of an operation's argument `size`; None if it has none."""
+    names = [argument.name for argument in function._schema.arguments]
+    return names.index("size") if "size" in names else None
+
+
+def _count_entries(given: Any, sized: int | None) -> int:
+    """Return the length of a drawn tensor's first axis; 0 if it has no axis."""
+    if sized is not None:
+        return int(given[0]) if given else 0
+    return len(given) if isinstance(given, torch.Tensor) and given.ndim else 0
+
+
+def _cut(argument: Any, is_size: bool, row: int, rows: int) -> Any:
+    """Return an argument of a draw for one row."""
+    if is_size:
+        return [1, *argument[1:]]
+    if isinstance(argument, torch.Tensor) and argument.ndim and len(argument) == rows:
+        return argument[row : row + 1]
+    return argument
+
+
+def find_loss_by_rows(
+    sketcher: GradientSketcher, computations: Computations, few: FewRows
+) -> tuple[float, float] | None:
+    """Return the reference's loss and that by shares if they differ, else None.
+
+    `sketcher` computes only losses. Draws without an entry for each row are the same for every row;
+    without any others, nothing is compared.
+    """
+    passes = [
+        (piece, first, rows)
+        for computation, sizes in (
+            (computations.reference, few.even_sizes),
+            (computations.trained, few.sizes),
+        )
+        for piece, first, rows in _place(computation, sizes)
+    ]
+    count = len(computations.reference)
+    with sketcher.open():
+        noted = [RowRandomness(first, rows) for _, first, rows in passes]
+        for mode, (piece, _, _) in zip(noted, passes, strict=True):
+            sketcher.sketch([piece], modes=[mode])
+        by_row = frozenset(set.intersection(*(mode.may_be_by_row for mode in noted)))
+        if not by_row or len({rows for _, _, rows in passes}) < 2:
+            return None
+        found = [
+            sketcher.sketch([piece], modes=[RowRandomness(first, rows, by_row)])
+            for piece, first, rows in passes
+        ]
+    right = sum(each.loss for each in found[:count])
+    own = sum(each.loss for each in found[count:])
+    allowed = LOSS_SAFETY * max(floor(each.kinds.get(LOSS, "float32")) for each in found)
+    # a loss that isn't finite compares with nothing
+    is_other = abs(own - right) > allowed * max(abs(right), abs(own))
+    return (right, own) if is_other else None
+
+
+def _place(computation: Sequence[Piece], sizes: Sequence[int]) -> list[tuple[Piece, int, int]]:
+    """Return each pass with the number of its first row and its number of rows."""
+    if len(computation) != len(sizes):
+        return []
+    firsts = [sum(sizes[:place]) for place in range(len(sizes))]
+    return list(zip(computation, firsts, sizes, strict=True))
