@@ -1,11 +1,4 @@
-"""Measures probes with real child processes.
-
-Children are started when needed, kept between probes if memory allows, and replaced on failure. A
-solo probe has its own child. A split has one child per device, and these children run each step
-together. They communicate over loopback if all devices are on one host. A split has a single child
-if one process can drive all its devices. TensorFlow can do so with GPUs that have no limits on
-compute or memory.
-"""
+"""Run probes on real devices, in processes that are reused between probes."""
 
 from __future__ import annotations
 
@@ -75,11 +68,11 @@ _PORT_TAKEN = ("address already in use", "failed to bind", "could not start grpc
 
 
 class ChildProber:
-    """Measures probes with real child processes.
+    """Runs probes on the devices of a job.
 
-    The session's clock starts at `start_seconds`. The output of failing children is appended to
-    `error_file`, if given. `link` is the speed of the link between the devices, if known. A failed
-    probe yields an observation, never an exception.
+    - `start_seconds`: where the clock starts, above 0 for a resumed run.
+    - `error_file`: the file to which tracebacks and output of failed processes are appended.
+    - `link`: the measured link between the devices, if it is known already.
     """
 
     def __init__(
@@ -116,11 +109,11 @@ class ChildProber:
         stop: threading.Event,
         finished: tuple[Probe, ...] = (),
     ) -> Iterator[Observation]:
-        """Run all probes at the same time, and yield observations as they end.
+        """Run probes at the same time, and yield the outcome of each as it ends.
 
-        `report` is called with the progress of the probes, from one thread for each probe. Once
-        `stop` is set, the iterator ends early, and unfinished probes have no observation.
-        `finished` are probes of the same round that were measured before the run was resumed.
+        - `report`: called with progress, from several threads.
+        - `stop`: once it is set, running probes end without an outcome.
+        - `finished`: probes that are over; idle power isn't measured on their devices.
         """
         # no idle power is read for the devices of `finished` probes
         self._free_memory(probes)
@@ -156,17 +149,17 @@ class ChildProber:
                 yield seen
 
     def now(self) -> float:
-        """Return the time on the session's clock in seconds."""
+        """Return the seconds since the search began."""
         return time.monotonic() - self._began
 
     def facts(self) -> Facts:
-        """Return the facts about software, data and model that children have reported."""
+        """Return what the processes have reported about software, workload and data so far."""
         return self._facts
 
     def close(self) -> None:
-        """Kill every child immediately.
+        """Kill all processes; running probes end without an outcome.
 
-        May be called more than once, from any thread, and while `measure` runs.
+        May be called more than once, and from any thread.
         """
         self._closed.set()
         self._hosts.close()
@@ -175,7 +168,7 @@ class ChildProber:
     def _run_probe(
         self, probe: Probe, progress: ProgressReporter, stop: threading.Event
     ) -> Observation | None:
-        """Run a probe on idle or new children; None if stopped."""
+        """Run one probe; None if it was stopped."""
         started = time.monotonic()
         # try again if another program took a port that the children need
         for tries_left in reversed(range(PORT_TRIES)):
@@ -199,7 +192,7 @@ class ChildProber:
         raise AssertionError("unreachable")
 
     def _host_failure(self, probe: Probe, lost: HostLostError) -> GroupError:
-        """Return a lost host's error as its first rank's failure."""
+        """Convert the loss of a host to the failure of a rank on it."""
         active = probe.layout.active
         rank = next(
             rank
@@ -247,7 +240,7 @@ class ChildProber:
         return seen
 
     def _keep_recovered_children(self, key: Layout, group: ChildGroup, error: GroupError) -> bool:
-        """Keep a failed probe's children, and return True, if they recovered."""
+        """Keep a group that recovered from running out of memory; return whether that worked."""
         if not error.recovered:
             # another failure, or a silent rank that may be waiting in an all-reduce
             return False
@@ -264,7 +257,7 @@ class ChildProber:
         return True
 
     def _wants_closer_look(self, probe: Probe) -> bool:
-        """True if the probe should also time steps without input."""
+        """Return whether a probe also times steps without data loading."""
         # such steps are timed in a layout's first probes, if it may become the plan and its batches
         # come from host memory; once if it doesn't wait for input
         explores = probe.stage == Stage.SOLO and len(self._devices) > 1
@@ -291,7 +284,10 @@ class ChildProber:
         busy_cores: float | None,
         stop: threading.Event,
     ) -> None:
-        """Keep the children, and record what memory and cores they used."""
+        """Keep a group for later probes, and record the memory that it holds.
+
+        Until all probes of the round are timed, its processes go on stepping.
+        """
         layout = seen.probe.layout
         group.fresh = False
         try:
@@ -315,7 +311,7 @@ class ChildProber:
             self._idle[key] = group
 
     def _measure_memory_of_others(self, key: Layout, clean: bool) -> tuple[int, ...]:
-        """Return the bytes that other processes hold on each device."""
+        """Return the bytes that other programs hold on each device; empty if unknown."""
         if key.traits.side_by_side:
             return ()  # under MPS, the memory counts as the daemon's
         with self._lock:
@@ -329,7 +325,7 @@ class ChildProber:
         return tuple(short.get(i, 0) for i in range(len(self._devices))) if is_known else ()
 
     def _warm_up_share(self, probe: Probe, group: ChildGroup) -> int:
-        """Return how many rows an extra first step may have; 0: none."""
+        """Return the most rows of a smaller step that should run first; 0 for none."""
         request = self._resolved.request
         # TensorFlow traces the first batch size separately, and the second one for all sizes: the
         # first step of new children has another share than the probe's own
@@ -341,7 +337,7 @@ class ChildProber:
     def _start_children(
         self, key: Layout, progress: ProgressReporter, stop: threading.Event
     ) -> ChildGroup:
-        """Start a layout's children, and build the workload in them."""
+        """Start the processes of a layout and build the workload in them."""
         progress.enter("starting")
         assigned = assign_devices(self._resolved, key)
         environments = [self._child_environment(devices, key) for devices in assigned]
@@ -372,7 +368,7 @@ class ChildProber:
         return group
 
     def _measure_link(self, group: ChildGroup, key: Layout, stop: threading.Event) -> None:
-        """Measure the link between a new group's ranks, and store its speed."""
+        """Measure and record the link between the ranks of a new group."""
         try:
             link = self._measure_all_reduce(group, key, stop)
             group.link_speed = link.bytes_per_second
@@ -389,7 +385,7 @@ class ChildProber:
     def _measure_all_reduce(
         self, group: ChildGroup, key: Layout, stop: threading.Event
     ) -> KnownLink:
-        """Measure the speed and latency of an all-reduce between the ranks."""
+        """Time an all-reduce; raise GroupError if it hangs or gives wrong results."""
         who = " – ".join(self._devices[i].label for i in key.active)
         remedy = "evener doctor --links finds the pair, and the variable of NCCL that cures it"
         try:
@@ -413,7 +409,10 @@ class ChildProber:
         )
 
     def _child_environment(self, devices: Sequence[Device], key: Layout) -> ChildEnvironment:
-        """Return the environment of a child that uses these devices."""
+        """Return the environment variables and limits of a process for these devices.
+
+        Raises GroupError if the devices can't be limited as requested.
+        """
         if key.traits.side_by_side and key.placement == "mps":  # a resumed run of an older version
             raise GroupError(RankFailure(0, "unsupported", "Packs use MPS where its daemon runs."))
         try:
@@ -477,7 +476,7 @@ class ChildProber:
         return Failed(probe, failure.cause, detail, devices, elapsed_seconds, failure.user_code)
 
     def _find_devices(self, key: Layout, failure: RankFailure) -> tuple[int, ...]:
-        """Return the positions of the failed rank's devices; empty if unknown."""
+        """Return the positions of the devices that a failure is about; empty if unknown."""
         if not runs_in_one_process(self._resolved, key):
             return (key.active[failure.rank % len(key.active)],)
         if len(key.active) == 1:
@@ -486,7 +485,7 @@ class ChildProber:
         return () if failure.gpu is None else key.active[failure.gpu : failure.gpu + 1]
 
     def _explain_stop(self, probe: Probe, progress: ProgressReporter, stack: Stack) -> None:
-        """Report the phase and line where a probe was stopped."""
+        """Report where the user's code was as a probe was stopped, and save the stack."""
         labels = ", ".join(self._devices[i].label for i in probe.layout.active)
         # the stack is saved if it contains a line of the user's code
         saved = stack.where and self._save_output(
@@ -495,7 +494,7 @@ class ChildProber:
         progress.stop(stack, f" (stack in {self._error_file})" if saved else "")
 
     def _save_output(self, title: str, output: str) -> bool:
-        """Append a failed child's output to the error file, if possible."""
+        """Append output to the error file; return False if it can't be written."""
         # also False if the run has no error file
         if self._error_file is None:
             return False
@@ -511,28 +510,20 @@ class ChildProber:
         return False
 
     def _free_memory(self, probes: tuple[Probe, ...]) -> None:
-        """Kill idle children that would leave these probes too little memory."""
+        """End idle groups whose memory the next probes need."""
         held = {key: group.held_bytes for key, group in self._idle.items()}
         for key in self._memory.groups_to_end(probes, held):
             self._idle.pop(key).end()
 
 
 def needs_link_check(framework: str, devices: Sequence[Device]) -> bool:
-    """True if the link between the ranks must be checked before training.
-
-    `devices` has one device per rank.
-    """
+    """Return whether all-reduces between these devices must be tested before training."""
     # NCCL hangs if the driver reports a path between GPUs that the board doesn't have
     return framework == "torch" and not any(device.on_cpu for device in devices)
 
 
 def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: Job) -> Facts:
-    """Return the facts `before`, updated with what a child has `found`.
-
-    `engine` synchronizes the ranks of the child's split; "" if its layout isn't a split. The
-    workload's digest comes from the first child and never changes. It is the model's digest if the
-    child reports one; otherwise, it is a hash of the workload's name and settings.
-    """
+    """Return the facts so far, updated by what the process of rank 0 has reported."""
     names = (*_FRAMEWORKS, *(name for backend in all_backends() for name in backend.device_words))
     parts = [resolved.workload, resolved.request.settings, found.get("parameters", "")]
     own = found.get("digest") or blake2b(msgspec.json.encode(parts), digest_size=8).hexdigest()
@@ -564,10 +555,9 @@ def make_prober(
     end_seconds: float = math.inf,
     link: KnownLink | None = None,
 ) -> Prober:
-    """Return a prober for a job; a simulated one for simulated devices.
+    """Return the prober for a job: simulated if its devices are, else with real processes.
 
-    Its clock starts at `start_seconds`. Tracebacks of children are written to `error_file`. `link`
-    is the saved speed of the link between the devices. Only simulated probes stop at `end_seconds`.
+    `end_seconds` is the time on the session's clock at which a simulated prober stops.
     """
     # the session stops real probes
     if job.machine is not None:

@@ -1,12 +1,4 @@
-"""Runs a layout's child processes as a group.
-
-The group sends commands, collects replies, and kills its children. A layout has one child on one
-device, one child over several GPUs, or one child per device.
-
-Two threads for each child drain its standard output and standard error. So no amount of output
-blocks the child or fills this process's memory. If a child fails, the others get `GRACE_SECONDS` to
-report their own failures. Then the root cause is chosen from all failures.
-"""
+"""Probe processes of one layout: send commands, collect replies, and kill them."""
 
 from __future__ import annotations
 
@@ -65,43 +57,30 @@ Inbox = queue.Queue[tuple[int, Message]]
 
 
 class RunningChild(ABC):
-    """A child process of a probe, on this machine or on another host.
-
-    `rank` is its rank in its group of children. Its messages are put into the group's inbox.
-    """
+    """A probe process on this or another host, which puts its replies into an inbox."""
 
     rank: int
     alive: bool  # False once it has exited
 
     @abstractmethod
     def send(self, command: Command) -> None:
-        """Send a command to the child, without waiting for the reply.
-
-        The inbox gets the reply, or a message that the child has exited.
-        """
+        """Send a command; nothing happens if the process has exited."""
 
     @abstractmethod
     def find_stack(self) -> Stack | None:
-        """Return the current stack of the child's main thread, to show where it is.
-
-        Return None if the child doesn't answer, for example because it has exited.
-        """
+        """Return where its main thread is in the code, or None if it doesn't answer."""
 
     def find_loss(self) -> str:
-        """Return why the child's host doesn't answer; "" if it does."""
+        """Return why its host was lost, or "" if it wasn't."""
         return ""
 
     @abstractmethod
     def end(self) -> None:
-        """Kill the child and its process group. May be called more than once."""
+        """Kill the process, and those that it has started."""
 
 
 class Child(RunningChild):
-    """A worker process that `server` forks.
-
-    Its messages are put into `inbox`, each with its rank. `cap_bytes` limits its memory, if given.
-    A child that exits after its peak memory came close to the limit counts as out of memory.
-    """
+    """A process that the fork server of this host starts."""
 
     def __init__(
         self,
@@ -112,11 +91,11 @@ class Child(RunningChild):
         cap_bytes: int | None,
         build_channel: int | None = None,
     ) -> None:
-        """Request the child from `server`.
+        """Ask the server to start the process; raises OSError if the request can't be sent.
 
-        `build_channel` is the descriptor of a channel, or None. Once the child has built its
-        workload, it leaves a copy of itself, which receives requests for further children on this
-        channel. With None, the child leaves no copy.
+        - `cap_bytes`: its memory limit, to recognize that memory ran out.
+        - `build_channel`: a file descriptor. After building its workload, the process
+          leaves a copy of itself that forks more processes on requests from this channel.
         """
         self.rank, self.alive = rank, True
         self.pid = 0  # 0 until the child runs
@@ -151,37 +130,27 @@ class Child(RunningChild):
         return thread
 
     def finish(self, code: int, peak_bytes: int = 0) -> None:
-        """Record the child's exit code and peak memory.
-
-        The fork server reports both.
-        """
+        """Record the exit code and peak memory; called by the fork server after the exit."""
         self.alive = False
         self._exit = Exited(code, peak_bytes / self._cap_bytes if self._cap_bytes else 0.0)
         self._ended.set()
 
     def send(self, command: Command) -> None:
-        """Send a command to the child, without waiting for the reply.
-
-        The inbox gets the reply, or a message that the child has exited.
-        """
+        """Send a command; errors are ignored, because the exit is reported in the inbox."""
         with suppress(OSError, ValueError):
             self._stdin.write(encode_line(command))
             self._stdin.flush()
 
     @property
     def stderr_tail(self) -> str:
-        """The end of what the child has written to standard error and standard output.
-
-        Until the child runs, it is the end of the fork server's output.
-        """
+        """End of its standard error; until the process runs, also that of the fork server."""
         written = self._stderr + (b"" if self.pid else self._server.read_log())
         return written.decode(errors="replace")
 
     def find_stack(self) -> Stack | None:
-        """Return the current stack of the child's main thread.
+        """Return where its main thread is, or None without an answer within STACK_SECONDS.
 
-        Before the child runs, it is the stack of the fork server, which imports the framework.
-        Return None if there is no answer within `STACK_SECONDS`.
+        Until the process runs, the stack is the fork server's.
         """
         self._server.send_signal(self._key if self.pid else None, STACK_SIGNAL)
         deadline = time.monotonic() + STACK_SECONDS
@@ -194,7 +163,7 @@ class Child(RunningChild):
         return stack
 
     def end(self) -> None:
-        """Kill the child and its process group. May be called more than once."""
+        """Kill its process group, and wait for its exit."""
         self._server.send_signal(self._key, signal.SIGKILL, group=True)
         if self.pid:
             self._ended.wait(WAIT_SECONDS)
@@ -223,7 +192,7 @@ class Child(RunningChild):
         stream.close()
 
     def _put_message(self, message: Message) -> None:
-        """Put a message into the inbox, or drop it if full."""
+        """Put a message into the inbox; it is lost if the inbox stays full."""
         with suppress(queue.Full):
             self._inbox.put((self.rank, message), timeout=WAIT_SECONDS)
 
@@ -236,7 +205,7 @@ def _read(stream: BinaryIO) -> bytes:
 
 
 def _kernel_kills() -> int:
-    """Return how many processes the kernel has killed for memory."""
+    """Return how many processes Linux has killed for memory since boot, 0 if unknown."""
     with suppress(OSError):
         lines = Path("/proc/vmstat").read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
@@ -244,11 +213,7 @@ def _kernel_kills() -> int:
 
 
 class ChildGroup:
-    """The children of a layout in rank order, with one shared inbox.
-
-    `ranks` maps the ranks to devices of the request. The inbox gets the messages of all children,
-    together with their ranks.
-    """
+    """The processes of one layout, one for each rank."""
 
     def __init__(self, children: Sequence[RunningChild], inbox: Inbox, ranks: RankMap) -> None:
         self.children, self.ranks = list(children), ranks
@@ -267,18 +232,18 @@ class ChildGroup:
         seconds: float,
         stop: threading.Event,
     ) -> list[Reply]:
-        """Send `command(rank)` to every rank, and return their replies in rank order.
+        """Send a command to each rank, and return the replies in the order of ranks.
 
-        `expected` is the type of the replies. Raises the same exceptions as `receive`.
+        `command` makes the command for a rank. Errors and timeout are those of `receive`.
         """
         for child in self.children:
             child.send(command(child.rank))
         return self.receive(expected, seconds, stop)
 
     def receive(self, expected: type[Reply], seconds: float, stop: threading.Event) -> list[Reply]:
-        """Return one reply of the expected type from every rank, in rank order.
+        """Wait for a reply of each rank, and return the replies in the order of ranks.
 
-        Raises GroupError if a rank fails or doesn't reply within `seconds`, and StoppedError if
+        Raises GroupError if a rank fails or doesn't reply within `seconds`, and StoppedError once
         `stop` is set.
         """
         # once a rank has failed, the others get `GRACE_SECONDS` to reply, or `RECOVERED_SECONDS` if
@@ -298,7 +263,7 @@ class ChildGroup:
     def _collect_replies(
         self, expected: type[Reply], seconds: float, stop: threading.Event
     ) -> tuple[dict[int, Reply], dict[int, RankFailure]]:
-        """Wait for all ranks, and return replies and failures by rank."""
+        """Return replies and failures by rank; a rank that stays silent is in neither."""
         replies: dict[int, Reply] = {}
         failures: dict[int, RankFailure] = {}
         deadline = time.monotonic() + seconds
@@ -320,14 +285,14 @@ class ChildGroup:
         return replies, failures
 
     def _stop_waiting(self, expected: type[Reply], replies: Mapping[int, Reply]) -> NoReturn:
-        """Raise StoppedError, with a late rank's stack if user code runs."""
+        """Raise StoppedError, with a stack if a process may be in the user's code."""
         late = [child for child in self.children if child.rank not in replies]
         # the user's code runs while children start, build or prepare
         in_users_code = expected in (Ready, Built, Prepared)
         raise StoppedError(late[0].find_stack() if in_users_code else None)
 
     def _find_losses(self, silent: Sequence[int]) -> dict[int, RankFailure]:
-        """Return the failures of the `silent` ranks on lost hosts, by rank."""
+        """Return a failure for each silent rank whose host was lost."""
         found = {}
         for rank in silent:
             loss = self.children[rank].find_loss()
@@ -336,11 +301,10 @@ class ChildGroup:
         return found
 
     def release_memory(self, seconds: float, stop: threading.Event) -> dict[int, int]:
-        """Make every rank release unused memory, and return the bytes that it still holds.
+        """Let all ranks release cached memory.
 
-        The bytes are returned by device position; positions with an unknown number are left out.
-        Raises GroupError if a rank fails or doesn't reply within `seconds`, and StoppedError if
-        `stop` is set.
+        Returns the bytes that remain by device position, without devices for which they are
+        unknown. Raises GroupError and StoppedError.
         """
         replies = self.call(lambda _: ReleaseMemory(), MemoryReleased, seconds, stop)
         sizes = [size for reply in replies for size in cast(MemoryReleased, reply).memory_bytes]
@@ -352,11 +316,11 @@ class ChildGroup:
 
     @property
     def alive(self) -> bool:
-        """True if every child is still running."""
+        """Whether all processes still run."""
         return all(child.alive for child in self.children)
 
     def end(self) -> None:
-        """Kill every child."""
+        """Kill all processes."""
         for child in self.children:
             child.end()
 

@@ -1,10 +1,4 @@
-"""Tells whether a layout's children ran out of memory or failed otherwise.
-
-The module looks at exceptions, exit codes and signals. Its lists of typical texts come from
-TensorFlow's and PyTorch's issue trackers, and from experiments with capped CPU allocators. The
-kernel itself counts the processes that it kills for lack of memory. The functions have no side
-effects.
-"""
+"""Find out why a probe process failed, and whether it ran out of memory."""
 
 from __future__ import annotations
 
@@ -76,10 +70,7 @@ _PLACES = ("[[", "[Op:", "File ", "Detected at", "Node:", "Hint: ", "<stack trac
 
 
 class StoppedError(Exception):
-    """The session stops, so running probes yield no observation.
-
-    `stack` is the stack of a child that hadn't begun to measure; None if unknown.
-    """
+    """A probe was stopped; `stack` says where it was while starting, or is None."""
 
     def __init__(self, stack: Stack | None = None) -> None:
         super().__init__(stack)
@@ -87,7 +78,7 @@ class StoppedError(Exception):
 
 
 class RankFailure(msgspec.Struct, frozen=True):
-    """The failure of one rank of a group, with its cause."""
+    """Why one rank of a probe failed."""
 
     rank: int
     cause: Cause
@@ -102,16 +93,12 @@ class RankFailure(msgspec.Struct, frozen=True):
 
     @property
     def lost_a_peer(self) -> bool:
-        """True if the rank seems to have failed only because another did."""
+        """Whether its error only says that another rank has gone."""
         return self.cause == "raised" and any(sign in self.detail.lower() for sign in _LOST_A_PEER)
 
 
 class GroupError(Exception):
-    """One or more ranks of a group have failed.
-
-    `silent` are the ranks that have neither replied nor failed. The group's children are used again
-    only if no rank is silent, and all failed ranks have recovered from running out of memory.
-    """
+    """Some ranks of a probe have failed; `silent` ranks didn't reply."""
 
     def __init__(self, *failures: RankFailure, silent: Sequence[int] = ()) -> None:
         super().__init__(failures)
@@ -120,17 +107,13 @@ class GroupError(Exception):
 
     @property
     def recovered(self) -> bool:
-        """True if the group's children can be used again."""
+        """Whether the ranks only ran out of memory, and all of them can go on."""
         short = all(failure.out_of_memory and failure.recovered for failure in self.failures)
         return short and not self.silent
 
     @property
     def root(self) -> RankFailure:
-        """The failure that is most likely the root cause.
-
-        A failure for lack of memory comes first. Failures that only follow from another rank's
-        failure come last. The others are ordered by cause.
-        """
+        """The failure that most likely caused the others."""
         return min(
             self.failures,
             key=lambda f: (not f.out_of_memory, f.lost_a_peer, _CAUSE_ORDER.index(f.cause), f.rank),
@@ -138,20 +121,14 @@ class GroupError(Exception):
 
 
 def exit_failure(rank: int, end: Exited) -> RankFailure:
-    """Return the failure of a rank whose child has exited unexpectedly.
-
-    The cause is derived from the exit code and the last output.
-    """
+    """Return the failure of a rank whose process exited."""
     memory = exit_is_memory(end.code, end.cap_share, end.kernel_killed, end.output)
     cause, words = describe_exit(end.code)
     return RankFailure(rank, cause, words, memory, output=end.output)
 
 
 def error_failure(rank: int, error: ChildError) -> RankFailure:
-    """Return the failure of a rank whose child has reported an exception.
-
-    Its text is one line: the line of the user's code, the exception's class and its message.
-    """
+    """Return the failure of a rank whose process reported an exception."""
     memory = error_is_memory(error.types, error.text)
     words = one_line(error.text)
     if error.types and error.types[0] not in _OWN_WORDS and not words.startswith(error.types[0]):
@@ -175,9 +152,9 @@ def error_failure(rank: int, error: ChildError) -> RankFailure:
 
 
 def error_is_memory(types: Sequence[str], text: str) -> bool:
-    """True if an exception means that memory ran out.
+    """Return whether an exception means that memory ran out.
 
-    `types` are the names of its class and base classes, and `text` is its text.
+    `types` are the names of its class and base classes.
     """
     lowered = text.lower()
     if any(sign in lowered for sign in _NOT_MEMORY):
@@ -186,22 +163,19 @@ def error_is_memory(types: Sequence[str], text: str) -> bool:
 
 
 def names_hardware(text: str) -> bool:
-    """True if the text of an error mentions a GPU or its libraries.
-
-    The error may then be specific to one device, and not a fault of the user's code.
-    """
+    """Return whether an error's text is about a GPU or its driver."""
     lowered = text.lower()
     makers = [word for backend in all_backends() for word in backend.device_words]
     return any(sign in lowered for sign in (*_HARDWARE, *makers))
 
 
 def exit_is_memory(code: int, cap_share: float, kernel_killed: bool, stderr_tail: str) -> bool:
-    """True if a child ran out of memory, judged by its exit.
+    """Return whether a process exited because memory ran out.
 
-    - `code`: the exit code, negative if a signal killed the child.
-    - `cap_share`: the peak memory as a fraction of the memory cap, or 0 without a cap.
-    - `kernel_killed`: True if the kernel has killed a process for lack of memory.
-    - `stderr_tail`: the end of the child's output.
+    - `code`: its exit code, negative for a signal.
+    - `cap_share`: peak memory as a fraction of its limit.
+    - `kernel_killed`: whether the kernel has killed a process for memory meanwhile.
+    - `stderr_tail`: the end of its standard error.
     """
     if code == -signal.SIGKILL:
         return kernel_killed
@@ -218,10 +192,7 @@ def _memory_words() -> tuple[str, ...]:
 
 
 def describe_exit(code: int) -> tuple[Cause, str]:
-    """Return the cause of a child's exit, and a message of one line.
-
-    `code` is the exit code, negative if a signal killed the child.
-    """
+    """Return the cause and a description for an exit code, which is negative for a signal."""
     if code >= 0:
         return "exit", f"its process ended by itself with exit code {code}"
     try:
@@ -232,19 +203,15 @@ def describe_exit(code: int) -> tuple[Cause, str]:
 
 
 def find_gpu_number(text: str) -> int | None:
-    """Return the number of the GPU that an error's text names.
-
-    It counts only the GPUs that the process can see, as frameworks do. Return None if the text
-    names no GPU, or several.
-    """
+    """Return the GPU number in an error's text, or None unless exactly one is named."""
     found = {int(number) for number in _GPU.findall(text)}
     return found.pop() if len(found) == 1 else None
 
 
 def one_line(text: str, longest: int = 300) -> str:
-    """Return the line of an error's text that says what was wrong, without colors.
+    """Return the line of an error's text that says most, without colors and control characters.
 
-    A long line is cut to `longest` characters.
+    It is cut to `longest` characters. "" if the text is blank.
     """
     lines = [_UNPRINTABLE.sub(" ", line).strip() for line in _COLORS.sub("", text).splitlines()]
     lines = [line for line in lines if line]
@@ -259,5 +226,5 @@ def one_line(text: str, longest: int = 300) -> str:
 
 
 def _cut_at_space(text: str, longest: int) -> str:
-    """Cut the text to `longest` characters, after a whole word if possible."""
+    """Cut a text at the last space within `longest` characters, or there if it has none."""
     return text[: longest + 1].rpartition(" ")[0].rstrip() or text[:longest]

@@ -1,11 +1,4 @@
-"""The process from which children are forked.
-
-It imports the framework once, so children start without a delay for imports.
-
-`ForkServer` runs in that process. It reads requests from a socket, one per datagram, and answers
-them. It never imports the user's own code. When the other end of its socket closes, it kills its
-children and exits. `ServerProcess` is the other end.
-"""
+"""A server that forks probe processes after importing the framework once."""
 
 from __future__ import annotations
 
@@ -43,11 +36,9 @@ LOG_BYTES = 64 << 10  # bytes at the end of a server's output that are kept
 
 
 class ForkRequest(msgspec.Struct, frozen=True, tag=True):
-    """A request to fork a child with these environment variables and CPU cores.
+    """Request: fork a process with these environment variables and cores.
 
-    The descriptors of the child's three standard streams are sent with the message. If a fourth
-    descriptor follows, it is a channel. After building its workload, the child then leaves a copy
-    of itself, which receives further requests on this channel.
+    Its standard streams are sent along as file descriptors.
     """
 
     key: int  # identifies the child at both ends
@@ -57,10 +48,7 @@ class ForkRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class SignalRequest(msgspec.Struct, frozen=True, tag=True):
-    """A request to send the signal `number` to a child.
-
-    If `group`, the signal is for its process group. The request is ignored if the child has exited.
-    """
+    """Request: send a signal to a process, or to its whole process group."""
 
     key: int
     number: int
@@ -68,17 +56,14 @@ class SignalRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChildForked(msgspec.Struct, frozen=True, tag=True):
-    """The answer to a `ForkRequest`: the child is running."""
+    """A process was forked."""
 
     key: int
     pid: int
 
 
 class ChildExited(msgspec.Struct, frozen=True, tag=True):
-    """A message: a child has exited.
-
-    `code` is its exit code, negative if a signal killed it.
-    """
+    """A process has exited; the code is negative for a signal."""
 
     key: int
     code: int
@@ -86,11 +71,7 @@ class ChildExited(msgspec.Struct, frozen=True, tag=True):
 
 
 class BuildShared(msgspec.Struct, frozen=True, tag=True):
-    """A child's report that it has built its workload.
-
-    If `obstacle` is "", a copy of the child forks the children that are requested on this channel.
-    Otherwise there is no copy, and `obstacle` is the reason.
-    """
+    """A process has left a copy of itself with the workload built; `obstacle` says why not."""
 
     obstacle: str = ""
 
@@ -106,11 +87,9 @@ NO_CHANNEL = -1
 
 
 class ForkServer:
-    """Forks children on request, and reports their exit codes.
+    """Forks processes on requests from a socket; `run` is what each process executes.
 
-    Requests arrive on `channel`. Each child calls `run(pid, descriptor)`. `pid` is this process's.
-    `descriptor` is the channel on which a copy of the child will receive requests; NO_CHANNEL if
-    the child should leave no copy.
+    `run` gets the server's process id, and the file descriptor of a channel or NO_CHANNEL.
     """
 
     def __init__(self, channel: socket.socket, run: Callable[[int, int], object]) -> None:
@@ -121,7 +100,7 @@ class ForkServer:
         self._keys: dict[int, int] = {}  # pidfd of such a child -> key
 
     def serve(self) -> None:
-        """Handle requests until the socket closes, then kill the running children."""
+        """Serve requests until the other end closes the socket, then kill all processes."""
         while True:
             channel = self._channel.fileno()
             ready, _, _ = select.select([channel, *self._keys], [], [])
@@ -134,7 +113,7 @@ class ForkServer:
             self._send_signal(SignalRequest(key, signal.SIGKILL, True))
 
     def _carry_out(self) -> bool:
-        """Handle the next request; return False if the socket has closed."""
+        """Carry out one request; return False if the socket was closed."""
         data, descriptors, _, _ = socket.recv_fds(self._channel, LONGEST_REQUEST, STREAMS + 1)
         if not data:
             return False
@@ -162,7 +141,7 @@ class ForkServer:
                 os.close(descriptor)
 
     def _be_child(self, start: ForkRequest, streams: Sequence[int]) -> None:
-        """Run as the forked child, and never return."""
+        """Set up streams, folder, variables and cores in the new process, and run it."""
         try:
             os.setsid()  # it becomes the leader of its own process group
             standard, more = streams[:STREAMS], streams[STREAMS:]
@@ -200,11 +179,10 @@ class ForkServer:
 
 
 def import_first(names: Sequence[str], start_driver: Callable[[], object]) -> None:
-    """Import each "module" or "module:attribute" into this process, before it forks children.
+    """Import modules for all later processes, named as "module" or "module:attribute".
 
-    If an import fails or starts a device's driver, the program is restarted without imports. Each
-    child then does its own imports. If an import opens the driver's files without starting it, a
-    copy of this process has to be able to call `start_driver`.
+    If that starts a GPU driver, the program is started anew without the imports, because a process
+    that runs a driver can't be forked.
     """
     try:
         for name in names:
@@ -225,35 +203,28 @@ def import_first(names: Sequence[str], start_driver: Callable[[], object]) -> No
 
 
 def die_with_parent() -> None:
-    """Make the kernel kill this process when the thread that started it exits."""
+    """Let Linux kill this process when the thread that started it exits."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def adopt_orphans() -> None:
-    """Make this process adopt its descendants when their parents exit.
-
-    A child may leave a copy of itself that forks further children. When the child exits, this
-    process becomes the parent of the copy.
-    """
+    """Make this process the parent of orphaned descendants."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 class ForkedChild(Protocol):
-    """The methods of a child that a `ChildServer` calls."""
+    """A process as the server sees it."""
 
     pid: int  # 0 until it runs
 
     def finish(self, code: int, peak_bytes: int = 0) -> None:
-        """Record that the child has exited. `peak_bytes` is its peak memory."""
+        """Record the exit code, negative for a signal, and the peak memory."""
 
 
 class ChildServer(ABC):
-    """Sends requests over a socket to a process that forks children.
-
-    `channel` is this process's end of the socket. A thread reads the answers.
-    """
+    """Connection to a fork server: starts processes, and records their exits."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -264,27 +235,26 @@ class ChildServer(ABC):
     @property
     @abstractmethod
     def alive(self) -> bool:
-        """True if the server is running."""
+        """Whether it can start processes."""
 
     @abstractmethod
     def read_log(self) -> bytes:
-        """Return the end of the server's standard output and standard error."""
+        """Return the end of the server's own output."""
 
     @abstractmethod
     def close(self) -> None:
-        """Kill the server and its children. May be called more than once."""
+        """Stop the server and all of its processes."""
 
     @abstractmethod
     def _wait(self) -> int:
-        """Wait until the server has exited, and return its exit code."""
+        """Wait for the server's exit, and return its code."""
 
     def start(
         self, child: ForkedChild, environment: ChildEnvironment, streams: Sequence[int]
     ) -> int:
-        """Request that the server forks `child`, and return the child's key.
+        """Fork a process with these streams, close them here, and return the process's key.
 
-        `streams` are the child's descriptors. They are closed in this process. If the server has
-        exited, the child is reported as exited too. Raises OSError if the request can't be sent.
+        Raises OSError if the request can't be sent though the server runs.
         """
         key = next(self._keys)
         self._children[key] = child
@@ -304,10 +274,7 @@ class ChildServer(ABC):
         return key
 
     def send_signal(self, key: int | None, number: int, group: bool = False) -> None:
-        """Send the signal `number` to the child with this key.
-
-        If `group`, send it to the child's process group. Does nothing if `key` is None.
-        """
+        """Send a signal to the process of this key, or to its group; None is the server itself."""
         if key is not None:
             with suppress(OSError):
                 self._channel.send(msgspec.json.encode(SignalRequest(key, number, group)))
@@ -334,18 +301,17 @@ class ChildServer(ABC):
 
     @abstractmethod
     def _note_build(self, obstacle: str) -> None:
-        """Record a finished build; `obstacle` says why others can't share it."""
+        """Handle the report of a process that tried to leave a copy of itself."""
 
     @abstractmethod
     def _release(self) -> None:
-        """Close the channel and other open files after the server's exit."""
+        """Close what belongs to the server, once everything was read."""
 
 
 class BuiltServer(ChildServer):
-    """Sends requests to a copy of a child that has built its workload.
+    """Fork server in a copy of a probe process that has built the user's workload.
 
-    Children that the copy forks have the workload already. `far_end` is the descriptor of the
-    copy's end of the channel, and is passed to the child that builds the workload.
+    `far_end` is the file descriptor for that process.
     """
 
     def __init__(self) -> None:
@@ -358,18 +324,15 @@ class BuiltServer(ChildServer):
 
     @property
     def alive(self) -> bool:
-        """True while the copy that the child has left of itself is running."""
+        """Whether the copy exists and serves requests."""
         return self._serves
 
     def read_log(self) -> bytes:
-        """Return b"", because the copy writes no log."""
+        """Return an empty log: the copy writes to the streams of its processes."""
         return b""
 
     def close(self) -> None:
-        """Close the channel, so that the copy kills its children and exits.
-
-        May be called more than once.
-        """
+        """Disconnect, upon which the copy ends with its processes."""
         self._serves = False
         with suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
@@ -387,9 +350,9 @@ class BuiltServer(ChildServer):
 
 
 class ServerProcess(ChildServer):
-    """A running fork server, which has imported the modules `imports`.
+    """Fork server in a process of its own, which has imported `imports`.
 
-    `variables` are added to its environment. Raises OSError if the server can't be started.
+    Create it in a thread that lasts: the kernel kills the server when that thread exits.
     """
 
     # the kernel kills the server when the thread that created it exits
@@ -410,22 +373,18 @@ class ServerProcess(ChildServer):
 
     @property
     def alive(self) -> bool:
-        """True if the server is still running."""
+        """Whether the server runs."""
         return self._process.poll() is None
 
     def send_signal(self, key: int | None, number: int, group: bool = False) -> None:
-        """Send the signal `number` to the child with this key.
-
-        If `group`, send it to the child's process group. If `key` is None, send it to the server
-        itself.
-        """
+        """Send a signal to the process of this key, or to the server itself if it is None."""
         if key is None:
             self._process.send_signal(number)
         else:
             super().send_signal(key, number, group)
 
     def read_log(self) -> bytes:
-        """Return the end of the server's standard output and standard error."""
+        """Return the last LOG_BYTES of the server's output, also after its exit."""
         if self._last_words is None:
             with suppress(OSError):
                 return os.pread(
@@ -434,10 +393,7 @@ class ServerProcess(ChildServer):
         return self._last_words or b""
 
     def close(self) -> None:
-        """Kill the server; the kernel then kills its running children.
-
-        May be called more than once.
-        """
+        """Kill the server, and wait for its exit."""
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(WAIT_SECONDS)
@@ -474,7 +430,7 @@ def _run(
 
 
 def _merge_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment variables, updated with `variables`."""
+    """Return the environment of the server."""
     merged = {**os.environ, **variables}
     # the server imports the same evener as this process
     merged["PYTHONPATH"] = import_path(merged.get("PYTHONPATH", ""))

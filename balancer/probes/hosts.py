@@ -1,11 +1,4 @@
-"""One interface for all hosts of a session's devices.
-
-The hosts are this machine, and others that are reached through Ray.
-
-A `RemoteHost` calls a `HostService`, which runs in evener's actor on a host of the cluster. A
-thread receives the messages of the children on that host, and delivers them like messages of local
-children.
-"""
+"""Start probe processes and watch devices, on this host and on others through Ray."""
 
 from __future__ import annotations
 
@@ -46,10 +39,9 @@ ANSWER_SECONDS = 3.0  # the same timeout once a rank on any host has failed
 
 
 class LocalHost:
-    """The host of this process: its children, drivers and free ports.
+    """Probe processes and device monitoring on this host.
 
-    `name` is its name in a cluster; "" outside of one. `devices` are all devices of the request.
-    Devices of other hosts are ignored.
+    `name` is its name in a cluster, or "" on the machine of the search.
     """
 
     find_ports = staticmethod(reserve_free_ports)
@@ -74,28 +66,17 @@ class LocalHost:
         self._starter = ThreadPoolExecutor(1, "child starter")
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method of this host by its name, and return the result.
-
-        The name may contain an attribute, as in "monitor.read". `RemoteHost.ask` has the same
-        interface.
-        """
+        """Call one of the methods by name, as `RemoteHost.ask` does on another host."""
         return attrgetter(method)(self)(*arguments)
 
     def wait_for_drivers(
         self, positions: Collection[int], stop: threading.Event | None = None
     ) -> None:
-        """Wait until the driver of each device at `positions` answers.
-
-        Raises GroupError, which names a device that is gone or doesn't answer, and StoppedError if
-        `stop` is set.
-        """
+        """Wait until the drivers of these devices answer; errors as in InterferenceMonitor."""
         self.monitor.wait_for_drivers(positions, stop or threading.Event())
 
     def make_environment(self, devices: Sequence[Device]) -> ChildEnvironment:
-        """Return the environment variables and CPU cores for a child on these devices.
-
-        Raises DeviceError if the devices can't be used.
-        """
+        """Return variables, cores and limits for a process on these devices."""
         environment = child_environment(devices, self._framework)
         return msgspec.structs.replace(
             environment, variables={**environment.variables, **self._network}
@@ -104,11 +85,9 @@ class LocalHost:
     def start_child(
         self, rank: int, inbox: Inbox, environment: ChildEnvironment, cap_bytes: int | None
     ) -> Child:
-        """Start a child, and clean up after children that have exited.
+        """Start a probe process that puts its messages into `inbox`.
 
-        `rank` and `inbox` are the child's rank in its group and the group's inbox. `cap_bytes`
-        limits the child's memory, if given. Raises OSError or RuntimeError if the child can't be
-        started.
+        Raises OSError if that fails, and RuntimeError after `close`.
         """
 
         def start() -> Child:
@@ -125,7 +104,7 @@ class LocalHost:
         return self._starter.submit(start).result()
 
     def _find_server(self, environment: ChildEnvironment) -> tuple[ChildServer, int | None]:
-        """Return a server that can fork a child with this environment."""
+        """Return a server for this environment, and a file descriptor for a copy to be left."""
         # a server has already imported the framework, so it suits only children with the same
         # values of all variables that affect the import
         late = tuple(prefix for backend in all_backends() for prefix in backend.late_variables)
@@ -152,24 +131,20 @@ class LocalHost:
             server.close()
 
     def measure_short(self, positions: Iterable[int], clean: Collection[int]) -> dict[int, int]:
-        """Return how many bytes of each device's memory other processes hold, by position.
+        """Return how many usable bytes other programs hold on each device, if known.
 
-        No child runs on the `clean` positions. Positions where the number is unknown are left out.
+        On the devices in `clean`, no probe process runs.
         """
         own = {child.pid for child in self._running if child.alive}
         return self.monitor.measure_short(positions, own, clean)
 
     def find_neighbours(self, positions: Iterable[int]) -> dict[int, Neighbours]:
-        """Return the other processes that computed on each device, by position.
-
-        Only computation since the last call counts. The session's children don't count. A position
-        is left out if the driver lists no child on it.
-        """
+        """Return the use of each device by other programs since the last call, if known."""
         own = {child.pid for child in self._running if child.alive}
         return self.monitor.find_neighbours(positions, own)
 
     def close(self) -> None:
-        """Kill every child immediately. May be called more than once."""
+        """Kill all processes and stop watching devices."""
         self._closed.set()
         with suppress(RuntimeError):  # it is already closed
             self._starter.submit(self._end_children).result()  # after a child that is being started
@@ -178,10 +153,9 @@ class LocalHost:
 
 
 class HostService(LocalHost):
-    """A `LocalHost` that evener's actor on another machine serves to this session.
+    """A host's processes as the agent on that host runs them, addressed by keys.
 
-    Each call runs in its own thread. The calling `RemoteHost` chooses an integer key for each
-    child. `script` is a copy of the user's files; None for a built-in workload.
+    `script` is a copy of the user's script, which is written to a temporary file.
     """
 
     def __init__(
@@ -200,14 +174,11 @@ class HostService(LocalHost):
         self._children: dict[int, Child] = {}
 
     def begin_child(self, key: int, environment: ChildEnvironment, cap_bytes: int | None) -> None:
-        """Start a child under this key, with its memory limited to `cap_bytes` if given."""
+        """Start a process under this key."""
         self._children[key] = self.start_child(key, self._inbox, environment, cap_bytes)
 
     def send(self, key: int, command: Command) -> None:
-        """Send a command to the child with this key.
-
-        The workload of a `Build` command is replaced by the script's copy on this host.
-        """
+        """Send a command to a process; a build uses the copy of the script."""
         if isinstance(command, Build):
             command = msgspec.structs.replace(command, workload=self._workload)
         self._children[key].send(command)
@@ -225,15 +196,15 @@ class HostService(LocalHost):
         return [(key, self._name_origin(message)) for key, message in messages]
 
     def find_stack(self, key: int) -> Stack | None:
-        """Return the current stack of the child with this key; None if it doesn't answer."""
+        """Return where the process of this key is in its code."""
         return self._children[key].find_stack()
 
     def end(self, key: int) -> None:
-        """Kill the child with this key."""
+        """Kill the process of this key."""
         self._children.pop(key).end()
 
     def close(self) -> None:
-        """Kill every child, and delete the copy of the script."""
+        """Kill all processes, and remove the copy of the script."""
         super().close()
         if self._script:
             self._script.close()
@@ -250,7 +221,7 @@ class HostService(LocalHost):
 
 
 class RemoteChild(RunningChild):
-    """A child that runs on another host. `key` identifies it on that host."""
+    """A probe process on another host."""
 
     def __init__(self, host: RemoteHost, key: int, rank: int, inbox: Inbox) -> None:
         self.rank = rank
@@ -261,21 +232,18 @@ class RemoteChild(RunningChild):
         self.generation = host.service.generation  # generation of the actor that it runs in
 
     def send(self, command: Command) -> None:
-        """Send a command to the child, without waiting for the reply.
-
-        The inbox gets the reply, or a message that the child has exited.
-        """
+        """Send a command without waiting for its arrival."""
         self._host.service.begin("send", self._key, command)
 
     def find_stack(self) -> Stack | None:
-        """Return the current stack of the child's main thread; None if it doesn't answer."""
+        """Return where the process is in its code; None if unknown, or if the host is lost."""
         with suppress(HostLostError):
             stack: Stack | None = self._host.ask("find_stack", self._key)
             return stack
         return None
 
     def find_loss(self) -> str:
-        """Return the reason why the child's host doesn't answer; "" if it does."""
+        """Return why the host is lost, or "" if it answers within ANSWER_SECONDS."""
         try:
             self._host.ask("available_memory_bytes", seconds=ANSWER_SECONDS)
         except HostLostError as lost:
@@ -283,24 +251,17 @@ class RemoteChild(RunningChild):
         return ""
 
     def end(self) -> None:
-        """Kill the child, unless its host was lost."""
+        """Kill the process."""
         self._host.forget(self._key)
 
     def receive(self, message: Message) -> None:
-        """Put a message from the child into the group's inbox.
-
-        The message may also say that the child has exited or that its host was lost.
-        """
+        """Pass a message of the process on to its group."""
         self.alive = not isinstance(message, Exited | HostLost)
         self._inbox.put((self.rank, message))
 
 
 class RemoteHost:
-    """One remote host of the cluster.
-
-    Its methods raise HostLostError if evener's actor on the host doesn't answer. `script` is the
-    copy of the user's files to write on the host; None for a built-in workload.
-    """
+    """Connection to the processes and devices of another host."""
 
     def __init__(
         self,
@@ -321,10 +282,9 @@ class RemoteHost:
         threading.Thread(target=self._receive, name=f"children on {name}", daemon=True).start()
 
     def ask(self, method: str, *arguments: Any, **how: Any) -> Any:
-        """Call a method of the host's `HostService`, and return the result.
+        """Call a method of the service there, restarting it once if it has died.
 
-        `how` are the options of `RemoteObject.ask`, such as a timeout. If evener's actor on the
-        host has exited, start a new actor there and repeat the call.
+        Raises HostLostError if the host doesn't answer.
         """
         if self._lost is not None:
             raise self._lost
@@ -337,7 +297,7 @@ class RemoteHost:
         return self.service.ask(method, *arguments, **how)
 
     def _recover(self, generation: int) -> bool:
-        """Start a new actor after the old one exited; False if impossible."""
+        """Restart a service that has died; return False if that is impossible."""
         if self._closed.is_set() or not self.service.restart(generation):
             return False
         for key, child in tuple(self._children.items()):
@@ -349,7 +309,7 @@ class RemoteHost:
     def start_child(
         self, rank: int, inbox: Inbox, environment: ChildEnvironment, cap_bytes: int | None
     ) -> RemoteChild:
-        """Start a child on the host, with the parameters of `LocalHost.start_child`."""
+        """Start a probe process there; raises HostLostError if the host doesn't answer."""
         key = next(self._keys)
         self._children[key] = child = RemoteChild(self, key, rank, inbox)
         try:
@@ -360,23 +320,19 @@ class RemoteHost:
         return child
 
     def forget(self, key: int) -> None:
-        """Kill the child with this key, unless its host was closed or lost."""
+        """Kill a process and drop its messages."""
         if self._children.pop(key, None) is not None and not self._closed.is_set():
             with suppress(HostLostError):
                 self.ask("end", key)
 
     def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
-        """Wait until the driver of each GPU of the host answers.
-
-        Raises GroupError, which names a device that is gone or doesn't answer, and StoppedError if
-        `stop` is set.
-        """
+        """Wait until the drivers there answer; raises StoppedError once `stop` is set."""
         self.ask("wait_for_drivers", tuple(positions), stop=stop)
         if stop.is_set():
             raise StoppedError
 
     def close(self) -> None:
-        """Kill every child on the host. May be called more than once."""
+        """End the service with all its processes."""
         if not self._closed.is_set():
             self._closed.set()
             self.service.close()
@@ -397,7 +353,7 @@ class RemoteHost:
                     child.receive(message)
 
     def _mark_lost(self, error: Exception) -> None:
-        """Record that the host is lost, and notify its children's groups."""
+        """Record that the host is lost, and report that for each of its processes."""
         if not isinstance(error, HostLostError):
             error = HostLostError(self._name, f"failed: {error}")
         self._lost = error
@@ -406,10 +362,7 @@ class RemoteHost:
 
 
 class Hosts:
-    """All hosts of a session's devices, behind a single interface.
-
-    Raises DeviceError if a host can't be reached.
-    """
+    """All hosts of a request's devices."""
 
     def __init__(self, devices: Sequence[Device], framework: str, workload: str) -> None:
         self._devices = devices
@@ -427,11 +380,9 @@ class Hosts:
         return self._by_name[device.host]
 
     def find_addresses(self, devices: Sequence[Device]) -> tuple[str, ...]:
-        """Return the address at which each rank meets the others of its group.
+        """Return where the ranks on these devices meet, one item for each.
 
-        `devices` has one device per rank. An address is on the host of the device, or on loopback
-        if there is only one host. Its port is free now. For PyTorch's ranks on one host, it is the
-        path of a file instead.
+        For PyTorch on one host that is a file in memory, else "address:port" with free ports.
         """
         places = Counter(device.host for device in devices)
         if len(places) == 1 and self._framework == "torch":
@@ -451,28 +402,21 @@ class Hosts:
         return tuple(next(free[device.host]) for device in devices)
 
     def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
-        """Wait until the driver of each device at `positions` answers.
-
-        Raises GroupError, which names a device that is gone or doesn't answer, and StoppedError if
-        `stop` is set.
-        """
+        """Wait until the drivers of these devices answer, host by host."""
         for host in self._with_drivers(positions):
             host.wait_for_drivers(positions, stop)
 
     def read(self, positions: Collection[int]) -> Mapping[int, Vitals]:
-        """Return the latest vitals (clocks, power, memory) of the GPUs at these positions.
-
-        Raises GroupError if a device is gone, or if its driver has been silent for too long.
-        """
+        """Return the latest driver readings of these devices by position."""
         found: dict[int, Vitals] = {}
         for host in self._with_drivers(positions):
             found |= host.ask("monitor.read", tuple(positions))
         return found
 
     def measure_short(self, positions: Collection[int], clean: Collection[int]) -> dict[int, int]:
-        """Return how many bytes of each device's memory other processes hold, by position.
+        """Return how many usable bytes other programs hold on each device, if known.
 
-        No child runs on the `clean` positions. Positions where the number is unknown are left out.
+        On the devices in `clean`, no probe process runs.
         """
         found: dict[int, int] = {}
         for host in self._among(positions):
@@ -480,21 +424,14 @@ class Hosts:
         return found
 
     def find_neighbours(self, positions: Collection[int]) -> Mapping[int, Neighbours]:
-        """Return the other processes that computed on each device, by position.
-
-        Only computation since the last call counts. The session's children don't count. A position
-        is left out if the driver lists no child on it.
-        """
+        """Return the use of each GPU by other programs since the last call, if known."""
         found: dict[int, Neighbours] = {}
         for host in self._with_drivers(positions):
             found |= host.ask("find_neighbours", tuple(positions))
         return found
 
     def available_memory_bytes(self) -> int:
-        """Return the least available memory of any host, in bytes.
-
-        Lost hosts don't count. Return 0 if all hosts are lost.
-        """
+        """Return the free memory of the host that has the least; 0 if all are lost."""
         sizes: list[int] = []
         for host in self._by_name.values():
             with suppress(HostLostError):
@@ -502,7 +439,7 @@ class Hosts:
         return min(sizes, default=0)
 
     def close(self) -> None:
-        """Kill every child. May be called more than once."""
+        """Kill all processes on all hosts."""
         for host in self._by_name.values():
             host.close()
 
@@ -511,7 +448,7 @@ class Hosts:
             yield self._by_name[name]
 
     def _with_drivers(self, positions: Collection[int]) -> Iterator[LocalHost | RemoteHost]:
-        """Yield the hosts of the GPUs at these positions."""
+        """Iterate over the hosts of those positions that aren't CPU slices."""
         return self._among(
             [position for position in positions if not self._devices[position].on_cpu]
         )

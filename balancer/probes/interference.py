@@ -1,10 +1,4 @@
-"""Finds external disturbances of a probe: heat, power limits and lost devices.
-
-It also finds memory that other processes hold. GPUs are read through their driver, and only between
-timed blocks. Each GPU has a watch (`VitalsWatch`), which calls the driver on separate threads. So a
-driver that hangs doesn't block the probe. CPU slices have no driver, so only the host's free memory
-is read for them.
-"""
+"""Detect throttling, power draw and other programs on the devices of a probe."""
 
 from __future__ import annotations
 
@@ -48,10 +42,9 @@ CLOSE_SECONDS = 0.2  # timeout for closing all watches
 
 
 class Neighbours(NamedTuple):
-    """Other processes that compute on a device.
+    """Fractions of time in which a device ran kernels of others, and of the probe.
 
-    `names` are their names. Their kernels ran for the fraction `part` of the time, and the
-    session's kernels for the fraction `own_part`. The sum of the two is at most 1.
+    `names` are the other programs.
     """
 
     part: float
@@ -60,10 +53,9 @@ class Neighbours(NamedTuple):
 
 
 class InterferenceMonitor:
-    """Watches the session's devices on one host.
+    """Reads the drivers of the devices on this host, without waiting for slow ones.
 
-    `host` is the host's name; "" for this machine. A device is watched from its first probe on. A
-    driver that is silent for `silent_seconds` counts as lost.
+    A driver that is silent for `silent_seconds` counts as lost.
     """
 
     def __init__(
@@ -76,10 +68,9 @@ class InterferenceMonitor:
         self._short: dict[int, int] = {}  # position -> bytes that others hold, as last reported
 
     def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
-        """Wait until each device's driver answers.
+        """Wait until the drivers of these devices answer.
 
-        Raises GroupError, which names a device that is gone or doesn't answer, and StoppedError if
-        `stop` is set.
+        Raises GroupError if a driver is lost, and StoppedError once `stop` is set.
         """
         self._read(positions, READ_SECONDS)
         watches = list(self._find_watches(positions).values())
@@ -96,10 +87,9 @@ class InterferenceMonitor:
         self._raise_if_gone(positions)
 
     def read(self, positions: Iterable[int]) -> Mapping[int, Vitals]:
-        """Return the latest vitals (clocks, power, memory) of the devices, by position.
+        """Return the latest reading of each device's driver by position.
 
-        Devices without a driver or on other hosts are left out. Raises GroupError if a device is
-        gone, or if its driver has been silent for too long.
+        Raises GroupError if a driver is lost.
         """
         vitals = self._read(positions, READ_SECONDS)
         self._raise_if_gone(positions)
@@ -108,10 +98,10 @@ class InterferenceMonitor:
     def measure_short(
         self, positions: Iterable[int], own: Collection[int], clean: Collection[int]
     ) -> dict[int, int]:
-        """Return the bytes of memory that other processes hold, by device position.
+        """Return how many usable bytes other programs hold on each device, without unknown ones.
 
-        `own` are the pids of the session's children. `clean` are the positions without a running
-        child. Positions with an unknown number are left out.
+        - `own`: process ids of the search.
+        - `clean`: positions on which none of them runs.
         """
         # if a driver doesn't list the processes, the number is known only for a clean position
         found: dict[int, int] = {}
@@ -149,7 +139,7 @@ class InterferenceMonitor:
         return found
 
     def _round_up(self, position: int, short: int) -> int:
-        """Return `short` rounded up, so that small changes aren't reported."""
+        """Round a growing byte count up to hundredths of the device's memory."""
         # small changes aren't reported: the last value is returned until it is exceeded
         if short > self._short.get(position, 0):
             step = max(1, int(STEP * (self._devices[position].memory_bytes or 0)))
@@ -157,7 +147,7 @@ class InterferenceMonitor:
         return self._short[position]
 
     def close(self) -> None:
-        """Close every watch, without waiting for drivers that hang."""
+        """Stop reading; a driver that hangs isn't waited for."""
         until = time.monotonic() + CLOSE_SECONDS
         watches = [watch for watch in self._watches.values() if watch]
         for watch in watches:
@@ -166,7 +156,7 @@ class InterferenceMonitor:
             watch.answer(until)
 
     def _list_own_positions(self, positions: Iterable[int]) -> list[int]:
-        """Return the positions of devices on this host, without duplicates."""
+        """Return the positions that are on this host, each once."""
         return [
             position
             for position in dict.fromkeys(positions)
@@ -174,7 +164,7 @@ class InterferenceMonitor:
         ]
 
     def _find_watches(self, positions: Iterable[int]) -> dict[int, VitalsWatch]:
-        """Return these devices' watches by position, and start missing ones."""
+        """Return the readers of the drivers, opening those that are new."""
         own = self._list_own_positions(positions)
         found = {}
         for position in own:
@@ -191,7 +181,7 @@ class InterferenceMonitor:
     def _read(
         self, positions: Iterable[int], wait_seconds: float, full: bool = False
     ) -> Mapping[int, Vitals]:
-        """Ask all drivers at once for their latest vitals, by position."""
+        """Ask all drivers at once, and return what has arrived within the time."""
         watches = self._find_watches(positions)
         # only a full reading includes memory and processes
         asked = {i: watch.ask(full) for i, watch in watches.items()}
@@ -214,7 +204,7 @@ class InterferenceMonitor:
     def _find_persistent_short(
         self, position: int, own: Collection[int], clean: bool
     ) -> int | None:
-        """Return the bytes that other processes keep holding; None if unknown."""
+        """Return the bytes that others still hold after repeated readings, or None if unknown."""
         # a number higher than last time is read again, because a process that holds memory may be
         # exiting
         reported = self._short.get(position, 0) + _unclear_bytes(
@@ -247,25 +237,21 @@ class InterferenceMonitor:
 
 
 class DriverReader(Protocol):
-    """The interface of a source of devices' vitals, such as power and temperature.
-
-    Devices are given by their positions in the request.
-    """
+    """Anything that returns the driver readings of devices."""
 
     def read(self, positions: Collection[int]) -> Mapping[int, Vitals]: ...
 
 
 class DeviceWatch(DriverReader, Protocol):
-    """A source of vitals that also lists other processes on a device."""
+    """A DriverReader that also reports the use of devices by other programs."""
 
     def find_neighbours(self, positions: Collection[int]) -> Mapping[int, Neighbours]: ...
 
 
 class ProbeInterference:
-    """Records the throttling and the power of a probe's devices in each block.
+    """Compares driver readings from block to block of one probe.
 
-    `positions` are the devices of the probe. `idle` has the vitals of unused devices before the
-    probe, from which their power is computed.
+    `idle` has the first readings of devices that no probe uses.
     """
 
     def __init__(
@@ -281,10 +267,7 @@ class ProbeInterference:
         self._first = {**self._idle, **self._before}
 
     def annotate(self, block: Block) -> Block:
-        """Read the drivers, and return the block with the throttling since the previous reading.
-
-        Call it after each block. Raises GroupError if a device was lost during the block.
-        """
+        """Read the drivers, and add the throttled time since the last reading to the block."""
         before = self._before
         self._before = self._monitor.read(self._positions)
         held = [
@@ -310,11 +293,7 @@ class ProbeInterference:
         )
 
     def mean_watts(self) -> dict[int, float]:
-        """Return each device's mean power in watts, by position.
-
-        The mean is taken from the first reading to the last. Devices that report no energy are left
-        out.
-        """
+        """Return the mean power of each device during the probe, where the driver counts energy."""
         found = {}
         for position, last in {**read_idle(self._monitor, self._idle), **self._before}.items():
             first = self._first.get(position, last)
@@ -332,7 +311,7 @@ class ProbeInterference:
 def _add_throttled_time(
     part: PartSeconds, wall_seconds: float, before: Vitals | None, now: Vitals | None
 ) -> PartSeconds:
-    """Add to `part` the seconds that a rank lost to throttling."""
+    """Return the breakdown with the time lost to heat and to power limits."""
     if now is None or now.clock_fraction is None:
         return part
     braked = _share_of_time(before, now, "braked_seconds")
@@ -346,10 +325,7 @@ def _add_throttled_time(
 
 
 def read_idle(monitor: DriverReader, positions: Collection[int]) -> Mapping[int, Vitals]:
-    """Return the vitals of devices that a probe doesn't use, to compute their power.
-
-    Return an empty mapping if one of the devices is gone.
-    """
+    """Return driver readings of unused devices; empty if one of them fails."""
     # the probe can run without it
     with suppress(GroupError, HostLostError):
         return monitor.read(positions) if positions else {}
@@ -357,19 +333,19 @@ def read_idle(monitor: DriverReader, positions: Collection[int]) -> Mapping[int,
 
 
 def _resident_bytes(pid: int) -> int:
-    """Return a process's resident memory in bytes; 0 if it has exited."""
+    """Return the resident memory of a process, or 0 if it has gone."""
     with suppress(psutil.Error):
         return int(psutil.Process(pid).memory_info().rss)
     return 0
 
 
 def _unclear_bytes(memory_bytes: int) -> float:
-    """Return how much used GPU memory may be the driver's own."""
+    """Return how many used bytes may be the driver's own."""
     return max(SPREAD * memory_bytes, min(SPREAD_BYTES, SPREAD_SMALL * memory_bytes))
 
 
 def _others_bytes(vitals: Vitals, own: Collection[int], clean: bool) -> int | None:
-    """Return the bytes that other processes hold on a device."""
+    """Return the bytes that other programs hold according to the driver, or None if unknown."""
     # `own` are the pids of the session's children; `clean`: no child runs on the device
     if vitals.used_bytes is None:
         return None
@@ -382,7 +358,7 @@ def _others_bytes(vitals: Vitals, own: Collection[int], clean: bool) -> int | No
 
 
 def _share_of_time(before: Vitals | None, now: Vitals, counter: str) -> float:
-    """Return the fraction of the time in which a condition held."""
+    """Return the fraction of time between two readings in which a condition held; 0 if unknown."""
     if before is None or now.at_seconds <= before.at_seconds:
         return 0.0
     # `counter`: the field with the condition's seconds, such as "capped_seconds"

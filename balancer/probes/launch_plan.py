@@ -1,13 +1,4 @@
-"""Plans the child processes of a layout.
-
-It determines the children and their build commands, and which idle children to kill to free memory.
-PyTorch's children release their cache while they are idle, and report how much memory they still
-hold. TensorFlow's allocator never releases memory, so an idle child still holds its peak, and
-somewhat more.
-
-In this module, `key` is a layout without its sizes (`Layout.children`), which determines the
-children.
-"""
+"""Decide which processes run a layout, and which idle ones must end to free memory."""
 
 from __future__ import annotations
 
@@ -40,19 +31,17 @@ MOST_HELD = 256  # maximum number of sockets that are held
 
 
 def choose_engine(resolved: Job, key: Layout) -> str:
-    """Return the name of the engine that synchronizes a split, such as "ddp".
-
-    Return "" for a layout that isn't a split.
-    """
+    """Return how the devices of a layout synchronize, or "" if they don't."""
     if not key.traits.together:
         return ""
     return choose_group_engine(resolved, [resolved.devices[i] for i in key.active])
 
 
 def choose_group_engine(resolved: Job, devices: Sequence[Device]) -> str:
-    """Return the name of the engine that synchronizes these devices when they train together.
+    """Return the engine that synchronizes training on these devices.
 
-    For simulated devices, it is the requested engine.
+    PyTorch has "ddp". TensorFlow has "towers" for GPUs of one host without limits, else
+    "multiworker", unless the request names one.
     """
     engine = resolved.request.engine
     if resolved.framework == "torch":
@@ -66,12 +55,12 @@ def choose_group_engine(resolved: Job, devices: Sequence[Device]) -> str:
 
 
 def runs_in_one_process(resolved: Job, key: Layout) -> bool:
-    """True if one process drives all devices of the layout."""
+    """Return whether one process drives all devices of a layout."""
     return key.traits.placed or choose_engine(resolved, key) in ONE_PROCESS
 
 
 def assign_devices(resolved: Job, key: Layout) -> list[list[Device]]:
-    """Return one list of devices for each child of the layout, in rank order."""
+    """Return the devices of each process of a layout, by rank."""
     devices = [resolved.devices[i] for i in key.active]
     if key.traits.side_by_side and key.placement == "logical":
         devices = [_split_memory(device, key.processes) for device in devices]
@@ -85,11 +74,9 @@ def map_ranks(
     environments: Sequence[ChildEnvironment],
     busy_cores: Mapping[int, float],
 ) -> RankMap:
-    """Return the mapping of a group's ranks to positions of devices.
+    """Describe the ranks of a layout.
 
-    `environments` has the environment of each child. `busy_cores` has the number of CPU cores that
-    a step keeps busy, by position. A device that hasn't been measured alone is assumed to keep all
-    threads busy.
+    `busy_cores` has the number of cores that a step keeps busy, where it was measured.
     """
     threads = environments[0].threads or 1
     positions = key.active * key.processes
@@ -110,10 +97,9 @@ def build_commands(
     ranks: RankMap,
     peers: tuple[str, ...] = (),
 ) -> list[Build]:
-    """Return one build command per child.
+    """Return the command that builds the workload in each rank.
 
-    `assigned` and `environments` have each child's devices and environment. `peers` has the address
-    or file at which each rank meets the others; empty if the children don't form a group.
+    `peers` are the meeting points of the ranks, or empty if they don't train together.
     """
     request = resolved.request
     grouped = bool(peers)
@@ -153,17 +139,14 @@ def build_commands(
 
 
 def _make_stand_in(devices: int) -> tuple[float, ...]:
-    """Return each device's fraction of the state while one runs alone."""
+    """Return fractions of the model's state for measuring one device by itself."""
     # the running device comes first; the others share what it doesn't hold
     others = devices - 1
     return (MEASURED_PART, *((1 - MEASURED_PART) / others for _ in range(others)))
 
 
 def find_workers(knobs: Sequence[str]) -> int | None:
-    """Return the number of loader worker processes that a knob such as `workers4` sets.
-
-    Return None if no knob sets it.
-    """
+    """Return the number of loader workers among the options tried, or None."""
     numbers = [knob.removeprefix(WORKERS) for knob in knobs if knob.startswith(WORKERS)]
     return int(numbers[0]) if numbers else None
 
@@ -173,10 +156,9 @@ _held: deque[int] = deque()
 
 
 def reserve_free_ports(count: int, address: str = LOOPBACK) -> list[int]:
-    """Return `count` free ports at an address of this machine.
+    """Return free TCP ports, which this process keeps bound so that no other program gets them.
 
-    The servers that use them must set SO_REUSEADDR. This process keeps the ports bound, so the
-    system gives them to no other program before the servers start.
+    They can still be listened on with SO_REUSEADDR.
     """
     ports = []
     for _ in range(count):
@@ -191,7 +173,7 @@ def reserve_free_ports(count: int, address: str = LOOPBACK) -> list[int]:
 
 
 def _split_memory(device: Device, processes: int) -> Device:
-    """Return the device with one of `processes` equal parts of its memory."""
+    """Return the device with its memory limit divided among processes."""
     size = device.usable_memory_bytes
     part = None if size is None else size // processes
     return msgspec.structs.replace(
@@ -200,24 +182,21 @@ def _split_memory(device: Device, processes: int) -> Device:
 
 
 def _compute_share(device: Device) -> float:
-    """Return the fraction of full speed at which a device may run."""
+    """Return the fraction of its speed that a process may use; below 1 only for CPU slices."""
     # CPU slices with a limit are slowed by spinning; GPUs are limited by their driver
     percent = device.limit.percent if device.on_cpu else None
     return 1.0 if percent is None else percent / 100
 
 
 def _framework_limit(framework: str, device: Device) -> int | None:
-    """Return the memory cap that the workload sets itself, in bytes."""
+    """Return the memory limit that the framework must apply itself, or None."""
     # the memory of CPU slices in TensorFlow and PyTorch is capped from outside
     own_memory = find_backend(device.kind).own_memory
     return device.limit.memory_bytes if own_memory or framework == "none" else None
 
 
 class RankMap(msgspec.Struct, frozen=True):
-    """The devices of a group's ranks, by their positions in the request.
-
-    It also holds what is known about the ranks' processes: their threads and busy CPU cores.
-    """
+    """Which device each rank of a layout uses, and how its compute time is found."""
 
     # in rank order or, for one child over several devices, in the order of its devices
     positions: tuple[int, ...]
@@ -228,10 +207,7 @@ class RankMap(msgspec.Struct, frozen=True):
 
     @property
     def unique_positions(self) -> tuple[int, ...]:
-        """The positions without duplicates, in rank order.
-
-        Trainings side by side share one position.
-        """
+        """Positions of the devices, each once."""
         return tuple(dict.fromkeys(self.positions))
 
 
@@ -245,9 +221,8 @@ HeldBytes = Mapping[Layout, Mapping[int, int]]  # group -> position -> peak byte
 
 
 class MemoryBudget:
-    """Decides which idle children must be killed to make room for others.
+    """Estimates whether idle processes leave enough memory for the next probes.
 
-    It remembers the memory that earlier processes held, by device position and rows per pass.
     `available_bytes` returns the free memory of the host that has the least.
     """
 
@@ -270,22 +245,21 @@ class MemoryBudget:
         )
 
     def whole(self, position: int) -> int:
-        """Return the bytes of a device that a process may use."""
+        """Return all usable bytes of a device, 0 if unknown."""
         return self._devices[position].usable_memory_bytes or 0
 
     def record_held(self, position: int, rows: int, held_bytes: int) -> None:
-        """Record that a process held `held_bytes` for passes of `rows` rows on a device."""
+        """Record the bytes that a process held after a pass of this many rows."""
         self._peaks.setdefault(position, {})[rows] = held_bytes
 
     def record_short(self, position: int, short_bytes: int) -> None:
-        """Record the bytes of a device's memory that other processes hold."""
+        """Record how many usable bytes other programs hold on a device."""
         self._short[position] = short_bytes
 
     def groups_to_end(self, probes: Sequence[Probe], idle: HeldBytes) -> list[Layout]:
-        """Return the idle groups whose children must be killed before these probes start.
+        """Return the idle groups to end before the next probes.
 
-        `idle` has the bytes that each idle group holds, by position. Groups that are reused for the
-        probes aren't returned.
+        `idle` has the bytes that each group holds on its devices.
         """
         wanted = {probe.layout.children for probe in probes}
         others = [key for key in idle if key not in wanted]
@@ -313,7 +287,7 @@ class MemoryBudget:
         return needs
 
     def _estimate_need(self, position: int, rows: int) -> int | None:
-        """Return the most bytes that passes of `rows` rows may need."""
+        """Return the bytes that a pass needs, estimated from other row counts; None if unknown."""
         peaks = self._peaks.get(position, {})
         # the memory held for other passes grows at most in proportion to the rows
         return min(
@@ -323,7 +297,7 @@ class MemoryBudget:
     def _lacks_memory(
         self, position: int, need: int | None, wanted: set[Layout], idle: HeldBytes
     ) -> bool:
-        """True if a child needs more memory than a GPU has left."""
+        """Return whether a GPU has too little memory while the other groups stay idle on it."""
         device = self._devices[position]
         if not find_backend(device.kind).own_memory:
             return False  # each slice has its own memory cap

@@ -1,9 +1,4 @@
-"""One rank of a link measurement, run as a program.
-
-The rank joins the other ranks, runs all-reduces and checks sums. A command names the ranks that
-take part in an all-reduce. Commands and replies are JSON Lines on standard input and output. The
-output of libraries goes to standard error. The program exits when its standard input ends.
-"""
+"""Program of one rank in a measurement of links: all-reduces between devices."""
 
 from __future__ import annotations
 
@@ -21,10 +16,7 @@ if TYPE_CHECKING:
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """A command to meet the other ranks, `world` in all, through a file.
-
-    `groups` are the sets of ranks between which all-reduces will be measured.
-    """
+    """Command: join the other ranks through a file, and make communicators for these groups."""
 
     file: str
     rank: int
@@ -35,29 +27,25 @@ class Join(msgspec.Struct, frozen=True, tag=True):
 
 
 class Sum(msgspec.Struct, frozen=True, tag=True):
-    """A command to measure an all-reduce between the ranks `members`, a group of `Join`."""
+    """Command: time all-reduces with the other members."""
 
     members: tuple[int, ...]
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):
-    """The first message of a rank, which has imported the framework and waits for commands."""
+    """The rank has imported PyTorch."""
 
 
 class Arrived(msgspec.Struct, frozen=True, tag=True):
-    """The first reply to `Join`: this rank has its device and waits."""
+    """The rank has its device, and begins to join."""
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):
-    """The second reply to `Join`: all ranks have joined."""
+    """The rank has joined the others."""
 
 
 class Summed(msgspec.Struct, frozen=True, tag=True):
-    """The reply to `Sum`: the measured latency and speed of the all-reduce.
-
-    It has the fields of `evener.torch.sums.link.LinkSums`. `wrong` describes an incorrect sum; ""
-    if all were correct.
-    """
+    """Latency and bandwidth of the all-reduces; `wrong` describes an incorrect result."""
 
     latency_seconds: float
     bytes_per_second: float
@@ -65,7 +53,7 @@ class Summed(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag=True):
-    """The reply to a command that raised an exception."""
+    """A command has failed."""
 
     error: str
 
@@ -76,10 +64,7 @@ _decoder: msgspec.json.Decoder[LinkCommand] = msgspec.json.Decoder(LinkCommand)
 
 
 def main() -> None:
-    """Answer commands until standard input ends.
-
-    The kernel kills this process if its parent exits.
-    """
+    """Execute commands from standard input, and write replies to standard output."""
     die_with_parent()
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
@@ -99,16 +84,16 @@ def main() -> None:
 
 
 class LinkRank:
-    """Executes the commands for this process's rank."""
+    """Executes the commands of one rank."""
 
     def __init__(self) -> None:
         self._member: LinkMember | None = None
         self._rank = 0
 
     def execute(self, command: LinkCommand) -> Iterator[LinkReply]:
-        """Execute one command, and yield the replies.
+        """Execute a command, and yield its replies as they become due.
 
-        Raises ValueError for an all-reduce before the ranks have joined.
+        Raises ValueError if all-reduces are requested before the ranks have joined.
         """
         from evener.torch.sums.link import LinkMember
 

@@ -1,15 +1,4 @@
-"""Measures the links between devices by all-reduces.
-
-Each pair of devices is measured, and all devices together. The first setting is the driver's
-default transport. In the next ones, some of NCCL's transports are disabled. Variables of the user's
-environment that disable transports are ignored in these measurements. If they amount to yet another
-setting, that setting is measured too.
-
-Each rank has its own process, and each reply has a deadline. If an all-reduce hangs, its devices
-are reported and the other links are still measured. An all-reduce may hang or give wrong sums over
-the default transport. Then it is tried again with some transports disabled, to find a setting that
-works.
-"""
+"""Measure all-reduces between devices, over each transport of NCCL."""
 
 from __future__ import annotations
 
@@ -70,10 +59,7 @@ STORED = {"transport": "way", "remedy": "cure", "ranks_met": "met"}
 
 
 class LinkMeasurement(msgspec.Struct, frozen=True, rename=STORED):
-    """One measurement of an all-reduce between devices over one transport.
-
-    Rate and latency are 0 if the all-reduce failed. `detail` says how it failed.
-    """
+    """Bandwidth and latency of an all-reduce between devices, or how it failed."""
 
     devices: tuple[str, ...]  # labels
     transport: Transport
@@ -88,7 +74,7 @@ class LinkMeasurement(msgspec.Struct, frozen=True, rename=STORED):
 
 
 class RankTask(NamedTuple):
-    """A rank's task for error messages: a verb and its past form."""
+    """What the ranks are doing, as a verb and its past tense for error messages."""
 
     verb: str
     past: str
@@ -100,7 +86,7 @@ END = RankTask("end its all-reduce", "ended its all-reduce")
 
 
 class LinkError(Exception):
-    """An all-reduce couldn't be measured, because a rank failed or didn't reply in time."""
+    """An all-reduce couldn't be measured."""
 
     def __init__(self, outcome: Outcome, detail: str, ranks_met: bool) -> None:
         super().__init__(detail)
@@ -109,7 +95,7 @@ class LinkError(Exception):
         self.ranks_met = ranks_met  # True if the ranks had joined before the error
 
     def describe(self, labels: tuple[str, ...], transport: Transport) -> LinkMeasurement:
-        """Return the failure as a measurement of the devices with these labels."""
+        """Return the error as a measurement of these devices."""
         return LinkMeasurement(
             labels, transport, self.outcome, detail=self.detail, ranks_met=self.ranks_met
         )
@@ -120,11 +106,11 @@ def measure_links(
     report: Callable[[LinkMeasurement], None] = lambda _: None,
     program: Sequence[str] = PROGRAM,
 ) -> tuple[LinkMeasurement, ...]:
-    """Measure each pair of devices, and all devices together, over every transport.
+    """Measure the all-reduce of each pair of devices, and of all together.
 
-    `program` is the command that starts a rank. `report` is called after each measurement. If an
-    all-reduce fails over the default transport, the function also looks for environment variables
-    with which it works. The returned measurement has them, but the reported one doesn't.
+    GPUs are measured over each transport. `report` is called after each measurement; `program` is
+    the command that runs a rank. For a link that fails by default, it also looks for variables of
+    NCCL with which it works.
     """
     sets: list[tuple[int, ...]] = [*combinations(range(len(devices)), 2)]
     if len(devices) > 2:
@@ -147,9 +133,9 @@ def measure_links(
 
 
 def find_remedy(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> str:
-    """Return environment variables that make an all-reduce between these devices work.
+    """Return the variables of NCCL with which an all-reduce works, or "" if none help.
 
-    Return, for example, "NCCL_P2P_DISABLE=1", or "" if no setting gives correct sums.
+    The text is like "NCCL_P2P_DISABLE=1".
     """
     everyone = [tuple(range(len(devices)))]
     for transport, variables in TRANSPORTS.items():
@@ -162,11 +148,7 @@ def find_remedy(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> 
 
 
 def read_switches(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables in `environment` that choose how GPUs of one host exchange data.
-
-    Equal settings are returned in the same form. The result is empty if the choice is left to the
-    driver.
-    """
+    """Return the variables of NCCL that restrict transports, in a normal form."""
     found = {}
     for name in (P2P_OFF, SHARED_OFF):
         if environment.get(name, "") not in ("", "0"):
@@ -180,7 +162,7 @@ def read_switches(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def find_transport(devices: Sequence[Device]) -> Transport:
-    """Return the transport that this process's environment selects for these devices."""
+    """Return the transport that the environment variables select for these devices."""
     # the variables concern only GPUs
     switches = {} if any(device.on_cpu for device in devices) else read_switches(os.environ)
     for transport, variables in TRANSPORTS.items():
@@ -190,15 +172,14 @@ def find_transport(devices: Sequence[Device]) -> Transport:
 
 
 def switches_of(transport: Transport) -> Mapping[str, str]:
-    """Return the environment variables that are set to measure a transport."""
+    """Return the variables of NCCL that select a transport."""
     return read_switches(os.environ) if transport == SET_HERE else TRANSPORTS[transport]
 
 
 def name_path(devices: Sequence[Device], switches: Mapping[str, str]) -> str:
-    """Return the name of the slowest path between two devices, such as NVLink.
+    """Return the slowest path between devices of one host, such as "NVLink"; "" if unknown.
 
-    `switches` are variables from `read_switches`. If they switch P2P off, the name says so. Return
-    "" if a path is unknown, as between hosts.
+    `switches` are the variables of NCCL that are set.
     """
     kinds = {device.kind for device in devices}
     if len(kinds) > 1 or any(device.host for device in devices):
@@ -212,7 +193,7 @@ def name_path(devices: Sequence[Device], switches: Mapping[str, str]) -> str:
 
 
 def write_variables(variables: Mapping[str, str]) -> str:
-    """Return environment variables for a shell command: NAME=value, separated by spaces."""
+    """Return variables as in a shell command, such as "A=1 B=2"."""
     return " ".join(f"{name}={text}" for name, text in variables.items())
 
 
@@ -222,7 +203,7 @@ def _measure_over_transport(
     transport: Transport,
     program: Sequence[str],
 ) -> Iterator[LinkMeasurement]:
-    """Measure each set of devices over one transport, with the same processes."""
+    """Yield a measurement of each set of devices over one transport."""
     # each of `sets` lists the indices in `devices` of its members
     group: LinkGroup | None = None
     everyone = tuple(range(len(devices)))
@@ -255,7 +236,7 @@ def _measure_over_transport(
 def _measure_with_new_processes(
     devices: Sequence[Device], labels: tuple[str, ...], transport: Transport, program: Sequence[str]
 ) -> LinkMeasurement:
-    """Return the measurement of one set of devices, made with new processes."""
+    """Measure one set of devices in processes of its own."""
     group: LinkGroup | None = None
     try:
         everyone = tuple(range(len(devices)))
@@ -282,12 +263,9 @@ def _describe(devices: Sequence[Device], transport: Transport, summed: Summed) -
 
 
 class LinkGroup:
-    """A group of processes on several devices that measures all-reduces between them.
+    """Processes of all ranks, which have joined; raises LinkError if they can't.
 
-    Each device has one process. `variables` are added to the processes' environment, and all other
-    variables that choose a transport are removed. `sets` are the sets of ranks that `measure` can
-    be called with. Raises LinkError if the processes can't join.
-    Call `close` to kill them.
+    `sets` are the groups of ranks that will be measured.
     """
 
     def __init__(
@@ -320,11 +298,9 @@ class LinkGroup:
         self._receive_replies(Joined, everyone, until - time.monotonic(), JOIN)
 
     def measure(self, members: tuple[int, ...]) -> Summed:
-        """Measure an all-reduce between the ranks `members`.
+        """Time all-reduces among these ranks; the slowest rank counts.
 
-        Return the highest latency and the lowest rate of all ranks. `wrong` in the result describes
-        the first incorrect sum; "" if there is none. Raises LinkError if a rank fails or doesn't
-        reply.
+        Raises LinkError if a rank fails or hangs.
         """
         for rank in members:
             self._ranks[rank].send(Sum(members))
@@ -336,7 +312,7 @@ class LinkGroup:
         )
 
     def close(self) -> None:
-        """Kill every process."""
+        """Kill all processes."""
         for process in self._ranks:
             process.kill()
         for process in self._ranks:
@@ -350,7 +326,7 @@ class LinkGroup:
         task: RankTask,
         late_seconds: float | None = None,
     ) -> list[_Reply]:
-        """Return one reply of type `kind` from each rank, in order."""
+        """Wait for a reply of each member, in order; raises LinkError."""
         began = time.monotonic()
         until = began + seconds
         waiting = set(members)
@@ -393,7 +369,7 @@ def _explain(reply: LinkReply | None) -> str:
 
 
 class _RankProcess:
-    """The process of one rank of a link measurement, with its pipes."""
+    """Process of one rank."""
 
     def __init__(
         self, device: Device, variables: Mapping[str, str], program: Sequence[str]
@@ -423,7 +399,7 @@ class _RankProcess:
         self._decoder: msgspec.json.Decoder[LinkReply] = msgspec.json.Decoder(LinkReply)
 
     def send(self, command: LinkCommand) -> None:
-        """Send a command. If the process has exited, `receive` then returns None."""
+        """Send a command; nothing happens if the process has exited."""
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.write(msgspec.json.encode(command) + b"\n")
@@ -431,11 +407,11 @@ class _RankProcess:
 
     @property
     def has_reply(self) -> bool:
-        """True if a whole reply was already read, with an earlier one."""
+        """Whether a whole reply was read already."""
         return b"\n" in self._buffer
 
     def receive(self) -> LinkReply | None:
-        """Return the next reply; None if the process exited or misbehaved."""
+        """Return the next reply, or None if the process ended or wrote something else."""
         while b"\n" not in self._buffer and len(self._buffer) < LONGEST_LINE:
             # this blocks, so call it only once a part of a reply has arrived
             piece = os.read(self.replies, LONGEST_LINE)
@@ -448,12 +424,12 @@ class _RankProcess:
         return None
 
     def kill(self) -> None:
-        """Kill the process and everything it started, unless it has exited."""
+        """Kill the process group."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def wait(self) -> None:
-        """Wait until the process has exited, and close its pipes."""
+        """Wait for the exit, and close the streams."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):

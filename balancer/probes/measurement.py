@@ -1,7 +1,4 @@
-"""Runs one probe on running children: first step, warm-up and timed blocks.
-
-The probe ends when its `BlockTimer`, which decides how long to measure, requests no more blocks.
-"""
+"""Run a probe's steps in its processes, and combine their times into one measurement."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ LONGEST_PACK_SECONDS = 2.0
 
 
 class Timeouts(msgspec.Struct, frozen=True):
-    """The seconds after which a child counts as hung, for each phase."""
+    """Timeouts for replies of probe processes, in seconds."""
 
     # seconds each for the imports of a framework from a slow disk, and for the model
     build: float = 600.0
@@ -58,7 +55,7 @@ class Timeouts(msgspec.Struct, frozen=True):
 
 
 def prepare_command(layout: Layout, ranks: RankMap) -> Prepare:
-    """Return the command that makes ranks prepare a layout, with sizes in their devices' order."""
+    """Return the command that prepares the processes of a layout for its shares and passes."""
 
     def pick(sizes: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(sizes[position] for position in ranks.unique_positions)
@@ -76,10 +73,7 @@ def prepare_command(layout: Layout, ranks: RankMap) -> Prepare:
 
 
 class ProgressReporter:
-    """Reports the progress of one probe to `report`, at most once every `REPORT_SECONDS`.
-
-    `now` returns the time on the session's clock.
-    """
+    """Reports the phase and throughput of one probe, at most every REPORT_SECONDS."""
 
     def __init__(self, probe: Probe, report: Report, now: Callable[[], float]) -> None:
         self.phase = "starting"
@@ -88,36 +82,25 @@ class ProgressReporter:
         self._entered, self._last = time.monotonic(), float("-inf")
 
     def enter(self, phase: str) -> None:
-        """Begin a phase, such as "measuring".
-
-        Report it at once if it is new.
-        """
+        """Enter a phase and report it at once, unless it is the current one."""
         if phase != self.phase or self._last < 0:
             self.phase, self._entered, self._last = phase, time.monotonic(), float("-inf")
             self.update()
 
     def update(self, rate: float | None = None, relative: float | None = None) -> None:
-        """Store the samples per second and the relative half-width of their interval.
-
-        Both are None until they are known. They are reported at once if a report is due, and
-        otherwise with the next report.
-        """
+        """Set samples/s and the relative half-width of its 95 % interval, and report if due."""
         self._latest = rate, relative
         self.repeat()
 
     def stop(self, stack: Stack, note: str) -> None:
-        """Report in which phase and line of code a child was stopped.
-
-        The line is one of the user's code, and is taken from the child's `stack`. `note` is
-        appended to it.
-        """
+        """Report at which line of the user's code the probe was stopped."""
         at = time.monotonic()
         phase = stack.step if self.phase == "building" else self.phase
         seconds, where = at - self._entered, f"{stack.where}{note}" if stack.where else ""
         self._report(ProbeProgress(self._probe, phase, *self._latest, self._now(), seconds, where))
 
     def repeat(self) -> None:
-        """Report the latest values again, with the phase's duration, if a report is due."""
+        """Report the latest state again, unless that has just been done."""
         if (at := time.monotonic()) - self._last >= REPORT_SECONDS:
             self._last = at
             self._report(
@@ -128,13 +111,12 @@ class ProgressReporter:
 
 
 class Measurement:
-    """Measures one probe on one group of children.
+    """Measures one probe with a group of running processes.
 
-    - `monitor`: reads the drivers.
-    - `closer`: True to find what limits the step, by also timing it without input and, on GPUs,
-      without waiting for the host.
-    - `row_tokens`: the mean number of tokens per row; 0 if rows have no lengths.
-    - `idle`: the vitals of unused devices.
+    - `row_tokens`: mean tokens per row, 0 without lengths. Times are scaled to it.
+    - `idle`: readings of devices that no probe uses, for their idle power.
+    - `closer`: also time steps without data loading and, on GPUs, with kernels enqueued
+      beforehand.
     """
 
     def __init__(
@@ -174,15 +156,13 @@ class Measurement:
         warm_up_share: int,
         short_bytes: tuple[int, ...],
     ) -> Timed:
-        """Prepare the layout, warm up, time the blocks, and return the result.
+        """Prepare the processes, time blocks of steps, and return the result.
 
-        - `started`: the time of the monotonic clock at which the probe started.
-        - `warm_up_share`: if it isn't 0, a smaller step runs before the first one. It has half of
-          each share, but at most this number of rows per device.
-        - `short_bytes`: the bytes of each device's memory that other processes held when the probe
-          started.
+        - `started`: the monotonic time at which the probe began.
+        - `warm_up_share`: the most rows of a smaller step that runs first; 0 means none.
+        - `short_bytes`: memory that other processes hold on each device, for the result.
 
-        Raises GroupError if a child fails, and StoppedError if `stop` is set.
+        Raises GroupError if a process fails, and StoppedError once `stop` is set.
         """
         self._progress.enter("warming up")
         command = prepare_command(self._probe.layout, self._ranks)
@@ -221,7 +201,7 @@ class Measurement:
         )
 
     def _measure_limits(self, timing: StepTiming, stop: threading.Event) -> None:
-        """Time steps without input and, on GPUs, without waiting for the host."""
+        """Time steps without data loading and, on GPUs, with kernels enqueued beforehand."""
         on_gpus = not self._ranks.own_cores
         known = [part.input_seconds for part in timing.parts]
         largest = max((each for each in known if each is not None), default=None)
@@ -241,12 +221,12 @@ class Measurement:
         self._keep_batch(False, stop)
 
     def _keep_batch(self, kept: bool, stop: threading.Event) -> bool:
-        """Start or stop reusing one batch; False if a rank can't."""
+        """Switch the reuse of one batch on or off, and return whether all ranks can do it."""
         replies = self._group.call(lambda _: KeepBatch(kept), BatchKept, self._timeouts.block, stop)
         return all(cast(BatchKept, reply).able for reply in replies)
 
     def _time_kept(self, step_seconds: float, stop: threading.Event) -> KeptBatch:
-        """Return the step's seconds, with their interval, while one batch is reused."""
+        """Time steps on a batch that stays in memory, after a warm-up."""
         seconds = max(CLOSER_SHARE * self._probe.seconds, 2 * step_seconds)
         # a warm-up, because cores and GPUs that have waited for rows are slower at first
         self._time_kept_for(seconds / 2, step_seconds, stop)
@@ -268,10 +248,9 @@ class Measurement:
 
     @property
     def busy_cores(self) -> float | None:
-        """The mean number of CPU cores that a step keeps busy.
+        """Mean number of cores that a step keeps busy.
 
-        It is from 1 to the number of threads. None if unknown, as when the process isn't alone on
-        its cores.
+        None unless a single rank ran on cores of its own.
         """
         if not self._work_seconds:
             return None
@@ -312,7 +291,7 @@ class Measurement:
         return self._add_neighbours(timing)
 
     def _add_neighbours(self, timing: StepTiming) -> StepTiming:
-        """Return the timing with other programs' use of each rank's device."""
+        """Add the use of each device by other processes to its breakdown."""
         positions = self._ranks.unique_positions
         if len(timing.parts) != len(positions):
             return timing
@@ -331,7 +310,7 @@ class Measurement:
         return msgspec.structs.replace(timing, parts=parts)
 
     def _find_not_finite(self, ran: Sequence[Ran]) -> tuple[MeasurementDoubt, ...]:
-        """Return a warning about the first NaN or infinite loss, if any."""
+        """Return a warning for the first step whose loss was NaN or infinite, if there is one."""
         found = [
             (reply.not_finite_step, rank) for rank, reply in enumerate(ran) if reply.not_finite_step
         ]
@@ -341,7 +320,7 @@ class Measurement:
         return (MeasurementDoubt("not_finite", float(step), self._ranks.positions[rank]),)
 
     def _run_command(self, steps: int, step_seconds: float) -> RunSteps:
-        """Return the command that runs the next block, of about `steps` steps."""
+        """Return the command for the next block."""
         if self._probe.layout.processes == 1:
             # the trainings of a pack run for the same time, so that none idles while others finish
             return RunSteps(steps)
@@ -351,7 +330,7 @@ class Measurement:
         )
 
     def _make_block(self, ran: Sequence[Ran]) -> Block:
-        """Combine the ranks' replies into one block; the slowest sets its time."""
+        """Combine the replies of all ranks to one block."""
         if self._probe.layout.processes > 1:
             return self._make_pack_block(ran)
         ran = self._scale_to_mean_tokens(ran)
@@ -367,7 +346,7 @@ class Measurement:
         )
 
     def _own_seconds(self, ran: Sequence[Ran], wall_seconds: float) -> tuple[float | None, ...]:
-        """Return each rank's compute seconds in a block; empty if unknown."""
+        """Return the compute time of each rank in a block; empty if it can't be measured."""
         if any(reply.waited_seconds is not None for reply in ran):
             return tuple(_subtract_waiting(wall_seconds, reply.waited_seconds) for reply in ran)
         if not self._ranks.own_cores or self._ranks.one_process:
@@ -380,7 +359,7 @@ class Measurement:
         )
 
     def _describe_parts(self, ran: Ran) -> PartSeconds:
-        """Return the parts of a rank's time, such as waiting for input."""
+        """Return the breakdown of a rank's block."""
         idle = None
         if self._ranks.own_cores and len(self._ranks.positions) == 1:
             # idle time: no thread computed, waited for a core or fetched rows
@@ -395,7 +374,7 @@ class Measurement:
         )
 
     def _scale_to_mean_tokens(self, ran: Sequence[Ran]) -> Sequence[Ran]:
-        """Scale the replies' times to the data's mean tokens per step."""
+        """Scale a block's times to the mean number of tokens per row."""
         work = [reply.work for reply in ran if reply.work]
         tokens = sum(each.tokens for each in work)
         layout, steps = self._probe.layout, ran[0].steps
@@ -407,7 +386,7 @@ class Measurement:
         return [_scale_times(reply, factor) for reply in ran]
 
     def _mean_work(self) -> list[Work | None]:
-        """Return each rank's mean tokens and passes per step."""
+        """Return the work per step of each rank, averaged over blocks."""
         ranks = zip(*self._work, strict=True)
         return [
             Work(*map(fmean, zip(*map(msgspec.structs.astuple, rank), strict=True)))
@@ -415,7 +394,7 @@ class Measurement:
         ]
 
     def _cpu_share(self, ran: Ran) -> float | None:
-        """Return the fraction of the time that a process had its cores."""
+        """Return the fraction of a block in which the process had its cores, or None if unknown."""
         # other processes may use its cores, so the fraction is unknown
         if not self._ranks.own_cores:
             return None
@@ -432,7 +411,10 @@ class Measurement:
         )
 
     def _make_pack_block(self, ran: Sequence[Ran]) -> Block:
-        """Return the measured block of a pack, from its trainings' replies."""
+        """Combine the blocks of independent processes on one device.
+
+        A step of the result is one step of each process.
+        """
         sizes = [reply.memory_bytes[0] for reply in ran]
         total = None if None in sizes else sum(size for size in sizes if size is not None)
         self._memory_bytes = (total,) * len(ran)
@@ -453,7 +435,7 @@ class Measurement:
             self._progress.update(rate, relative_half_width(interval))
 
     def _by_position(self, values: Sequence[_T | None]) -> tuple[_T | None, ...]:
-        """Return the ranks' values by device position; None without a rank."""
+        """Arrange values of ranks by device position, with None for unused devices."""
         by_position = dict(zip(self._ranks.positions, values, strict=False))
         return tuple(
             by_position.get(position) for position in range(len(self._probe.layout.shares))

@@ -1,12 +1,4 @@
-"""The messages between a prober and its children, and stack dumps on a signal.
-
-Each message is one line of typed JSON with a maximum length. A child only executes commands. The
-parent decides what to run, for how long, and what an error means.
-
-On `STACK_SIGNAL`, a child writes its stack to standard error, which shows where a silent child is.
-`faulthandler` writes it without the interpreter's help, so this also works in a child that loops,
-waits or computes.
-"""
+"""Messages between the search and its probe processes, as lines of JSON."""
 
 from __future__ import annotations
 
@@ -35,7 +27,7 @@ Step = Literal["importing", "loading", "building", "preparing"]
 
 
 class Build(msgspec.Struct, frozen=True, tag=True):
-    """A command to import the framework and build the workload. The reply is `Built`."""
+    """Command: build the workload for this process."""
 
     workload: str
     framework: str
@@ -49,14 +41,10 @@ class Build(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
-    """A command to make batches for these shares and run the first step.
+    """Command: set shares and passes, and run the first step.
 
-    - `micro`: the rows per pass of each share; if it is empty, each share is one pass.
-    - `costs`: if given, rows are distributed by length, in passes of at most `tokens` padded
-      tokens.
-    - `length`: if given, all rows are padded to that length.
-
-    The reply is `Prepared`.
+    With `costs`, rows are assigned by the cost of their length; `length` makes all rows equally
+    long.
     """
 
     shares: tuple[int, ...]
@@ -67,70 +55,51 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunSteps(msgspec.Struct, frozen=True, tag=True):
-    """A command to run `steps` steps as one timed block. The reply is `Ran`.
-
-    If `seconds` isn't 0, the steps are repeated until that time has passed.
-    """
+    """Command: run blocks of `steps` steps until `seconds` have passed, at least one block."""
 
     steps: int
     seconds: float = 0.0
 
 
 class KeepBatch(msgspec.Struct, frozen=True, tag=True):
-    """A command to reuse one batch in all following steps.
-
-    If `kept` is False, take new batches again. The reply is `BatchKept`. Steps that reuse a batch
-    show the speed of the training without waiting for input.
-    """
+    """Command: reuse one batch for all steps, or load a new one for each again."""
 
     kept: bool
 
 
 class MeasureLink(msgspec.Struct, frozen=True, tag=True):
-    """A command to measure an all-reduce between the ranks of this group.
-
-    The reply is `LinkMeasured`.
-    """
+    """Command: time all-reduces between the ranks."""
 
 
 class TimeOnDevice(msgspec.Struct, frozen=True, tag=True):
-    """A command to time one step on a device without waiting for the host.
-
-    The host enqueues the whole step before the device begins it. The reply is `TimedOnDevice`.
-    """
+    """Command: time a step on the GPU with all kernels enqueued beforehand."""
 
 
 class ReleaseMemory(msgspec.Struct, frozen=True, tag=True):
-    """A command to release unused memory, because no step follows for now.
-
-    The reply is `MemoryReleased`.
-    """
+    """Command: release cached memory, because the process will be idle."""
 
 
 Command = Build | Prepare | RunSteps | KeepBatch | MeasureLink | TimeOnDevice | ReleaseMemory
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The first message of a child: it is running and waits for commands."""
+    """The process has started and finished its imports."""
 
 
 class Built(msgspec.Struct, frozen=True, tag=True):
-    """The reply to `Build`: the workload is built.
-
-    `facts` are what the workload reports about itself, such as versions and digests.
-    """
+    """The workload is built; `facts` describe it."""
 
     facts: Annotated[dict[str, str], msgspec.Meta(max_length=200)]
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
-    """The reply to `Prepare`: the first step with the shares has run."""
+    """The first step has run."""
 
     first_step_seconds: Seconds
 
 
 class Ran(msgspec.Struct, frozen=True, tag=True):
-    """The reply to `RunSteps`: the measurements of one block of steps."""
+    """Times and peak memory of a block of steps."""
 
     steps: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     wall_seconds: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
@@ -154,37 +123,31 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
 
 
 class BatchKept(msgspec.Struct, frozen=True, tag=True):
-    """The reply to `KeepBatch`; `able` is False if the workload can't reuse a batch."""
+    """Whether the workload can reuse a batch."""
 
     able: bool
 
 
 class LinkMeasured(msgspec.Struct, frozen=True, tag=True):
-    """The reply to `MeasureLink`; `speed` is None if the workload doesn't measure the link."""
+    """Result of the all-reduces; None if the workload can't measure links."""
 
     speed: LinkSpeed | None
 
 
 class TimedOnDevice(msgspec.Struct, frozen=True, tag=True):
-    """The reply to `TimeOnDevice`: the step's seconds on the device; None if it has no clock."""
+    """Seconds of a step with kernels enqueued beforehand; None if unknown."""
 
     seconds: Seconds | None
 
 
 class MemoryReleased(msgspec.Struct, frozen=True, tag=True):
-    """The reply to `ReleaseMemory`: the bytes that the child still holds on each device.
-
-    They are None if unknown, or if the framework never releases memory.
-    """
+    """Bytes that the process still holds on each of its devices; None means unknown."""
 
     memory_bytes: Annotated[tuple[Bytes | None, ...], Devices]
 
 
 class ChildError(msgspec.Struct, frozen=True, tag=True):
-    """The reply to a command that raised an exception.
-
-    `types` are the names of its class and base classes, the most derived first.
-    """
+    """A command raised an exception; `types` names its class and base classes."""
 
     types: Annotated[tuple[str, ...], msgspec.Meta(max_length=100)]
     text: str
@@ -213,16 +176,12 @@ reply_decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
 
 
 def encode_line(message: Command | Reply) -> bytes:
-    """Return the message as a line of JSON."""
+    """Encode a message as one line of JSON."""
     return msgspec.json.encode(message) + b"\n"
 
 
 class Exited(msgspec.Struct, frozen=True):
-    """The child has exited.
-
-    The reader of its output adds this message to the inbox. `code` is the exit code, negative if a
-    signal killed the child.
-    """
+    """A probe process has ended, by itself or by a signal."""
 
     code: int
     cap_share: float = 0.0  # peak memory as a fraction of its cap; 0 without a cap
@@ -232,16 +191,13 @@ class Exited(msgspec.Struct, frozen=True):
 
 
 class InvalidReply(msgspec.Struct, frozen=True):
-    """The child sent something that isn't a valid reply; `text` is its beginning."""
+    """A probe process wrote a line that isn't a reply."""
 
     text: str
 
 
 class HostLost(msgspec.Struct, frozen=True):
-    """The child's host doesn't answer any more, so the child is lost too.
-
-    `text` says what happened to the host.
-    """
+    """The host of a probe process can't be reached any more."""
 
     text: str
 
@@ -250,7 +206,7 @@ Message = Reply | Exited | InvalidReply | HostLost
 
 
 def parse_reply(text: bytes) -> Reply | InvalidReply:
-    """Return the reply in a line; InvalidReply with its beginning if invalid."""
+    """Decode a line as a reply, or return an InvalidReply with its start."""
     try:
         return reply_decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -258,10 +214,10 @@ def parse_reply(text: bytes) -> Reply | InvalidReply:
 
 
 class Stack(msgspec.Struct, frozen=True):
-    """The stack of a child's main thread.
+    """Where the main thread of a probe process is, to explain a timeout or a slow start.
 
-    `step` is what the child is doing: importing packages, loading (running the user's file),
-    building (calling the user's function), or preparing (anything else).
+    `step` is "importing" in an import statement, "loading" in the user's file, "building" in the
+    user's function, else "preparing".
     """
 
     step: Step
@@ -270,9 +226,9 @@ class Stack(msgspec.Struct, frozen=True):
 
 
 def read_stack(output: str) -> Stack | None:
-    """Return the newest complete stack of a child's main thread in its standard error.
+    """Find the stack of the worker's main thread in its standard error.
 
-    Return None if `output` contains no such stack yet.
+    The newest one that `faulthandler` wrote counts. None if there is none.
     """
     for text in reversed(_THREAD.split(output)[1:]):
         frames = _FRAME.findall(text)  # the innermost first

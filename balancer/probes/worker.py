@@ -1,12 +1,4 @@
-"""The child process of a probe: builds one workload and runs its steps.
-
-The child runs on CPU cores of its own. When this module is run as a program, it is the fork server.
-The fork server imports the framework and then forks a child for each request.
-
-The protocol uses private copies of standard input and output. Descriptor 0 is then empty and
-descriptor 1 leads to standard error, so a workload can neither read commands nor write replies. The
-kernel kills the child when its parent exits.
-"""
+"""The program of a probe process, and of the fork server that starts it."""
 
 from __future__ import annotations
 
@@ -54,9 +46,9 @@ IDLE_SECONDS = 1.0  # seconds without a command after which a child no longer co
 
 
 def main() -> None:
-    """Import the named modules, then fork children as requested on a socket.
+    """Run the fork server: import the given modules, then fork probe processes on request.
 
-    The first argument is the descriptor of the socket. The other arguments name the modules.
+    The arguments of the program are the file descriptor of a socket, then module names.
     """
     die_with_parent()
     adopt_orphans()
@@ -69,14 +61,11 @@ def main() -> None:
 
 
 def run_child(parent: int, channel: int = NO_CHANNEL, shared: SharedRecipe | None = None) -> None:
-    """Execute the commands on standard input until it ends.
+    """Execute commands from standard input until it ends or a command fails.
 
-    Execution also ends when a command fails without recovering.
-
-    - `parent`: the pid of the process that forked this one. If it exits, so does this process.
-    - `channel`: the descriptor of the channel for a copy of this process; NO_CHANNEL if no copy is
-      wanted. The copy forks children with the recipe that this process builds.
-    - `shared`: the recipe that the parent has built, if any.
+    - `parent`: the process id of the fork server; the child ends with it.
+    - `channel`: file descriptor over which ranks share a built workload.
+    - `shared`: the workload that was built before this process was forked, if any.
     """
     _end_with_parent(parent)
     commands, replies = _private_streams()
@@ -103,11 +92,7 @@ def run_child(parent: int, channel: int = NO_CHANNEL, shared: SharedRecipe | Non
 
 
 class Worker:
-    """Builds the workload of this process, and executes commands on it.
-
-    `building` is the channel for a copy of this process. `shared` is a recipe that was built before
-    this process was forked.
-    """
+    """Executes the commands of the search on a workload."""
 
     def __init__(
         self, building: BuildChannel | None = None, shared: SharedRecipe | None = None
@@ -127,9 +112,9 @@ class Worker:
         self._takers = ""
 
     def execute(self, command: protocol.Command) -> protocol.Reply:
-        """Execute one command, and return the reply.
+        """Execute a command and return its reply; exceptions of the workload are passed on.
 
-        Raises ValueError if the command needs a workload and none has been built.
+        Raises ValueError if the command needs a workload before one was built.
         """
         match command:
             case protocol.Build():
@@ -150,14 +135,13 @@ class Worker:
                 raise ValueError(f"unknown command: {command}")
 
     def report_idle(self) -> None:
-        """Report to the monitor that this process isn't training at the moment."""
+        """Stop appearing as a training run in the monitor until the next step."""
         self._reporter.close()
 
     def describe_error(self, error: BaseException) -> protocol.ChildError:
-        """Return the reply for an exception: its class names, text and traceback.
+        """Return an exception as a reply, with the traceback and the line of the user's code.
 
-        `where` in the reply is the line of the user's code that raised it; "" if there is none. The
-        traceback is also printed to standard error.
+        Also prints the traceback to standard error.
         """
         trace = _encodable(
             "".join(traceback.format_exception(error))[-protocol.LONGEST_TRACEBACK :]
@@ -174,10 +158,9 @@ class Worker:
         return protocol.ChildError(types, text, where, trace)
 
     def recover(self, error: BaseException, reply: protocol.ChildError) -> protocol.ChildError:
-        """Release the memory of a failed step that ran out of memory.
+        """Try to free the memory of a step that ran out of it.
 
-        Return `reply`. Its `recovered` is True if this child can continue. Its `fits_no_rows` is
-        True if memory ran out before the first step, or in an optimizer's update.
+        Returns `reply` with the result; an error that isn't about memory is left as it is.
         """
         if not error_is_memory(reply.types, reply.text):
             return reply
@@ -274,7 +257,7 @@ class Worker:
         )
 
     def _name_takers(self, starved: Starvation) -> str:
-        """Return the programs that took cores which this process needed."""
+        """Return the programs that took the cores, or "" if the process hardly lacked any."""
         if starved.part < NAMED_FROM:
             return ""
         if time.perf_counter() - self._use.at_s >= LOOK_SECONDS:
@@ -287,7 +270,7 @@ class Worker:
     def _check_loss_and_report(
         self, steps: int, workload: Workload, build: protocol.Build, timed: bool = True
     ) -> None:
-        """Check the loss after `steps` steps, and report them to the monitor."""
+        """Note whether the loss is finite, and report the steps to the monitor."""
         self._steps += steps
         if not self._not_finite_step and not workload.loss_is_finite():
             self._not_finite_step = self._steps
@@ -301,7 +284,7 @@ class Worker:
         )
 
     def _run_steps(self, count: int, workload: Workload, build: protocol.Build) -> float:
-        """Run `count` steps; return the seconds spent spinning to slow down."""
+        """Run steps; return the seconds of spinning that imitate a slower device."""
         if build.compute < 1:
             return sum(self._run_slowed_step(workload, build) for _ in range(count))
         for _ in range(count):
@@ -310,7 +293,7 @@ class Worker:
         return 0.0
 
     def _run_slowed_step(self, workload: Workload, build: protocol.Build) -> float:
-        """Spin to imitate a slower device, then step; return the spun seconds."""
+        """Spin, then run a step; return the seconds of spinning."""
         # spinning comes first, because the other ranks then wait for this one as for a slow device
         spun = _spin(self._busy_seconds * (1 / build.compute - 1))
         cpu, wall = time.process_time(), time.perf_counter()
@@ -348,7 +331,7 @@ def _encodable(text: str) -> str:
 
 
 def _without_middle(text: str) -> str:
-    """Return the text, without its middle if it is too long."""
+    """Shorten a long text to its first and last lines."""
     if len(text) <= protocol.LONGEST_TEXT:
         return text
     # TensorFlow's errors begin with the place where an operation was made, which may take pages,
@@ -359,7 +342,7 @@ def _without_middle(text: str) -> str:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent exits."""
+    """Let the kernel kill this process when its parent exits."""
     die_with_parent()
     # the parent may have exited before
     if os.getppid() != parent:
@@ -367,7 +350,7 @@ def _end_with_parent(parent: int) -> None:
 
 
 def _exit_now() -> None:
-    """Exit immediately, and kill the process group if this process leads one."""
+    """Kill this process and its group without cleaning up."""
     sys.stderr.flush()
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
@@ -375,7 +358,7 @@ def _exit_now() -> None:
 
 
 def _private_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Return copies of standard input and output that only the protocol uses."""
+    """Return streams for commands and replies that the user's code can't reach."""
     # afterwards, descriptor 0 is empty and descriptor 1 writes to standard error
     commands, replies = os.dup(0), os.dup(1)
     empty = os.open(os.devnull, os.O_RDONLY)
@@ -386,7 +369,7 @@ def _private_streams() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _read_lines(stream: BinaryIO, idle: Callable[[], None]) -> Iterator[bytes]:
-    """Yield a stream's lines; call `idle` if none comes for `IDLE_SECONDS`."""
+    """Yield lines until the stream ends; call `idle` if none arrives for IDLE_SECONDS."""
     while True:
         if not select.select([stream], [], [], IDLE_SECONDS)[0]:
             idle()
@@ -397,7 +380,7 @@ def _read_lines(stream: BinaryIO, idle: Callable[[], None]) -> Iterator[bytes]:
 
 
 def _spin(seconds: float) -> float:
-    """Keep the core busy for `seconds`; return the actual seconds."""
+    """Keep a core busy for this time, and return the seconds that it took."""
     started = time.perf_counter()
     while (spent := time.perf_counter() - started) < seconds:
         pass
