@@ -42,14 +42,11 @@ NAME_ONE = "Give journal.jsonl of a search's folder, or the run's id."
 
 
 class UnwrittenError(RequestError):
-    """A line can't be written to the journal.
-
-    The disk may be full, for example. Earlier lines are intact.
-    """
+    """An entry can't be written, for example because the disk is full."""
 
 
 class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
-    """The first line of a journal: the request and its devices."""
+    """First line of a journal: the request, and the devices that it was resolved to."""
 
     run: str
     created: str  # UTC, RFC 3339
@@ -65,10 +62,7 @@ class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
 
     @property
     def job(self) -> Job:
-        """The job of the run, with the devices on which it was measured.
-
-        The simulated machine and the driver are missing, because they aren't recorded.
-        """
+        """The job of this run, without the description of a simulated machine."""
         return Job(
             self.request,
             self.devices,
@@ -80,27 +74,27 @@ class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
 
 
 class AskedEntry(msgspec.Struct, frozen=True, tag="asked", tag_field="entry"):
-    """The probes that the search requested; all of them run at the same time."""
+    """Probes that the search has asked for."""
 
     probes: tuple[Probe, ...]
     at_seconds: float  # on the session's clock
 
 
 class ObservationEntry(msgspec.Struct, frozen=True, tag="seen", tag_field="entry"):
-    """The result of one probe, and when it arrived on the session's clock."""
+    """Outcome of a probe."""
 
     seen: Observation
     at_seconds: float
 
 
 class FactsEntry(msgspec.Struct, frozen=True, tag="known", tag_field="entry"):
-    """All facts about software, data and model that children have reported so far."""
+    """What is known about software, workload and data."""
 
     facts: Facts
 
 
 class FailedEntry(msgspec.Struct, frozen=True, tag="failed", tag_field="entry"):
-    """The session ended without a plan; `message` says why."""
+    """The search has ended with an error, without a plan."""
 
     message: str
     at_seconds: float
@@ -112,10 +106,7 @@ _decoder: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Entry)
 
 
 class JournalContents(msgspec.Struct, frozen=True):
-    """The content of a journal.
-
-    `whole_bytes` is the number of bytes up to the end of the last complete line.
-    """
+    """A journal that was read; `whole_bytes` is its length without an incomplete last line."""
 
     header: Header
     entries: tuple[LaterEntry, ...]
@@ -123,17 +114,17 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def seen(self) -> tuple[ObservationEntry, ...]:
-        """Every observation entry, in the order of measurement."""
+        """Outcomes of probes with their times, in order."""
         return tuple(entry for entry in self.entries if isinstance(entry, ObservationEntry))
 
     @property
     def observations(self) -> tuple[Observation, ...]:
-        """The observations without their times, in the order of measurement."""
+        """Outcomes of probes, in order."""
         return tuple(entry.seen for entry in self.seen)
 
     @property
     def facts(self) -> Facts:
-        """The most recent facts; empty if no child has reported any yet."""
+        """The latest facts; empty ones if none were written."""
         return next(
             (entry.facts for entry in reversed(self.entries) if isinstance(entry, FactsEntry)),
             Facts(),
@@ -141,10 +132,7 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def pending(self) -> tuple[AskedEntry, tuple[Probe, ...]] | None:
-        """The last request for probes, and its probes that haven't been observed yet.
-
-        None if all of them have been observed.
-        """
+        """The last probes asked for, and those of them without an outcome; None if all have one."""
         answered: set[Probe] = set()
         for entry in reversed(self.entries):
             if isinstance(entry, AskedEntry):
@@ -156,11 +144,7 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def clock_seconds(self) -> float:
-        """Seconds on the session's clock at which a resumed run continues.
-
-        With pending probes, the time when they were requested. Otherwise, the time of the last
-        observation.
-        """
+        """Seconds that the search had spent when the journal ended."""
         pending = self.pending
         if pending is not None:
             return pending[0].at_seconds
@@ -168,10 +152,7 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def last_end(self) -> Finished | FailedEntry | None:
-        """The last entry that ended the run, with or without a plan.
-
-        None if the run hasn't ended, or if something was measured after that.
-        """
+        """How the search ended last; None if it was cut off, or resumed since."""
         last = next(
             (
                 entry
@@ -184,22 +165,22 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def ended(self) -> Finished | None:
-        """The entry with which the run ended most recently, if it has a plan; None otherwise."""
+        """The last entry if the search ended with a plan, else None."""
         last = self.last_end
         return last if isinstance(last, Finished) else None
 
 
 class Journal:
-    """A journal that is open for appending."""
+    """A journal open for appending."""
 
     def __init__(self, path: Path, stream: BinaryIO) -> None:
         self.path = path
         self._stream = stream
 
     def append(self, entry: Entry) -> None:
-        """Append an entry as one line, and wait until it is on disk.
+        """Append an entry and flush it to the disk.
 
-        Raises UnwrittenError if that fails. Earlier lines are then unchanged.
+        Raises UnwrittenError if that fails; the file then keeps only whole lines.
         """
         descriptor = self._stream.fileno()
         content = msgspec.json.encode(entry) + b"\n"
@@ -217,14 +198,14 @@ class Journal:
                 raise
 
     def close(self) -> None:
-        """Close the file. May be called more than once."""
+        """Close the file."""
         self._stream.close()
 
 
 def create(path: Path, header: Header) -> Journal:
-    """Create a journal that begins with `header` and that only this user can access.
+    """Create a journal that only its owner can read, and write its header.
 
-    Its folder is created if necessary. Raises RequestError if the file exists or can't be written.
+    Raises RequestError if the file exists or can't be written.
     """
     with _writing(path, "Set XDG_STATE_HOME to a folder that you may write."):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -242,9 +223,9 @@ def create(path: Path, header: Header) -> Journal:
 
 
 def reopen(path: Path) -> tuple[Journal, JournalContents]:
-    """Read a journal, and open it for more entries.
+    """Read a journal, cut off an incomplete last line, and open it for appending.
 
-    An incomplete last line is cut off. Raises RequestError as `read` does.
+    Raises RequestError if it is broken, not trusted, or can't be written.
     """
     record = read(path)
     with _writing(path, "Check who may write it."):
@@ -254,10 +235,10 @@ def reopen(path: Path) -> tuple[Journal, JournalContents]:
 
 
 def read(path: Path, *, foreign: bool = False) -> JournalContents:
-    """Return the content of a journal.
+    """Read a journal; with `foreign`, one that another user may have written.
 
-    A `foreign` journal may belong to any user. It is only displayed; nothing that it requests is
-    run. Raises RequestError, which names the file and the invalid line.
+    Raises RequestError if it is broken or, unless it is foreign, others may write it. An incomplete
+    last line is left out.
     """
     content = read_trusted(path, foreign=foreign)
     if foreign and b'"header"' not in content.partition(b"\n")[0]:
@@ -281,7 +262,7 @@ def read(path: Path, *, foreign: bool = False) -> JournalContents:
 
 
 def _explain_broken_line(line: str, foreign: bool) -> str:
-    """Return what the user can do about a broken journal line."""
+    """Return what to do about a broken line."""
     return (
         "Copy the file again."
         if foreign
@@ -316,7 +297,7 @@ def _entry(text: bytes, path: Path, number: int, foreign: bool) -> Entry:
 
 
 def _decode(text: bytes) -> Entry:
-    """Decode one line, also if its verdict is older than version 0.3."""
+    """Decode a line, also if an older version has written it."""
     try:
         return _decoder.decode(text)
     except msgspec.ValidationError:
@@ -333,7 +314,7 @@ class _SchemaOnly(msgspec.Struct):
 
 
 def _check_schema(text: bytes, path: Path) -> None:
-    """Raise RequestError if the first line was written by a newer evener."""
+    """Raise RequestError if a newer version has written the journal."""
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         # other errors in the line are reported when it is decoded
         schema = msgspec.json.decode(text, type=_SchemaOnly).schema
@@ -343,7 +324,7 @@ def _check_schema(text: bytes, path: Path) -> None:
 
 
 def _check_against_header(entry: Entry, header: Header, where: str, foreign: bool) -> LaterEntry:
-    """Return the entry, or raise RequestError if it doesn't fit `header`."""
+    """Return the entry, or raise RequestError if it doesn't fit the header."""
     if isinstance(entry, Header):
         raise RequestError(
             f"{where} is a second header.", _explain_broken_line("that line", foreign)
@@ -356,7 +337,7 @@ def _check_against_header(entry: Entry, header: Header, where: str, foreign: boo
 
 
 def _has_right_lengths(entry: LaterEntry, header: Header) -> bool:
-    """True if an entry's sequences fit the number of devices."""
+    """Return whether the tuples of an entry have one item for each device."""
     # the decoder has already checked single values
     devices = len(header.devices)
     match entry:
@@ -394,11 +375,10 @@ def _timed_sound(seen: Timed, devices: int) -> bool:
 
 
 def read_trusted(path: Path, *, foreign: bool = False) -> bytes:
-    """Return the content of a small regular file.
+    """Return the bytes of a journal.
 
-    Raises RequestError for a file of more than `LARGEST_FILE_BYTES`, or for one that isn't regular.
-    Also raises RequestError if another user owns the file or may write to it. A `foreign` file may
-    belong to anybody.
+    Raises RequestError if it isn't a plain file, is too large or, unless `foreign`, is a link or
+    may be written by others.
     """
     follow = 0 if foreign else os.O_NOFOLLOW
     with (

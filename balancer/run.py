@@ -1,4 +1,4 @@
-"""A run that is open for a session, new or resumed: its job, its journal and its locks."""
+"""Begin or resume a run: its folder, locks and journal."""
 
 from __future__ import annotations
 
@@ -30,10 +30,7 @@ CHANGEABLE = (
 
 
 class OpenRun(msgspec.Struct):
-    """A run's job, its journal, the contents of the journal, and its locks.
-
-    The locks keep other sessions from using the run and its devices.
-    """
+    """A run with its journal open and its devices locked."""
 
     job: Job
     began_with: JournalContents
@@ -46,42 +43,32 @@ class OpenRun(msgspec.Struct):
 
     @property
     def id(self) -> str:
-        """The id by which the run can be resumed, shown and exported."""
+        """Id of the run, which is also the name of its folder."""
         return self.began_with.header.run
 
     @property
     def record(self) -> JournalContents:
-        """A copy of everything in the run's journal, from this session and earlier ones.
-
-        Copying is slow: don't read this for each entry.
-        """
+        """Contents of the journal up to now."""
         before = self.began_with
         return msgspec.structs.replace(before, entries=(*before.entries, *self._written))
 
     def write(self, entry: LaterEntry) -> None:
-        """Append an entry to the journal on disk, then to the record in memory.
-
-        Raises UnwrittenError if the journal can't be written.
-        """
+        """Append an entry to the journal; raises UnwrittenError if that fails."""
         self.journal.append(entry)
         self._written.append(entry)
 
     def close(self) -> None:
-        """Close the journal, and release the run and its devices.
-
-        This may be called more than once.
-        """
+        """Close the journal and release the locks."""
         self.locks.close()
 
 
 def open_run(
     request: Request, *, resume: str | None = None, extend_seconds: float | None = None
 ) -> OpenRun:
-    """Open a new run for this request, or resume a run.
+    """Begin a run or, if `resume` names one, reopen it; close the result in the end.
 
-    `resume` is the id of the run to resume. A run that had ended continues if the request raises
-    its budget or if `extend_seconds` is given. Its best layouts are then measured again until the
-    additional time is used up. Raises RequestError or DeviceError if the run can't start.
+    `extend_seconds` gives a resumed run this much time more. Raises RequestError for an invalid
+    request, and DeviceError if devices are missing or in use.
     """
     if resume is not None:
         return reopen(resume, request, extend_seconds)
@@ -89,10 +76,10 @@ def open_run(
 
 
 def begin(job: Job) -> OpenRun:
-    """Create a run for the job, with a new folder, journal and locks.
+    """Create the folder and journal of a new run, and lock its devices.
 
-    Raises DeviceError if another session has one of the devices, and RequestError if the journal
-    can't be written.
+    Raises DeviceError if another search uses a device, and RequestError if the journal can't be
+    written.
     """
     folder = runs_folder() / new_run_id()
     with ExitStack() as locks:
@@ -119,17 +106,10 @@ def begin(job: Job) -> OpenRun:
 
 
 def reopen(name: str, request: Request, extend_seconds: float | None = None) -> OpenRun:
-    """Resume the run named `name`.
+    """Open an existing run to continue it with the options that may change.
 
-    The run keeps its original request, with four exceptions:
-
-    - `pace` and `share` are taken from `request`.
-    - A budget or a Ray address in `request` replaces the run's own.
-
-    If `extend_seconds` is given, the budget is the time already spent plus these seconds.
-
-    Raises RequestError if the run is in progress, if nothing could be measured, or if it was
-    measured with another request or on other devices.
+    `extend_seconds` is added to the time already spent. Raises RequestError if the request or the
+    devices differ from the run's.
     """
     folder = runs.run_folder(runs.find(name))
     with ExitStack() as locks:
@@ -170,7 +150,7 @@ def reopen(name: str, request: Request, extend_seconds: float | None = None) -> 
 def _choose_budget(
     record: JournalContents, request: Request, extend_seconds: float | None
 ) -> float | None:
-    """Return a resumed run's budget in seconds; None without a limit."""
+    """Return the budget in seconds for a resumed run; None means no limit."""
     # `extend_seconds` are added to the time already spent
     if extend_seconds is not None:
         return record.clock_seconds + extend_seconds
@@ -180,7 +160,7 @@ def _choose_budget(
 
 
 def _read_budget(record: JournalContents) -> float | None:
-    """Return the run's budget in seconds; None without a limit."""
+    """Return the last budget of the run in seconds; None means no limit."""
     ends = [entry for entry in record.entries if isinstance(entry, Finished)]
     raised = ends[-1].budget_seconds if ends else None
     # the last raised budget, or else the original one
@@ -188,7 +168,7 @@ def _read_budget(record: JournalContents) -> float | None:
 
 
 def _check_request(header: Header, request: Request) -> None:
-    """Raise RequestError if a given option differs from the run's first request."""
+    """Raise RequestError if an option differs from the run's and would invalidate it."""
     kept = msgspec.structs.replace(header.request, workload=header.workload)
     unsaid = Request()
     # with another option, the earlier measurements wouldn't be valid; a default value counts as not
@@ -204,7 +184,7 @@ def _check_request(header: Header, request: Request) -> None:
 
 
 def _check_something_ran(record: JournalContents) -> None:
-    """Raise RequestError if the user's code failed before anything was measured."""
+    """Raise RequestError if the run only failed in the user's code."""
     seen = [entry.seen for entry in record.seen]
     wrong = next((one for one in seen if isinstance(one, Failed) and one.user_code), None)
     if wrong is not None and not any(isinstance(one, Timed) for one in seen):

@@ -1,8 +1,4 @@
-"""A session runs a search.
-
-It runs the probes that the search requests, writes the requests and the observations to the
-journal, and passes the observations to the search.
-"""
+"""Run a search: pass probes to the devices, and their outcomes to the search and journal."""
 
 from __future__ import annotations
 
@@ -43,14 +39,11 @@ FIRST_SECONDS = {
 
 
 class Session(EventThread):
-    """One run, new or resumed. Iterate over `events` to run it.
+    """A search that runs in its own thread, from an open run to its plan.
 
-    The session closes the run when it ends. The last event is Finished. Without a plan,
-    NoLayoutError is raised instead.
-
-    If the journal can't be written, the session ends with the results that the journal holds.
-    UnwrittenError is then raised, after Finished if there is a plan. Raises RequestError or
-    DeviceError if the session can't begin.
+    Iterate over `events()`. The last event is Finished; without a plan, NoLayoutError is raised
+    instead. If the journal can't be written any more, the search ends early, and UnwrittenError is
+    raised after Finished. The run is closed at the end.
     """
 
     def __init__(self, run: OpenRun) -> None:
@@ -75,34 +68,30 @@ class Session(EventThread):
 
     @property
     def run_id(self) -> str:
-        """The id by which the run can be resumed, shown and exported."""
+        """Id of the run."""
         return self._run.id
 
     @property
     def search(self) -> Search:
-        """The search that chose the probes. Read it only after the session has ended."""
+        """The decisions of the search."""
         return self._search
 
     def report(self) -> SearchReport:
-        """Return the results of the search: the chosen layout and the ranking.
-
-        Call it only after the session has ended with a plan.
-        """
+        """Return the results of the finished search."""
         report = self._search.report(self._job.request.own_batch)
         assert report is not None, "a session without a plan raises"
         return report
 
     def stop(self) -> None:
-        """Stop soon, with the best plan so far.
+        """Ask the search to end with the best plan so far.
 
-        Any thread or signal handler may call this. The event Finished then says that the session
-        was interrupted.
+        May be called from any thread or signal handler.
         """
         self._interrupted = True
         super().stop()
 
     def close(self) -> None:
-        """Kill every child and release the devices. May be called more than once."""
+        """Stop, kill all processes, and close the run."""
         self.stop()
         self._prober.close()
         super().close()
@@ -120,7 +109,7 @@ class Session(EventThread):
             self._run.close()
 
     def _loop_until_unwritten(self) -> UnwrittenError | None:
-        """Measure until the end; return the error if the journal fails."""
+        """Run the search; return the error if its journal can't be written any more."""
         try:
             self._loop()
         except UnwrittenError as fault:
@@ -178,20 +167,20 @@ class Session(EventThread):
                 alarm.cancel()
 
     def _report(self, progress: ProbeProgress) -> None:
-        """Report a probe's progress on the session's clock, from any thread."""
+        """Emit the progress of a probe, without time spent in pauses."""
         at_seconds = progress.at_seconds - self._paused_seconds
         progress = msgspec.structs.replace(progress, at_seconds=at_seconds)
         self._running[progress.probe] = progress
         self._emit(progress)
 
     def _always_fails(self, seen: Observation) -> bool:
-        """True if the workload's own code failed before anything was measured."""
+        """Return whether the user's code failed before anything was measured."""
         failed = isinstance(seen, Failed) and seen.user_code
         # such code would fail on every device
         return failed and not any(isinstance(one, Timed) for one in self._seen)
 
     def _record_observation(self, seen: Observation) -> None:
-        """Write an observation to the journal, the search and an event."""
+        """Write an outcome to the journal, and pass it to the search."""
         at = self._now()
         facts = self._prober.facts()
         if facts not in (self._facts, Facts()):
@@ -207,7 +196,7 @@ class Session(EventThread):
         self._emit(Observed(seen, belief, best, len(self._seen), self._out_of_memory, at))
 
     def _keep_link(self, seen: Observation) -> None:
-        """Save the measured speed of the link for later searches."""
+        """Save the speed of the link between devices, for later runs."""
         # only a probe of a split can measure the link
         if not isinstance(seen, Timed) or not seen.link_bytes_per_second:
             return
@@ -217,7 +206,7 @@ class Session(EventThread):
             note_link(devices, self._job.driver, seen.link_path, seen.link_bytes_per_second)
 
     def _check_energy(self, seen: Observation, at: float) -> None:
-        """Raise RequestError if a device doesn't report the energy needed."""
+        """Raise RequestError if a device reports no energy that the objective needs."""
         if not find_objective(self._job.request.objective).needs_energy or not isinstance(
             seen, Timed
         ):
@@ -236,7 +225,7 @@ class Session(EventThread):
             )
 
     def _store_facts(self, facts: Facts, at: float) -> None:
-        """Write the children's facts to the journal and the search."""
+        """Write new facts to the journal, and pass them to the search."""
         self._run.write(FactsEntry(facts))
         self._facts = facts
         self._search.learn_data(facts)
@@ -249,12 +238,12 @@ class Session(EventThread):
             )
 
     def _fail(self, at: float, message: str, remedy: str) -> RequestError:
-        """Write a failure to the journal, and return the error to raise."""
+        """Write an error to the journal, and return it as an exception."""
         self._run.write(FailedEntry(message, at))
         return RequestError(message, remedy)
 
     def _set_alarms(self) -> list[threading.Timer]:
-        """Start and return the timers that stop probes after the budget."""
+        """Start timers that stop probes after the budget's end."""
         budget = self._job.request.budget_seconds
         if budget is None or self._job.machine is not None:
             # a simulated prober stops its own probes
@@ -274,7 +263,7 @@ class Session(EventThread):
         return alarms
 
     def _stop_late_probes(self, spared: tuple[str, ...] = ()) -> None:
-        """Stop all probes, unless one is in a `spared` phase."""
+        """End the search, unless a probe is in one of the `spared` phases."""
         # wait until the workload is built, so that errors in the user's code are reported
         while not self._seen and any(map(_is_being_built, tuple(self._running.values()))):
             if self._halt.wait(POLL_SECONDS):
@@ -293,7 +282,7 @@ class Session(EventThread):
         self._paused_seconds += self._prober.now() - paused_at
 
     def _finish(self) -> Finished:
-        """Write and return the event that ends the session."""
+        """Build the plan and write it to the journal; raise if there is none."""
         running = tuple(
             one
             for one in tuple(self._running.values())  # probes still report from their own threads
@@ -327,11 +316,11 @@ class Session(EventThread):
         return ended
 
     def _now(self) -> float:
-        """Return the session's time in seconds: the prober's time without pauses."""
+        """Return the seconds spent, without pauses."""
         return self._prober.now() - self._paused_seconds
 
     def _seconds(self) -> float:
-        """Return the duration of the search in seconds."""
+        """Return the seconds that the search took."""
         if len(self._seen) == self._run.replayed:
             # a resumed run had nothing left to measure
             return self._run.record.clock_seconds
@@ -344,10 +333,7 @@ class Session(EventThread):
 
 
 def latest_end(budget_seconds: float | None) -> float:
-    """Return the time in seconds at which a run's probes are stopped.
-
-    It is the budget plus its grace period; infinite without a budget.
-    """
+    """Return the second at which all probes must have ended; inf without a budget."""
     # even while they run steps
     return (
         math.inf
@@ -361,7 +347,7 @@ def _is_being_built(progress: ProbeProgress) -> bool:
 
 
 def _find_link(job: Job) -> KnownLink | None:
-    """Return the saved speed of the devices' link, if there is one."""
+    """Return the measured link between the devices from an earlier run, or None."""
     # only PyTorch exchanges gradients by the all-reduces with which links are measured
     if job.simulated or job.framework != "torch":
         return None

@@ -1,8 +1,4 @@
-"""Combines a session's events into one frozen state, for screens to display.
-
-The plan's rivals (the layouts to compare it with), the devices' curves and the remaining time are
-computed from the state.
-"""
+"""State of a running search for displays, computed from its events."""
 
 from __future__ import annotations
 
@@ -25,12 +21,7 @@ RivalKind = EvidenceKind | Literal["plan", "sum"]
 
 
 class SessionState(msgspec.Struct, frozen=True):
-    """What a session has reported so far.
-
-    The last `KEPT_OBSERVATIONS` observations are kept. `running` holds the latest report of each
-    running probe. `belief` is what the search predicts for each device. `best` is the best layout
-    so far.
-    """
+    """What a display shows of a search at one moment."""
 
     run: str = ""
     devices: tuple[str, ...] = ()  # labels, in the order of the request
@@ -55,17 +46,14 @@ class SessionState(msgspec.Struct, frozen=True):
 
     @property
     def active(self) -> bool:
-        """True while a session is running."""
+        """Whether the search runs, or is about to start."""
         return bool(self.run or self.devices or self.stopping) and not self.ended
 
 
 def first_state(
     devices: Sequence[Device], workload: str, run: str = "", kept: Sequence[ObservationEntry] = ()
 ) -> SessionState:
-    """Return the state of a session before its first event.
-
-    `kept` are the observations that a resumed run has from its journal.
-    """
+    """Return the state before the first event; `kept` are outcomes of a resumed run."""
     labels, names = zip(*((device.label, device.name) for device in devices), strict=True)
     return SessionState(
         run=run,
@@ -80,10 +68,7 @@ def first_state(
 
 
 def advance(state: SessionState, event: Event) -> SessionState:
-    """Return the state after one more event.
-
-    The function has no side effects, so replaying a journal gives the same state.
-    """
+    """Return the state after an event."""
     replace = msgspec.structs.replace
     at_seconds = max(state.at_seconds, getattr(event, "at_seconds", 0.0))
     if isinstance(event, Started):
@@ -103,7 +88,7 @@ def advance(state: SessionState, event: Event) -> SessionState:
 
 
 def _replace_report(state: SessionState, newest: ProbeProgress) -> tuple[ProbeProgress, ...]:
-    """Return the latest report of each running probe, with `newest`."""
+    """Return the running probes, with the latest progress of one replaced."""
     return tuple(({each.probe: each for each in state.running} | {newest.probe: newest}).values())
 
 
@@ -121,20 +106,17 @@ def _observed(state: SessionState, event: Observed, at_seconds: float) -> Sessio
 
 
 def timed(state: SessionState) -> list[Timed]:
-    """Return the successful measurements in the order in which they ended."""
+    """Return the successful measurements."""
     return [entry.seen for entry in state.seen if isinstance(entry.seen, Timed)]
 
 
 def has_split(state: SessionState) -> bool:
-    """True once a layout over several devices has been measured."""
+    """Return whether several devices were measured together."""
     return any(len(each.probe.layout.active) > 1 for each in timed(state))
 
 
 def best_solo(state: SessionState, device: int) -> Timed | None:
-    """Return the fastest measurement of a device alone; None if there is none.
-
-    `device` is its position. Measurements on rows of a single length don't count.
-    """
+    """Return the fastest measurement of one device alone, or None."""
     layouts = ((each, each.probe.layout) for each in timed(state) if not each.probe.layout.length)
     return _fastest(
         [each for each, layout in layouts if layout.traits.alone and layout.active == (device,)]
@@ -142,10 +124,7 @@ def best_solo(state: SessionState, device: int) -> Timed | None:
 
 
 def chosen_layout(state: SessionState) -> Layout | None:
-    """Return the plan's layout or, while the search runs, the best layout so far.
-
-    Return None before any layout was measured.
-    """
+    """Return the layout of the plan or, before the end, the best so far; None if there is none."""
     if state.finished is not None:
         shares = state.finished.plan.layout.share
         return layout_of(
@@ -155,10 +134,7 @@ def chosen_layout(state: SessionState) -> Layout | None:
 
 
 def smallest_out_of_memory(state: SessionState, device: int) -> int | None:
-    """Return the smallest pass, in rows, for which a device alone ran out of memory.
-
-    `device` is the device's position. Return None if it never ran out of memory alone.
-    """
+    """Return the smallest pass, in rows, that ran out of memory on a device alone, or None."""
     failed = [
         entry.seen.probe.layout.pass_rows[device]
         for entry in state.seen
@@ -168,20 +144,12 @@ def smallest_out_of_memory(state: SessionState, device: int) -> int | None:
 
 
 def largest_run(state: SessionState, device: int) -> int:
-    """Return the most rows that a device computed in one pass; 0 if it computed none.
-
-    `device` is the device's position.
-    """
+    """Return the largest pass, in rows, that ran on a device; 0 if none did."""
     return max((each.probe.layout.pass_rows[device] for each in timed(state)), default=0)
 
 
 class RatedLayout(NamedTuple):
-    """A layout with its measured samples/s.
-
-    `batches` has the samples of each device of the request. One rival adds up the samples/s of all
-    devices alone, and has no `batches`. `device` is the device's label if the layout uses one
-    device of several; otherwise, "".
-    """
+    """A layout with its throughput, as a row of the comparison."""
 
     kind: RivalKind
     name: str
@@ -193,11 +161,7 @@ class RatedLayout(NamedTuple):
     earlier: float = 0.0  # earlier samples/s of one device at this batch, if they were higher
 
     def gain_of(self, other: RatedLayout) -> float | None:
-        """Return the gain of `other` over this layout.
-
-        `other` is, for example, the plan. A gain of 0.17 is 17 %. It was measured in turns, or is
-        computed from the rates as they are printed. Return None if the layouts can't be compared.
-        """
+        """Return how much faster `other` is, as a fraction, or None if they can't be compared."""
         if not is_comparable(other.rate, other.batches, self.rate, self.batches):
             return None
         return (
@@ -206,7 +170,7 @@ class RatedLayout(NamedTuple):
 
     @property
     def where(self) -> str:
-        """The batches of the devices that take part, as text, such as 820+568."""
+        """Rows of the devices that take part, such as "640+384"."""
         return "+".join(str(batch) for batch in self.batches if batch)
 
 
@@ -223,10 +187,7 @@ def _rival(
 
 
 def rivals(state: SessionState) -> tuple[RatedLayout, ...]:
-    """Return the plan's layout or the best so far, then its rivals.
-
-    Only measured layouts are returned.
-    """
+    """Return the best layout and what it is compared with; during the search, the best so far."""
     if state.finished is None:
         return _rivals_so_far(state)
     plan, labels = state.finished.plan, state.devices
@@ -258,13 +219,13 @@ def _rivals_so_far(state: SessionState) -> tuple[RatedLayout, ...]:
 
 
 def _list_solos(state: SessionState) -> list[Timed]:
-    """Return the fastest solo measurement of each device that has one."""
+    """Return the fastest measurement of each device alone."""
     alone = (best_solo(state, device) for device in range(len(state.devices)))
     return [each for each in alone if each is not None]
 
 
 def _is_other(seen: Timed, best: Result | None) -> bool:
-    """True if a measurement's layout can be the best layout's rival."""
+    """Return whether a measurement is of another layout than the best."""
     # not the best layout itself, nor the same single device with another batch
     return best is None or not _is_same_layout(seen.probe.layout, best.layout)
 
@@ -275,15 +236,12 @@ def _is_even_on_all(seen: Timed) -> bool:
 
 
 def _is_same_layout(one: Layout, other: Layout) -> bool:
-    """True for equal shares, or for the same single device."""
+    """Return whether layouts have equal shares, or use the same single device."""
     return one.shares == other.shares or (one.traits.alone and one.active == other.active)
 
 
 def plan_rate(plan: Plan, labels: tuple[str, ...]) -> RatedLayout:
-    """Return the plan with its samples/s, to be compared with its rivals.
-
-    `labels` has the label of every device, in the order of the request.
-    """
+    """Return the layout of a plan with its throughput."""
     return _rival(
         "plan", "the plan", throughput_interval(plan.throughput), plan.layout.batches, labels
     )
@@ -292,14 +250,10 @@ def plan_rate(plan: Plan, labels: tuple[str, ...]) -> RatedLayout:
 def plan_rivals(
     plan: Plan, labels: tuple[str, ...], at_batch: bool = False
 ) -> tuple[RatedLayout, ...]:
-    """Return the layouts to compare a plan with.
+    """Return what a plan was compared with: equal shares, one device, and a larger batch.
 
-    These are a split, one device alone, and a layout with a larger batch, as far as they were
-    measured. The split is the even split or, for a plan of one device, the faster of the even and
-    the best split.
-
-    The last entry is the sum of all devices' samples/s, each alone at its fastest batch. With
-    `at_batch`, the sum prefers measurements at the plan's batch.
+    The total throughput of all devices alone follows. With `at_batch`, it is measured at the plan's
+    global batch where possible, else at each device's best.
     """
     found: dict[EvidenceKind, list[Evidence]] = {}
     for evidence in plan.evidence:
@@ -321,7 +275,7 @@ def plan_rivals(
 
 
 def find_single(plan: Plan) -> Evidence | None:
-    """Return the device alone with which the verdict compares the plan; None if there is none."""
+    """Return the best measurement of a single device other than the plan's own, or None."""
     compared = [evidence for evidence in plan.evidence if evidence.kind == "best_device"]
     compared = _without_own_device(plan, compared)
     # plans of older versions have no such evidence if no single device took part in the race
@@ -330,7 +284,7 @@ def find_single(plan: Plan) -> Evidence | None:
 
 
 def _without_own_device(plan: Plan, solos: Iterable[Evidence]) -> list[Evidence]:
-    """Return the solo measurements, except of a plan's only device."""
+    """Return measurements of other devices than the one that the plan uses alone."""
     own = _positions(plan.layout) if plan.layout.traits.alone else ()
     return [evidence for evidence in solos if _positions(evidence.layout) != own]
 
@@ -355,7 +309,7 @@ def _plan_rival(plan: Plan, evidence: Evidence, labels: tuple[str, ...]) -> Rate
 
 
 def _name_even(plan: Plan, even: Evidence) -> str:
-    """Return the name of the even split to compare the plan with."""
+    """Return the name of an even split, with its batch if the plan is even too."""
     own, batch = plan.layout.batches, even.layout.global_batch
     if not all(own) or max(own) - min(own) > 1 or batch == sum(own):
         return EQUAL_SHARES
@@ -364,7 +318,7 @@ def _name_even(plan: Plan, even: Evidence) -> str:
 
 
 def _find_earlier(plan: Plan, single: Evidence) -> float:
-    """Return the highest samples/s of another device at `single`'s batch."""
+    """Return the higher throughput that a device had earlier at this batch, else 0."""
     if single.kind not in ("best_device", "one_device"):
         return 0.0
     same = [
@@ -381,7 +335,7 @@ def _find_earlier(plan: Plan, single: Evidence) -> float:
 
 
 def _positions(layout: PlanLayout) -> tuple[int, ...]:
-    """Return the positions of a layout's devices that compute rows."""
+    """Return the positions that have rows."""
     return tuple(i for i, batch in enumerate(layout.batches) if batch)
 
 
@@ -390,15 +344,12 @@ def _speed(evidence: Evidence) -> float:
 
 
 def best_alone(plan: Plan) -> dict[int, Evidence]:
-    """Return the measurement of each device alone at its fastest batch, by position."""
+    """Return the fastest measurement of each device alone, by position."""
     return _choose_alone(plan, _speed)
 
 
 def alone_at_batch(plan: Plan) -> dict[int, Evidence]:
-    """Return the measurement of each device alone at the plan's batch, by position.
-
-    A device that didn't run at that batch has its measurement at its fastest batch.
-    """
+    """Return a measurement of each device alone by position, if possible at the plan's batch."""
     batch = plan.layout.global_batch
 
     def prefer(evidence: Evidence) -> tuple[bool, bool, float]:
@@ -427,12 +378,12 @@ def _fastest(measurements: list[Timed]) -> Timed | None:
 
 
 def throughput_interval(throughput: Throughput) -> Interval:
-    """Return the samples/s from a plan's file, as an interval."""
+    """Return a plan's throughput as an interval, in samples/s."""
     return Interval(throughput.samples_per_second, throughput.low, throughput.high)
 
 
 def _sum(solos: list[Interval]) -> tuple[RatedLayout, ...]:
-    """Return the sum of all devices' samples/s, each measured alone."""
+    """Return the total of several throughputs as a row, if there are at least two."""
     if len(solos) < 2:
         return ()
     total = Interval(*map(sum, zip(*map(msgspec.structs.astuple, solos), strict=True)))
@@ -440,10 +391,7 @@ def _sum(solos: list[Interval]) -> tuple[RatedLayout, ...]:
 
 
 class ChartedCurve(NamedTuple):
-    """The points of one device in the chart of samples/s over batch size.
-
-    `device` is its position.
-    """
+    """Throughput of one device by batch size, predicted and measured."""
 
     device: int
     believed: tuple[tuple[int, float], ...]  # (batch, samples/s) that the search predicts
@@ -452,12 +400,12 @@ class ChartedCurve(NamedTuple):
 
     @property
     def largest_tested(self) -> int:
-        """The largest measured batch. Beyond it, the curve is a prediction."""
+        """Largest batch that was measured, 0 without any."""
         return max((batch for batch, _ in self.measured), default=0)
 
 
 def curves(state: SessionState) -> tuple[ChartedCurve, ...]:
-    """Return the points to chart for each device with a prediction, measurement or failure."""
+    """Return the curve of each device about which anything is known."""
     sketches = (
         {sketch.device: sketch for sketch in state.belief.curves}
         if state.belief is not None
@@ -477,7 +425,7 @@ def curves(state: SessionState) -> tuple[ChartedCurve, ...]:
 
 
 def _measured_alone(state: SessionState, device: int) -> tuple[tuple[int, float], ...]:
-    """Return (batch, samples/s) of one device's solo measurements, sorted by batch."""
+    """Return (batch, samples/s) of each measurement of a device alone."""
     alone = [
         each
         for each in timed(state)
@@ -497,19 +445,13 @@ def _speeds(points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], .
 
 
 def seconds_left(state: SessionState) -> float | None:
-    """Return how many seconds of the budget are left; 0 if it is used up.
-
-    Return None if there is no budget or the session has ended.
-    """
+    """Return the seconds of the budget that are left; None without a budget or after the end."""
     if state.budget_seconds is None or state.finished is not None or state.ended:
         return None
     return max(0.0, state.budget_seconds - state.at_seconds)
 
 
 def own_speed(running: ProbeProgress, device: int) -> float:
-    """Return the samples/s of one device's share in a running measurement.
-
-    `device` is its position. Return 0 before the measurement has a rate.
-    """
+    """Return the samples/s of one device in a running probe."""
     layout = running.probe.layout
     return (running.samples_per_second or 0.0) * layout.shares[device] / max(1, layout.global_batch)

@@ -56,20 +56,17 @@ LEAST_RISE = 0.02
 
 
 class ProbeLength(msgspec.Struct, frozen=True):
-    """The length of each run, without its warm-up.
-
-    A run takes `steps` optimizer steps. If `steps` is 0, it takes `seconds` instead.
-    """
+    """How long each repetition of a probe takes: in seconds or, if above 0, in steps."""
 
     seconds: float = DEFAULT_SECONDS
     steps: int = 0
 
 
 class ProbeRepeat(msgspec.Struct, frozen=True):
-    """The result of one of several runs of a layout.
+    """Result of one repetition of a probe.
 
-    `samples` and `samples_per_second` include all earlier runs. `own` has the samples/s that each
-    device would reach without waiting for other devices; None if unknown.
+    `samples` and `samples_per_second` are over all repetitions so far; `own` has the samples/s of
+    each device while it computes, None if unknown.
     """
 
     samples: int
@@ -92,13 +89,13 @@ def _count(number: int, thing: str) -> str:
 def choose_layout(
     devices: int, positions: Sequence[int] | None, batches: Sequence[int], micro: Sequence[int] = ()
 ) -> Layout:
-    """Return the layout with `batches` on the devices at `positions`.
+    """Return the layout that `evener probe` was asked to measure.
 
-    - `devices`: the number of devices of the request.
-    - `positions`: the devices, in the order of `batches`; None for the first devices.
-    - `micro`: the maximum rows per pass for each batch; if it is empty, each batch is one pass.
+    - `positions`: the devices to use. None: the first ones.
+    - `batches`: rows of each of these devices.
+    - `micro`: the largest pass for each of them; empty means one pass.
 
-    Raises RequestError if the arguments don't fit together.
+    Raises RequestError if these don't fit together.
     """
     if any(batch < 1 for batch in batches):
         raise RequestError(
@@ -146,11 +143,9 @@ def _check_micro(batches: Sequence[int], micro: Sequence[int]) -> None:
 def repeat_probe(
     resolved: Job, layout: Layout, repeat: int, length: ProbeLength, stop: threading.Event
 ) -> Iterator[Iterator[ProbeRepeat]]:
-    """Lock the layout's devices, and yield an iterator that runs the layout.
+    """Context manager that locks the devices, and yields an iterator over repetitions.
 
-    The iterator runs the layout `repeat` times, and yields each result when a run ends. It ends
-    early once `stop` is set. Devices aren't locked if the request shares them. Raises NoLayoutError
-    if the batch doesn't fit or the training fails, and DeviceError if another session has a device.
+    The iterator ends early once `stop` is set, and raises NoLayoutError if a probe fails.
     """
     with _locked_prober(resolved, layout.active) as prober:
         yield _runs(prober, layout, resolved.devices, repeat, length, stop)
@@ -158,7 +153,7 @@ def repeat_probe(
 
 @contextmanager
 def _locked_prober(job: Job, positions: Sequence[int] | None = None) -> Iterator[Prober]:
-    """Lock some or all of a job's devices, and yield a prober."""
+    """Lock devices and start a prober for them."""
     with lock_job(job, positions), closing(make_prober(job, error_file=new_error_file())) as prober:
         yield prober
 
@@ -206,12 +201,12 @@ def _runs(
 
 
 def _measure(prober: Prober, probe: Probe, stop: threading.Event) -> Observation | None:
-    """Run one probe; return its observation, or None if stopped."""
+    """Run one probe; None if it was stopped."""
     return next(iter(prober.measure((probe,), lambda _: None, stop)), None)
 
 
 def _require_timed(seen: Observation | None, devices: Sequence[Device]) -> Timed | None:
-    """Return the measurement; raise NoLayoutError if it failed."""
+    """Return the measurement, or raise NoLayoutError for a failure."""
     if isinstance(seen, OutOfMemory):
         labels = ", ".join(devices[i].label for i in seen.devices)
         where = f" on {labels}" if labels else ""
@@ -228,7 +223,7 @@ def _require_timed(seen: Observation | None, devices: Sequence[Device]) -> Timed
 def _measure_alone(
     prober: Prober, layout: Layout, seconds: float, stop: threading.Event
 ) -> tuple[float | None, ...]:
-    """Return each device's samples/s, timed alone at its share."""
+    """Return the samples/s of each device with its share alone."""
     # None for an unused device, and if a measurement failed or was stopped
     speeds: list[float | None] = []
     for position, share in enumerate(layout.shares):
@@ -241,10 +236,7 @@ def _measure_alone(
 
 
 class DryRunDevice(msgspec.Struct, frozen=True):
-    """A device with its memory, and the largest batch that should fit in one pass.
-
-    `memory_bytes` and `largest_batch` are None if unknown.
-    """
+    """Usable memory of a device in bytes, and its predicted largest batch; None means unknown."""
 
     label: str
     name: str
@@ -253,24 +245,20 @@ class DryRunDevice(msgspec.Struct, frozen=True):
 
 
 class LargestSizes(msgspec.Struct, frozen=True):
-    """The numbers of parameters of the largest models that fit in the devices' memory."""
+    """Largest parameter counts that fit in memory by one training method."""
 
     whole: int  # if each device holds the model
     sharded: int  # if the devices hold parts of it
 
 
 class LargestModel(LargestSizes, frozen=True, kw_only=True):
-    """The size of the largest model, in parameters, that AdamW can train in float32.
-
-    `lora` and `qlora` are the sizes of the largest frozen models with trained adapters on their
-    layers.
-    """
+    """Largest parameter counts that fit in memory: in full, by LoRA and by QLoRA."""
 
     lora: LargestSizes
     qlora: LargestSizes
 
     def write(self) -> str:
-        """Return all sizes as text, with a note that activations also need memory."""
+        """Return the counts as text."""
         return (
             f"AdamW in float32 trains at most {millions(self.whole)} parameters where each device "
             f"holds the model, and {millions(self.sharded)} in shards (split.shard); "
@@ -281,10 +269,7 @@ class LargestModel(LargestSizes, frozen=True, kw_only=True):
 
 
 class DryRunResult(msgspec.Struct, frozen=True):
-    """The results of a dry run.
-
-    `steps` has the batch and the seconds per step of each measurement on the first device.
-    """
+    """Result of a dry run; `steps` has (batch, seconds per step)."""
 
     workload: str
     framework: str
@@ -299,7 +284,7 @@ class DryRunResult(msgspec.Struct, frozen=True):
     )
 
     def write_tried(self) -> str:
-        """Return where the dry run built the workload, and its step times."""
+        """Return what was measured as a sentence."""
         what = "A simulated model" if self.simulated else self.workload
         if not self.simulated and self.framework != "none":
             what += f" ({self.framework})"
@@ -309,10 +294,7 @@ class DryRunResult(msgspec.Struct, frozen=True):
         return f"{what} was {built}stepped on {where}: a step took {join_words(steps)}."
 
     def write_rest(self) -> str:
-        """Return how long a search takes, and the largest model that fits, as text.
-
-        Unknown sizes are left out. The text ends with the note that no result was saved.
-        """
+        """Return the time that a search takes and the largest model, as sentences."""
         sentences = []
         if self.budget_seconds is not None:
             sentences.append(f"A search takes at most {duration(self.budget_seconds)}.")
@@ -322,11 +304,10 @@ class DryRunResult(msgspec.Struct, frozen=True):
 
 
 def dry_run(resolved: Job, report: Report, stop: threading.Event) -> DryRunResult | None:
-    """Estimate what fits, from steps of two batches on one device.
+    """Measure a few steps on the first device, and predict what fits on the others.
 
-    The workload is built on the first device. Progress is passed to `report`. Return None if `stop`
-    is set before both batches have run. Raises NoLayoutError if the workload fails, or if it runs
-    no step within the budget.
+    None if it was stopped. Raises NoLayoutError if the workload fails, doesn't fit, or doesn't get
+    through a step within the budget.
     """
     alone = _limit_to_first_device(resolved)
     with _locked_prober(alone) as prober:
@@ -337,7 +318,7 @@ def dry_run(resolved: Job, report: Report, stop: threading.Event) -> DryRunResul
 
 
 def _limit_to_first_device(job: Job) -> Job:
-    """Return the job for its first device alone."""
+    """Return the job with its first device only."""
     machine = job.machine
     request = job.request
     if machine is not None:
@@ -358,7 +339,7 @@ def _measure_first_batches(
     stop: threading.Event,
     largest: LargestModel | None,
 ) -> list[Timed]:
-    """Return the measurements of a search's first batches on one device."""
+    """Measure two batch sizes; empty if stopped."""
     budget = alone.request.budget_seconds
     running: dict[Probe, ProbeProgress] = {}
 
@@ -384,7 +365,7 @@ def _measure_first_batches(
 
 @contextmanager
 def _stopped_after(seconds: float | None, stop: threading.Event) -> Iterator[threading.Event]:
-    """Set `stop` after `seconds`; yield an event that is set too."""
+    """Context manager that sets `stop` after some seconds; it yields an event for that case."""
     # set only when the time is up, not when the user stops
     over = threading.Event()
 
@@ -404,7 +385,7 @@ def _stopped_after(seconds: float | None, stop: threading.Event) -> Iterator[thr
 def _measure_batches(
     alone: Job, prober: Prober, watch: Report, stop: threading.Event
 ) -> list[Timed]:
-    """Run the search's first probes briefly, and return the measurements."""
+    """Measure the first batches that a search would."""
     search = make_search(alone)
     timed: list[Timed] = []
     while len(timed) < BATCHES and not stop.is_set():
@@ -423,7 +404,7 @@ def _measure_batches(
 
 
 def _refuse_memory(device: Device, largest: LargestModel | None) -> NoLayoutError:
-    """Return the error that not even one sample fits on the device."""
+    """Return the error for a device on which not even one row fits."""
     # `largest` are the largest models that would fit, if known
     none = f"Not even one sample fits on {device.label}."
     if largest is None:
@@ -458,11 +439,9 @@ def _predict_sizes(resolved: Job, timed: Sequence[Timed]) -> DryRunResult:
 
 
 def find_largest_model(job: Job) -> LargestModel | None:
-    """Return the size in parameters of the largest model that fits.
+    """Return the largest models that the devices could train, or None.
 
-    There is one size if each device holds the whole model, and one if the model is sharded over all
-    devices. Return None if the workload can't be sharded, there is only one device, or the memory
-    of a device is unknown.
+    None unless the workload can be sharded over several devices of known memory.
     """
     sizes = [size for size in job.problem.memory_bytes if size is not None]
     sharded = job.machine.shards is not None if job.machine is not None else job.problem.shards

@@ -1,8 +1,6 @@
-"""The verdict of a search as data.
+"""The result of a search as data: the chosen layout, its alternatives, warnings and advice.
 
-It has the recommendation, the plan's gain over its rivals, and doubts. A rival is another layout
-that was measured. Gains, errors and fractions are relative: 0.17 is 17 %. `result/judge.py` creates
-the verdict, `result/sentences.py` writes it as text, and `--json` prints its fields (docs/json.md).
+Gains, errors and fractions are relative: 0.17 is 17 %. `--json` prints these fields (docs/json.md).
 """
 
 from __future__ import annotations
@@ -56,10 +54,7 @@ WhyNotChosen = Literal[  # why a layout with more samples/s isn't the plan
 
 
 class MeasuredRate(msgspec.Struct, frozen=True):
-    """Measured samples/s with the bounds of their 95 % interval.
-
-    `known` is False if the interval is too wide for comparisons.
-    """
+    """Throughput with its 95 % interval; `known` is False if it is too imprecise."""
 
     samples_per_second: float
     low: float
@@ -70,11 +65,9 @@ class MeasuredRate(msgspec.Struct, frozen=True):
 
 
 class RateGap(msgspec.Struct, frozen=True):
-    """The plan's gain over a rival, with a 95 % interval.
+    """Relative difference of two throughputs with its 95 % interval.
 
-    The gain is the plan's samples/s divided by the rival's, minus 1. `alternately` is True if the
-    layouts were measured in alternating turns. The gap may then be more precise than the samples/s
-    of either layout, and may differ from their quotient.
+    `alternately` means that the two layouts were measured in alternation.
     """
 
     value: float
@@ -93,10 +86,7 @@ Action = Literal[
 
 
 class Recommendation(msgspec.Struct, frozen=True):
-    """What the user should do, and the layout to do it with.
-
-    `devices` and `batches` have an entry for each device of that layout.
-    """
+    """What the user should do, and with which devices and batches."""
 
     action: Action
     devices: tuple[str, ...]
@@ -107,11 +97,7 @@ class Recommendation(msgspec.Struct, frozen=True):
 
 
 class Chosen(msgspec.Struct, frozen=True):
-    """The layout to train with.
-
-    `devices`, `batches` and `micro` have an entry for each device that takes part. `knobs` are its
-    tuned options, such as XLA or a number of loader workers.
-    """
+    """The chosen layout."""
 
     family: str  # solo, even, split, shard, pack or place
     kind: LayoutKind
@@ -126,10 +112,7 @@ class Chosen(msgspec.Struct, frozen=True):
 
 
 class Rival(msgspec.Struct, frozen=True):
-    """Another layout that was measured, and the plan's gain over it.
-
-    `devices` and `batches` have an entry for each device of that layout.
-    """
+    """Another measured layout, with the plan's gain over it."""
 
     kind: RivalKind
     name: str
@@ -150,10 +133,10 @@ class Rival(msgspec.Struct, frozen=True):
 
 
 class SplitLoss(msgspec.Struct, frozen=True):
-    """Why the best split is slower than one device.
+    """Why training on several devices is slower than on one, in seconds per step.
 
-    With the cause "longest_part", the others wait for the device with the largest share. With
-    "exchange", synchronization takes too long. Times are in seconds per step; None if unknown.
+    "longest_part": the others wait for the device with the largest share. "exchange":
+    synchronization takes too long. None means unknown.
     """
 
     cause: Literal["longest_part", "exchange", "unexplained"]
@@ -164,10 +147,9 @@ class SplitLoss(msgspec.Struct, frozen=True):
 
 
 class SumLoss(msgspec.Struct, frozen=True):
-    """Why the plan is much slower than all devices' summed speeds.
+    """Why the plan doesn't reach the total throughput of its devices alone.
 
-    The speeds were measured on each device alone. Times are in seconds per step. `lost_seconds` is
-    how much longer a step takes than at the summed speed.
+    All times are in seconds per step; `lost_seconds` is the difference that is to be explained.
     """
 
     # both: the two causes together explain it, and neither does alone
@@ -179,10 +161,9 @@ class SumLoss(msgspec.Struct, frozen=True):
 
 
 class UnequalDevices(msgspec.Struct, frozen=True):
-    """Two devices of the same product whose speeds differ much at the same batch.
+    """Two devices of the same product, of which one is slower.
 
-    `fast` and `slow` are their labels. `ratio` is the faster device's samples/s divided by the
-    slower device's, both with `batch` samples a step; 0 in verdicts of older versions.
+    `ratio` is the throughput of the fast one divided by that of the other.
     """
 
     fast: str
@@ -193,10 +174,7 @@ class UnequalDevices(msgspec.Struct, frozen=True):
 
 
 class VerdictDoubt(msgspec.Struct, frozen=True):
-    """A reason to doubt the plan's measurements.
-
-    `code` is the reason. The meaning of `value` depends on it.
-    """
+    """A reason why the results may be wrong, such as throttling."""
 
     code: Doubt
     device: str = ""  # label; empty: all devices
@@ -205,11 +183,7 @@ class VerdictDoubt(msgspec.Struct, frozen=True):
 
 
 class LeftOut(msgspec.Struct, frozen=True):
-    """Something that the plan doesn't use, and the reason.
-
-    `kind` says what `name` is: a device, layout, family of layouts or host. For the kind "request",
-    `detail` is a message about the user's request. Numbers that don't apply to the reason are 0.
-    """
+    """A device, layout or option that the plan doesn't use, and why."""
 
     kind: Literal["device", "layout", "family", "host", "request"]
     name: str
@@ -238,11 +212,7 @@ class LeftOut(msgspec.Struct, frozen=True):
 
 
 class ReplacedLayout(msgspec.Struct, frozen=True):
-    """A layout that ran out of memory, and the smaller one that replaced it.
-
-    `name` is the layout's name. `original` and `replacement` are the samples per device before and
-    after, as text, such as 820 + 568.
-    """
+    """A layout that ran out of memory, and the one measured in its place."""
 
     name: str
     original: str
@@ -250,9 +220,9 @@ class ReplacedLayout(msgspec.Struct, frozen=True):
 
 
 class Unfinished(msgspec.Struct, frozen=True):
-    """A phase before the timed steps that probes hadn't finished when the search ended.
+    """A phase before the timed steps that a probe was in when the search ended.
 
-    `name` is what was imported or built. `seconds` is the time spent in the phase.
+    `name` is what was being imported or built, `seconds` the time spent on it.
     """
 
     phase: str  # importing | loading | building | preparing | warming up
@@ -263,20 +233,14 @@ class Unfinished(msgspec.Struct, frozen=True):
 
 
 class TakenMemory(msgspec.Struct, frozen=True):
-    """Memory of a device that other processes held during the search.
-
-    The plan's batches fit in the memory that was left.
-    """
+    """Memory that other programs hold on a device."""
 
     device: str
     size_bytes: int
 
 
 class CodeLimit(msgspec.Struct, frozen=True):
-    """A number of rows above which the user's code fails although memory is left.
-
-    Shares therefore stay at or below `rows`.
-    """
+    """A row count from which the user's code fails with an error."""
 
     rows: int  # the most rows that ran below the limit
     failed_rows: int  # the fewest rows that failed
@@ -284,10 +248,7 @@ class CodeLimit(msgspec.Struct, frozen=True):
 
 
 class ShortEpoch(msgspec.Struct, frozen=True):
-    """A warning that an epoch has so few steps that the model learns little.
-
-    An epoch of `rows` rows has `steps` steps of `global_batch` samples.
-    """
+    """The global batch leaves fewer than 100 steps in an epoch."""
 
     steps: int
     global_batch: int
@@ -296,10 +257,7 @@ class ShortEpoch(msgspec.Struct, frozen=True):
 
 
 class ShortBudget(msgspec.Struct, frozen=True):
-    """The budget ran out before any split was measured.
-
-    `enough_seconds` is a budget that should be enough.
-    """
+    """The budget ended before several devices could be measured together."""
 
     budget_seconds: float
     start_seconds: float  # the part of the budget spent on starting processes
@@ -307,21 +265,14 @@ class ShortBudget(msgspec.Struct, frozen=True):
 
 
 class PassStatistics(msgspec.Struct, frozen=True):
-    """A layer, such as batch normalization, that computes statistics over the rows of one pass.
-
-    If a share is computed in several passes, the statistics don't cover the whole share. `rows` is
-    the number of rows per pass.
-    """
+    """A layer, such as batch normalization, computes statistics over the rows of a pass."""
 
     layer: str
     rows: int
 
 
 class ObjectiveReached(msgspec.Struct, frozen=True):
-    """The chosen layout's value of the objective, if the objective isn't speed.
-
-    Only layouts that were at most `max_slowdown` slower than the fastest could be chosen.
-    """
+    """Value of another objective than speed, and the gain in it over the fastest layout."""
 
     objective: str
     value: float
@@ -330,13 +281,7 @@ class ObjectiveReached(msgspec.Struct, frozen=True):
 
 
 class Learning(msgspec.Struct, frozen=True):
-    """How the batch affects learning.
-
-    A sample of the batch improves the model `worth` times as much as a sample of a tiny batch.
-    Compared with the script's own batch, `extra_samples` times as many samples are needed to reach
-    the same loss. Both have the bounds of their 95 % intervals. There is no Learning unless the
-    noise scale or the script's own batch is known.
-    """
+    """What the global batch means for learning, from the gradient noise scale."""
 
     global_batch: int
     noise_scale: NoiseScale | None = None
@@ -354,10 +299,10 @@ class Learning(msgspec.Struct, frozen=True):
 
 
 class AdapterMemory(msgspec.Struct, frozen=True):
-    """The approximate memory that training adapters on the frozen model would need.
+    """Estimated memory for training adapters on the frozen model instead of the model itself.
 
-    `state_bytes` is the memory on a device that holds the whole model. `fits_on` are the devices
-    with at least that much memory.
+    `state_bytes` is for a device that holds the whole model; `fits_on` are the devices with that
+    much.
     """
 
     kind: str  # lora, qlora
@@ -367,10 +312,9 @@ class AdapterMemory(msgspec.Struct, frozen=True):
 
 
 class StateMemory(msgspec.Struct, frozen=True):
-    """The memory of a model's state: its parameters, gradients and optimizer state.
+    """Memory for parameters, gradients and optimizer state.
 
-    It is reported only if the search tried to divide the state among devices (shards). `adapters`
-    are training methods that need less memory.
+    `state_bytes` is the total of the whole model.
     """
 
     state_bytes: int
@@ -380,9 +324,9 @@ class StateMemory(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a search: the chosen layout, the rivals, the recommendation and doubts.
+    """Everything that is reported about a search's result.
 
-    None, "" or an empty tuple means that the field doesn't apply or is unknown.
+    None, "" or an empty tuple means that a field doesn't apply, or is unknown.
     """
 
     chosen: Chosen

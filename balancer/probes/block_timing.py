@@ -62,9 +62,9 @@ AGAIN_SHARE = 0.5  # fraction of a probe's time for which it is timed again
 
 
 class Block(msgspec.Struct, frozen=True):
-    """A series of steps that were timed together.
+    """A block of steps that was timed as a whole.
 
-    `own_seconds` has each device's compute time (own work) in the block; None if unknown.
+    `own_seconds` has each rank's compute time in the block, None if unknown.
     """
 
     steps: int
@@ -82,17 +82,17 @@ class Block(msgspec.Struct, frozen=True):
 
     @property
     def step_seconds(self) -> float:
-        """The mean duration of a step of the block in seconds."""
+        """Mean time of a step."""
         return self.wall_seconds / self.steps
 
     @property
     def disturbed(self) -> bool:
-        """True if other processes took a noticeable part of this block's CPU time."""
+        """Whether other programs took a part of the CPU time."""
         return self.cpu_share is not None and self.cpu_share < DISTURBED
 
 
 class StepTiming(msgspec.Struct, frozen=True):
-    """The duration of one step, estimated from the timed blocks."""
+    """Mean step time with its 95 % interval, the breakdown by rank, and warnings."""
 
     step: Interval  # seconds
     steps: int
@@ -102,15 +102,14 @@ class StepTiming(msgspec.Struct, frozen=True):
 
 
 class BlockTimer:
-    """Chooses the number of steps of each block of a probe.
+    """Decides how many steps to time next, and when to stop.
 
-    The caller runs the steps that `next_steps` returns, until it returns 0, and passes each
-    measured block to `add`.
+    Call `next_steps`, time as many steps, pass them to `add`, and repeat until it returns 0.
 
-    - `seconds`: the time for the probe.
-    - `whole`: use all of this time, however precise the result is already.
-    - `steps`: if not 0, end after this number of steps, whatever time they take.
-    - `first_seconds`: the duration of the step before the first block; 0 if unknown.
+    - `seconds`: the longest time to measure, without warm-up.
+    - `whole`: use all of it, even if the result is precise earlier.
+    - `steps`: time this many steps instead; 0 means no fixed number.
+    - `first_seconds`: the time of the untimed first step.
     """
 
     def __init__(
@@ -132,14 +131,11 @@ class BlockTimer:
 
     @property
     def phase(self) -> str:
-        """The phase to display: "warming up" or "measuring"."""
+        """ "warming up" or "measuring"."""
         return "measuring" if self._steps else "warming up"
 
     def next_steps(self) -> int:
-        """Return the number of steps to run as the next block.
-
-        Return 0 if the probe has ended.
-        """
+        """Return the number of steps in the next block, or 0 at the end."""
         if self._is_too_slow():
             return 0
         if not self._steps:
@@ -147,11 +143,11 @@ class BlockTimer:
         return 0 if self._over() and not self._start_second_round() else self._block_steps()
 
     def _is_too_slow(self) -> bool:
-        """True if the first warm-up step took all of the probe's time."""
+        """Return whether a single step took more than the whole time, so that it is the result."""
         return len(self._windows) == 1 and self._windows == self._blocks
 
     def add(self, block: Block) -> None:
-        """Add the measured block of the steps that `next_steps` returned."""
+        """Add the block that was timed last."""
         if self._steps:
             self._blocks.append(block)
             return
@@ -164,18 +160,15 @@ class BlockTimer:
                 self._steps = max(1, min(self._steps, self._steps_asked // BLOCKS_PER_PROBE))
 
     def interval(self) -> Interval | None:
-        """Return the mean step time so far, in seconds, with its 95 % interval.
+        """Return the seconds per step so far with the 95 % interval.
 
-        Return None before the second timed block.
+        None before two blocks were timed.
         """
         clean = self._list_undisturbed()
         return step_time_interval(clean) if len(clean) > 1 else None
 
     def result(self) -> StepTiming | None:
-        """Return the duration of a step with its warnings; None if nothing was timed.
-
-        Blocks that other programs disturbed are left out, unless too few would remain.
-        """
+        """Return the result so far, or None if nothing was timed."""
         clean = self._list_undisturbed()
         if not clean:
             return None
@@ -186,7 +179,7 @@ class BlockTimer:
         )
 
     def _count_block_steps(self, last: Block) -> int:
-        """Return how many steps the next block needs to last long enough."""
+        """Return how many steps make a block of the intended length."""
         wanted = (
             round(self._block_seconds / last.step_seconds)
             if last.step_seconds > 0
@@ -196,7 +189,7 @@ class BlockTimer:
         return max(1, min(wanted, 16 * last.steps))
 
     def _is_warmed_up(self) -> bool:
-        """True if the last two windows took about equally long per step."""
+        """Return whether two windows in a row agree, or the time for warming up is over."""
         windows = self._windows
         if len(windows) < 2:
             return False
@@ -218,7 +211,7 @@ class BlockTimer:
         return over
 
     def _start_second_round(self) -> bool:
-        """Start a second round, and return True, if the first was unsteady."""
+        """Discard an unsteady measurement once, to measure again; return whether that was done."""
         # only the second round's blocks are reported, and it takes half of the time; a whole run
         # has none, because the user has requested its time or its number of steps
         timing = self.result()
@@ -234,7 +227,7 @@ class BlockTimer:
         return sum(block.steps for block in self._blocks)
 
     def _block_steps(self) -> int:
-        """Return the number of steps of the next timed block."""
+        """Return the steps of the next measured block."""
         if not self._whole:
             return self._steps
         # the blocks of a whole run grow, so that a long run doesn't have too many
@@ -262,13 +255,13 @@ class BlockTimer:
         )
 
     def _list_undisturbed(self) -> list[Block]:
-        """Return the undisturbed blocks; all blocks if these are too few."""
+        """Return the blocks without disturbance or growing memory, or all if too few are left."""
         undisturbed = [block for block in self._blocks if not block.disturbed]
         clean = [block for block in undisturbed if not block.grew]
         return clean if len(clean) >= FEWEST_BLOCKS else self._blocks
 
     def _taken_by_others(self) -> float:
-        """Return the fraction of CPU time that other processes took."""
+        """Return the fraction of CPU time that others took in disturbed blocks."""
         shares = [block.cpu_share for block in self._blocks if block.disturbed]
         return 1 - fmean(share for share in shares if share is not None) if shares else 0.0
 
@@ -303,7 +296,7 @@ class BlockTimer:
 
 
 def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[MeasurementDoubt, bool]:
-    """Return a throttling warning, and True if it should be reported."""
+    """Return a throttling warning, and whether it holds."""
     # the warning's value is the larger of two fractions: the time in which devices report
     # throttling, and the distance of the mean step time from the blocks' median
     spent = sum(block.wall_seconds for block in clean)
@@ -318,9 +311,9 @@ def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[Measureme
 
 
 def has_grown(before: Sequence[int | None], after: Sequence[int | None]) -> bool:
-    """True if some device's peak memory rose by more than 1 %.
+    """Return whether the peak memory of any device grew by over 1 %.
 
-    `before` and `after` are the peaks in bytes around a block; None if unknown.
+    The arguments are peaks in bytes before and after a block; None means unknown.
     """
     # the steps of a block in which memory grows take longer than usual
     # New pages cost the kernel much time. On a virtual machine, 16 us for each 4 KiB were 70 % of a
@@ -330,11 +323,11 @@ def has_grown(before: Sequence[int | None], after: Sequence[int | None]) -> bool
 
 
 def step_time_interval(blocks: Sequence[Block], first_seconds: float = 0.0) -> Interval:
-    """Return the mean step time of timed blocks, with its 95 % interval.
+    """Return the mean step time in seconds with its 95 % interval.
 
-    The mean is the blocks' total time divided by their total steps. The interval is Student's, over
-    the blocks' means. For a single block, `lone_error` estimates the error from the previous step,
-    which took `first_seconds`. Raises ValueError if there is no step.
+    Blocks are weighted by their steps; the interval is Student's. For a single block, it follows
+    from the difference to `first_seconds`, the time of the untimed first step. Raises ValueError
+    without steps.
     """
     steps = sum(block.steps for block in blocks)
     if steps <= 0:
@@ -351,7 +344,7 @@ def step_time_interval(blocks: Sequence[Block], first_seconds: float = 0.0) -> I
 
 
 def _stays_too_imprecise(blocks: Sequence[Block], part: float) -> bool:
-    """True if the probe would still be too imprecise at its end."""
+    """Return whether the rest of the time can't make the result precise enough."""
     times = [block.step_seconds for block in blocks]
     # the noise is the median difference between consecutive blocks: a single change of speed
     # doesn't count, because a probe with such a change needs its full time
@@ -361,7 +354,7 @@ def _stays_too_imprecise(blocks: Sequence[Block], part: float) -> bool:
 
 
 def _mean_own_seconds(blocks: Sequence[Block]) -> tuple[float | None, ...]:
-    """Return each device's mean compute seconds per step; None if unknown."""
+    """Return the compute time per step of each rank, None where a block lacks it."""
     steps = sum(block.steps for block in blocks)
     columns = zip(*(block.own_seconds for block in blocks), strict=True)
     return tuple(
@@ -371,10 +364,7 @@ def _mean_own_seconds(blocks: Sequence[Block]) -> tuple[float | None, ...]:
 
 
 def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
-    """Return each rank's mean seconds per step in each part, such as waiting for input.
-
-    Return an empty tuple if a block's parts are unknown.
-    """
+    """Return each rank's breakdown per step, or () if a block lacks it."""
     steps = sum(block.steps for block in blocks)
     if not steps or not all(block.parts for block in blocks):
         return ()
@@ -383,7 +373,7 @@ def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
 
 
 def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
-    """Return one rank's mean seconds per step in each part."""
+    """Combine one rank's breakdowns of several blocks to a mean per step."""
 
     def mean(seconds: Sequence[float | None]) -> float | None:
         known = [each for each in seconds if each is not None]
@@ -404,7 +394,7 @@ def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
 
 
 def _find_drift(means: Sequence[float]) -> tuple[float, bool]:
-    """Return how much the step time changed, and whether that exceeds noise."""
+    """Return the relative change between the halves of a measurement, and whether it is a drift."""
     if len(means) < 2 * FEWEST_BLOCKS:
         return 0.0, False
     half = len(means) // 2

@@ -1,4 +1,11 @@
-"""Run probes on real devices, in processes that are reused between probes."""
+"""Measures probes with real child processes.
+
+Children are started when needed, kept between probes if memory allows, and replaced on failure. A
+solo probe has its own child. A split has one child per device, and these children run each step
+together. They communicate over loopback if all devices are on one host. A split has a single child
+if one process can drive all its devices. TensorFlow can do so with GPUs that have no limits on
+compute or memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Probe processes of one layout: send commands, collect replies, and kill them."""
+"""Runs a layout's child processes as a group.
+
+The group sends commands, collects replies, and kills its children. A layout has one child on one
+device, one child over several GPUs, or one child per device.
+
+Two threads for each child drain its standard output and standard error. So no amount of output
+blocks the child or fills this process's memory. If a child fails, the others get `GRACE_SECONDS` to
+report their own failures. Then the root cause is chosen from all failures.
+"""
 
 from __future__ import annotations
 

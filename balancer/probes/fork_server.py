@@ -1,4 +1,11 @@
-"""A server that forks probe processes after importing the framework once."""
+"""The process from which children are forked.
+
+It imports the framework once, so children start without a delay for imports.
+
+`ForkServer` runs in that process. It reads requests from a socket, one per datagram, and answers
+them. It never imports the user's own code. When the other end of its socket closes, it kills its
+children and exits. `ServerProcess` is the other end.
+"""
 
 from __future__ import annotations
 
@@ -352,7 +359,8 @@ class BuiltServer(ChildServer):
 class ServerProcess(ChildServer):
     """Fork server in a process of its own, which has imported `imports`.
 
-    Create it in a thread that lasts: the kernel kills the server when that thread exits.
+    Create it in a thread that lasts: the kernel kills the server when that thread exits. Raises
+    OSError if it can't be started.
     """
 
     # the kernel kills the server when the thread that created it exits

@@ -72,11 +72,17 @@ class LocalHost:
     def wait_for_drivers(
         self, positions: Collection[int], stop: threading.Event | None = None
     ) -> None:
-        """Wait until the drivers of these devices answer; errors as in InterferenceMonitor."""
+        """Wait until the drivers of these devices answer.
+
+        Raises GroupError if a driver is lost, and StoppedError once `stop` is set.
+        """
         self.monitor.wait_for_drivers(positions, stop or threading.Event())
 
     def make_environment(self, devices: Sequence[Device]) -> ChildEnvironment:
-        """Return variables, cores and limits for a process on these devices."""
+        """Return variables, cores and limits for a process on these devices.
+
+        Raises DeviceError if the devices can't be used.
+        """
         environment = child_environment(devices, self._framework)
         return msgspec.structs.replace(
             environment, variables={**environment.variables, **self._network}
@@ -87,7 +93,8 @@ class LocalHost:
     ) -> Child:
         """Start a probe process that puts its messages into `inbox`.
 
-        Raises OSError if that fails, and RuntimeError after `close`.
+        `cap_bytes` is its memory limit, if there is one. Raises OSError if the process can't be
+        started, and RuntimeError after `close`.
         """
 
         def start() -> Child:
@@ -155,7 +162,8 @@ class LocalHost:
 class HostService(LocalHost):
     """A host's processes as the agent on that host runs them, addressed by keys.
 
-    `script` is a copy of the user's script, which is written to a temporary file.
+    `script` is a copy of the user's script, which is written to a temporary folder; None for a
+    built-in workload. Calls may run at the same time.
     """
 
     def __init__(
@@ -184,9 +192,9 @@ class HostService(LocalHost):
         self._children[key].send(command)
 
     def receive(self) -> list[tuple[int, Message]]:
-        """Return the messages of children since the last call, with the children's keys.
+        """Return (key, message) for each message since the last call.
 
-        Wait up to `RECEIVE_SECONDS` for the first message; return an empty list if none arrives.
+        Waits up to RECEIVE_SECONDS for the first one; then the list is empty.
         """
         messages: list[tuple[int, Message]] = []
         with suppress(queue.Empty):
@@ -196,7 +204,7 @@ class HostService(LocalHost):
         return [(key, self._name_origin(message)) for key, message in messages]
 
     def find_stack(self, key: int) -> Stack | None:
-        """Return where the process of this key is in its code."""
+        """Return where the process of this key is in its code, or None if it doesn't answer."""
         return self._children[key].find_stack()
 
     def end(self, key: int) -> None:
@@ -362,7 +370,7 @@ class RemoteHost:
 
 
 class Hosts:
-    """All hosts of a request's devices."""
+    """All hosts of a request's devices; raises DeviceError if one can't be reached."""
 
     def __init__(self, devices: Sequence[Device], framework: str, workload: str) -> None:
         self._devices = devices
@@ -402,12 +410,18 @@ class Hosts:
         return tuple(next(free[device.host]) for device in devices)
 
     def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
-        """Wait until the drivers of these devices answer, host by host."""
+        """Wait until the drivers of these devices answer.
+
+        Raises GroupError if a driver is lost, and StoppedError once `stop` is set.
+        """
         for host in self._with_drivers(positions):
             host.wait_for_drivers(positions, stop)
 
     def read(self, positions: Collection[int]) -> Mapping[int, Vitals]:
-        """Return the latest driver readings of these devices by position."""
+        """Return the latest driver readings of these devices by position.
+
+        Raises GroupError if a device or its driver is lost.
+        """
         found: dict[int, Vitals] = {}
         for host in self._with_drivers(positions):
             found |= host.ask("monitor.read", tuple(positions))
@@ -431,7 +445,7 @@ class Hosts:
         return found
 
     def available_memory_bytes(self) -> int:
-        """Return the free memory of the host that has the least; 0 if all are lost."""
+        """Return the free bytes of the host that has the least; 0 if all are lost."""
         sizes: list[int] = []
         for host in self._by_name.values():
             with suppress(HostLostError):

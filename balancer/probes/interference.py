@@ -1,4 +1,10 @@
-"""Detect throttling, power draw and other programs on the devices of a probe."""
+"""Finds external disturbances of a probe: heat, power limits and lost devices.
+
+It also finds memory that other processes hold. GPUs are read through their driver, and only between
+timed blocks. Each GPU has a watch (`VitalsWatch`), which calls the driver on separate threads. So a
+driver that hangs doesn't block the probe. CPU slices have no driver, so only the host's free memory
+is read for them.
+"""
 
 from __future__ import annotations
 
@@ -115,10 +121,10 @@ class InterferenceMonitor:
     def find_neighbours(
         self, positions: Iterable[int], own: Collection[int]
     ) -> dict[int, Neighbours]:
-        """Return the other processes that computed on each device, by position.
+        """Return the use of each device since the last call, by own and by other processes.
 
-        Only computation since the last call counts. `own` are the pids of the session's children,
-        which are left out. So are positions for which the driver lists no child.
+        `own` has the process ids of the search. Devices whose driver doesn't list them are left
+        out.
         """
         # in a container, for example, the driver may number processes differently than this host
         found = {}
@@ -267,7 +273,10 @@ class ProbeInterference:
         self._first = {**self._idle, **self._before}
 
     def annotate(self, block: Block) -> Block:
-        """Read the drivers, and add the throttled time since the last reading to the block."""
+        """Read the drivers, and add the throttled time since the last reading to the block.
+
+        Raises GroupError if a device was lost meanwhile.
+        """
         before = self._before
         self._before = self._monitor.read(self._positions)
         held = [
@@ -311,7 +320,7 @@ class ProbeInterference:
 def _add_throttled_time(
     part: PartSeconds, wall_seconds: float, before: Vitals | None, now: Vitals | None
 ) -> PartSeconds:
-    """Return the breakdown with the time lost to heat and to power limits."""
+    """Return the breakdown with the seconds lost to heat and to power limits."""
     if now is None or now.clock_fraction is None:
         return part
     braked = _share_of_time(before, now, "braked_seconds")

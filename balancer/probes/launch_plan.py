@@ -1,4 +1,13 @@
-"""Decide which processes run a layout, and which idle ones must end to free memory."""
+"""Plans the child processes of a layout.
+
+It determines the children and their build commands, and which idle children to kill to free memory.
+PyTorch's children release their cache while they are idle, and report how much memory they still
+hold. TensorFlow's allocator never releases memory, so an idle child still holds its peak, and
+somewhat more.
+
+In this module, `key` is a layout without its sizes (`Layout.children`), which determines the
+children.
+"""
 
 from __future__ import annotations
 
@@ -234,10 +243,7 @@ class MemoryBudget:
         self._short: dict[int, int] = {}
 
     def estimate_held(self, position: int, peak_bytes: int) -> int:
-        """Return the bytes that an idle process still holds on a device.
-
-        `position` is the device's position. `peak_bytes` is the most that the process has held.
-        """
+        """Return the bytes that a process keeps after a peak, with its allocator's free blocks."""
         return (
             round(peak_bytes * KEPT)
             if find_backend(self._devices[position].kind).own_memory

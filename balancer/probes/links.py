@@ -1,4 +1,15 @@
-"""Measure all-reduces between devices, over each transport of NCCL."""
+"""Measures the links between devices by all-reduces.
+
+Each pair of devices is measured, and all devices together. The first setting is the driver's
+default transport. In the next ones, some of NCCL's transports are disabled. Variables of the user's
+environment that disable transports are ignored in these measurements. If they amount to yet another
+setting, that setting is measured too.
+
+Each rank has its own process, and each reply has a deadline. If an all-reduce hangs, its devices
+are reported and the other links are still measured. An all-reduce may hang or give wrong sums over
+the default transport. Then it is tried again with some transports disabled, to find a setting that
+works.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Messages between the search and its probe processes, as lines of JSON."""
+"""The messages between a prober and its children, and stack dumps on a signal.
+
+Each message is one line of typed JSON with a maximum length. A child only executes commands. The
+parent decides what to run, for how long, and what an error means.
+
+On `STACK_SIGNAL`, a child writes its stack to standard error, which shows where a silent child is.
+`faulthandler` writes it without the interpreter's help, so this also works in a child that loops,
+waits or computes.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Copies the user's own script to another host for children there.
-
-The copy includes the Python files beside the script, and the packages in its folder.
-"""
+"""Copy the user's script and its modules to other hosts."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ LARGEST_BYTES = 64 << 20
 
 
 class ScriptCopy(msgspec.Struct, frozen=True):
-    """The files of a script, by their paths relative to the script's folder."""
+    """The Python files of a script's folder, by their relative paths."""
 
     folder: str  # path of the script's folder
     name: str  # the script's file name
@@ -27,9 +24,9 @@ class ScriptCopy(msgspec.Struct, frozen=True):
 
 
 def copy_script(script: Path) -> ScriptCopy:
-    """Read the script and the Python files beside it.
+    """Read a script with all modules and packages in its folder.
 
-    Raises RequestError if together they are too large.
+    Raises RequestError if they take more than LARGEST_BYTES.
     """
     script = script.resolve()
     files = {
@@ -45,17 +42,16 @@ def copy_script(script: Path) -> ScriptCopy:
 
 
 def copy_workload(workload: str) -> ScriptCopy | None:
-    """Read the script of the workload `file.py:function`, and the Python files beside it.
+    """Return a copy of the script that a workload like "train.py:build" names.
 
-    Return None for a workload that isn't a file. Raises RequestError if together the files are too
-    large.
+    None for a workload that isn't in a file. Raises RequestError as `copy_script` does.
     """
     home = workload.rpartition(":")[0]
     return copy_script(Path(home)) if home and names_a_file(home) else None
 
 
 def _list_sources(folder: Path) -> Iterator[Path]:
-    """Yield the Python files in a folder and in its packages."""
+    """Yield the Python files of a folder and its packages."""
     for path in sorted(folder.iterdir()):
         if path.suffix == ".py" and path.is_file():
             yield path
@@ -64,10 +60,7 @@ def _list_sources(folder: Path) -> Iterator[Path]:
 
 
 class WrittenScript:
-    """A copy of a script in a temporary folder of this host.
-
-    `close` deletes the folder.
-    """
+    """A copy of a script, written to a temporary folder of this host."""
 
     def __init__(self, script: ScriptCopy) -> None:
         self._script = script
@@ -79,11 +72,11 @@ class WrittenScript:
 
     @property
     def path(self) -> str:
-        """The path of the script's copy on this host."""
+        """Path of the copied script."""
         return f"{self._folder}/{self._script.name}"
 
     def name_origin(self, text: str) -> str:
-        """Return a traceback with the paths of copied files replaced by the original paths."""
+        """Replace the temporary folder in a text by the script's original folder."""
         return text.replace(self._folder, self._script.folder)
 
     def close(self) -> None:

@@ -31,11 +31,7 @@ QUICK = "it was quick"
 
 
 class SharedRecipe:
-    """A recipe: the user's model after its build, before it moves to a device.
-
-    It was built for a `Build` command, and fits any device or group that trains the same workload
-    with the same settings.
-    """
+    """A built workload that later processes finish for their own device."""
 
     def __init__(self, command: Build, recipe: Any) -> None:
         self._key = _key(command)
@@ -44,20 +40,19 @@ class SharedRecipe:
         self.server_pid = os.getppid()
 
     def suits(self, command: Build) -> bool:
-        """True if the command would build the same recipe."""
+        """Return whether a build command asks for the same workload and settings."""
         return _can_share(command) and _key(command) == self._key
 
     def finish(self, setup: WorkerSetup) -> Workload:
-        """Return the workload for a worker's setup, with the model on the worker's device."""
+        """Return the workload for the device of this process."""
         workload: Workload = self._recipe.finish(setup)
         return workload
 
 
 class BuildChannel:
-    """The channel on which a copy of this child may receive fork requests.
+    """Connection over which a copy of this process serves fork requests.
 
-    `descriptor` is the descriptor of its socket. Each child of the copy calls `run` with three
-    arguments: the copy's pid, the descriptor of the child's own build channel, and the recipe.
+    `run` is what each forked process executes.
     """
 
     def __init__(
@@ -67,10 +62,9 @@ class BuildChannel:
         self._run = run
 
     def build(self, command: Build) -> SharedRecipe | None:
-        """Build the command's recipe, and leave a copy of this process if possible.
+        """Build the workload, and leave a copy of this process if that is worth it.
 
-        If there is no copy, the reason is sent on the channel. Return None if the workload can't be
-        shared. Exceptions of the user's code propagate.
+        Reports over the channel whether it did. Returns None for a workload that can't be shared.
         """
         with self._socket:
             setup = command.setup
@@ -92,7 +86,7 @@ class BuildChannel:
             return shared
 
     def _leave_copy(self, shared: SharedRecipe) -> str:
-        """Fork a copy that starts later children; return the error, if any."""
+        """Fork a copy that serves requests; return why that failed, or ""."""
         gc.collect()
         try:
             pid = os.fork()
@@ -103,7 +97,7 @@ class BuildChannel:
         return ""
 
     def _serve(self, shared: SharedRecipe) -> None:
-        """Fork children as requested until the channel closes. Never returns."""
+        """Serve fork requests in the copy until the channel closes."""
         try:
             os.setsid()  # killing the child's process group then doesn't kill the copy
             _close_all_but(self._socket.fileno())
@@ -116,7 +110,7 @@ class BuildChannel:
 
 
 def _can_share(command: Build) -> bool:
-    """True if another process may build the command's workload for this one."""
+    """Return whether a workload may be built once for several processes."""
     # the user's own workloads in PyTorch
     own = command.framework == "torch" and ":" in command.workload
     return own and not command.setup.placement
@@ -127,10 +121,7 @@ def _key(command: Build) -> tuple[str, str]:
 
 
 def _close_all_but(kept: int) -> None:
-    """Close every descriptor but `kept`, and point the standard streams at /dev/null.
-
-    Files of a device's driver stay open, because its management library goes on using them.
-    """
+    """Close all file descriptors except `kept` and those of GPU drivers."""
     # while a copy has the child's pipes open, their reader sees no end of file after the child's
     # exit
     nothing = os.open(os.devnull, os.O_RDWR)

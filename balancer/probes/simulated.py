@@ -1,9 +1,4 @@
-"""Measures simulated devices on a virtual clock.
-
-A probe's times follow from the simulated machine, with random noise. The noise depends only on the
-seed and the probe, never on earlier measurements. Blocks are timed by the rules for real children,
-so intervals have the same meaning.
-"""
+"""Run probes on simulated devices."""
 
 from __future__ import annotations
 
@@ -36,11 +31,12 @@ LATER = (
 
 
 class SimulatedProber:
-    """Measures probes on a simulated machine.
+    """Calculates the outcome of probes from a machine's description, with random noise.
 
-    The virtual clock starts at `start_seconds`. `pace` is the number of real seconds per simulated
-    second; if it is 0, probes take no real time. Probes that still run at `end_seconds` are stopped
-    without an observation.
+    - `seed`: the same seed gives the same noise.
+    - `pace`: fraction of real time that a probe takes; 0 means no waiting.
+    - `start_seconds`: where the clock starts, above 0 for a resumed run.
+    - `end_seconds`: the time on that clock at which probes stop.
     """
 
     def __init__(
@@ -65,10 +61,10 @@ class SimulatedProber:
         stop: threading.Event,
         finished: tuple[Probe, ...] = (),
     ) -> Iterator[Observation]:
-        """Run all probes at the same time on the virtual clock.
+        """Run probes at the same time, and yield the outcome of each as it ends.
 
-        Yield their observations in the order in which they end. `finished` probes were measured
-        before the run was resumed, and their devices count as busy.
+        Probes that `stop` or the end of time cuts off yield nothing. Devices of `finished` probes
+        count as busy.
         """
         start = self._clock
         busy = {position for probe in (*probes, *finished) for position in probe.layout.active}
@@ -87,13 +83,13 @@ class SimulatedProber:
                 yield runs[i].seen
 
     def now(self) -> float:
-        """Return the time on the virtual clock in seconds."""
+        """Return the simulated seconds since the search began."""
         return self._clock
 
     def facts(self) -> Facts:
-        """Return the facts about the simulated model.
+        """Return the digest of the machine's description, and the size of the model's state.
 
-        The digest of the machine's description stands for the workload's digest.
+        The size is None for a model that can't be sharded.
         """
         machine = msgspec.structs.asdict(self._machine)
         shards = self._machine.shards
@@ -108,14 +104,11 @@ class SimulatedProber:
         return Facts(engine="simulated", workload_digest=digest, state=state)
 
     def close(self) -> None:
-        """Interrupt `measure` if it is waiting for real time to pass.
-
-        There are no children to kill.
-        """
+        """End the waiting of running probes."""
         self._closed.set()
 
     def _wait_until(self, virtual: float, stop: threading.Event) -> bool:
-        """Advance the virtual clock; False if stopped or past `end_seconds`."""
+        """Advance the clock; return False if the probe was stopped or is too late."""
         # no wait if `pace` is 0
         at = min(virtual, self._end)
         until = time.monotonic() + max(0.0, at - self._clock) * self._pace
@@ -130,7 +123,7 @@ class SimulatedProber:
 
 
 class _SimulatedProbe:
-    """One simulated probe, with its observation and progress reports."""
+    """Outcome and progress reports of one simulated probe."""
 
     def __init__(
         self, machine: Machine, seed: int, probe: Probe, busy: set[int], start_seconds: float = 0.0
@@ -185,7 +178,7 @@ class _SimulatedProbe:
         return self._timed(step, parts, short)
 
     def _usable_bytes(self, position: int) -> int:
-        """Return the bytes that tensors can use on a device."""
+        """Return the memory of a device that a step can use."""
         usable = self._machine.usable_memory_bytes(position)
         shards, layout = self._machine.shards, self._probe.layout
         if shards is None or not layout.state:
@@ -194,7 +187,7 @@ class _SimulatedProbe:
         return round(usable * (1 - shards.fragments))
 
     def _missing(self) -> str:
-        """Return why the machine can't run the layout; "" if it can."""
+        """Return why the machine can't simulate this layout, or "" if it can."""
         layout = self._probe.layout
         if layout.traits.placed and self._machine.placement(layout.placement) is None:
             return f"the simulated machine has no placement {layout.placement!r}"
@@ -205,7 +198,7 @@ class _SimulatedProbe:
         return "a simulated machine has no XLA and no other precision" if layout.knobs else ""
 
     def _simulate_step(self) -> tuple[float, tuple[float | None, ...]]:
-        """Return a step's seconds without noise, and each device's compute seconds."""
+        """Return the step time and each device's compute time, without noise."""
         # the compute time is None for a device without rows
         layout = self._probe.layout
         machine = self._machine
@@ -272,7 +265,7 @@ class _SimulatedProbe:
         )
 
     def _mean_watts(self, step: float, parts: tuple[float | None, ...]) -> tuple[float | None, ...]:
-        """Return each device's mean power in watts; empty if unknown."""
+        """Return the mean power of each device; empty if unknown."""
         layout = self._probe.layout
         found = list[float | None]()
         if layout.traits.placed:  # the busy time of each of its devices isn't specified
@@ -287,7 +280,7 @@ class _SimulatedProbe:
     def _throttle(
         self, step: float, parts: tuple[float | None, ...], elapsed: float
     ) -> tuple[float, tuple[float | None, ...]]:
-        """Return the step's and the devices' seconds with throttling at `elapsed`."""
+        """Return step and compute times with the throttling at this moment."""
         at = self._start + elapsed
         speeds = [1 - self._machine.slowed(i, at) for i in range(len(parts))]
         longest = max(filter(None, parts), default=0.0)
@@ -300,13 +293,13 @@ class _SimulatedProbe:
         return step + longest_held - longest, held
 
     def _slowed(self, elapsed: float) -> tuple[float, int]:
-        """Return the largest loss of speed, and the throttled device's position."""
+        """Return by which fraction the most throttled device is slowed, and its position or -1."""
         active = self._probe.layout.active
         slowed, position = max((self._machine.slowed(i, self._start + elapsed), -i) for i in active)
         return slowed, -position if slowed else -1
 
     def _find_lost_device(self, elapsed: float) -> Failed | None:
-        """Return a failure if a device of the probe is lost."""
+        """Return the failure of a device that is lost by this time, or None."""
         at = self._start + elapsed
         for i in self._probe.layout.active:
             if self._machine.lost(i, at):
@@ -336,7 +329,7 @@ class _SimulatedProbe:
         )
 
     def _draw(self, noise: float, steps: int) -> float:
-        """Return a random factor for the duration of `steps` steps."""
+        """Return a random factor for the time of a block."""
         # `noise`: the relative standard deviation of one step's duration
         return max(0.01, self._random.gauss(1.0, noise / steps**0.5)) if noise else 1.0
 

@@ -1,4 +1,12 @@
-"""The program of a probe process, and of the fork server that starts it."""
+"""The child process of a probe: builds one workload and runs its steps.
+
+The child runs on CPU cores of its own. When this module is run as a program, it is the fork server.
+The fork server imports the framework and then forks a child for each request.
+
+The protocol uses private copies of standard input and output. Descriptor 0 is then empty and
+descriptor 1 leads to standard error, so a workload can neither read commands nor write replies. The
+kernel kills the child when its parent exits.
+"""
 
 from __future__ import annotations
 

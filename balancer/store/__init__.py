@@ -1,1 +1,1 @@
-"""Runs on disk: journals, locks, the list of runs, and replays."""
+"""Files of past runs, measured links, and locks."""

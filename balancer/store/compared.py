@@ -64,10 +64,7 @@ PHASES = {
 
 
 class PhaseDifference(msgspec.Struct, frozen=True):
-    """The seconds per step of one part of a step in two trainings.
-
-    They are measured on the first rank.
-    """
+    """Seconds per step of one part of a step in two training runs, on the first rank."""
 
     name: str
     before_s: float
@@ -77,10 +74,9 @@ class PhaseDifference(msgspec.Struct, frozen=True):
 
 
 class RunDifference(msgspec.Struct, frozen=True, kw_only=True):
-    """The second run compared with the first.
+    """Comparison of the throughput of two runs, with 95 % intervals.
 
-    A slowdown is the additional time per sample of the second run, relative to the first run's time
-    per sample.
+    `slowdown` is a fraction: 0.1 means that the second run takes 10 % longer for the same rows.
     """
 
     kind: Literal["training", "search"]
@@ -98,18 +94,16 @@ class RunDifference(msgspec.Struct, frozen=True, kw_only=True):
     other_batch: bool = False  # the two trainings have different numbers of rows per step
 
     def is_beyond(self, most: float) -> bool:
-        """True if the second run is certainly slower, and its estimated slowdown exceeds `most`.
-
-        `most` is a fraction: 0.05 is 5 %. It is a one-sided test at 5 %: of runs that are equally
-        fast, at most one in 20 counts as slower.
-        """
+        """Return whether the second run is surely slower, and by more than the fraction `most`."""
         return self.least > 0 and self.slowdown > most
 
 
 def compare_trainings(before: RecordedTraining, after: RecordedTraining) -> RunDifference:
-    """Compare two trainings by the windows of steps in their journals.
+    """Compare two training runs, without their warm-up.
 
-    Raises RequestError if a training has too few windows.
+    The slowdown is based on quick steps, which other programs disturb least, and corrected for the
+    speed of the cores; rare work such as checkpoints is added. Raises RequestError if a run is too
+    short.
     """
     windows = [_list_windows(each) for each in (before, after)]
     first, second = windows
@@ -141,9 +135,9 @@ def compare_trainings(before: RecordedTraining, after: RecordedTraining) -> RunD
 
 
 def compare_plans(before: str, one: Plan, after: str, other: Plan) -> RunDifference:
-    """Compare the plans `one` and `other`, which two searches have found, by their samples/s.
+    """Compare the throughput of two plans; `before` and `after` are the names of their runs.
 
-    `before` and `after` are the names of the runs. Raises RequestError if a plan has no samples/s.
+    Raises RequestError if a plan has no throughput.
     """
     throughputs = [one.throughput, other.throughput]
     if not all(throughput.samples_per_second > 0 for throughput in throughputs):
@@ -170,7 +164,7 @@ def compare_plans(before: str, one: Plan, after: str, other: Plan) -> RunDiffere
 
 
 def _list_windows(training: RecordedTraining) -> list[StepsEntry]:
-    """Return a training's windows since its last start, without warm-up."""
+    """Return a run's measured windows since its last start, without the warm-up."""
     windows: list[StepsEntry] = []
     for entry in training.entries:
         if isinstance(entry, StartEntry):
@@ -188,7 +182,7 @@ def _list_windows(training: RecordedTraining) -> list[StepsEntry]:
 
 
 def _batch(windows: Sequence[StepsEntry]) -> float:
-    """Return the mean number of rows per step of these windows."""
+    """Return the mean number of rows per step."""
     return sum(window.samples for window in windows) / sum(window.steps for window in windows)
 
 
@@ -200,7 +194,7 @@ class _Mean(msgspec.Struct, frozen=True):
 def _mean(
     windows: Sequence[StepsEntry], metric: Callable[[StepsEntry], float], least: float = 1e-12
 ) -> _Mean:
-    """Return a metric's mean, with half of its 95 % interval."""
+    """Return the mean of a metric over time, with an error that allows for correlation."""
     # consecutive windows are correlated, so they are grouped
     blocks = [_weighted_mean(block, metric) for block in _group_into_blocks(windows)]
     # at least `least`, because a divisor can't be 0
@@ -216,7 +210,7 @@ def _mean(
 def _compare_quick_steps(
     trainings: Sequence[RecordedTraining], windows: Sequence[Sequence[StepsEntry]]
 ) -> tuple[list[_Mean], float]:
-    """Return each training's seconds per sample in quick steps, and an error."""
+    """Return quick steps in seconds per row for each run, and the relative error of their ratio."""
     starts = [training.start for training in trainings]
     quick = [
         [QuickWindow(each.quick_s * each.steps / each.samples, each.core_s) for each in own]
@@ -229,7 +223,7 @@ def _compare_quick_steps(
 
 
 def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]) -> float:
-    """Return the extra seconds per sample of the second training's rare work."""
+    """Return by how many seconds per row rare work, such as checkpoints, has become slower."""
     if not all(window.sums.steps for windows in trainings for window in windows):
         return 0.0
     # other programs slow rare work, such as checkpoints, as much as computing
@@ -247,7 +241,7 @@ def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]
 
 
 def _find_disturbed(windows: Sequence[StepsEntry], quick: _Mean) -> float:
-    """Return how many times slower other programs made a training."""
+    """Return how many times longer the mean step computes than a quick step, at least 1."""
 
     def work(window: StepsEntry) -> float:
         sums: StepSums = window.sums
@@ -265,7 +259,7 @@ def _per_sample(part: Callable[[StepsEntry], float]) -> Callable[[StepsEntry], f
 
 
 def _group_into_blocks(windows: Sequence[StepsEntry]) -> list[list[StepsEntry]]:
-    """Divide the windows into at most `MOST_BLOCKS` blocks of similar duration."""
+    """Group windows into blocks of about equal duration."""
     whole_s = sum(window.seconds for window in windows)
     count = min(MOST_BLOCKS, len(windows))
     blocks: list[list[StepsEntry]] = [[] for _ in range(count)]
@@ -278,7 +272,7 @@ def _group_into_blocks(windows: Sequence[StepsEntry]) -> list[list[StepsEntry]]:
 
 
 def _weighted_mean(windows: Sequence[StepsEntry], metric: Callable[[StepsEntry], float]) -> float:
-    """Return the mean of `metric` over the windows, weighted by duration."""
+    """Return the mean of a metric, weighted by the windows' duration."""
     seconds = sum(window.seconds for window in windows)
     return sum(metric(window) * window.seconds for window in windows) / seconds
 
@@ -286,7 +280,7 @@ def _weighted_mean(windows: Sequence[StepsEntry], metric: Callable[[StepsEntry],
 def _compare_phases(
     first: Sequence[StepsEntry], second: Sequence[StepsEntry]
 ) -> list[PhaseDifference]:
-    """Return how the parts of two trainings' steps differ, with intervals."""
+    """Return the difference in each part of a step; empty if the parts are unknown."""
     # none if a training's ranks don't report the parts
     known = [[window for window in windows if window.sums.steps] for windows in (first, second)]
     if not all(known):

@@ -1,8 +1,4 @@
-"""Stores the last measured links between devices, in one file per driver and list of devices.
-
-Links that were measured with another driver or between other devices aren't returned, because their
-speed may differ.
-"""
+"""Store the measured speed of links between devices, for later searches and displays."""
 
 from __future__ import annotations
 
@@ -32,7 +28,7 @@ MOST_RECORDS = 256  # maximum number of records that are searched
 
 
 class LinkRecord(msgspec.Struct, frozen=True):
-    """The content of a file of measured links."""
+    """Measurements of links between some devices, as stored in a file."""
 
     driver: str
     devices: tuple[str, ...]  # ids of the devices, in order
@@ -44,9 +40,9 @@ class LinkRecord(msgspec.Struct, frozen=True):
 def save_links(
     devices: Sequence[Device], driver: str, measurements: Sequence[LinkMeasurement]
 ) -> Path:
-    """Save the links that were measured between these devices, and return the file's path.
+    """Save measurements of links, replacing earlier ones of the same devices and driver.
 
-    `driver` is the version of the GPUs' driver. Raises RequestError if the file can't be written.
+    Returns the path of the file. Raises OSError or RequestError if it can't be written.
     """
     path = _find_path(devices, driver)
     make_private(path.parent)
@@ -57,12 +53,7 @@ def save_links(
 
 
 def note_link(devices: Sequence[Device], driver: str, path: str, bytes_per_second: float) -> None:
-    """Save the measured speed of the link between these devices.
-
-    `path` names the path between them, such as NVLink. The speed is saved for the transport that
-    the environment chooses. Measurements of other transports by `evener doctor --links` are kept.
-    Does nothing if the file can't be written.
-    """
+    """Add the link speed that a probe has measured; it is skipped if it can't be saved."""
     labels = tuple(device.label for device in devices)
     transport = find_transport(devices)
     variables = write_variables(switches_of(transport)) if transport == SET_HERE else ""
@@ -78,7 +69,7 @@ def note_link(devices: Sequence[Device], driver: str, path: str, bytes_per_secon
 
 
 def find_links(devices: Sequence[Device], driver: str) -> LinkRecord | None:
-    """Return the saved measurements for exactly these devices and this driver; None without any."""
+    """Return the record of exactly these devices with this driver, or None."""
     record = _read(_find_path(devices, driver))
     if record is not None and (record.driver, record.devices) == (driver, _list_ids(devices)):
         return record
@@ -86,11 +77,7 @@ def find_links(devices: Sequence[Device], driver: str) -> LinkRecord | None:
 
 
 def list_links(devices: Sequence[Device], driver: str) -> tuple[Link, ...]:
-    """Return the last measurements of the links between these devices.
-
-    Links of two devices come first; a link may have more. Only successful measurements with the
-    transport of this process's environment count.
-    """
+    """Return the newest speed of each link among these devices, pairs first."""
     labels = {device.id: device.label for device in devices}
     found = []
     for ids, measurement in _find_newest(devices, driver).items():
@@ -100,10 +87,9 @@ def list_links(devices: Sequence[Device], driver: str) -> tuple[Link, ...]:
 
 
 def find_known_link(devices: Sequence[Device], driver: str) -> KnownLink | None:
-    """Return the slowest link between as many devices as possible.
+    """Return the measured link over the most of these devices, or None.
 
-    Only the measured links that join the most of these devices count. Return None if no link was
-    measured.
+    Of several, the slowest counts.
     """
     newest = _find_newest(devices, driver)
     widest = max(map(len, newest), default=0)
@@ -116,7 +102,7 @@ def find_known_link(devices: Sequence[Device], driver: str) -> KnownLink | None:
 
 
 def _find_newest(devices: Sequence[Device], driver: str) -> dict[frozenset[str], LinkMeasurement]:
-    """Return the newest measurement of each link, by device ids."""
+    """Return the newest measurement of each set of devices, by their ids."""
     known = {device.id for device in devices}
     transport = find_transport(devices)
     variables = write_variables(switches_of(transport)) if transport == SET_HERE else ""
@@ -132,7 +118,7 @@ def _find_newest(devices: Sequence[Device], driver: str) -> dict[frozenset[str],
 
 
 def _list_records(driver: str) -> list[LinkRecord]:
-    """Return the records of measurements with this driver, the oldest first."""
+    """Return the records of this driver, oldest first."""
     folder = state_folder() / "links"
     read = [_read(path) for path in sorted(folder.glob("*.json"))[:MOST_RECORDS]]
     own = [record for record in read if record is not None and record.driver == driver]
@@ -146,7 +132,7 @@ def _read(path: Path) -> LinkRecord | None:
 
 
 def _ids_of(record: LinkRecord, measurement: LinkMeasurement) -> frozenset[str]:
-    """Return the device ids of one link measurement in a record."""
+    """Return the ids of the devices that were measured."""
     pairs = zip(record.devices, record.labels, strict=False)
     return frozenset(identity for identity, label in pairs if label in measurement.devices)
 

@@ -41,10 +41,9 @@ Note = dict[str, object]  # the holder of a lock: pid and run
 
 
 def lock_run(folder: Path) -> ExitStack:
-    """Lock a run, so that no other process can resume or delete it.
+    """Lock a run's folder until the result is closed.
 
-    `folder` is the run's folder. Closing the returned stack releases the run. Raises RequestError
-    if another process has the lock.
+    Raises RequestError if another process has it locked.
     """
     with ExitStack() as held:
         holder = _lock_own_file(held, folder / "lock", {"pid": os.getpid()})
@@ -57,7 +56,7 @@ def lock_run(folder: Path) -> ExitStack:
 
 
 def is_running(run: str) -> bool:
-    """True if some process is working on the run with this id."""
+    """Return whether a process has the run open."""
     # such a process holds the run's lock
     try:
         descriptor = os.open(
@@ -75,11 +74,9 @@ def is_running(run: str) -> bool:
 
 
 def lock_job(job: Job, positions: Iterable[int] | None = None, run: str = "") -> ExitStack:
-    """Lock the job's devices until the returned stack is closed.
+    """Lock the devices of a job, or those at `positions`, until the result is closed.
 
-    If `positions` is given, only the devices at these positions are locked. `run` is the run's id,
-    which other sessions show. Shared and simulated devices aren't locked. Raises DeviceError if
-    another session has one of the devices.
+    Nothing is locked for simulated devices or with `--share`. Raises DeviceError if one is in use.
     """
     if job.request.share or job.machine is not None:
         return ExitStack()
@@ -89,10 +86,9 @@ def lock_job(job: Job, positions: Iterable[int] | None = None, run: str = "") ->
 
 
 def lock_devices(run: str, devices: Sequence[Device]) -> ExitStack:
-    """Lock devices on their hosts until the returned stack is closed.
+    """Lock devices, also on other hosts, until the result is closed.
 
-    No other session, of this user or of others, can lock them until then. Other sessions show
-    `run`, the run's id. Raises DeviceError if another session holds any of the devices.
+    Raises DeviceError if another search has one locked.
     """
     with ExitStack() as held:
         for host, own in group_by_host(devices).items():
@@ -104,10 +100,9 @@ def lock_devices(run: str, devices: Sequence[Device]) -> ExitStack:
 
 
 def lock_here(run: str, devices: Sequence[Device]) -> ExitStack:
-    """Lock devices of this machine for the run with this id.
+    """Lock devices of this host against searches of this user and of others.
 
-    Closing the returned stack releases the devices. Raises DeviceError if another session has one
-    of them.
+    Raises DeviceError if one is locked, and RequestError if a lock file can't be written.
     """
     folder = trusted_folder(state_folder() / "locks")
     with ExitStack() as held:
@@ -125,10 +120,9 @@ def lock_here(run: str, devices: Sequence[Device]) -> ExitStack:
 
 
 def lock_kernel_files(devices: Iterable[Device]) -> ExitStack:
-    """Lock devices against sessions of other users and of other state folders.
+    """Lock the devices' files in sysfs, which searches of all users see.
 
-    Closing the returned stack releases the devices. Raises DeviceError if such a session has a
-    device.
+    Raises DeviceError if one is locked.
     """
     with ExitStack() as held:
         for device in devices:
@@ -138,7 +132,7 @@ def lock_kernel_files(devices: Iterable[Device]) -> ExitStack:
 
 
 def _lock_own_file(held: ExitStack, path: Path, note: Note) -> Note | None:
-    """Lock a file of this user, or return its holder's note."""
+    """Lock a file and write the holder into it; return the holder if it is locked already."""
     remedy = (
         "Make room there, or set XDG_STATE_HOME to a folder of a local disk that you may write."
     )
@@ -156,7 +150,7 @@ def _lock_own_file(held: ExitStack, path: Path, note: Note) -> Note | None:
 
 
 def _lock_kernel_file(held: ExitStack, device: Device, path: Path) -> None:
-    """Lock a device's kernel file, if it exists, until `held` closes."""
+    """Lock a file of the kernel, or raise DeviceError; without access, nothing happens."""
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         held.callback(os.close, descriptor)
@@ -170,11 +164,7 @@ def _lock_kernel_file(held: ExitStack, device: Device, path: Path) -> None:
 
 
 def kernel_files(device: Device) -> list[Path]:
-    """Return the files by which the kernel shows a device.
-
-    A CPU slice has one file per core. A GPU has one file, in the folder of its PCI address. The
-    result is empty if no file is known.
-    """
+    """Return the files in sysfs that stand for a device: one for each core, or one for a GPU."""
     if device.on_cpu:
         return [SYS / f"devices/system/cpu/cpu{core}/topology/core_id" for core in device.cores]
     address = find_backend(device.kind).bus_address(device)
@@ -182,10 +172,9 @@ def kernel_files(device: Device) -> list[Path]:
 
 
 def try_lock(descriptor: int) -> int | None:
-    """Try to lock an open file against other processes.
+    """Lock an open file; return None, or the process id of the holder.
 
-    Return None on success. Otherwise, return the pid of the process that holds the lock, or 0 if
-    the kernel doesn't report it.
+    0 means that the holder is unknown.
     """
     for _ in range(TRIES):
         try:
@@ -199,10 +188,7 @@ def try_lock(descriptor: int) -> int | None:
 
 
 def find_holder(descriptor: int) -> int:
-    """Return the pid of the process that has locked an open file, from /proc/locks.
-
-    Return 0 if the kernel doesn't report it.
-    """
+    """Return the id of the process that has locked an open file, or 0."""
     status = os.fstat(descriptor)
     wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     with suppress(OSError, ValueError, IndexError), LOCKS.open("rb") as stream:
@@ -215,7 +201,7 @@ def find_holder(descriptor: int) -> int:
 
 
 def _lock(descriptor: int) -> None:
-    """Lock an open file; raise BlockingIOError if another process keeps it."""
+    """Lock an open file after a few attempts, or raise BlockingIOError."""
     # `is_running` in another process also locks the file for a moment
     for _ in range(TRIES - 1):
         with suppress(BlockingIOError):
@@ -226,7 +212,7 @@ def _lock(descriptor: int) -> None:
 
 
 def _lock_units(device: Device) -> list[str]:
-    """Return the units that a lock covers: a GPU, or cores."""
+    """Return the names to lock for a device: each core of a CPU slice, or the GPU."""
     # two CPU slices that overlap exclude each other
     return [f"core {core}" for core in device.cores] if device.on_cpu else [device.id]
 
@@ -240,7 +226,7 @@ def _read_note(descriptor: int) -> Note:
 
 
 def _describe_note(note: Note) -> str:
-    """Return a lock's holder as text: " (process 12, run 20261122-…)"."""
+    """Return the holder of a lock as text in parentheses, or ""."""
     pid = note.get("pid")
     run = note.get("run")
     # the file may have been changed, so fields that evener wouldn't have written are left out

@@ -46,28 +46,21 @@ ALIKE_WINDOWS = 4
 
 
 class QuickWindow(NamedTuple):
-    """The times of one window: of a quick step, per sample, and of the fixed product.
-
-    The time of the product is 0 if unknown.
-    """
+    """Time of a quick step, and of a fixed matrix product beside it, in seconds."""
 
     step_s: float  # of a quick step, per sample
     core_s: float  # of the fixed product
 
 
 class QuickStep(NamedTuple):
-    """How long a training's quick step takes on a CPU core at full speed.
-
-    A quick step is shorter than almost all steps of its training. `seconds` is its duration per
-    sample. `error` is half of the width of the 95 % interval, relative to the duration.
-    """
+    """Seconds per row of a quick step at full core speed, with its relative error."""
 
     seconds: float
     error: float
 
 
 class Slope(NamedTuple):
-    """How much of a core's slowdown a step has; with 1, it slows as much as the fixed product."""
+    """How much steps slow down with the core: 1 means as much as the fixed product does."""
 
     mean: float
     deviation: float  # standard deviation
@@ -76,15 +69,11 @@ class Slope(NamedTuple):
 def compare_quick_steps(
     trainings: Sequence[Sequence[QuickWindow]], same_product: bool
 ) -> tuple[list[QuickStep], float]:
-    """Return each training's quick step at full speed, and an error.
+    """Estimate the quick steps of two runs as if their cores had been equally fast.
 
-    The error is of the ratio of both steps, and comes from correcting them for slow cores. It is
-    half of the width of the 95 % interval, as a fraction of the ratio.
-
-    `trainings` has the windows of two trainings. In each window, a fixed matrix product measures
-    the speed of the CPU core. With `same_product`, it takes equally long in both trainings on
-    equally fast cores. Otherwise, for example with another version of numpy, the cores are assumed
-    to be equally fast.
+    Also returns the half-width of the 95 % interval that this correction adds to the ratio of the
+    two steps, as a fraction. Without `same_product`, the fixed products differ, for example by the
+    version of numpy; core speeds then count as equal.
     """
     slowed = _find_slowed(trainings, same_product)
     slope = find_slope(trainings) if any(slowed) else Slope(0.0, 0.0)
@@ -100,12 +89,7 @@ def compare_quick_steps(
 
 
 def _find_slowed(trainings: Sequence[Sequence[QuickWindow]], same_product: bool) -> list[float]:
-    """Return how slow the CPU core of each training was at best.
-
-    The values are logarithms of the factor by which the core was slower than at full speed. The
-    time of a fixed product measures a core's speed; the shortest of all times is full speed. All
-    values are 0 if no product was timed, or if they timed different ones (`same_product` is False).
-    """
+    """Return how much slower each run's core was than the fastest, as a logarithm."""
     if not same_product or not all(
         window.core_s > 0 for training in trainings for window in training
     ):
@@ -117,11 +101,11 @@ def _find_slowed(trainings: Sequence[Sequence[QuickWindow]], same_product: bool)
 
 
 def find_slope(trainings: Sequence[Sequence[QuickWindow]]) -> Slope:
-    """Estimate how much of a core's slowdown a step has, from the windows of both trainings.
+    """Estimate how much steps slow down with the core.
 
-    It is the common slope of the logarithms of the steps over those of the product within each
-    training (analysis of covariance; Snedecor and Cochran, Statistical Methods, chapter 18). It is
-    combined with what is known before, `SLOPE_MEAN` and `SLOPE_DEVIATION`, weighted by precision
+    Regresses log step time on the log time of the fixed product, with a common slope for all runs
+    (analysis of covariance; Snedecor and Cochran, Statistical Methods, chapter 18). The noise of
+    the product is corrected for, and the result is combined with a prior, weighted by precision
     (Gelman et al., Bayesian Data Analysis, section 2.5).
     """
     steps = [step for windows in trainings for step in _center([each.step_s for each in windows])]
@@ -142,14 +126,14 @@ def find_slope(trainings: Sequence[Sequence[QuickWindow]]) -> Slope:
 
 
 def _center(values: Sequence[float]) -> list[float]:
-    """Return the logarithms of the values minus their mean."""
+    """Return the logarithms, less their mean."""
     logs = [math.log(value) for value in values]
     mean = fmean(logs)
     return [log - mean for log in logs]
 
 
 def _find_quantile(values: Sequence[float], part: float) -> float:
-    """Return a quantile of the values, interpolated linearly."""
+    """Return a quantile with linear interpolation; `part` is from 0 to 1."""
     ordered = sorted(values)
     place = part * (len(ordered) - 1)
     below = int(place)

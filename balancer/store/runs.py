@@ -1,7 +1,4 @@
-"""The runs of this user: finds, lists, loads and deletes them, and replays them into a search.
-
-The same observations give the same search, and so the same plan.
-"""
+"""Find, list, load and delete past runs."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ State = Literal["running", "finished", "stopped", "failed", "unreadable"]
 
 
 class RunSummary(msgspec.Struct, frozen=True):
-    """A search or a training, as one line in the list of runs."""
+    """A search or training run, as a row in the list of runs."""
 
     run: str
     created: str
@@ -78,16 +75,12 @@ class RunSummary(msgspec.Struct, frozen=True):
 
     @property
     def simulated(self) -> bool:
-        """True if the run used simulated devices."""
+        """Whether its devices were simulated."""
         return is_simulated(self.devices)
 
 
 class StoredRun(msgspec.Struct, frozen=True):
-    """A search, as read from its journal.
-
-    `end` is the run's end with its plan; None if there is no plan. For a run that was cut off, the
-    plan is computed from its measurements.
-    """
+    """A search that was read from its journal; `end` is None if it has no plan."""
 
     record: JournalContents
     end: Finished | None
@@ -96,16 +89,16 @@ class StoredRun(msgspec.Struct, frozen=True):
 
     @property
     def header(self) -> Header:
-        """The first line of the run's journal."""
+        """Header of its journal."""
         return self.record.header
 
     @property
     def plan(self) -> Plan | None:
-        """The run's plan; None if it has none."""
+        """Its plan, or None."""
         return self.end.plan if self.end is not None else None
 
     def require_plan(self) -> Plan:
-        """Return the plan. Raises RequestError, with the reason, if there is none."""
+        """Return its plan; raises RequestError if there is none."""
         if self.plan is not None:
             return self.plan
         reasons = {
@@ -124,28 +117,24 @@ _training_decoder: msgspec.json.Decoder[TrainingEntry] = msgspec.json.Decoder(Tr
 
 
 def run_folder(run: str) -> Path:
-    """Return the folder of the run with this complete id."""
+    """Return the folder of a run."""
     return runs_folder() / run
 
 
 def journal_path(run: str) -> Path:
-    """Return the path of the journal of the search with this complete id."""
+    """Return the path of a search's journal."""
     return run_folder(run) / JOURNAL
 
 
 def errors_path(run: str) -> Path:
-    """Return the path of the file with the output of a run's failed children.
-
-    `run` is the run's complete id.
-    """
+    """Return the path of the file with tracebacks and output of failed probes."""
     return run_folder(run) / "errors.txt"
 
 
 def find(name: str) -> str:
-    """Return the id of the search that `name` refers to.
+    """Return the id of a search from its id, a unique prefix of it, or "last".
 
-    `name` is an id, a unique prefix of an id, or `last` for the newest search. Raises RequestError
-    if there is no such search, or if it never began.
+    Raises RequestError if there is none, or if it has measured nothing.
     """
     newest = reversed(_list_ids()) if name == "last" else ()
     searches = (run for run in newest if not _is_training(run) and _has_begun(run))
@@ -163,11 +152,9 @@ def find(name: str) -> str:
 
 
 def find_any(name: str) -> str:
-    """Return the id of the search or training that `name` refers to.
+    """Return the id of a search or training run from its id, a unique prefix, or "last".
 
-    `name` is an id, a unique prefix of an id, or `last` for the newest run that began. A run that
-    was killed at once never began, and has an empty folder. Raises RequestError if no run or
-    several runs match.
+    Raises RequestError if there is none.
     """
     runs = _list_ids()
     last = next(filter(_has_begun, reversed(runs)), None) if name == "last" else None
@@ -190,18 +177,17 @@ def find_any(name: str) -> str:
 
 
 def load_training(run: str) -> RecordedTraining | None:
-    """Return the record of the training with this complete id.
+    """Read a training run; None if the run is a search.
 
-    Return None if the run is a search. Raises RequestError if the journal can't be read.
+    Raises RequestError if its journal is broken.
     """
     return _read_training(run, _training_path(run)) if _is_training(run) else None
 
 
 def load_noise(name: str) -> NoiseEntry:
-    """Return the last noise scale that the training with this name has measured.
+    """Return the gradient noise scale that a training run has measured last.
 
-    The name `last` means the newest training that has a noise scale. Raises RequestError if there
-    is none.
+    "last" finds the newest run with one. Raises RequestError if there is none.
     """
     for run in reversed(_list_ids()) if name == "last" else [find_any(name)]:
         # for example, a training's journal is broken
@@ -217,7 +203,7 @@ def load_noise(name: str) -> NoiseEntry:
 
 
 def _read_training(run: str, path: Path) -> RecordedTraining:
-    """Read a training's journal, ignoring an incomplete last line."""
+    """Read the journal of a training run; raises RequestError if it is broken."""
     lines = read_trusted(path).split(b"\n")[:-1]
     entries = []
     for number, line in enumerate(lines, 1):
@@ -242,11 +228,7 @@ def _training_path(run: str) -> Path:
 
 
 def each_run() -> Iterator[RunSummary]:
-    """Yield a summary of every run, the newest first.
-
-    Each journal is read only when its summary is requested. If it can't be read, `trouble` of the
-    summary says why.
-    """
+    """Yield a summary of each run, newest first."""
     # trainings found so far: trainings by a plan are newer than its search
     trainings: Trainings = defaultdict(list)
     for run in reversed(_list_ids()):
@@ -254,11 +236,7 @@ def each_run() -> Iterator[RunSummary]:
 
 
 def find_trained_by(run: str, plan: Plan) -> Trained | None:
-    """Return how fast trainings with this plan were.
-
-    `run` is the id of the search that made the plan, so only newer runs are read. Return None if no
-    such training has reported a speed.
-    """
+    """Return the speed of training runs with the plan of this search, or None."""
     trainings = []
     for newer in reversed(_list_ids()):
         if newer <= run:
@@ -271,19 +249,20 @@ def find_trained_by(run: str, plan: Plan) -> Trained | None:
 
 
 def list_runs() -> tuple[RunSummary, ...]:
-    """Return a summary of every run, the newest first."""
+    """Return a summary of each run, newest first."""
     return tuple(each_run())
 
 
 def have_runs() -> bool:
-    """True if this user has any runs."""
+    """Return whether there is any run."""
     return bool(_list_ids())
 
 
 def load_run(name: str) -> StoredRun:
-    """Return a search with its measurements and its plan.
+    """Read a search by its id, a unique prefix of it, or "last".
 
-    `name` is as in `find`. Raises RequestError if the run can't be found or read.
+    The plan of a search that was cut off is built from its measurements. Raises RequestError if
+    there is no such run, or its journal is broken.
     """
     path = journal_path(find(name))
     record = journal.read(path)
@@ -291,7 +270,7 @@ def load_run(name: str) -> StoredRun:
 
 
 def _find_end(record: JournalContents, source: str) -> Finished | None:
-    """Return the event that ended a run; rebuild it if cut off."""
+    """Return how the search ended, or what it would have found when it was cut off."""
     if record.ended is not None:
         return msgspec.structs.replace(
             record.ended, plan=parse_plan(to_json(record.ended.plan), source)
@@ -303,9 +282,9 @@ def _find_end(record: JournalContents, source: str) -> Finished | None:
 
 
 def delete_run(name: str) -> str:
-    """Delete the folder of a search or training, and return its id.
+    """Delete a run, and return its id.
 
-    `name` is as in `find_any`. Raises RequestError if the run is in progress or can't be deleted.
+    Raises RequestError if there is none, or if it is still running.
     """
     run = find_any(name)
     if _is_training(run) and _summarize_run(run, defaultdict(list)).state == "running":
@@ -320,7 +299,7 @@ def delete_run(name: str) -> str:
 
 
 def forget_empty(folder: Path) -> None:
-    """Delete the folder of a run if it has no journal. Errors are ignored."""
+    """Delete the folder of a run that has no journal."""
     with suppress(OSError):
         if not (folder / JOURNAL).exists():
             shutil.rmtree(folder)
@@ -334,7 +313,7 @@ def _list_ids() -> list[str]:
 
 
 def _has_begun(run: str) -> bool:
-    """True if a run's journal has a line, or can't be read."""
+    """Return whether the first line of a run's journal was written."""
     path = _training_path(run) if _is_training(run) else journal_path(run)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -354,7 +333,7 @@ Trainings = defaultdict[str, list[RecordedTraining]]  # by the time at which the
 
 
 def _summarize_run(run: str, trainings: Trainings) -> RunSummary:
-    """Return a run's summary, and add its training to `trainings`."""
+    """Summarize a run; `trainings` collects training runs for the search that they follow."""
     if not _has_begun(run):
         state: State = "running" if is_running(run) else "stopped"
         trouble = "" if state == "running" else f"It was {NEVER_BEGAN}."
@@ -406,7 +385,7 @@ def _summarize_training(training: RecordedTraining) -> RunSummary:
 
 
 def _find_state(record: JournalContents) -> tuple[State, str]:
-    """Return a search's state, and why it failed, if it did."""
+    """Return the state of a search, and why it failed."""
     if is_running(record.header.run):
         return "running", ""
     end = record.last_end
@@ -425,10 +404,9 @@ NOTHING = Facts()  # before any child has reported facts
 def make_search(
     job: Job, facts: Facts = NOTHING, seen: Iterable[Observation] = (), spend_all: bool = False
 ) -> Search:
-    """Return the search of a job, after telling it these facts and observations.
+    """Return a search that already knows these facts and outcomes.
 
-    With `spend_all`, the search measures the best layouts until the budget is used up, even if they
-    are known precisely.
+    With `spend_all`, it measures until the budget is spent.
     """
     problem = msgspec.structs.replace(job.problem, spend_all=True) if spend_all else job.problem
     search = Search(problem, job.request.compare or BALANCE)
@@ -439,9 +417,9 @@ def make_search(
 
 
 def recover(record: JournalContents) -> Finished:
-    """Return the end of a run that was cut off.
+    """Build the result of a search that was cut off, from its journal.
 
-    Its plan is made from the measurements. Raises NoLayoutError if nothing was measured.
+    Raises NoLayoutError if nothing was measured.
     """
     search = make_search(read_job(record.header), record.facts, record.observations)
     report = search.report(record.header.request.own_batch)
@@ -456,18 +434,17 @@ def recover(record: JournalContents) -> Finished:
 
 
 def read_run(name: str) -> JournalContents:
-    """Return the content of a search's journal.
+    """Read the journal of a search by its id, a unique prefix of it, or "last".
 
-    `name` is as in `find`. Raises RequestError if the run can't be found or read.
+    Raises RequestError if there is no such run, or its journal is broken.
     """
     return journal.read(journal_path(find(name)))
 
 
 def recorded_events(record: JournalContents) -> Iterator[Event]:
-    """Yield the events of a session again from its journal.
+    """Yield the events of a past search, without progress reports.
 
-    A new search gets the recorded observations, and makes the same predictions again. If the run
-    failed, its error is raised at the end, as in its session.
+    Raises NoLayoutError at the end if the search failed.
     """
     header = record.header
     request = header.request
@@ -494,9 +471,9 @@ def recorded_events(record: JournalContents) -> Iterator[Event]:
 
 
 class EventReplay(EventThread):
-    """Replays recorded events like a session, `speed` times as fast as they happened.
+    """Thread that emits the events of a past search at `speed` times the original pace.
 
-    Between two events, it waits for at most `longest_gap_seconds`.
+    Gaps are at most `longest_gap_seconds`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Finds how fast trainings with a plan were, from their journals, and what slowed them down."""
+"""Compare training runs with the throughput that their plan predicted."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ SAME = 1e-6  # relative difference between two rates of one plan
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """How fast the trainings with one plan were, according to their journals.
-
-    `trainings` is the number of these trainings. The other fields describe the last of them.
-    """
+    """How fast training runs with a plan were; the speed is that of the newest run."""
 
     trainings: int
     samples_per_second: float  # median
@@ -37,19 +34,18 @@ class Trained(msgspec.Struct, frozen=True):
 
     @property
     def falls_short(self) -> bool:
-        """True if the last training was over 5 % slower than its plan predicts."""
+        """Whether training is over 5 % slower than the plan predicted."""
         return self.part < 1 - SHORT
 
     def write_reason(self) -> str:
-        """Return, as a clause, why the last training was slow, or that the reason isn't known."""
+        """Return why it is slower, as text."""
         return "; ".join(self.why) or "why isn't known from its journal"
 
 
 def find_trained(plan: Plan, trainings: Iterable[RecordedTraining]) -> Trained | None:
-    """Return how fast trainings with this plan were.
+    """Return how fast the training runs with a plan were, or None if there are none.
 
-    `trainings` are sorted, the last training first. Return None if no training with the plan has
-    reported a speed.
+    `trainings` are in order, newest first.
     """
     parts = [_by_plan(plan, training) for training in trainings]
     parts = list(filter(_speeds, parts))
@@ -61,7 +57,7 @@ def find_trained(plan: Plan, trainings: Iterable[RecordedTraining]) -> Trained |
 
 
 def _by_plan(plan: Plan, training: RecordedTraining) -> list[TrainingEntry]:
-    """Return the entries that a training wrote under this plan."""
+    """Return the entries of a training run from the times at which it followed the plan."""
     entries: list[TrainingEntry] = []
     follows = False
     for entry in training.entries:
@@ -85,7 +81,7 @@ def _speeds(entries: Sequence[TrainingEntry]) -> list[SpeedEntry]:
 
 
 def _explain_slowness(entries: Sequence[TrainingEntry]) -> Iterator[str]:
-    """Yield what slowed a training: parts of its steps, and events."""
+    """Yield the reasons in a run's journal for being slow."""
     speeds = [each for each in _speeds(entries) if each.step_s]
     for name, words in (
         ("input_s", "its first device waited for input in {part} of a step"),
