@@ -41,18 +41,18 @@ FRAMES = 4  # call frames between the user's line and a lookup: os.getenv, get, 
 
 
 def has_started_driver() -> bool:
-    """True if this process has started a device's driver."""
+    """Return whether this process runs a GPU driver."""
     files = [*_open_files().values()]
     return any(backend.has_started_driver(files) for backend in all_backends())
 
 
 def list_driver_files() -> list[int]:
-    """Return the descriptors of the device drivers' files that this process has open."""
+    """Return the file descriptors of GPU drivers that this process has open."""
     return [number for number, path in _open_files().items() if _is_of_driver(path)]
 
 
 def survives_fork(trial: Callable[[], object]) -> bool:
-    """True if a copy of this process can call `trial`."""
+    """Return whether `trial` succeeds in a forked copy of this process."""
     try:
         return _call_in_copy(trial) == 0
     except OSError:
@@ -60,10 +60,9 @@ def survives_fork(trial: Callable[[], object]) -> bool:
 
 
 class BuildWatch:
-    """Watches the user's build for anything that rules out a fork.
+    """Watches the building of a workload for anything that copies can't share.
 
-    It compares the process with its state before the build, and records what the build reads about
-    its rank.
+    Create it before the build.
     """
 
     def __init__(self) -> None:
@@ -73,9 +72,9 @@ class BuildWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """In the `with` block, record reads of environment variables whose values differ by rank.
+        """Context manager that notes when the user's code reads environment variables of a rank.
 
-        Only reads by the user's code are recorded.
+        It replaces the lookup of `os.environ` meanwhile.
         """
         late = tuple(prefix for backend in all_backends() for prefix in backend.late_variables)
         kind = type(os.environ)
@@ -93,10 +92,7 @@ class BuildWatch:
             kind.__getitem__ = look_up  # type: ignore[method-assign]
 
     def noting(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
-        """Return a wrapper of `function` that notes calls by the user's code.
-
-        The note is the text `what`, which names what the function returns.
-        """
+        """Wrap a function so that a call by the user's code is noted as reading `what`."""
 
         def ask(*arguments: Any, **keywords: Any) -> Any:
             self.note(what)
@@ -105,7 +101,7 @@ class BuildWatch:
         return ask
 
     def note(self, what: str) -> None:
-        """Keep the first note `what` that the user's code causes."""
+        """Note that the user's code has asked for something that differs between ranks."""
         # only if the user's code is on the stack
         frame = sys._getframe(1)
         for _ in range(FRAMES):
@@ -117,12 +113,11 @@ class BuildWatch:
                 return
 
     def find_obstacle(self, trial: Callable[[bool], object] = lambda _: None) -> str:
-        """Return the reason why this process can't be forked now; "" if none.
+        """Return why the process can't be copied for other ranks, or "" if it can.
 
-        The reason is a clause. A copy of the process calls `trial`, which should compute a little
-        on all threads. If the copy lacks threads of a library, `trial` hangs. The argument of
-        `trial` is True if the build has opened files of a device's driver. `trial` should then
-        start the driver too.
+        `trial` is called in a copy, and should compute a little on all threads: without the threads
+        of a library it hangs. Its argument is True if files of a driver are open, so that it starts
+        the driver.
         """
         if has_started_driver():
             return "it starts a device's driver"
@@ -142,7 +137,7 @@ class BuildWatch:
         return self._try_fork(lambda: trial(bool(of_driver)))
 
     def _try_fork(self, trial: Callable[[], object]) -> str:
-        """Return why a forked copy can't run `trial`; "" if it can."""
+        """Return why a copy of the process fails, or "" if it computes."""
         try:
             code = _call_in_copy(trial)
         except OSError as error:
@@ -155,7 +150,7 @@ class BuildWatch:
 
 
 def _call_in_copy(trial: Callable[[], object]) -> int | None:
-    """Return a forked copy's exit code after `trial`; None if it hangs."""
+    """Call a function in a forked copy; return its exit code, or None if it hangs."""
     pid = os.fork()
     if not pid:
         _run_and_exit(trial)
@@ -163,7 +158,7 @@ def _call_in_copy(trial: Callable[[], object]) -> int | None:
 
 
 def _run_and_exit(trial: Callable[[], object]) -> NoReturn:
-    """Call `trial` and exit, with code 1 if it raised an exception."""
+    """Call a function, and exit with 0 if it returns, else 1."""
     code = 1
     try:
         trial()
@@ -173,7 +168,7 @@ def _run_and_exit(trial: Callable[[], object]) -> NoReturn:
 
 
 def _wait_for(pid: int, deadline: float) -> int | None:
-    """Return a child's exit code; kill it at `deadline` and return None."""
+    """Return the exit code of a process, or kill it at the deadline and return None."""
     while time.monotonic() < deadline:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
@@ -185,7 +180,7 @@ def _wait_for(pid: int, deadline: float) -> int | None:
 
 
 def _list_threads() -> set[str]:
-    """Return the ids of the threads that a copy would lack."""
+    """Return the ids of all threads of this process."""
     # also of threads that Python doesn't know
     found = set()
     for path in Path("/proc/self/task").iterdir():
@@ -196,7 +191,7 @@ def _list_threads() -> set[str]:
 
 
 def _open_files() -> dict[int, str]:
-    """Return the target of each open file descriptor of this process."""
+    """Return the paths of open files by their descriptors."""
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # the descriptor of the listing itself is closed by now
