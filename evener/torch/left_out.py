@@ -38,7 +38,7 @@ class LeftOutBatches:
         self._left: list[int] = []  # steps that this rank hasn't written to the store yet
 
     def note(self, loss: torch.Tensor, made_of: Hashable) -> None:
-        """Note a loss and the operations it was computed by."""
+        """Record a loss and the operations it was computed by."""
         # Reading a loss makes the host wait for the device. So operations whose loss was once other
         # than 0 aren't checked again.
         self._learns = not self._is_left_out(loss, made_of) or bool(self._learns)

@@ -58,7 +58,7 @@ class Members:
         self._registered = 0  # buffers and modules that the model has registered
 
     def note(self, parent: Any, parameters: bool = False, buffers: bool = False) -> None:
-        """Note that `parent` has registered a parameter, a buffer or a module."""
+        """Record that `parent` has registered a parameter, a buffer or a module."""
         if id(parent) not in self._modules:
             return
         if parameters:

@@ -352,6 +352,9 @@ class Split(PlannedTraining):
         - `total`: this rank's sum of losses.
         - `count`: what it is a sum over on this rank, such as the number of tokens.
 
+        The gradients of all ranks, weighted and summed, are then those of the mean over the whole
+        batch.
+
         Every rank has to call this. Raises RequestError inside `parts`.
         """
         # `scale` and `mean` multiply by this rank's fraction of the batch, so the result is divided

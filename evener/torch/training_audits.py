@@ -199,7 +199,7 @@ class TrainingAudits:
         return self._due
 
     def note_loss(self, loss: Any, made_of: tuple[Any, ...], caller: FrameType) -> None:
-        """Note the operations of a loss, so that a change makes an audit due."""
+        """Record the operations of a loss, so that a change makes an audit due."""
         if self.judge.over:
             return
         if self._batch is None:
@@ -283,7 +283,7 @@ class TrainingAudits:
             self._share_result(Replayed(self._try_audit(lambda: find(first))))
 
     def expect_function(self) -> None:
-        """Note that the loop computes its loss by a function for `split.step`."""
+        """Record that the loop computes its loss by a function for `split.step`."""
         self._is_loops = False
 
     def after_step(self, batch: Any, compute: OfPart, counted: OfPart | None) -> None:
@@ -613,7 +613,6 @@ class TrainingAudits:
     @contextmanager
     def _paused_exchanges(self) -> Iterator[None]:
         """Context manager in which backward passes don't all-reduce gradients."""
-        # an audit's backward passes must not be all-reduced
         exchanges = self._training.weights.list_exchanges()
         for exchange in exchanges:
             exchange.resting = True

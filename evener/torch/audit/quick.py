@@ -40,7 +40,7 @@ class KnownPasses(msgspec.Struct):
 
 
 class QuickPass:
-    """Context manager that notices whether a pass draws random numbers."""
+    """Context manager that detects whether a pass draws random numbers."""
 
     # a row's random numbers may then depend on the size of its batch
 

@@ -92,12 +92,7 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         return draw_equal_rows(function, arguments, keywords, self._seed + self.draws)
 
     def _add_rounding_errors(self, name: str, arguments: Any, result: Any) -> None:
-        """Add random errors to the results of an operation, as large as its rounding errors.
-
-        The model is n terms of random sign, added one after the other: u * sqrt(n / 2) relative to
-        the sum, with unit roundoff u (Higham, Accuracy and Stability of Numerical Algorithms,
-        section 4.2).
-        """
+        """Add random errors to the results of an operation, as large as its rounding errors."""
         # If n terms of random sign are added one after the other, the error has a standard
         # deviation of u * sqrt(n / 2) times that of the sum, where u is the unit roundoff (Higham,
         # Accuracy and Stability of Numerical Algorithms, section 4.2, with independent errors).
@@ -305,9 +300,8 @@ def _one_row(draw: _Draw) -> Any:
 
 def _one_line(like: Any) -> Any:
     """Return an uninitialized tensor for one row."""
-    # Its values are uninitialized. The rows are those of `like`, along its last axis. The returned
-    # tensor has as many values as `_stable_length` returns for a row, or a single value if `like`
-    # has fewer than two axes.
+    # The rows are those of `like`, along its last axis. The returned tensor has as many values as
+    # `_stable_length` returns for a row, or a single value if `like` has fewer than two axes.
     if like.ndim < 2:
         return torch.empty_like(like[:1] if like.ndim else like)
     return like.new_empty(_stable_length(like.shape[-1]))

@@ -176,7 +176,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return float(loss.detach().double().sum())
 
     def end_backward(self, loss: torch.Tensor) -> None:
-        """Note that the backward pass of a loss has ended."""
+        """Record that the backward pass of a loss has ended."""
         self.losses += 1
         self._busy = True
         try:
@@ -471,7 +471,7 @@ class LossRecord:
         return any(may_count(self.rows, number.value) for number in self.numbers)
 
     def has_other_rows(self) -> bool:
-        """Return whether a call uses rows, by their number, that aren't in the batch."""
+        """Return whether a call uses a tensor outside the batch that has as many rows."""
         # a replay can't replace the rows of such a tensor
         known = {id(each) for each in self.batch}
         for model in self.models:

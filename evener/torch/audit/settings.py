@@ -88,7 +88,7 @@ class _Known:
         self._values: dict[Key, tuple[Any, int]] = {}
 
     def note(self, settings: Mapping[Key, Any], check: int) -> bool:
-        """Note the current values, and return whether a value has changed that had been stable."""
+        """Record the current values, and return whether a stable one has changed."""
         # `settings` has the current values, and `check` is the number of this check.
         changed = False
         before, self._values = self._values, {}

@@ -378,8 +378,7 @@ class StepTimer:
             marks[-1] = (FILES, marks[-1][1])
 
     def _begin_between(self) -> None:
-        """Note the start of the time between two steps."""
-        # In this time, files may be written.
+        """Record the start of the time between two steps."""
         self._files_from = time.perf_counter() + LEAST_FILE_SECONDS
 
     def _has_written(self) -> bool:
@@ -404,7 +403,7 @@ class StepTimer:
         return self._written - before
 
     def note_gradients(self) -> None:
-        """Note that all gradients of this rank's rows are ready."""
+        """Record that all gradients of this rank's rows are ready."""
         # called in each pass of a batch; the last call counts
         if not (self.has_own_work or self._single_rank):
             return
@@ -422,7 +421,7 @@ class StepTimer:
             self._cpu.note_gradients()
 
     def note_sent(self) -> None:
-        """Note whether the GPU was still computing when the host had sent all gradients."""
+        """Record whether the GPU was still computing when the host had sent all gradients."""
         # a GPU that isn't behind may be waiting for the host to launch kernels
         if self._on_host or not self._timed or not math.isnan(self._clock.computed()):
             return
@@ -430,7 +429,7 @@ class StepTimer:
             self._behind = float(not self._clock.is_past(self._marks[-1][1]))
 
     def note_enqueued(self) -> None:
-        """Note whether the GPU was still computing when the host had queued the backward pass."""
+        """Record whether the GPU was still computing when the host had queued the backward pass."""
         # A GPU that ends the pass within ENDS_SECONDS was waiting for the host. The host waits
         # here, so only batches whose CPU times are measured are examined.
         if self._cpu is None or self._on_host:
@@ -441,7 +440,7 @@ class StepTimer:
             self.note_sent()
 
     def note_backward(self) -> None:
-        """Note the end of the backward pass, after gradients were all-reduced."""
+        """Record the end of the backward pass, after gradients were all-reduced."""
         if self._timed:
             self._enter(BETWEEN, SUM)
         elif self._doing == SUM:
@@ -453,7 +452,7 @@ class StepTimer:
         return bool(self._clock.is_captured())
 
     def note_pass_alone(self) -> None:
-        """Note the end of a backward pass without an all-reduce."""
+        """Record the end of a backward pass without an all-reduce."""
         # The timer also records whether the GPU is behind its host.
         if not self._timed:
             self._doing = BETWEEN
@@ -480,7 +479,7 @@ class StepTimer:
             self._enter(OWN, FILES)
 
     def note_update(self) -> None:
-        """Note the start of an optimizer's step."""
+        """Record the start of an optimizer's step."""
         self._applied = True
         self._updates += 1
         if not self._timed:
@@ -508,7 +507,7 @@ class StepTimer:
         self._enter(UPDATE, SUM, BETWEEN, FILES, PREPARATION)
 
     def note_updated(self) -> None:
-        """Note the end of an optimizer's step."""
+        """Record the end of an optimizer's step."""
         if self._timed:
             self._enter(BETWEEN, UPDATE)
         elif self._doing == UPDATE:
@@ -516,7 +515,7 @@ class StepTimer:
             self._files_from = time.perf_counter() + LEAST_FILE_SECONDS
 
     def note_validation(self) -> None:
-        """Note a batch of a validation."""
+        """Record a batch of a validation."""
         # a validation is timed from its first batch until its last begins; see `_add_last_batch`
         if self._doing is not None:
             self._note_untimed_validation()
@@ -538,7 +537,7 @@ class StepTimer:
             self._begin_between()
 
     def _note_untimed_validation(self) -> None:
-        """Note a validation batch after a batch that isn't timed."""
+        """Record a validation batch after a batch that isn't timed."""
         # of several batches, the time until the last one begins is measured
         if self._doing not in (BETWEEN, VALIDATION):
             return
@@ -685,7 +684,6 @@ class StepTimer:
 
     def _note_validated(self) -> None:
         """Count the time of a validation in a batch that isn't timed."""
-        # The validation has just ended.
         begun, ended = self._validated
         whole_s = time.perf_counter() - begun
         known_s = ended - begun if ended else whole_s
@@ -776,7 +774,6 @@ class StepTimer:
 
     def _time(self, marked: _MarkedStep) -> _StepDurations:
         """Return the durations of a step."""
-        # They are computed from the step's marks.
         asked, marks = marked.asked, marked.marks
         spans, last_s = _total_phases(self._clock.seconds, marks, marked.done)
         _add_last_batch(spans, last_s, marked.validations[1])
@@ -868,8 +865,8 @@ def _add_up_between(phase_seconds: Mapping[Phase, float]) -> float:
 
 def _list_marks(marked: _MarkedStep) -> list[Any]:
     """Return the marks that belong to this step alone, for reuse."""
-    # A mark is such a point. Two phases may begin at the same mark, which is returned once. The
-    # next step may use the last mark.
+    # Two phases may begin at the same mark, which is returned once. The next step may use the last
+    # mark.
     marks = [] if marked.asked is None else [marked.asked]
     for _, mark in (*marked.apart, *marked.marks):
         if not marks or mark is not marks[-1]:
@@ -921,7 +918,6 @@ def _last_batch_seconds(others_s: float, batches: int) -> float:
 
 def _is_after_sum(marks: Sequence[tuple[Phase, Any]]) -> bool:
     """Return whether the backward pass has ended with an all-reduce."""
-    # The last mark ends the phase of this summation.
     return len(marks) > 1 and marks[-1][0] == BETWEEN and marks[-2][0] == SUM
 
 

@@ -40,7 +40,7 @@ _kept_groups: list[Any] = []  # references to process groups, held until the int
 
 
 class ExitNote(msgspec.Struct, frozen=True):
-    """Why a rank has ended, as it leaves it in the process group's store."""
+    """Note that a rank writes to the process group's store when it ends, with the reason."""
 
     error: str | None = None  # its error; "" if it had no error, None if it wrote no note
     batches: int = 0  # number of batches that it has begun
@@ -94,7 +94,7 @@ class PeerWatcher:
         return f"evener/{self._number}/{name}/{rank}"
 
     def note(self, error: str) -> None:
-        """Leave this rank's exit note for the other ranks; "" means without an error."""
+        """Write this rank's exit note for the other ranks; "" means without an error."""
         if self._noted_error is None:
             self._noted_error = error
             note = ExitNote(error, self._read_progress()[0], count_exchanges())
@@ -102,7 +102,7 @@ class PeerWatcher:
                 self._store.set(self._key("ended", self._rank), msgspec.json.encode(note))
 
     def leave(self) -> None:
-        """Wait a few seconds for the other ranks to end too, and leave the exit note."""
+        """Write the exit note, and wait a few seconds for the other ranks to end too."""
         if self._over.is_set():
             return
         computed = self._wait_for_gpu()
@@ -213,8 +213,7 @@ class PeerWatcher:
         return waits or (computed is not None and (is_leaving() if leaves else computed.is_alive()))
 
     def _exit(self) -> None:
-        """End this process, and say which rank was lost."""
-        # The error is the one that the main thread is handling.
+        """Print the main thread's error and which rank was lost, then end this process."""
         error = find_error()
         if isinstance(error, Exception):
             sys.excepthook(type(error), error, error.__traceback__)

@@ -156,7 +156,7 @@ def fetching_threads(processes: int) -> int:
 
 
 def return_memory() -> None:
-    """Let glibc return freed memory to the system in smaller blocks."""
+    """Let glibc return freed blocks of 256 KiB or more to the system at once."""
     # a sharded model, gathered layer by layer, would otherwise leave gaps as large as the model
     _tell_glibc({_MMAP_THRESHOLD: LARGE_BYTES})
 
@@ -169,7 +169,7 @@ def _tell_glibc(options: Mapping[int, int]) -> None:
 
 
 def gather_infos(own: RankInfo, process: ProcessRank) -> list[RankInfo]:
-    """Return what all ranks tell about themselves, in the order of ranks."""
+    """Gather each rank's description of itself, in the order of ranks."""
     # It works even before the ranks have chosen their devices and created a process group.
     if process.world == 1:
         return [own]
@@ -224,7 +224,7 @@ def _open_store() -> Any:
 def join(device: Any, backend: str | None) -> None:
     """Create the default process group, unless there is one.
 
-    `backend` of None means NCCL for GPUs, with gloo for tensors on the CPU, and gloo for CPUs.
+    A `backend` of None means NCCL and gloo for GPUs, and gloo for CPUs.
     """
     if dist.is_initialized():
         return
@@ -393,7 +393,7 @@ def _name_gpu(device: Any, gpus: Mapping[str, int]) -> str:
 def _gather_agreed_infos(
     own: RankInfo, process: ProcessRank, options: Mapping[str, bool | str]
 ) -> list[RankInfo]:
-    """Return what all ranks tell about themselves.
+    """Gather each rank's description of itself.
 
     Raises RequestError or PlanError on every rank if their plans or options differ.
     """

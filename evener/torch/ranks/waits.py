@@ -15,7 +15,7 @@ _timers: list[weakref.ref[Any]] = []
 
 
 def time_waits(timer: Any) -> None:
-    """Let a timer count the waits for collectives during a pass as waiting for other ranks."""
+    """Let a timer exclude waits for collectives within a pass from the rank's compute time."""
     # On a GPU, the host doesn't wait for collectives. The excluded time is that in which the
     # computing stream waits for another stream, which runs the collectives.
     if all(each() is not timer for each in _timers):

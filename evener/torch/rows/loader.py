@@ -33,7 +33,7 @@ LOADER_OPTIONS = {  # DataLoader's options that the plan doesn't set, with their
 
 
 class Epoch:
-    """State of one loop over a loader, shared by the batches that it yields.
+    """State of one loop over a loader, shared by all batches of the loop.
 
     Arguments:
 

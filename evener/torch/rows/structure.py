@@ -103,7 +103,7 @@ def each_item(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 def cut_rows(data: Any, start: int, stop: int, rows: int) -> Any:
-    """Return rows `start` to `stop` of a batch with `rows` rows.
+    """Return rows `start` to `stop` - 1 of a batch with `rows` rows.
 
     Scalars are kept whole. Raises RequestError for data that can't be cut, or whose first dimension
     isn't `rows`.

@@ -136,7 +136,7 @@ def _parameters(sharded: AnyModel, wanted: Collection[str]) -> Iterator[Tensors]
 
 
 def _copy_to_host(sharded: AnyModel, tensors: Mapping[str, torch.Tensor]) -> Iterator[Tensors]:
-    """Yield CPU copies of `tensors` on rank 0, in dicts of limited size."""
+    """Yield CPU copies of `tensors` on rank 0, in dicts of about 1 GiB."""
     # Each dict has at least FILE_BYTES, except the last one.
     if sharded.place.rank:
         return

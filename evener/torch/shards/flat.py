@@ -170,7 +170,7 @@ class Flat:
         self._computed_bytes = 0
 
     def keep(self) -> None:
-        """Remember the version of each gradient, to notice whether `zero_grad` is called."""
+        """Remember the version of each gradient, to detect whether `zero_grad` is called."""
         # Pieces (this rank's parts of parameters) without a `.grad` get zeros. A zero_grad() before
         # the reduction is then detected by the change of `.grad`.
         taken = [slot for slot in self.slots if slot.fired]
@@ -248,22 +248,21 @@ class Flat:
         return self._grad_shard
 
     def _accept_sums(self, summed: torch.Tensor, owns_memory: bool = False) -> None:
-        """Make `summed` the gradients of this rank's shard, or add it to those that are there.
-
-        `summed` are the gradients summed over the ranks. With `owns_memory`, nothing else uses
-        their memory, so that they aren't copied.
-        """
+        """Add a reduced gradient to this rank's gradient."""
         if self._has_gradients():
             self._add_to_earlier(summed)
         else:
             self._begin_gradients(summed, owns_memory)
 
     def _has_gradients(self) -> bool:
-        """True if this rank's shard has gradients of earlier backward passes."""
+        """Return whether this rank has a gradient from earlier backward passes."""
         return any(slot.received or slot.piece.grad is not None for slot in self.slots)
 
     def _begin_gradients(self, summed: torch.Tensor, owns_memory: bool) -> None:
-        """Make `summed` the first gradients of this rank's shard."""
+        """Make a reduced gradient this rank's gradient.
+
+        It is used without a copy if it `owns_memory`.
+        """
         gradients = self._make_views(summed if owns_memory else None)
         if gradients is not summed:
             gradients.copy_(summed)

@@ -334,13 +334,13 @@ class Sharded:
         unit.free()
 
     def accumulated(self, unit: Unit) -> None:
-        """Note that a gradient of the unit's parameters was computed."""
+        """Record that a gradient of the unit's parameters was computed."""
         unit.unsent = True
         if self._task is None:
             self.arm(self._batch)
 
     def accumulated_whole(self) -> None:
-        """Note that a gradient of an unsharded parameter was computed."""
+        """Record that a gradient of an unsharded parameter was computed."""
         if self._task is None:
             self.arm(self._batch)
 

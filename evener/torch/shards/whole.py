@@ -32,7 +32,7 @@ def count_gathered(
     casts: Any = None,
     received: float | None = None,
 ) -> int:
-    """Return the bytes that sharded training needs on each rank besides its shards.
+    """Return the peak bytes that a rank needs besides its shards and activations.
 
     These are gathered parameters, gradients on their way and unsharded parameters. `received` is
     the bound on received gradients from `bound_received`, or None if gradients are reduced in the
@@ -150,7 +150,6 @@ class WholeParameters:
 
     def begin(self) -> None:
         """Set aside the gradients from before the batch."""
-        # gradients from before the batch are added again later
         if self._earlier is None:
             self._earlier = {slot: slot.piece.grad for slot in self.slots}
         for slot in self.slots:

@@ -1,4 +1,4 @@
-"""Notice calls of `Tensor.backward`, and which function computed the loss."""
+"""Detect calls of `Tensor.backward`, and which function computed the loss."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LossListener(Protocol):
     """Object that is told of each loss before its backward pass."""
 
     def note_loss(self, loss: Any, made_of: tuple[Any, ...], caller: FrameType) -> None:
-        """Note a loss, the operations it was computed by and the frame that called `backward`."""
+        """Record a loss, the operations it was computed by and the frame that called `backward`."""
 
 
 _LISTENERS: WeakList[Any] = WeakList()

@@ -100,7 +100,7 @@ class BatchTracker:
         self.take(self._manual, tuple(sizes), ())
 
     def end(self, origin: Epoch) -> None:
-        """Note that a loop over a loader has ended."""
+        """Record that a loop over a loader has ended."""
         # the loop may still compute a batch that it fetched ahead or stores in a list
         self._only = None
         origin.open = False

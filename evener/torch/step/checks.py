@@ -216,7 +216,7 @@ def check_summed(optimizer: Any) -> None:
 
 
 def _check_seen(exchanges: list[Exchange]) -> None:
-    """Raise a RequestError if any of the models has gradients that no exchange noticed."""
+    """Raise a RequestError if any of the models has gradients that no exchange detected."""
     if any(exchange.waits for exchange in exchanges):
         raise RequestError(
             "The optimizer is about to apply gradients of a wrapped model that weren't summed "

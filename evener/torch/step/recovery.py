@@ -58,7 +58,7 @@ def free_memory(device: torch.device) -> None:
 
 
 def free_before_update(device: torch.device) -> None:
-    """Let the allocator's unused memory be returned before the optimizer's next step."""
+    """Schedule a return of the allocator's unused memory before the optimizer's next step."""
     # The first step allocates the optimizer's state. It would fragment blocks that activations have
     # used, and the second step could run out of memory.
     if device.type == "cuda":
@@ -75,7 +75,7 @@ def held_by_others(device: torch.device) -> int:
 
 
 def describe_memory(device: torch.device) -> str:
-    """Return a clause for messages about how much memory is used, free and in other processes."""
+    """Return a phrase for messages: how much memory is used, free and in other processes."""
     if device.type != "cuda":
         return "the memory of this machine's CPU"
     own, (free, total) = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)

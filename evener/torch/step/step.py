@@ -85,7 +85,7 @@ class LoaderSteps(StepListener):
             self.training.timer.start_loop()
 
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
-        """Note a batch before the loader yields it, and start timing its step."""
+        """Record a batch before the loader yields it, and start timing its step."""
         training, weights = self.training, self.training.weights
         weights.take(origin, sizes, batch)
         if not self.trains:
@@ -279,7 +279,7 @@ class Passes:
             exchange.close()
 
     def note_backward(self) -> None:
-        """Note a backward pass that the loop started without `Part.backward`."""
+        """Record a backward pass that the loop started without `Part.backward`."""
         if self._running is not None and not self._running.opened:
             self._running.ended = True
 

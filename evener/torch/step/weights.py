@@ -147,7 +147,7 @@ class BatchWeights(BatchTracker):
         return gradient_weight(sizes, self._rank)
 
     def note_lengths(self, batch: Any) -> None:
-        """Note whether the shape of rows differs between batches."""
+        """Record whether the shape of rows differs between batches."""
         shape = next((tuple(tensor.shape[1:]) for tensor in tensors_in(batch) if tensor.ndim), None)
         if shape is None or self.lengths_vary:
             return
@@ -394,7 +394,7 @@ class BatchWeights(BatchTracker):
             return error.with_traceback(None)
 
     def _note_prediction(self) -> None:
-        """Note a forward pass without gradients."""
+        """Record a forward pass without gradients."""
         # a loader for validation has already noted its batch
         if self.current is None or self.current.origin.training:
             self.timer.note_validation()

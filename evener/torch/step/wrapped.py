@@ -32,7 +32,7 @@ from ..sums.exchange import Exchange
 def model_digest(model: Any) -> str:
     """Return a digest of the shapes and dtypes of a model's parameters and buffers.
 
-    A plan contains it, to notice when it is used with another model.
+    A plan contains it, to detect when it is used with another model.
     """
     parameters = [
         f"{tuple(parameter.shape)}:{parameter.dtype}:{parameter.requires_grad}"
@@ -155,9 +155,8 @@ def replace_all_reduce(model: Any, by_loss: bool) -> Exchange | None:
     communication hook, mixed precision or sparse gradients. Without `by_loss`, the first two raise
     RequestError.
     """
-    # A model for which None is returned keeps its own all-reduce. For others it is replaced: it
-    # can't be weighted, or repeated after a failure. The model stays a DistributedDataParallel, and
-    # its `no_sync` and `module` still work.
+    # The model's own all-reduce can't be weighted, or repeated after a failure. The model stays a
+    # DistributedDataParallel, and its `no_sync` and `module` still work.
     sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
     if needs_own_sums(model) or (by_loss and sparse):
         if by_loss:

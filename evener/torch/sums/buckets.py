@@ -295,7 +295,7 @@ class HostCopy:
 
 
 class TailReader:
-    """Reads the values at the end of a bucket by which ranks notice that they differ."""
+    """Reads the values at the end of a bucket by which ranks detect that they differ."""
 
     # on a GPU, all tails but the first are read one step late, so that the host doesn't wait
 

@@ -156,7 +156,7 @@ class Exchange:
         EXCHANGES.add(self)
 
     def average(self) -> None:
-        """From now on, average gradients over ranks, without calling the training run."""
+        """Average gradients over ranks from now on, because the training run has ended."""
         self.begun = lambda *_: None
         self.ready = self.sent = self.done = lambda: None
         self.noise = None
@@ -214,7 +214,7 @@ class Exchange:
             self._watch_parameters(sync, batch)
 
     def _watch_parameters(self, sync: bool, batch: Any) -> None:
-        """Notice the backward pass by gradients of parameters.
+        """Detect the backward pass by gradients of parameters.
 
         This is for outputs in which no tensor was found.
         """
@@ -331,7 +331,7 @@ class Exchange:
             self.noise.send(self.group)
 
     def _write_tail(self, tail: torch.Tensor) -> None:
-        """Write the values at the end of a bucket by which ranks notice that they differ."""
+        """Write the values at the end of a bucket by which ranks detect that they differ."""
         # They tell whether buffers have changed and, in some sums, have a few weights. Weights are
         # included in one of EVERY sums, for ranks to compare. The first rank multiplies its own by
         # the number of other ranks, and the others by -1, so equal weights add up to 0. The tail

@@ -53,7 +53,7 @@ class RankNoise:
         self._updates = updates
 
     def note(self, batch: Any) -> None:
-        """Note a batch whose gradients are in the current backward pass."""
+        """Record a batch whose gradients are in the current backward pass."""
         if not any(each is batch for each in self._noted):
             self._noted.append(batch)
 
