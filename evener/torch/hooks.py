@@ -19,7 +19,10 @@ UNCOMPILED = (
     *("evener.live", "evener.plan", "evener.program", "evener.shares", "evener.system"),
     *("evener.training", "evener.torch.audit", "evener.torch.hooks", "evener.torch.planned"),
     *("evener.torch.private", "evener.torch.ranks", "evener.torch.rebalancing"),
-    *("evener.torch.rows", "evener.torch.split", "evener.torch.training_audits", "wrapt"),
+    *("evener.torch.rows", "evener.torch.split", "evener.torch.step.batches"),
+    *("evener.torch.step.checks", "evener.torch.step.memory", "evener.torch.step.recovery"),
+    *("evener.torch.step.step", "evener.torch.step.unowned", "evener.torch.training_audits"),
+    "wrapt",
 )
 
 # Removing a hook while PyTorch iterates over its hooks would raise an error there.
