@@ -343,7 +343,8 @@ class PlannedTraining:
         Arguments:
 
         - `compute`: returns the mean loss of a part.
-        - `count`: returns what that is a mean over, such as tokens; None means rows.
+        - `count`: returns the denominator of this mean, such as the part's token count;
+          None means its row count.
         - `check`: whether to audit the loss.
 
         A pass that runs out of memory is computed again in smaller passes.
@@ -360,7 +361,8 @@ class PlannedTraining:
 
         Arguments:
 
-        - `count`: returns what a part's loss is a mean over; None means rows.
+        - `count`: returns the denominator of a part's mean loss, such as its token count;
+          None means its row count.
         - `models`: the models that are trained; None means all wrapped models.
         """
         parts = take_parts(self, batch, count, models)

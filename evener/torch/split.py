@@ -165,8 +165,8 @@ class Split(PlannedTraining):
     def weight(self) -> float:
         """This rank's fraction of the rows in the current batch, from 0 to 1.
 
-        It is the weight of its gradients in the sum over ranks. After a loop it is that of the last
-        batch.
+        It is the weight of its gradients in the sum over ranks. After a loop, the last batch
+        counts.
         """
         return self.weights.weight
 
@@ -255,7 +255,7 @@ class Split(PlannedTraining):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the positions of the loaders, and the shares if the plan is the same.
 
-        The number of ranks may differ from that of the checkpoint.
+        The checkpoint may come from another number of ranks.
         """
         if self.rebalancing is not None and "planned" in state:
             self.rebalancing.load_state_dict(state)
@@ -264,9 +264,9 @@ class Split(PlannedTraining):
     def strategy(self, count: OfPart | None = None, check: bool = True, **options: Any) -> Any:
         """Return a strategy for Lightning's Trainer that trains by the plan.
 
-        Call this before `loader`. `count` returns what a part's loss is averaged over; None means
-        rows. `check` is whether to audit the loss, which raises RequestError if it isn't such a
-        mean. `options` are passed to DDPStrategy.
+        Call this before `loader`. `count` returns the denominator of a part's mean loss, such as
+        its token count; None means its row count. `check` is whether to audit the loss, which
+        raises RequestError if it isn't such a mean. `options` are passed to DDPStrategy.
         """
         self.check_whole()
         kind = import_module("evener.lightning").PlanStrategy  # which builds on this module

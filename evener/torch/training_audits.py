@@ -1,4 +1,4 @@
-"""Audits of a training run: when they take place, what they compute, and what follows."""
+"""Schedule audits of a training run, compare their results between ranks, and act on them."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ class TrainingAudits:
         self._changed |= changed and not self._due
 
     def follow_launcher(self, go_even: Callable[[str], None]) -> None:
-        """Compare unequal shares with equal ones from now on, instead of with one device.
+        """Compare unequal shares with equal shares from now on, instead of with one device.
 
         This is for programs that would train with equal shares under their own launcher. `go_even`
         is called with a message when a difference is found.
@@ -226,7 +226,7 @@ class TrainingAudits:
 
     @property
     def follows_launcher(self) -> bool:
-        """Whether gradients are compared with those of equal shares."""
+        """Whether audits compare with equal shares, instead of with one device."""
         return self._go_even is not None
 
     def find_difference(self, find: Callable[[], Audited | None]) -> str:
@@ -289,8 +289,8 @@ class TrainingAudits:
     def after_step(self, batch: Any, compute: OfPart, counted: OfPart | None) -> None:
         """Audit a batch that `split.step` has computed, if an audit is due.
 
-        `compute` returns the mean loss of a part, and `counted` what it is a mean over; None means
-        rows. Raises RequestError if gradients differ.
+        `compute` returns the mean loss of a part, and `counted` its denominator; None means the row
+        count. Raises RequestError if gradients differ.
         """
         training = self._training
         self.close()
@@ -626,7 +626,7 @@ class TrainingAudits:
     def make_computations(
         self, few: FewRows, compute: OfPart, counted: OfPart | None
     ) -> Computations:
-        """Return what to compute for a few rows: by one device, and as in the training run."""
+        """Return the computations for a few rows: on one device, and as in the training run."""
         in_passes = self._training.ranks.in_passes
         loss = refuse_collectives(compute)
         if self._training.world > 1:
@@ -856,12 +856,12 @@ def is_sharded_model(models: Iterable[Any]) -> bool:
 def make_share_computations(
     few: FewRows, loss: OfPart, counted: OfPart | None = None, micro: int = 0
 ) -> Computations:
-    """Return what to compute for some rows: at once, and in the parts of unequal shares.
+    """Return the computations for some rows: at once, and in the parts of unequal shares.
 
     Arguments:
 
-    - `loss`: returns the loss of a part.
-    - `counted`: returns what it is a mean over; None means rows.
+    - `loss`: returns the mean loss of a part.
+    - `counted`: returns the denominator of this mean; None means the row count.
     - `micro`: maximum rows per pass; 0 means one pass per part.
     """
     computation = partial(_make_computation, loss, counted)
@@ -880,7 +880,7 @@ def make_share_computations(
 def make_launcher_computations(
     few: FewRows, loss: OfPart, counted: OfPart | None = None, micro: int = 0
 ) -> Computations:
-    """Return what to compute for some rows: with equal shares, and with unequal ones.
+    """Return the computations for some rows: with equal shares, and with unequal shares.
 
     The arguments are those of `make_share_computations`.
     """
@@ -991,7 +991,7 @@ def _place(error: BaseException) -> str:
 
 
 def _compute(loss: OfPart, part: Part) -> Any:
-    """Return the loss of a copy of a part."""
+    """Compute the loss of a part, on a copy that the program may change."""
     # a part is computed more than once, and the program may remove items from the batch
     own = copy.copy(part)
     own.batch = each_tensor(lambda tensor: tensor, part.batch)

@@ -1,4 +1,4 @@
-"""Save and restore what a loss function may change: its variables and the objects it uses."""
+"""Save and restore the variables and objects that a loss function may change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FOREIGN = {
 
 
 def keep_closure(function: Callable[..., Any] | None) -> Callable[[], None]:
-    """Save what a function can change, and return a function that restores it.
+    """Save the state that a function can change, and return a function that restores it.
 
     Nothing is saved for None.
 

@@ -138,8 +138,8 @@ class GradientSketcher:
     ) -> Sketch:
         """Return the sketch of a gradient that is summed over some passes.
 
-        A `disturbance` other than 0 is the seed of errors like those of rounding. `seed` determines
-        the random numbers in the passes.
+        A `disturbance` other than 0 is the seed of random errors as large as rounding errors.
+        `seed` determines the random numbers in the passes.
         """
         # These errors change the gradient about as much as rounding may. Exceptions that the
         # program's own code raises aren't caught.

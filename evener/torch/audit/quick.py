@@ -28,9 +28,7 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 class KnownPasses(msgspec.Struct):
-    """What earlier passes have shown:
-
-    the dtypes they compute in, and whether they draw random numbers.
+    """Dtypes of earlier passes, and whether these passes draw random numbers.
 
     `draws` is None if it isn't known yet.
     """

@@ -38,7 +38,7 @@ without_modes: Callable[[], Any] = torch._C._DisableTorchDispatch
 class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     """Context manager in which random operations give each row of a batch the same numbers.
 
-    A `disturbance` other than 0 is the seed of errors like those of rounding.
+    A `disturbance` other than 0 is the seed of random errors as large as rounding errors.
     """
 
     # The errors are added to sums of many terms.

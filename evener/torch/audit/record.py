@@ -231,7 +231,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self._tape.append(entry)
 
     def _tensors(self, data: Any) -> list[torch.Tensor]:
-        """Return all tensors in nested data, also in objects like those of the batch."""
+        """Return all tensors in nested data, also inside objects of the batch's classes."""
         found = nested_tensors(data)
         if self._kinds:
             objects = [each for each in leaves_in(data) if type(each) in self._kinds]
@@ -487,7 +487,7 @@ class LossRecord:
         return bool(tensor.ndim) and len(tensor) == self.rows
 
     def find_change(self) -> str:
-        """Compute the loss of the same rows again, and return what differs, or ""."""
+        """Compute the loss of the same rows again, and return a message if it differs, or ""."""
         kinds = {
             tensor.dtype
             for entry in self._entries

@@ -99,7 +99,7 @@ def fetch_rows(
 
 
 def copy_dataset(dataset: Any, copies: dict[int, Any] | None = None) -> Any:
-    """Return a copy of a data set, and of the data sets inside it, that shares their data.
+    """Return a copy of a data set and of its nested data sets, without copying their rows.
 
     `copies` has copies by the id of the original.
     """

@@ -49,7 +49,7 @@ class Signs:
     def take(self, count: int, which: int, like: torch.Tensor) -> torch.Tensor:
         """Return the signs of some lines (`which` 0) or columns (1).
 
-        The shape is (count, PROJECTIONS). Device and dtype are those of `like`.
+        The shape is (count, PROJECTIONS). `like` gives device and dtype.
         """
         length = 1 << max(12, (count - 1).bit_length())
         key = which, length, like.device, like.dtype
@@ -167,7 +167,7 @@ def _widen(values: torch.Tensor) -> torch.Tensor:
 
 
 def _project_sparse(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
-    """Return the projections of a sparse gradient, equal to those of the dense one."""
+    """Return the projections of a sparse gradient, as if it were dense."""
     # Each stored row of the gradient is one line. A line's sign depends on its index in the dense
     # gradient, not on the other stored lines.
     lines = torch.zeros(gradient._nnz(), dtype=torch.long, device=gradient.device)

@@ -112,7 +112,7 @@ def kept_state(holders: Iterable[Any] = (), apart: Iterable[Any] = ()) -> Iterat
 
 
 def copy_data(value: Any, memo: dict[int, Any], most_bytes: float = math.inf) -> Any:
-    """Return what `restore_value` needs to restore data in place, or None if it can't change.
+    """Return the copy from which `restore_value` restores data, or None if it can't change.
 
     `memo` has the ids of objects to skip.
     """

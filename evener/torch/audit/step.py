@@ -1,4 +1,4 @@
-"""Audit a training step: compare the gradient of one device with that of unequal shares."""
+"""Audit a training step: compare the gradient on one device with the sum over unequal shares."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ NEAR = 1e-5  # relative difference of two losses that are equal except for round
 
 
 class AuditChange(msgspec.Struct, frozen=True, eq=False):
-    """What would be computed without a certain cause of a difference."""
+    """Variant of an audit's computations that excludes one possible cause of a difference."""
 
     trained: Computation  # the training run's computation without the cause
     reference: Computation | None = None  # the reference without it; None if that is the same
 
 
 class Computations(msgspec.Struct, frozen=True, eq=False):
-    """What an audit computes: the right gradient, the actual one, and variants to find a cause."""
+    """Computations of an audit: right gradient, actual gradient, and variants to find a cause."""
 
     reference: Computation  # the correct computation
     trained: Computation  # the training run's computation

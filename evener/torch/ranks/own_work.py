@@ -594,7 +594,7 @@ class StepTimer:
         self._enter(OWN, SUM)
 
     def now(self) -> tuple[int, Doing]:
-        """Return the number of the current batch and what the rank is doing."""
+        """Return the number of the current batch and the rank's current activity."""
         doing = self._marks[-1][0] if self._marks else self._doing
         if doing is None:
             return self._batches, BETWEEN if self._asked is None else INPUT
@@ -931,7 +931,7 @@ def _join_parts(sums: Sequence[float]) -> tuple[float, float, float, float]:
 
 
 def _idle_seconds() -> float:
-    """Return a number that grows while this thread isn't running, in seconds."""
+    """Return the seconds that this thread hasn't run, from an arbitrary start."""
     return time.perf_counter() - time.thread_time()
 
 

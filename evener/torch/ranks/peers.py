@@ -63,7 +63,7 @@ class ExitNote(msgspec.Struct, frozen=True):
 class PeerWatcher:
     """Watches whether the other ranks of a process group are still there.
 
-    `read_progress` returns this rank's number of batches and what it is doing.
+    `read_progress` returns this rank's number of batches and its current activity.
     """
 
     # on GPUs, a thread reads the notes; if this rank is stuck, it prints why and ends the process
@@ -258,7 +258,7 @@ def leave_group() -> None:
 
 
 class _ExitActions:
-    """What this process does when it exits."""
+    """Actions of this process at its exit."""
 
     leaves = False  # True if it leaves the process group
     # a method of the newest training run
@@ -266,7 +266,7 @@ class _ExitActions:
 
 
 def explain_at_exit(advise: WeakMethod[Callable[[BaseException], str]]) -> None:
-    """When this process exits with an error, print what `advise` returns for it."""
+    """Print the advice that `advise` returns if this process exits with an error."""
     # The process also leaves its process group if `watch_peers` was called.
     _ExitActions.advise = advise
     _register_exit()

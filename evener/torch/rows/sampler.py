@@ -266,8 +266,8 @@ class UnevenBatchSampler:
     ) -> tuple[int, ...]:
         """Return the row count of each rank in the global batch whose first row is `first`.
 
-        A batch that isn't full is divided in proportion to the shares. `schedule` is by default
-        that of the newest loop; `epoch` matters only in LengthSampler.
+        A batch that isn't full is divided in proportion to the shares. By default, `schedule` has
+        the shares of the newest loop. `epoch` matters only in LengthSampler.
         """
         rows, full = self.length - first, self.global_batch
         shares = (schedule or self.schedule).at(first)

@@ -549,7 +549,7 @@ class _Reader:
         return whole[flat.start : flat.stop]
 
     def choose(self, flats: Iterable[Flat]) -> list[Flat]:
-        """Return the Flats of which the checkpoint has at least one parameter."""
+        """Return the Flats with at least one parameter in the checkpoint."""
         # a checkpoint of adapters has only some of the model's parameters
         listed = list(flats)
         names = [[name for slot in flat.slots for name in slot.names] for flat in listed]

@@ -1,4 +1,4 @@
-"""Flat parameters: the parameters of a unit in one tensor, of which each rank stores a part."""
+"""Flat parameters: a unit's parameters as one tensor that is divided between the ranks."""
 
 from __future__ import annotations
 

@@ -289,7 +289,7 @@ _HOOKS = ProcessHooks(_register)
 def sum_norms(
     norm: Callable[..., Any], tensors: list[Any], kind: float, *options: Any, **named: Any
 ) -> Any:
-    """Return the total norm of gradients of which some are sharded.
+    """Return the total norm of gradients, some of them sharded.
 
     `norm` is PyTorch's own function for it, and `kind` the order of the norm. Raises RequestError
     for order 0, and RuntimeError if `error_if_nonfinite` is set and the norm isn't finite.

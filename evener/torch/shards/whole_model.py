@@ -1,4 +1,4 @@
-"""Unsharded models with the interface of sharded ones, so that checkpoints can treat both alike."""
+"""Unsharded models with the interface of sharded models, for checkpoints."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def match_objects(data: Any, batches: Sequence[TakenBatch]) -> list[TakenBatch]:
 
 
 class BatchTracker:
-    """Keeps the batches that may still be computed, and finds those of forward passes."""
+    """Keeps the batches that may still be computed, and finds the batch of a forward pass."""
 
     # the tracker that received the last batch
     newest: ClassVar[Callable[[], Any]] = staticmethod(lambda: None)

@@ -137,11 +137,11 @@ def _cut_passes(batch: Any, rows: int, sizes: Sequence[int]) -> list[Any]:
 def weigh_by_count(
     parts: Sequence[Part], count: OfPart, sizes: Sequence[int], rank: int, add_up: AddUp
 ) -> None:
-    """Weight parts by what their losses are averaged over, such as tokens.
+    """Weight parts by the denominators of their mean losses, such as token counts.
 
     Arguments:
 
-    - `count`: returns the count in a part.
+    - `count`: returns the denominator for a part.
     - `sizes`: row count of each rank.
     - `add_up`: sums a tensor over the ranks.
     """

@@ -87,7 +87,7 @@ def describe_memory(device: torch.device) -> str:
 
 @dataclass
 class RunningPass:
-    """The pass that is being computed, with what is needed to undo it."""
+    """The pass that is being computed, with the state to restore if it fails."""
 
     part: Part
     state: PassState  # before the pass

@@ -115,7 +115,8 @@ class LoaderSteps(StepListener):
 def train_batch(training: Any, batch: Any, compute: OfPart, count: OfPart | None) -> Any:
     """Compute the loss and the gradients of a batch, pass by pass, and return the total loss.
 
-    `compute` returns the loss of a part, and `count` what its mean is taken over; None means rows.
+    `compute` returns the mean loss of a part, and `count` its denominator, such as a token count;
+    None means the row count.
     """
     recovery: Recovery = training.passes.recovery
     recovery.check = partial(training.audits.audit_part, compute)
@@ -133,8 +134,8 @@ def take_parts(
 ) -> Generator[Part]:
     """Yield the parts of a batch, again in smaller parts after one runs out of memory.
 
-    `count` returns what a part's loss is averaged over; None means rows. `models` are by default
-    all wrapped models.
+    `count` returns the denominator of a part's mean loss; None means its row count. `models` are by
+    default all wrapped models.
     """
     weights = training.weights
     taken = weights.begin_parts(batch)
@@ -198,12 +199,12 @@ class Passes:
         begins: bool = True,
         move: bool = True,
     ) -> Iterator[Part]:
-        """Yield the parts, and those that run out of memory again in smaller pieces.
+        """Yield the parts; a part that runs out of memory comes again in smaller pieces.
 
         Arguments:
 
         - `models`: models whose gradients are all-reduced in the last part only.
-        - `exchanges`: the exchanges of their gradients.
+        - `exchanges`: the objects that all-reduce their gradients.
         - `begins`: whether the parts begin a new batch.
         - `move`: whether to move tensors to the device.
         """

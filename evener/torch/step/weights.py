@@ -320,7 +320,7 @@ class BatchWeights(BatchTracker):
         ]
 
     def count_equal_passes(self, batch: TakenBatch) -> int:
-        """Return the number of passes that every rank has to run, or 0 if numbers may differ.
+        """Return the number of passes that every rank has to run, or 0 if ranks may differ.
 
         Raises RequestError if they have to be equal and rows are assigned by length.
         """
@@ -438,7 +438,7 @@ class BatchWeights(BatchTracker):
     def check_trained(self, parameters: list[Any]) -> None:
         """Raise a RequestError if a parameter was trained without weighted gradients.
 
-        `parameters` are those that an optimizer is about to change.
+        An optimizer is about to change `parameters`.
         """
         if self.are_averaged:
             return

@@ -142,7 +142,7 @@ class Bucket:
             torch.mul(gradient, factor, out=view)
 
     def _multiply(self, weight: float) -> None:
-        """Multiply the gradients by a weight; 0 also clears infinite ones."""
+        """Multiply the gradients by a weight; 0 also clears infinite values."""
         if weight == 0.0:
             self.gradients.zero_()
         elif weight != 1.0:
@@ -196,7 +196,7 @@ class Bucket:
                     self._parameters[place].grad = self._views[place]
 
     def _forget(self, place: int) -> None:
-        """Drop a parameter's gradient from those that were set aside."""
+        """Clear a parameter's part of the gradients that were set aside."""
         # the loop may have cleared the parameter's gradient in the meantime
         if self._hold is not None:
             self._held_views[place].zero_()
@@ -295,7 +295,7 @@ class HostCopy:
 
 
 class TailReader:
-    """Reads the values at the end of a bucket by which ranks detect that they differ."""
+    """Reads the end of a bucket, where ranks compare weights, buffers and batch numbers."""
 
     # on a GPU, all tails but the first are read one step late, so that the host doesn't wait
 
@@ -398,7 +398,7 @@ def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
 
 
 class EarlierGradients:
-    """Gradients of a batch's earlier passes, set aside while a pass may still fail."""
+    """Gradients of a batch's earlier passes, set aside while the current pass may fail."""
 
     # If rows' results depend on random draws or on one another, a retry computes other results.
     # Then all gradients of the failed pass are dropped, and `late` is True. It is also True in a
@@ -427,7 +427,7 @@ class EarlierGradients:
                 parameter.grad = None
 
     def merge(self) -> None:
-        """Add the gradients that were set aside to those of the pass."""
+        """Add the gradients that were set aside to the gradients of the pass."""
         if self._kept is None:
             return
         kept = [
@@ -454,7 +454,7 @@ class EarlierGradients:
         self.final = None
 
     def fail(self, came: set[int]) -> None:
-        """Undo what a failed pass did to the gradients.
+        """Undo the changes of a failed pass to the gradients.
 
         `came` has the ids of parameters whose gradients it had completed.
         """

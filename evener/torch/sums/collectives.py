@@ -1,4 +1,4 @@
-"""Collectives on values of all ranks, and a count of those that evener didn't start."""
+"""Collectives on values of all ranks, and counts of collectives that the program starts."""
 
 from __future__ import annotations
 

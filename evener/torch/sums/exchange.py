@@ -331,7 +331,7 @@ class Exchange:
             self.noise.send(self.group)
 
     def _write_tail(self, tail: torch.Tensor) -> None:
-        """Write the values at the end of a bucket by which ranks detect that they differ."""
+        """Write the end of a bucket, where ranks compare weights, buffers and batch numbers."""
         # They tell whether buffers have changed and, in some sums, have a few weights. Weights are
         # included in one of EVERY sums, for ranks to compare. The first rank multiplies its own by
         # the number of other ranks, and the others by -1, so equal weights add up to 0. The tail
@@ -444,7 +444,7 @@ class Exchange:
         return not all(map(is_, map(GRADIENT, self.parameters), repeat(None)))
 
     def fail(self) -> None:
-        """Undo what a failed pass did to the gradients."""
+        """Undo the changes of a failed pass to the gradients."""
         _open.pop(self, None)
         self._note_arrived()
         self.held.fail(self._came)

@@ -24,8 +24,8 @@ class LinkSums(NamedTuple):
     """Measured all-reduces of a group of devices.
 
     - `latency_seconds`: median time for a single value.
-    - `bytes_per_second`: bandwidth per device, by the bytes that a ring all-reduce sends.
-    - `wrong`: what was wrong with the result, or "".
+    - `bytes_per_second`: bandwidth per device, counting the bytes that a ring all-reduce sends.
+    - `wrong`: description of wrong results, or "".
     """
 
     latency_seconds: float
@@ -92,7 +92,7 @@ def measure_sums(group: Any, rank: int, members: Sequence[int], device: Any) -> 
 def find_wrong(
     add_up: Callable[[Any], None], size: int, rank: int, members: Sequence[int], device: Any
 ) -> str:
-    """Return what is wrong with an all-reduce of known values, or "" if it is right.
+    """Return a description of wrong results in an all-reduce of known values, or "".
 
     `size` is the number of values.
     """
