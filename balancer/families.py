@@ -28,7 +28,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class PlacementOptions(Protocol):
-    """The placements to compare, as the search provides them."""
+    """Options of a comparison that `PlaceFamily` reads."""
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -36,7 +36,7 @@ class PlacementOptions(Protocol):
 
 
 class SearchView(Protocol):
-    """What a family reads of the search to list its layouts."""
+    """Read-only view of a search, from which families list their layouts."""
 
     @property
     def devices(self) -> int:
@@ -150,7 +150,7 @@ class SoloFamily(Family):
         return view.singles
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name in a table."""
+        """Return "best single device" or, with `another`, "another single device"."""
         return "another single device" if another else BEST_SINGLE
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
@@ -208,7 +208,7 @@ class EvenFamily(Family):
         return view.even_splits
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name in a table, with the device count if not all take part."""
+        """Return "equal shares", with the device count if not all take part."""
         count = len(layout.active)
         name = EQUAL_SHARES if count == devices else f"equal shares over {count}"
         return f"other {name}" if another else name
@@ -233,7 +233,7 @@ class SplitFamily(Family):
         return view.splits
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name in a table."""
+        """Return "best split" or, with `another`, "another split"."""
         return "another split" if another else BEST_SPLIT
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
@@ -263,7 +263,7 @@ class ShardFamily(Family):
         return view.shards
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name in a table."""
+        """Return "shards of the model", marked as another one with `another`."""
         return "another shards of the model" if another else "shards of the model"
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
@@ -301,7 +301,7 @@ class PackFamily(Family):
         return view.packs
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name in a table, with the number of processes."""
+        """Return a name such as "pack of 3", and how the processes share the device."""
         name = f"pack of {layout.processes}{MODES.get(layout.placement, '')}"
         return f"another {name}" if another else name
 
@@ -323,7 +323,7 @@ def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
 
 
 class PlaceFamily(Family):
-    """Model parallelism of the workload's own: it places parts of the model on devices."""
+    """Parts of the model on several devices, as the workload places them."""
 
     name = kind = "place"
     fewest_devices = 2
@@ -342,7 +342,7 @@ class PlaceFamily(Family):
         return [layout for layout in found if layout is not None]
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name in a table, such as "place towers"."""
+        """Return a name such as "place towers"."""
         name = f"place {layout.placement}"
         return f"another {name}" if another else name
 

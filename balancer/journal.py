@@ -74,27 +74,27 @@ class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
 
 
 class AskedEntry(msgspec.Struct, frozen=True, tag="asked", tag_field="entry"):
-    """Probes that the search has asked for."""
+    """Journal entry: probes that the search has asked for."""
 
     probes: tuple[Probe, ...]
     at_seconds: float  # on the session's clock
 
 
 class ObservationEntry(msgspec.Struct, frozen=True, tag="seen", tag_field="entry"):
-    """Outcome of a probe."""
+    """Journal entry: the outcome of a probe."""
 
     seen: Observation
     at_seconds: float
 
 
 class FactsEntry(msgspec.Struct, frozen=True, tag="known", tag_field="entry"):
-    """What is known about software, workload and data."""
+    """Journal entry: what is known about software, workload and data."""
 
     facts: Facts
 
 
 class FailedEntry(msgspec.Struct, frozen=True, tag="failed", tag_field="entry"):
-    """The search has ended with an error, without a plan."""
+    """Journal entry: the search has ended with an error, without a plan."""
 
     message: str
     at_seconds: float
@@ -132,7 +132,7 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def pending(self) -> tuple[AskedEntry, tuple[Probe, ...]] | None:
-        """The last probes asked for, and those of them without an outcome; None if all have one."""
+        """The last request for probes, and its probes without an outcome; None if all have one."""
         answered: set[Probe] = set()
         for entry in reversed(self.entries):
             if isinstance(entry, AskedEntry):
@@ -144,7 +144,7 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def clock_seconds(self) -> float:
-        """Seconds that the search had spent when the journal ended."""
+        """Seconds that the search had spent, without probes that were cut off."""
         pending = self.pending
         if pending is not None:
             return pending[0].at_seconds
@@ -235,9 +235,9 @@ def reopen(path: Path) -> tuple[Journal, JournalContents]:
 
 
 def read(path: Path, *, foreign: bool = False) -> JournalContents:
-    """Read a journal; with `foreign`, one that another user may have written.
+    """Read a journal; with `foreign`, it may come from another user.
 
-    Raises RequestError if it is broken or, unless it is foreign, others may write it. An incomplete
+    Raises RequestError if it is broken or, without `foreign`, writable by others. An incomplete
     last line is left out.
     """
     content = read_trusted(path, foreign=foreign)

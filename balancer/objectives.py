@@ -45,7 +45,7 @@ class Objective(msgspec.Struct, frozen=True):
 
 
 def mean_power(turns: Iterable[Timed]) -> Power | None:
-    """Return the mean power over measurements, or None if none of them knows it."""
+    """Return the mean power over measurements, or None if it is unknown in all of them."""
     known = [seen.power for seen in turns]
     return Power.mean([power for power in known if power is not None])
 

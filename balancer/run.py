@@ -106,10 +106,10 @@ def begin(job: Job) -> OpenRun:
 
 
 def reopen(name: str, request: Request, extend_seconds: float | None = None) -> OpenRun:
-    """Open an existing run to continue it with the options that may change.
+    """Open an existing run to continue it; only some options may differ from its own.
 
-    `extend_seconds` is added to the time already spent. Raises RequestError if the request or the
-    devices differ from the run's.
+    `extend_seconds` is added to the time already spent. Raises RequestError if other options or the
+    devices differ.
     """
     folder = runs.run_folder(runs.find(name))
     with ExitStack() as locks:

@@ -73,7 +73,7 @@ class Session(EventThread):
 
     @property
     def search(self) -> Search:
-        """The decisions of the search."""
+        """The search that decides what to measure."""
         return self._search
 
     def report(self) -> SearchReport:
@@ -333,7 +333,10 @@ class Session(EventThread):
 
 
 def latest_end(budget_seconds: float | None) -> float:
-    """Return the second at which all probes must have ended; inf without a budget."""
+    """Return the time, in seconds of the search, by which all probes must have ended.
+
+    inf without a budget.
+    """
     # even while they run steps
     return (
         math.inf

@@ -405,7 +405,7 @@ class ChartedCurve(NamedTuple):
 
 
 def curves(state: SessionState) -> tuple[ChartedCurve, ...]:
-    """Return the curve of each device about which anything is known."""
+    """Return the curves of all devices that have a measurement or a prediction."""
     sketches = (
         {sketch.device: sketch for sketch in state.belief.curves}
         if state.belief is not None

@@ -46,7 +46,7 @@ def student(freedom: int) -> float:
 def find_correlation(values: Sequence[float]) -> float:
     """Estimate the correlation of consecutive values, corrected for the bias of short series.
 
-    The result is at least 0 and at most MOST_CORRELATION. Bias: Kendall, 1954.
+    The result is at least 0 and at most MOST_CORRELATION.
     """
     middle = fmean(values)
     around = [value - middle for value in values]
@@ -63,8 +63,8 @@ def find_correlation(values: Sequence[float]) -> float:
 def lone_error(first_seconds: float, seconds: float) -> float:
     """Return the relative half-width of the 95 % interval of a single timed step.
 
-    `first_seconds` is the time of the step before it, whose difference counts as a sign of noise
-    unless it was much longer.
+    Its difference to the step before it, which took `first_seconds`, adds to an assumed error,
+    unless that step was much slower, as first steps are.
     """
     # a first step that took over 20 % longer also traced or tuned kernels
     usual = 0 < first_seconds <= USUAL * seconds

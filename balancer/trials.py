@@ -365,7 +365,7 @@ def _measure_first_batches(
 
 @contextmanager
 def _stopped_after(seconds: float | None, stop: threading.Event) -> Iterator[threading.Event]:
-    """Context manager that sets `stop` after some seconds; it yields an event for that case."""
+    """Context manager that sets `stop` after some seconds; the yielded event says that it did."""
     # set only when the time is up, not when the user stops
     over = threading.Event()
 

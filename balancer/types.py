@@ -83,10 +83,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def active(self) -> tuple[int, ...]:
-        """Positions of the devices that take part:
-
-        with a share, or with a part of the model's state.
-        """
+        """Positions of the devices that have a share, or hold a part of the model's state."""
         held = self.state or (0.0,) * len(self.shares)
         both = enumerate(zip(self.shares, held, strict=True))
         return tuple(i for i, (share, part) in both if share or part)
@@ -187,7 +184,7 @@ Doubt = Literal[  # in the order in which they are reported
 
 
 class MeasurementDoubt(msgspec.Struct, frozen=True):
-    """A reason why a measurement may be wrong, such as throttling or noise."""
+    """A warning about a measurement, such as throttling or noise."""
 
     code: Doubt
     value: float = 0.0  # the measured value: a relative size, a fraction of time, or a step number
@@ -291,7 +288,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def restart_seconds(self) -> float:
-        """Seconds that starting these processes again would take; imports aren't repeated."""
+        """Seconds to start these processes again, without the imports."""
         return self.start_seconds - self.import_seconds
 
     @property
@@ -307,7 +304,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def power(self) -> Power | None:
-        """Mean power of active and of idle devices, or None unless it is known for every device."""
+        """Mean power of active and idle devices; None if it is unknown for any device."""
         watts = [watt for watt in self.watts if watt is not None]
         if not watts or len(watts) < len(self.watts):
             return None
@@ -332,7 +329,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def throughput(self) -> Interval:
-        """Samples/s with the 95 % interval, scaled from that of the step time."""
+        """Samples/s, with the relative error of the step time."""
         value = self.samples_per_second
         half = value * (self.high_seconds - self.low_seconds) / 2 / self.step_seconds
         return Interval(value, max(0.0, value - half), value + half)
@@ -371,7 +368,7 @@ KNOBS_BEGAN_AT = 1000  # journals up to 0.1: race turns from this number on comp
 def upgrade_probe(probe: Probe) -> Probe:
     """Convert a probe of an old journal to the stages and turns of today.
 
-    Old journals filed single devices under SPLIT, and option comparisons under RACE.
+    Old journals recorded single devices as SPLIT, and comparisons of options as RACE.
     """
     if probe.stage == Stage.SPLIT and probe.layout.traits.alone:
         return msgspec.structs.replace(probe, stage=Stage.REST)
@@ -424,7 +421,7 @@ MEASURED_PART = 1 / 64
 
 
 class ModelState(msgspec.Struct, frozen=True):
-    """Memory of a model trained in shards, in bytes over all devices together."""
+    """Memory of a model that can be trained in shards, in bytes."""
 
     state_bytes: int  # parameters, gradients and the optimizer's state
     gathered_bytes: int  # the model's own parameters and two whole units, with their gradients
@@ -449,9 +446,7 @@ class KnownLink(msgspec.Struct, frozen=True):
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """Everything that the search needs to know:
-
-    devices, memory, batch limits, budget and objective.
+    """Input of the search: devices, memory, batch limits, budget and objective.
 
     `memory_bytes` has the usable bytes of each device; None means unknown.
     """

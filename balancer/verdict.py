@@ -54,7 +54,7 @@ WhyNotChosen = Literal[  # why a layout with more samples/s isn't the plan
 
 
 class MeasuredRate(msgspec.Struct, frozen=True):
-    """Throughput with its 95 % interval; `known` is False if it is too imprecise."""
+    """Throughput with its 95 % interval; `known` is False if it is too imprecise to compare."""
 
     samples_per_second: float
     low: float
@@ -174,7 +174,7 @@ class UnequalDevices(msgspec.Struct, frozen=True):
 
 
 class VerdictDoubt(msgspec.Struct, frozen=True):
-    """A reason why the results may be wrong, such as throttling."""
+    """A warning about the results, such as throttling, with the device concerned."""
 
     code: Doubt
     device: str = ""  # label; empty: all devices
@@ -281,7 +281,7 @@ class ObjectiveReached(msgspec.Struct, frozen=True):
 
 
 class Learning(msgspec.Struct, frozen=True):
-    """What the global batch means for learning, from the gradient noise scale."""
+    """Effect of the global batch on learning, estimated from the gradient noise scale."""
 
     global_batch: int
     noise_scale: NoiseScale | None = None

@@ -131,7 +131,7 @@ class BlockTimer:
 
     @property
     def phase(self) -> str:
-        """ "warming up" or "measuring"."""
+        """Current phase: "warming up" or "measuring"."""
         return "measuring" if self._steps else "warming up"
 
     def next_steps(self) -> int:
@@ -296,7 +296,7 @@ class BlockTimer:
 
 
 def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[MeasurementDoubt, bool]:
-    """Return a throttling warning, and whether it holds."""
+    """Return a throttling warning, and whether it applies."""
     # the warning's value is the larger of two fractions: the time in which devices report
     # throttling, and the distance of the mean step time from the blocks' median
     spent = sum(block.wall_seconds for block in clean)
@@ -394,7 +394,7 @@ def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
 
 
 def _find_drift(means: Sequence[float]) -> tuple[float, bool]:
-    """Return the relative change between the halves of a measurement, and whether it is a drift."""
+    """Return the relative change between the halves of a measurement, and whether it matters."""
     if len(means) < 2 * FEWEST_BLOCKS:
         return 0.0, False
     half = len(means) // 2

@@ -311,8 +311,8 @@ class ChildGroup:
     def release_memory(self, seconds: float, stop: threading.Event) -> dict[int, int]:
         """Let all ranks release cached memory.
 
-        Returns the bytes that remain by device position, without devices for which they are
-        unknown. Raises GroupError and StoppedError.
+        Returns the bytes still held on each device by position, where known. Raises GroupError and
+        StoppedError.
         """
         replies = self.call(lambda _: ReleaseMemory(), MemoryReleased, seconds, stop)
         sizes = [size for reply in replies for size in cast(MemoryReleased, reply).memory_bytes]

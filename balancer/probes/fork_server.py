@@ -78,7 +78,10 @@ class ChildExited(msgspec.Struct, frozen=True, tag=True):
 
 
 class BuildShared(msgspec.Struct, frozen=True, tag=True):
-    """A process has left a copy of itself with the workload built; `obstacle` says why not."""
+    """Whether a process has left a copy of itself with its built workload.
+
+    `obstacle` says why not.
+    """
 
     obstacle: str = ""
 
@@ -188,8 +191,8 @@ class ForkServer:
 def import_first(names: Sequence[str], start_driver: Callable[[], object]) -> None:
     """Import modules for all later processes, named as "module" or "module:attribute".
 
-    If that starts a GPU driver, the program is started anew without the imports, because a process
-    that runs a driver can't be forked.
+    If the process can't be forked afterwards, for example because a GPU driver has started, the
+    program starts anew without the imports.
     """
     try:
         for name in names:
@@ -222,7 +225,7 @@ def adopt_orphans() -> None:
 
 
 class ForkedChild(Protocol):
-    """A process as the server sees it."""
+    """What a server records of a process: its id and its exit."""
 
     pid: int  # 0 until it runs
 
@@ -281,7 +284,10 @@ class ChildServer(ABC):
         return key
 
     def send_signal(self, key: int | None, number: int, group: bool = False) -> None:
-        """Send a signal to the process of this key, or to its group; None is the server itself."""
+        """Send a signal to the process of this key, or to its process group.
+
+        None stands for the server itself, if it has a process of its own.
+        """
         if key is not None:
             with suppress(OSError):
                 self._channel.send(msgspec.json.encode(SignalRequest(key, number, group)))

@@ -66,7 +66,7 @@ class LocalHost:
         self._starter = ThreadPoolExecutor(1, "child starter")
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Call one of the methods by name, as `RemoteHost.ask` does on another host."""
+        """Call a method of this host by name, as `RemoteHost.ask` does remotely."""
         return attrgetter(method)(self)(*arguments)
 
     def wait_for_drivers(
@@ -111,7 +111,10 @@ class LocalHost:
         return self._starter.submit(start).result()
 
     def _find_server(self, environment: ChildEnvironment) -> tuple[ChildServer, int | None]:
-        """Return a server for this environment, and a file descriptor for a copy to be left."""
+        """Return a server for this environment, and a channel for a copy of the process.
+
+        The channel is a file descriptor, or None if no copy is needed.
+        """
         # a server has already imported the framework, so it suits only children with the same
         # values of all variables that affect the import
         late = tuple(prefix for backend in all_backends() for prefix in backend.late_variables)
@@ -462,7 +465,7 @@ class Hosts:
             yield self._by_name[name]
 
     def _with_drivers(self, positions: Collection[int]) -> Iterator[LocalHost | RemoteHost]:
-        """Iterate over the hosts of those positions that aren't CPU slices."""
+        """Return the hosts of the GPUs among these positions."""
         return self._among(
             [position for position in positions if not self._devices[position].on_cpu]
         )

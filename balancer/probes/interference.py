@@ -145,7 +145,7 @@ class InterferenceMonitor:
         return found
 
     def _round_up(self, position: int, short: int) -> int:
-        """Round a growing byte count up to hundredths of the device's memory."""
+        """Round bytes up to a hundredth of the device's memory, never below the last result."""
         # small changes aren't reported: the last value is returned until it is exceeded
         if short > self._short.get(position, 0):
             step = max(1, int(STEP * (self._devices[position].memory_bytes or 0)))

@@ -83,9 +83,9 @@ def map_ranks(
     environments: Sequence[ChildEnvironment],
     busy_cores: Mapping[int, float],
 ) -> RankMap:
-    """Describe the ranks of a layout.
+    """Return which devices the ranks of a layout use, and how many cores.
 
-    `busy_cores` has the number of cores that a step keeps busy, where it was measured.
+    `busy_cores` has the number of cores that a step keeps busy by position, where it was measured.
     """
     threads = environments[0].threads or 1
     positions = key.active * key.processes

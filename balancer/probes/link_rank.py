@@ -53,7 +53,7 @@ class Summed(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag=True):
-    """A command has failed."""
+    """A command raised an exception."""
 
     error: str
 

@@ -120,8 +120,8 @@ def measure_links(
     """Measure the all-reduce of each pair of devices, and of all together.
 
     GPUs are measured over each transport. `report` is called after each measurement; `program` is
-    the command that runs a rank. For a link that fails by default, it also looks for variables of
-    NCCL with which it works.
+    the command that runs a rank. If a link fails over the default transport, variables of NCCL with
+    which it works are searched too.
     """
     sets: list[tuple[int, ...]] = [*combinations(range(len(devices)), 2)]
     if len(devices) > 2:

@@ -63,8 +63,8 @@ class SimulatedProber:
     ) -> Iterator[Observation]:
         """Run probes at the same time, and yield the outcome of each as it ends.
 
-        Probes that `stop` or the end of time cuts off yield nothing. Devices of `finished` probes
-        count as busy.
+        Probes cut off by `stop` or `end_seconds` yield nothing. Devices of `finished` probes count
+        as busy.
         """
         start = self._clock
         busy = {position for probe in (*probes, *finished) for position in probe.layout.active}
@@ -280,7 +280,7 @@ class _SimulatedProbe:
     def _throttle(
         self, step: float, parts: tuple[float | None, ...], elapsed: float
     ) -> tuple[float, tuple[float | None, ...]]:
-        """Return step and compute times with the throttling at this moment."""
+        """Return the step time and compute times as lengthened by throttling."""
         at = self._start + elapsed
         speeds = [1 - self._machine.slowed(i, at) for i in range(len(parts))]
         longest = max(filter(None, parts), default=0.0)
@@ -293,7 +293,7 @@ class _SimulatedProbe:
         return step + longest_held - longest, held
 
     def _slowed(self, elapsed: float) -> tuple[float, int]:
-        """Return by which fraction the most throttled device is slowed, and its position or -1."""
+        """Return the largest slowdown by throttling, as a fraction, and its device or -1."""
         active = self._probe.layout.active
         slowed, position = max((self._machine.slowed(i, self._start + elapsed), -i) for i in active)
         return slowed, -position if slowed else -1

@@ -87,9 +87,9 @@ def list_links(devices: Sequence[Device], driver: str) -> tuple[Link, ...]:
 
 
 def find_known_link(devices: Sequence[Device], driver: str) -> KnownLink | None:
-    """Return the measured link over the most of these devices, or None.
+    """Return the measured link of the largest group among these devices, or None.
 
-    Of several, the slowest counts.
+    Of several such groups, the slowest counts.
     """
     newest = _find_newest(devices, driver)
     widest = max(map(len, newest), default=0)

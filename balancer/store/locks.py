@@ -172,9 +172,9 @@ def kernel_files(device: Device) -> list[Path]:
 
 
 def try_lock(descriptor: int) -> int | None:
-    """Lock an open file; return None, or the process id of the holder.
+    """Lock an open file, or return the process id of its holder.
 
-    0 means that the holder is unknown.
+    None means that it is locked now, 0 that the holder is unknown.
     """
     for _ in range(TRIES):
         try:

@@ -98,7 +98,7 @@ class StoredRun(msgspec.Struct, frozen=True):
         return self.end.plan if self.end is not None else None
 
     def require_plan(self) -> Plan:
-        """Return its plan; raises RequestError if there is none."""
+        """Return its plan, or raise RequestError if there is none."""
         if self.plan is not None:
             return self.plan
         reasons = {

@@ -25,7 +25,7 @@ SAME = 1e-6  # relative difference between two rates of one plan
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """How fast training runs with a plan were; the speed is that of the newest run."""
+    """Throughput that training with a plan reached, in its newest run."""
 
     trainings: int
     samples_per_second: float  # median
@@ -43,7 +43,7 @@ class Trained(msgspec.Struct, frozen=True):
 
 
 def find_trained(plan: Plan, trainings: Iterable[RecordedTraining]) -> Trained | None:
-    """Return how fast the training runs with a plan were, or None if there are none.
+    """Return the throughput that training runs with a plan reached, or None without any.
 
     `trainings` are in order, newest first.
     """
@@ -57,7 +57,7 @@ def find_trained(plan: Plan, trainings: Iterable[RecordedTraining]) -> Trained |
 
 
 def _by_plan(plan: Plan, training: RecordedTraining) -> list[TrainingEntry]:
-    """Return the entries of a training run from the times at which it followed the plan."""
+    """Return the entries of a training run while it followed the plan."""
     entries: list[TrainingEntry] = []
     follows = False
     for entry in training.entries:
