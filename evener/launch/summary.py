@@ -331,6 +331,10 @@ def _describe_changes(summary: TrainingSummary) -> str:
     shares = "equal" if is_even else "+".join(map(str, first.shares))
     speed = f", {rate(first.samples_per_second)} samples/s" if first.samples_per_second else ""
     often = "once" if first.changes == 1 else f"{first.changes} times"
+    now = tuple(rank.share for rank in summary.ranks)
+    if first.compared.outcome == "same shares" and now != first.shares:
+        # the newest shares haven't had enough steps to be compared
+        return f"; {shares} at first{speed}; changed {often}: too few steps since to compare"
     return f"; {shares} at first{speed}; changed {often}{_describe_gain(first.compared)}"
 
 

@@ -82,7 +82,7 @@ class StepRecord:
     """The step times of one rank under its first and its last shares."""
 
     def __init__(self) -> None:
-        self.changes = 0  # number of changes of the shares that steps used
+        self.changes = 0  # number of changes since the first shares that had enough steps
         self._first: _ShareSpan | None = None
         self._last: _ShareSpan | None = None
         self._now: _ShareSpan | None = None
@@ -97,7 +97,7 @@ class StepRecord:
         """
         # a disturbed step counts only if there are too few others
         if self._now is None or shares != self._now.shares:
-            self.changes += self._now is not None
+            self.changes += self._first is not None
             self._now = _ShareSpan(shares)
         now = self._now
         now.steps += 1
