@@ -1,11 +1,6 @@
-"""Train any `transformers.Trainer` with a plan, with unequal shares of each batch.
+"""Train with a plan by transformers' Trainer, TRL's trainers and other subclasses.
 
-The shares don't change what is learned.
-
-    trainer = with_plan(Trainer, "plan.toml")(model=model, args=args, train_dataset=data)
-
-Start the script with torchrun or accelerate launch, one process per active device of the plan.
-docs/training_huggingface.md lists the losses and features for which the result stays the same.
+Raises RequestError on import if transformers is missing or older than 4.56.
 """
 
 from ..errors import RequestError

@@ -1,12 +1,4 @@
-"""Audits of a Trainer: compare gradients computed at once and by shares.
-
-An audit computes the gradient of a few rows in one pass and by shares, with the trainer's own
-`compute_loss`. The rows of each share are collated separately. Their losses are weighted as in a
-training step.
-
-Under `evener run`, the gradient by shares is compared with the gradient of the program's own
-launcher: the mean of the gradients of equal parts.
-"""
+"""Checks during training that a Trainer's gradients are those of the whole batch."""
 
 from __future__ import annotations
 
@@ -44,11 +36,7 @@ _OURS = "evener."
 
 
 class TrainerAudit:
-    """Audits the steps of one trainer.
-
-    - `dataset`, `collate`: the data set and the collator of its training loader.
-    - `gathering`: gathers the trainer's metrics over ranks. It doesn't communicate during an audit.
-    """
+    """Checks gradients after chosen steps of a Trainer."""
 
     def __init__(self, trainer: Any, gathering: Gathering, dataset: Any, collate: Any) -> None:
         self._trainer = trainer
@@ -60,10 +48,9 @@ class TrainerAudit:
         self._audits.question = " Is it a mean over rows?"
 
     def after_step(self, numbers: Sequence[int], loss: TrainerLoss) -> None:
-        """Audit a step, if an audit is due.
+        """Check the gradients of a few of the step's rows, if a check is due.
 
-        `numbers` are the indices of the step's rows in the data set. Call this method after the
-        backward pass and before the optimizer's step. Raises RequestError if the gradients differ.
+        `numbers` are the row indices of the global batch.
         """
         trainer = self._trainer
         own = partial(_find_own_loss(type(trainer)), trainer.compute_loss_func)
@@ -78,17 +65,14 @@ class TrainerAudit:
 
 
 class TrainerComputations:
-    """Builds the computations that an audit compares, for the loss of a few rows."""
+    """Computes a Trainer's loss for a few rows: at once, by shares, or in equal parts."""
 
     def __init__(self, trainer: Any, gathering: Gathering) -> None:
         self._trainer = trainer
         self._gathering = gathering
 
     def sketcher(self) -> GradientSketcher:
-        """Return a GradientSketcher that computes gradients of the trainer's model.
-
-        It leaves the trainer's state, its metrics and the random state as they were.
-        """
+        """Return a sketcher that computes gradients without side effects on the Trainer."""
         trainer = self._trainer
         apart = {id(trainer.train_dataset), id(trainer.eval_dataset), id(trainer)}
         held = [each for each in vars(trainer).values() if id(each) not in apart]
@@ -107,15 +91,10 @@ class TrainerComputations:
         return sketcher
 
     def make(self, few: FewRows, loss: TrainerLoss, follows_launcher: bool = False) -> Computations:
-        """Return the computations of a few rows' gradient, for an audit.
+        """Return the computations to compare: the reference, the one by shares, and variants.
 
-        - The reference computes all rows in one process. With `follows_launcher`, it is the mean
-          over equal parts instead, as under the program's own launcher.
-        - The computation by shares weights each pass by its rows or tokens, whichever the loss
-          averages over.
-
-        The result also has variants of the computation by shares. They show the cause of a
-        difference.
+        Variants change one possible cause of a difference, to find it. With `follows_launcher`, the
+        reference is the mean over equal parts.
         """
         micro = FEW if max(self._trainer._shares.passes) > 1 else 0
         excess = follows_launcher and self._trainer.excess > 1
@@ -132,10 +111,9 @@ class TrainerComputations:
     def at_once(
         self, few: FewRows, times: int = 1, world: int = 1, weight: float = 1.0
     ) -> Computation:
-        """Return the computation of all rows in one pass.
+        """Return the computation of all rows in one batch.
 
-        During the computation, the trainer sees `world` processes. The loss function gets the rows'
-        num_items_in_batch, multiplied by `times`. The loss is multiplied by `weight`.
+        The Trainer sees `times` as many items, and `world` processes.
         """
         items = self.count_items([few.whole])
         return [
@@ -150,12 +128,10 @@ class TrainerComputations:
         micro: int = 0,
         excess: bool = False,
     ) -> Computation:
-        """Return the computation of a few rows that are divided into shares.
+        """Return the computation of parts whose losses are weighted by their rows or labels.
 
-        - `batches`, `sizes`: each share's batch, and its number of rows.
-        - `micro`: maximum number of rows per pass; 0 for one pass per share.
-        - `excess`: True to keep the number of processes as a factor of the loss, if the trainer
-          multiplies its loss by it.
+        `sizes` are the parts' row counts. `micro` is the most rows per pass; 0 doesn't cut. With
+        `excess`, a loss multiplied by the number of processes isn't divided.
         """
         parts: list[tuple[Any, int]] = []
         for batch, rows in zip(batches, sizes, strict=True):
@@ -171,7 +147,7 @@ class TrainerComputations:
         ]
 
     def _by_launcher(self, few: FewRows) -> Computation:
-        """Return how the program's own launcher would compute these rows."""
+        """Return the computation of equal parts, as by the program's own launcher."""
         items = self.count_items(few.even)
         if not self._trainer.args.average_tokens_across_devices:
             own = [self.count_items([each]) for each in few.even]
@@ -184,14 +160,14 @@ class TrainerComputations:
         ]
 
     def count_items(self, batches: Sequence[Any]) -> Any:
-        """Return the number of items in these batches; None if the trainer doesn't count items."""
+        """Return `num_items_in_batch` for the batches, or None if the trainer doesn't count."""
         # The trainer divides its loss by this number.
         trainer = self._trainer
         with pretend_processes(trainer.accelerator, 1):
             return private.count_items(trainer, batches, trainer.args.device)
 
     def _loss(self, batch: Any, items: Any, world: int) -> Any:
-        """Return a function that computes the trainer's loss of a batch."""
+        """Return a function that computes the loss and refuses collectives."""
         # The trainer sees `world` processes during the computation.
         # `items` is the number that is passed to the loss; None if the trainer counts none
         return refuse_collectives(partial(self._compute, batch, items, world))
@@ -205,7 +181,7 @@ class TrainerComputations:
 
 
 def _weigh_parts(parts: Sequence[tuple[Any, int]], loss: TrainerLoss) -> list[float]:
-    """Return each part's weight in the loss of all rows."""
+    """Return the weight of each part's loss, by items, rows or labels."""
     # a part is a batch with its number of rows
     if loss.mean_over == ITEMS:
         return [1.0] * len(parts)
@@ -216,7 +192,7 @@ def _weigh_parts(parts: Sequence[tuple[Any, int]], loss: TrainerLoss) -> list[fl
 
 
 def _cut_passes(batch: Any, rows: int, micro: int) -> list[tuple[Any, int]]:
-    """Cut a part into passes of at most `micro` rows, if possible."""
+    """Cut a batch into passes of at most `micro` rows; a batch that can't be cut stays whole."""
     # Each pass has its number of rows. If `micro` is 0, there is only one pass.
     if not micro or rows <= micro:
         return [(batch, rows)]
@@ -231,7 +207,7 @@ def _cut_passes(batch: Any, rows: int, micro: int) -> list[tuple[Any, int]]:
 
 
 def _find_own_loss(kind: type) -> Any:
-    """Return a trainer class's `compute_loss` function, ignoring evener's own classes."""
+    """Return the `compute_loss` that the user's class defines or inherits."""
     for each in kind.__mro__:
         if "compute_loss" in vars(each) and not each.__module__.startswith(_OURS):
             return vars(each)["compute_loss"]

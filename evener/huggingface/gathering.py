@@ -1,4 +1,4 @@
-"""Gather a Trainer's values over ranks with different numbers of rows, and over passes."""
+"""`Accelerator.gather` for ranks with different row counts and passes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..torch.rows.structure import each_tensor
 
 @contextmanager
 def pretend_processes(accelerator: Any, number: int) -> Iterator[None]:
-    """Make transformers, accelerate and torch see `number` processes in a `with` block."""
+    """Context manager in which accelerate and PyTorch report `number` processes."""
     states = [accelerator.state.__dict__, vars(PartialState())]
     before, asked = [state["num_processes"] for state in states], dist.get_world_size
     try:
@@ -35,11 +35,7 @@ def pretend_processes(accelerator: Any, number: int) -> Iterator[None]:
 
 
 class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
-    """A metric's gathered values, one for each rank and pass.
-
-    Each value is a mean over the rows of its pass. `mean` weights the values by `rows`, the passes'
-    numbers of rows. `sum` adds up `sums`. The results are the same as with equal shares.
-    """
+    """Tensor of a scalar from each pass, whose `mean` is weighted by rows."""
 
     # `sums` has the value of each pass. If memory ran out and a pass was computed in pieces, `sums`
     # has the sum of the pieces' values.
@@ -48,18 +44,11 @@ class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
     sums: torch.Tensor  # for each value, the sum over the pieces of its pass
 
     def sum(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the sum over all ranks and passes.
-
-        If a pass was computed in pieces because memory ran out, the values of all its pieces are
-        added.
-        """
+        """Return the sum over passes."""
         return self.sums.sum(*args, **kwargs)
 
     def mean(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the mean, weighted by rows.
-
-        With arguments such as `dim`, the mean isn't weighted.
-        """
+        """Return the mean weighted by rows; the plain mean if arguments are given."""
         plain = self.as_subclass(torch.Tensor)
         if args or kwargs or not self.rows.sum():
             return plain.mean(*args, **kwargs)
@@ -69,14 +58,14 @@ class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call a torch function on plain tensors."""
+        """Return plain tensors from all other functions."""
         # So the results aren't PassValues.
         with plain_tensors():
             return function(*args, **(kwargs or {}))
 
 
 class _Piece(NamedTuple):
-    """A pass that is being computed, or a piece of one; see `Gathering.computing`."""
+    """The part of a batch being computed, in rows."""
 
     rows: int
     full_batch: int
@@ -84,11 +73,10 @@ class _Piece(NamedTuple):
 
 
 class Gathering:
-    """Replaces `accelerator.gather`, for ranks with different numbers of rows.
+    """Replaces `accelerator.gather` during training by one that handles unequal shares.
 
-    A call returns the values of the batch's passes so far. In the last pass, these are the values
-    of all passes. Filler rows aren't gathered. `timer` excludes the time of gathering from compute
-    time (own work).
+    Each pass gathers the values of the batch so far: tensors are concatenated along their rows, and
+    scalars become `PassValues`.
     """
 
     # A rank without rows computes a filler row.
@@ -107,20 +95,17 @@ class Gathering:
         accelerator.gather = self.gather
 
     def begin_batch(self) -> None:
-        """Begin a batch: discard the values that the previous batch's passes gathered."""
+        """Forget the values of the previous batch."""
         self._earlier = []
         self.end_pass()
 
     def end_pass(self) -> None:
-        """End a pass: discard the values that its gather calls have collected."""
+        """Forget the values of the pass's pieces."""
         self._pieces, self._gathered_calls = [], []
 
     @contextmanager
     def local(self, shift: float = 0.0) -> Iterator[None]:
-        """Let a rank gather only its own values within a `with` block.
-
-        Each value is increased by `shift`, which shows whether a loss depends on gathered values.
-        """
+        """Context manager in which `gather` returns this rank's values, plus `shift`."""
         before, self._local, self._shift = (self._local, self._shift), True, shift
         try:
             yield
@@ -131,12 +116,10 @@ class Gathering:
     def computing(
         self, rows: int, full_batch: int = 0, is_last_piece: bool = True
     ) -> Iterator[None]:
-        """Return a context for computing a pass, or a piece of a pass.
+        """Context manager for computing one pass of `rows` rows, or a piece of it.
 
-        - `rows`: number of rows that count. Further rows are fillers, which aren't gathered.
-        - `full_batch`: in an evaluation, the number of rows of a full batch; otherwise, 0.
-        - `is_last_piece`: False if another piece of the pass follows. Values are gathered only in
-          the last piece.
+        `full_batch` is the batch size before filler rows are removed, 0 if there are none. Only the
+        last piece of a pass exchanges values.
         """
         outer, self._piece = self._piece, _Piece(rows, full_batch, is_last_piece)
         self._call = 0
@@ -146,10 +129,7 @@ class Gathering:
             self._piece = outer
 
     def save(self) -> Callable[[], None]:
-        """Save this batch's gathered values; return a function that restores them.
-
-        Call that function before a pass is repeated.
-        """
+        """Return a function that restores the gathered values as they are now."""
         # Values that other ranks have sent in this pass are kept, because they won't be sent again.
         earlier, pieces = (
             [list(each) for each in every] for every in (self._earlier, self._pieces)
@@ -161,19 +141,12 @@ class Gathering:
         return put_back
 
     def add_up(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `values` over all ranks.
-
-        `values` and the result are tensors of shape (n,) on the same device.
-        """
+        """Return the sum of `values` over all ranks."""
         sums: torch.Tensor = self._gather(values[None]).sum(0)
         return sums
 
     def gather(self, data: Any) -> Any:
-        """Return the tensors of all ranks, concatenated in rank order.
-
-        `data` is a tensor or nested tensors. In the context `local`, only this rank's tensors are
-        returned.
-        """
+        """Gather tensors in `data` from all ranks, as `accelerator.gather` does."""
         if self._local:
             self.calls += 1
             return each_tensor(
@@ -194,10 +167,7 @@ class Gathering:
         return self._join_earlier_passes(call, gathered, is_scalar=tensor.ndim == 0)
 
     def _gather_call(self, call: int, tensor: torch.Tensor, piece: _Piece) -> Any:
-        """Return the result of a gather call in a pass or piece.
-
-        In the pass's last piece, the result has the values of all ranks and pieces.
-        """
+        """Gather one value of a piece, or return it if this pass has gathered it before."""
         # `call` is the number of earlier gather calls in the pass or piece.
         if call < len(self._gathered_calls):
             # the pass is repeated, and the other ranks' values were already gathered
@@ -208,7 +178,7 @@ class Gathering:
         return self._gather_pieces(self._pieces[call], piece.is_last)
 
     def _join_earlier_passes(self, call: int, gathered: Any, is_scalar: bool) -> Any:
-        """Return a gather call's values, joined with the batch's earlier passes."""
+        """Join the value with those of earlier passes of the same batch."""
         if call == len(self._earlier):
             self._earlier.append([])
         every = self._earlier[call]
@@ -226,10 +196,7 @@ class Gathering:
         return _weighted(joined, sums, rows)
 
     def _gather_pieces(self, pieces: list[tuple[torch.Tensor, int]], is_last: bool) -> Any:
-        """Return the result of a gather call, given each piece's tensor and number of rows.
-
-        Other ranks' values are included only in the pass's last piece.
-        """
+        """Gather a value of all pieces of a pass; before the last piece, only this rank's."""
         gather = self._gather if is_last else lambda own: own
         values = [value for value, _ in pieces]
         if values[0].ndim:
@@ -257,7 +224,7 @@ class Gathering:
 def _gather_scalar(
     values: list[torch.Tensor], rows: list[int], gather: Callable[[torch.Tensor], Any]
 ) -> Any:
-    """Gather a scalar metric: each rank's mean, number of rows and sum."""
+    """Gather a scalar from each rank with its row count."""
     # `values` and `rows` have one entry for each piece of this rank's pass.
     own = torch.stack(values).double()
     count = own.new_tensor(rows)
@@ -276,10 +243,9 @@ def _weighted(values: torch.Tensor, sums: torch.Tensor, rows: torch.Tensor) -> P
 
 
 def share_evaluation(trainer: Any, make: Callable[[], Any], gathering: Gathering) -> Any:
-    """Return an evaluation loader with this rank's batches: every world-th batch of `make()`.
+    """Return an evaluation loader that divides whole batches among ranks.
 
-    `make` creates the trainer's loader. If its rows have no fixed order, return the loader that
-    accelerate prepares.
+    Data sets without a fixed order get accelerate's own loader.
     """
     loader = make_undivided(trainer, make)
     fixed = not isinstance(loader.dataset, IterableDataset) and isinstance(
@@ -293,16 +259,15 @@ def share_evaluation(trainer: Any, make: Callable[[], Any], gathering: Gathering
 
 
 def make_undivided(trainer: Any, make: Callable[[], Any]) -> Any:
-    """Return the loader that `make` creates, before accelerate divides its rows among ranks."""
+    """Call `make` and return its loader before accelerate divides it among ranks."""
     with replaced(trainer.accelerator, "prepare", lambda loader: loader):
         return make()
 
 
 class SharedLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not followed
-    """Loads every world-th batch of another loader, for one rank.
+    """Evaluation loader in which ranks take batches in turn.
 
-    Rank r begins with batch number r. All ranks take the same number of steps, so some ranks may
-    load the last batch again. `gathering` leaves the repeated rows out of gathered values.
+    A rank without a batch left computes the last one, which then counts zero rows.
     """
 
     def __init__(self, loader: Any, accelerator: Any, gathering: Gathering) -> None:

@@ -1,7 +1,4 @@
-"""What a Trainer's loss is: a mean over rows, labels or items.
-
-`meaning.py` determines it before the first step, and `passes.py` weights passes accordingly.
-"""
+"""What a Trainer's loss is averaged over: rows, labels, or items of the whole batch."""
 
 from __future__ import annotations
 
@@ -17,13 +14,10 @@ ITEMS, ROWS = "num_items_in_batch", "rows"
 
 
 class TrainerLoss(msgspec.Struct, frozen=True):
-    """The unit that a trainer's loss averages over: rows, labels or items.
+    """What the loss is averaged over, and the number that it is multiplied by.
 
-    - `mean_over`: "num_items_in_batch" (the trainer passes this divisor to its loss), "rows",
-      "labels" or "shifted labels" (see `count_labels`).
-    - `multiplied`: the factor by which the trainer multiplies the loss when several processes
-      train.
-    - `certain`: True if the checked rows distinguish a mean over rows from a mean over labels.
+    `mean_over` is "rows", "num_items_in_batch", "labels" or "shifted labels". `certain` is False if
+    several of these fit.
     """
 
     mean_over: str
@@ -32,24 +26,17 @@ class TrainerLoss(msgspec.Struct, frozen=True):
 
     @property
     def excess(self) -> int:
-        """The factor by which the trainer's own loss is too large.
-
-        It is the number of processes if the trainer multiplies a mean by it; otherwise, 1.
-        """
+        """Factor by which the program's own launcher makes the loss too large."""
         return 1 if self.mean_over == ITEMS else self.multiplied
 
     def count(self, batch: Any) -> float:
-        """Return the number of labels in `batch` over which the loss is averaged.
-
-        Return 0 if the loss isn't a mean over labels.
-        """
+        """Return the number of labels that the batch's loss is averaged over."""
         return count_labels(batch).get(self.mean_over, 0.0)
 
     def part_of(self, whole: Any, rows: int, piece: Any, own: int) -> float:
-        """Return the weight of a piece's loss in its pass's loss.
+        """Return the weight of a piece's loss in its pass.
 
-        - `whole`, `rows`: the batch of the pass, and its number of rows.
-        - `piece`, `own`: the rows computed separately because memory ran out, and their number.
+        `own` and `rows` are the row counts of the piece and of the pass.
         """
         # a sum over items has been divided by the items of all passes
         if own == rows or self.mean_over == ITEMS:
@@ -60,25 +47,18 @@ class TrainerLoss(msgspec.Struct, frozen=True):
 
 
 def silent(trainer: Any) -> Any:
-    """Stop a trainer from logging within a `with` block."""
+    """Context manager in which the Trainer logs nothing."""
     return replaced(trainer, "log", lambda *_, **__: None)
 
 
 def assume_loss(trainer: Any, world: int) -> TrainerLoss:
-    """Return what the loss averages over according to transformers, unchecked.
-
-    `world` is the number of processes.
-    """
+    """Return the loss that the Trainer's settings suggest, without computing it."""
     scaled = is_scaled(trainer)
     return TrainerLoss(ITEMS if scaled else ROWS, world if scaled else 1)
 
 
 def is_scaled(trainer: Any, items: Any = 0) -> bool:
-    """True if the trainer expects a sum divided by num_items_in_batch.
-
-    The trainer then doesn't divide the loss by the number of passes in the optimizer step. `items`
-    is num_items_in_batch of that step; None if the trainer couldn't count the items.
-    """
+    """Return whether the Trainer divides its loss by `num_items_in_batch`."""
     own = getattr(trainer, "loss_is_scaled_for_ga", None)
     takes = (
         trainer.model_accepts_loss_kwargs and items is not None
@@ -87,13 +67,9 @@ def is_scaled(trainer: Any, items: Any = 0) -> bool:
 
 
 def count_labels(batch: Any) -> dict[str, float]:
-    """Return the numbers of labels in a batch, without ignored labels.
+    """Return the counts of labels that aren't ignored, as "labels" and "shifted labels".
 
-    - "labels": all of these labels.
-    - "shifted labels": all but each row's first label, for models that shift labels by one. This
-      key is missing if the labels are already shifted.
-
-    A batch without integer labels has neither key.
+    The dict is empty if the batch has no integer labels.
     """
     labels, shifted = _labels(batch)
     if labels is None:
@@ -105,14 +81,14 @@ def count_labels(batch: Any) -> dict[str, float]:
 
 
 def has_ignored(batch: Any) -> bool:
-    """True if the batch has ignored labels (-100)."""
+    """Return whether any label in the batch is ignored (-100)."""
     # Ignored labels show that the loss supports them.
     labels, _ = _labels(batch)
     return labels is not None and bool((labels == IGNORED).any())
 
 
 def has_uneven_labels(batch: Any) -> bool:
-    """True if rows of the batch have different numbers of labels that aren't ignored."""
+    """Return whether rows differ in their number of labels."""
     labels, _ = _labels(batch)
     if labels is None:
         return False
@@ -121,7 +97,7 @@ def has_uneven_labels(batch: Any) -> bool:
 
 
 def _labels(batch: Any) -> tuple[Any, bool]:
-    """Return a batch's integer labels, and whether they're already shifted."""
+    """Return the label tensor, or None, and whether labels are shifted already."""
     shifted = hasattr(batch, "get") and "shift_labels" in batch
     labels = batch.get("shift_labels" if shifted else "labels") if hasattr(batch, "get") else None
     found = isinstance(labels, torch.Tensor) and labels.ndim and not labels.is_floating_point()

@@ -1,12 +1,4 @@
-"""Determine what a Trainer's loss is a mean over, before the first step.
-
-A model's signature doesn't tell: many models accept `num_items_in_batch` but compute a mean of
-their own. Therefore a few rows are computed together and in parts. Then their gradients are
-compared as in an audit.
-
-For example, the gradients of the parts may add up to the gradient of all rows if they are weighted
-by labels. Then the loss is a mean over labels.
-"""
+"""Finds out by computing what a Trainer's loss is a mean over."""
 
 from __future__ import annotations
 
@@ -73,19 +65,11 @@ def find_loss(
     ignores: bool,
     in_parts: bool = False,
 ) -> TrainerLoss:
-    """Find out whether the trainer's loss averages over rows, labels or items.
+    """Return what the Trainer's loss is averaged over, found from a few rows.
 
-    If the rows don't show it, return what transformers assumes. Every rank has to call this
-    function.
-
-    - `computations`: computes the trainer's loss.
-    - `make`: returns a few rows of the trainer's data, or None.
-    - `gathering`: counts the trainer's gather calls.
-    - `ignores`: True if the data have ignored labels.
-    - `in_parts`: True if a single process is about to use smaller passes. All errors are then
-      raised; otherwise, most errors are warnings.
-
-    Raises RequestError on every rank if the loss isn't a mean over rows, labels or items.
+    `make` fetches the rows. If `ignores` is True, the loss accepts ignored labels. With `in_parts`,
+    a single process checks whether it can split a batch. Raises RequestError if the loss doesn't
+    fit any mean, or can't be computed in passes.
     """
     passes = trainer._shares.passes
     calls = gathering.calls
@@ -123,12 +107,9 @@ def find_loss(
 
 
 class LossFinder:
-    """Finds out from a few rows what a trainer's loss averages over.
+    """Compares gradients of a few rows, at once and in parts, to find the loss's weights.
 
-    `gathering_in_passes` is the trainer's Gathering if batches are computed in several passes;
-    otherwise, None. With several passes, a loss that depends on gathered values is refused. In a
-    sharded model, the first rank's comparisons decide for all ranks. If no rank can get gradients,
-    losses are compared instead.
+    `gathering_in_passes` is given if batches are split into passes.
     """
 
     # In a pass, the trainer can't gather the values of the whole batch. The ranks of a sharded
@@ -154,11 +135,9 @@ class LossFinder:
         self._difference: GradientDifference | None = None  # between the last compared losses
 
     def find(self) -> TrainerLoss | None:
-        """Return what the loss averages over; None if these rows don't show it.
+        """Return the loss, or None if it can't be compared.
 
-        The result is also None if ranks communicate in the loss. Such a loss raises RequestError if
-        ranks have different numbers of passes, or if it has to stay as under the program's own
-        launcher.
+        Raises RequestError if shares would change it.
         """
         try:
             return self._find_by_losses_if_needed()
@@ -174,7 +153,7 @@ class LossFinder:
             return None
 
     def _find_by_losses_if_needed(self) -> TrainerLoss | None:
-        """Call `_find`; compare only losses if gradients can't be computed."""
+        """Find the loss by gradients, or by losses if reentrant checkpointing forbids that."""
         try:
             return self._find()
         except RuntimeError as error:
@@ -201,7 +180,7 @@ class LossFinder:
         return None
 
     def _find_multiplied(self, reference: Sketch) -> int:
-        """Return by what factor the trainer multiplies its loss for several processes."""
+        """Return the factor by which the Trainer multiplies its loss for several processes."""
         # 1 or the number of processes
         if self._world == 1 and self._gathering is None:
             return 1
@@ -223,7 +202,10 @@ class LossFinder:
         return self._world if own.size(largest) > half_way * reference.size(largest) else 1
 
     def _is_scaled(self, reference: Sketch) -> bool:
-        """True if the loss is a sum divided by num_items_in_batch."""
+        """Return whether the loss is divided by `num_items_in_batch`.
+
+        Raises RequestError if only a part of it is.
+        """
         if self._computations.count_items([self._few.whole]) is None:
             return False
         halved = self._sketcher.sketch_fast(self._computations.at_once(self._few, times=2))
@@ -239,7 +221,7 @@ class LossFinder:
         )
 
     def _find_fitting(self, names: list[str], multiplied: int, reference: Sketch) -> list[str]:
-        """Return which of `names`, such as "labels", the loss may average over."""
+        """Return the kinds of mean whose weighted parts give the gradient of all rows."""
         # If only losses can be compared, the name that fits best comes first.
         few = self._few
         fitting = []
@@ -263,12 +245,12 @@ class LossFinder:
         return fitting
 
     def _decide(self, own: bool) -> bool:
-        """Return this rank's decision, or the first rank's in a sharded model."""
+        """Return the first rank's decision if the model is sharded, else this rank's."""
         # The ranks of a sharded model have to compute the same passes.
         return bool(broadcast_message(own)) if self._in_step else own
 
     def _agree_within_rounding(self, reference: Sketch, other: Sketch) -> bool:
-        """True if gradients and losses of two computations differ only by rounding."""
+        """Return whether two gradients are equal except for rounding."""
         if self._sketcher.losses_only:
             return self._have_near_losses(reference, other)
         found = compare(reference, other)
@@ -285,7 +267,7 @@ class LossFinder:
         )
 
     def _have_near_losses(self, reference: Sketch, other: Sketch) -> bool:
-        """True if the losses of two computations differ only by rounding."""
+        """Return whether two losses are equal except for rounding."""
         relative = _relate_losses(reference, other)
         self._difference = _difference_of_losses(reference, other, NEAR_LOSS)
         if self._decide(relative > GROSS):
@@ -300,7 +282,7 @@ class LossFinder:
         return self._decide(relative <= allowed)
 
     def _measure_rounding(self) -> None:
-        """Compute the reference several times with random rounding errors."""
+        """Compute the reference again a few times."""
         # The results show the effect of rounding. They are kept for later comparisons, so only the
         # first call computes them.
         if not self._repeats:
@@ -310,7 +292,7 @@ class LossFinder:
             ]
 
     def _refuse(self, loss: TrainerLoss) -> None:
-        """Raise RequestError if shares change the rows' gradients or losses."""
+        """Raise RequestError if an audit finds that shares change the gradient."""
         # A difference that comes from random numbers alone is accepted.
         found = self._audit_shares(loss)
         if found is None:
@@ -320,7 +302,7 @@ class LossFinder:
         raise RequestError(describe(difference, cause, self._few.sizes), remedies[cause])
 
     def _audit_shares(self, loss: TrainerLoss) -> tuple[GradientDifference, str] | None:
-        """Compare training on a few rows by shares and on one device."""
+        """Compare the computation by shares with all rows at once."""
         # Return the difference and its cause, or None. The difference is between the gradients or,
         # if these agree, between the losses.
         computations = self._computations.make(self._few, loss)
@@ -338,7 +320,7 @@ class LossFinder:
 
 
 def _relate_losses(one: Sketch, other: Sketch) -> float:
-    """Return two losses' difference, relative to the larger one."""
+    """Return the relative difference of two losses; inf if one isn't finite."""
     size = max(abs(one.loss), abs(other.loss))
     if not math.isfinite(size):
         # one of them isn't finite
@@ -347,7 +329,7 @@ def _relate_losses(one: Sketch, other: Sketch) -> float:
 
 
 def _difference_of_losses(one: Sketch, other: Sketch, allowed: float) -> GradientDifference:
-    """Return the difference of two losses."""
+    """Return the difference of two losses as a GradientDifference."""
     # `allowed` is the relative difference that rounding may cause.
     return GradientDifference(
         name=LOSS,
@@ -360,7 +342,7 @@ def _difference_of_losses(one: Sketch, other: Sketch, allowed: float) -> Gradien
 
 
 def _double(sketch: Sketch) -> Sketch:
-    """Return a sketch with a doubled gradient and a doubled loss."""
+    """Return the sketch with gradients and loss multiplied by two."""
     sums = {name: tuple(2.0 * each for each in line) for name, line in sketch.sums.items()}
     return Sketch(sums, sketch.kinds, 2.0 * sketch.loss)
 
@@ -369,7 +351,7 @@ def _double(sketch: Sketch) -> Sketch:
 
 
 class _Finding(msgspec.Struct):
-    """One rank's result, or the reason why the rank can't train."""
+    """Result of one rank: a loss, or an error's message and remedy."""
 
     found: TrainerLoss | None = None
     message: str = ""
@@ -379,7 +361,7 @@ class _Finding(msgspec.Struct):
 def _find_on_first_rank(
     find: Callable[[], TrainerLoss | None], keeps_launcher: bool, in_shards: bool
 ) -> TrainerLoss | None:
-    """Call `find` on every rank; return the lowest rank's result."""
+    """Return the loss that the first rank found, on every rank."""
     # It is the lowest rank that finds a loss. A RequestError on any rank is raised on every rank.
     # In a sharded model (`in_shards`), running out of memory raises DeviceError on this rank.
     # Another error means that memory ran out, or that the program has an error, which its first
@@ -398,7 +380,7 @@ def _find_on_first_rank(
 def _find_or_return_error(
     find: Callable[[], TrainerLoss | None], keeps_launcher: bool, in_shards: bool
 ) -> _Finding:
-    """Return this rank's result of `find`, or the message of its error."""
+    """Return this rank's loss, or the error as a message."""
     try:
         return _Finding(find())
     except RequestError as error:
@@ -418,7 +400,7 @@ def _find_or_return_error(
 
 
 def _mask_some_labels(few: FewRows) -> FewRows:
-    """Ignore some labels if all rows have about equally many."""
+    """Ignore most labels of some rows, so that means over rows and labels differ."""
     # With about equally many labels in all rows, a mean over rows nearly equals a mean over labels,
     # and the comparison couldn't tell which of them the loss is. So most labels of some rows are
     # ignored.
@@ -445,7 +427,7 @@ def _mask_some_labels(few: FewRows) -> FewRows:
 
 
 def _mask_rows(batch: Any, count: int) -> Any:
-    """Return the batch with most labels of its first `count` rows ignored."""
+    """Return a copy of the batch in which `count` rows keep a quarter of their labels."""
     same = copy.copy(batch)
     labels: torch.Tensor = same["labels"].clone()
     for row in range(count):

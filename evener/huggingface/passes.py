@@ -1,7 +1,4 @@
-"""The passes of a Trainer: the weights of their losses, and retries if memory runs out.
-
-A pass is retried in pieces, which are smaller groups of its rows.
-"""
+"""Gradient-accumulation passes of a Trainer and the weights of their losses."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from .loss import ITEMS, ROWS, TrainerLoss, has_ignored
 
 
 class PassWeights(NamedTuple):
-    """The weights of an optimizer step's passes, in the order of its global batches."""
+    """Weights of an optimizer step's passes."""
 
     weights: list[float]  # weight of each pass in the mean over its global batch
     items: Any  # num_items_in_batch of all ranks, or None
@@ -36,16 +33,11 @@ def weigh_passes(
     gathering: Gathering,
     device: torch.device,
 ) -> PassWeights:
-    """Return the weights of an optimizer step's passes.
+    """Return the weight of each pass's loss in its global batch.
 
-    The weights depend on `loss`, which says what the loss averages over.
-
-    - `passes`: this rank's batches.
-    - `sizes`: this rank's number of rows in each pass, by global batch.
-    - `totals`: the number of rows of each global batch over all ranks.
-    - `items`: this rank's num_items_in_batch, or None.
-
-    Every rank has to call this function, because ranks gather their numbers of items and labels.
+    `sizes` has the row counts of this rank's passes for each global batch, and `totals` the rows of
+    each global batch. `items` is this rank's `num_items_in_batch`, or None. Ranks exchange their
+    counts by a collective.
     """
     by_labels = loss.mean_over not in (ITEMS, ROWS)
     weights = _weigh_by_rows(sizes, totals)
@@ -69,14 +61,14 @@ def weigh_passes(
 
 
 def _weigh_by_rows(sizes: list[tuple[int, ...]], totals: list[int]) -> list[float]:
-    """Return the weights of passes for means over rows."""
+    """Return each pass's rows divided by the rows of its global batch."""
     # A weight is the pass's weight in the mean over the rows of its global batch.
     pairs = zip(sizes, totals, strict=True)
     return [weight for step, total in pairs for weight in weigh_rows(step, total)]
 
 
 def _weigh_by_labels(counts: list[list[float]], totals: list[float]) -> list[float]:
-    """Return the weights of passes for means over labels."""
+    """Return each pass's labels divided by the labels of its global batch."""
     # A weight is the pass's weight in the mean over the labels of its global batch.
     pairs = zip(counts, totals, strict=True)
     return [count / (total or 1.0) for step, total in pairs for count in step]
@@ -85,7 +77,7 @@ def _weigh_by_labels(counts: list[list[float]], totals: list[float]) -> list[flo
 def _count_labels(
     loss: TrainerLoss, passes: list[Any], sizes: list[tuple[int, ...]]
 ) -> list[list[float]]:
-    """Return the number of labels of each pass, by global batch."""
+    """Return the label counts of each global batch's passes."""
     # These are the labels over which the loss of a pass is averaged.
     counts = []
     first = 0
@@ -98,11 +90,7 @@ def _count_labels(
 
 
 def weigh_loss(loss: Any, factor: float, model: Any) -> Any:
-    """Return the loss times `factor`.
-
-    With factor 0, the result is 0 even if the loss is infinite or NaN. All parameters of the model
-    still get a gradient.
-    """
+    """Return the loss multiplied by `factor`; 0 instead of NaN or inf for a filler row."""
     if factor == 0.0 and not torch.isfinite(loss):
         return sum(
             (parameter * 0).sum() for parameter in model.parameters() if parameter.requires_grad
@@ -111,11 +99,7 @@ def weigh_loss(loss: Any, factor: float, model: Any) -> Any:
 
 
 def count_tokens(trainer: Any, inputs: Any) -> int:
-    """Return the number of tokens in the `inputs` of a pass.
-
-    Padding doesn't count if the trainer's `include_num_input_tokens_seen` is "non_padding". The
-    result is 0 if the inputs have no tokens.
-    """
+    """Return the number of input tokens, without padding if the Trainer asks for that."""
     name = getattr(trainer.model, "main_input_name", "input_ids")
     if name not in inputs:
         return 0
@@ -125,10 +109,7 @@ def count_tokens(trainer: Any, inputs: Any) -> int:
 
 
 class TrainerPasses:
-    """Computes the passes of a Trainer's batches.
-
-    If memory runs out, a pass is repeated in pieces, which are smaller groups of its rows.
-    """
+    """Runs the passes of each batch, in smaller pieces after running out of memory."""
 
     def __init__(self, trainer: Any, planned: PlannedTraining, gathering: Gathering) -> None:
         self._trainer, self._weights, self._passes = trainer, planned.weights, planned.passes
@@ -146,14 +127,9 @@ class TrainerPasses:
         loss: Callable[[], TrainerLoss],
         train: Callable[[Part, bool], Any],
     ) -> torch.Tensor:
-        """Train on the passes of a batch; return the summed results of `train`.
+        """Train on the parts of one batch and return their summed loss.
 
-        - `parts`: the passes.
-        - `loss`: returns what the loss averages over.
-        - `train`: computes and backpropagates the loss of a pass, or of a piece of it if memory has
-          run out. Its second argument is True in the last call for the batch.
-
-        A pass that is repeated in pieces records its metrics only once.
+        `train` computes one part; its second argument is True for the last one.
         """
         if model is not self._model:
             self._model, self._exchanges = model, self._weights.exchange_gradients(model)
@@ -182,25 +158,22 @@ class TrainerPasses:
         return total
 
     def no_sync(self) -> Any:
-        """Return a context without gradient reduction; the last pass reduces the gradients."""
+        """Context manager without gradient synchronization."""
         return self._trainer.accelerator.no_sync(self._model)
 
     def note(self, loss: Any) -> None:
-        """Notice if the trainer itself starts a backward pass from `loss`."""
+        """Notice when the backward pass of `loss` begins."""
         # such a backward pass can't be retried in pieces, because its gradients can't be undone
         if loss.requires_grad:
             loss.register_hook(lambda _: self._passes.note_backward())
 
     def backward(self, loss: Any, **options: Any) -> None:
-        """Run the accelerator's backward pass; it can be undone if memory runs out.
-
-        This method replaces `accelerator.backward`.
-        """
+        """Replaces `accelerator.backward`."""
         self._passes.open()
         self._backward(loss, **options)
         self._passes.close()
 
     def _keep(self) -> Callable[[], None]:
-        """Save the trainer's state; return a function that restores it."""
+        """Return a function that restores the Trainer's attributes."""
         trainer = self._trainer
         return keep_attributes(trainer, apart=(trainer.train_dataset, trainer.eval_dataset))

@@ -1,7 +1,4 @@
-"""Report a trainer's speed to evener's monitor and to the trainer's trackers.
-
-This works with and without a plan.
-"""
+"""Reports a Trainer's speed to its trackers, such as TensorBoard, and to evener's monitor."""
 
 from __future__ import annotations
 
@@ -15,14 +12,10 @@ from ..live.step_clock import ClockedReports
 
 
 def report(trainer: Trainer) -> None:
-    """Report a trainer's speed to evener's monitor and to its trackers.
+    """Add speed metrics of evener to what `trainer` logs.
 
-    Call this function once, before `train`. It changes nothing else about the training. The
-    trackers are those that the trainer's argument `report_to` lists.
-
-    The metrics are samples/s, the step time and the wait for data. With a plan or `evener run`,
-    they are compute time (own work), waiting time, shares and samples/s instead. The monitor then
-    gets the steps even without this call.
+    They go to the trackers, not to the console. A Trainer without a plan is timed as well, for the
+    monitor.
     """
     callbacks = trainer.callback_handler.callbacks
     console = next(
@@ -38,7 +31,7 @@ def report(trainer: Trainer) -> None:
 
 
 class _ReportCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no complete types
-    """Adds speed metrics to each log entry of the training loss."""
+    """Times the steps of a Trainer without a plan, and adds metrics to the log."""
 
     # This has to be the first callback, so that the trackers' callbacks receive the metrics.
 
@@ -47,46 +40,46 @@ class _ReportCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         self._clock: ClockedReports | None = None  # set if nothing else reports the steps
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Start a step clock, unless a plan already reports the trainer's steps."""
+        """Start a report if the Trainer has no plan."""
         if not hasattr(self._trainer, "_planned"):
             name = type(self._trainer.model).__name__
             self._clock = ClockedReports("torch", name, args.process_index, args.world_size)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Start timing an optimizer step; its first batch has already been loaded."""
+        """Start timing a step."""
         if self._clock is not None:
             self._clock.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Report an optimizer step, with the rows of a full step."""
+        """Report the step's rows and time."""
         if self._clock is not None:
             rows = args.train_batch_size * args.gradient_accumulation_steps
             index = args.device.index
             self._clock.end(rows, () if index is None else (index,))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Interrupt the step clock after an evaluation."""
+        """Leave the evaluation out of the next step's time."""
         # Otherwise, the evaluation's time would count as a slow step.
         if self._clock is not None:
             self._clock.interrupt()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Add speed metrics to a log entry with the training loss."""
+        """Add evener's metrics to log entries that have a loss, on the first process."""
         if state.is_world_process_zero and logs is not None and "loss" in logs:
             logs.update(metrics())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Remove this training from the monitor."""
+        """Close the report."""
         if self._clock is not None:
             self._clock.close()
 
 
 class _SpeedMetricsFilter(TrainerCallback):  # type: ignore[misc]
-    """Removes the speed metrics from a log entry."""
+    """Removes evener's metrics from log entries before they are printed."""
 
     # Another callback then prints the entry without them.
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Remove the speed metrics, so that the printed log stays unchanged."""
+        """Remove evener's metrics from the entry."""
         for name in [name for name in logs or () if name.startswith(PREFIX)]:
             del logs[name]

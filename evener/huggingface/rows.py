@@ -1,8 +1,4 @@
-"""The rows of a Trainer, their order, and checks of the Trainer's setup.
-
-The rows come from the trainer's data set or its own training loader. The checks refuse a trainer
-whose result would depend on the shares.
-"""
+"""Rows of a Trainer with a plan: checks of its settings, samplers and row order."""
 
 from __future__ import annotations
 
@@ -34,7 +30,7 @@ CHECKPOINT = "evener.json"  # beside trainer_state.json
 
 
 def check_trainer_class(trainer_class: Any) -> None:
-    """Raise RequestError if the class isn't a Trainer or generates its training rows itself."""
+    """Raise RequestError unless a plan can be used with this class."""
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise RequestError(
             f"{trainer_class!r} isn't a Trainer class.",
@@ -49,7 +45,7 @@ def check_trainer_class(trainer_class: Any) -> None:
 
 
 def check_setup(trainer: Any) -> None:
-    """Raise RequestError if the arguments prevent the plan from controlling rows or gradients."""
+    """Raise RequestError if the Trainer's settings conflict with a plan."""
     args = trainer.args
     if args.n_gpu > 1:
         raise RequestError(
@@ -101,10 +97,7 @@ def check_setup(trainer: Any) -> None:
 
 
 def check_rebalance(trainer: Any, share: Share) -> None:
-    """Raise RequestError if shares can't adapt to the ranks' compute time (own work).
-
-    `share` is this rank's share in the plan.
-    """
+    """Raise RequestError if shares can't follow the devices' speed during training."""
     has_own_work(trainer.model, rebalances=True)
     if trainer.is_fsdp_enabled:
         raise RequestError(
@@ -116,9 +109,9 @@ def check_rebalance(trainer: Any, share: Share) -> None:
 
 
 def needs_equal_passes(trainer: Any) -> bool:
-    """True if ranks synchronize in every pass, so that all need equally many passes.
+    """Return whether all ranks must compute equally many passes.
 
-    FSDP and evener's shards gather weights in each pass, and TRL's trainers gather metrics.
+    This is so for sharded models, and for TRL's trainers, which communicate in every pass.
     """
     if trainer.is_fsdp_enabled or is_sharded(trainer.model):
         return True
@@ -126,11 +119,9 @@ def needs_equal_passes(trainer: Any) -> bool:
 
 
 def check_checkpoint(folder: Path, rows: int, step_rows: int, epoch_steps: float) -> None:
-    """Raise RequestError unless a checkpoint fits the data set and step size.
+    """Raise RequestError if the checkpoint was written with another batch size or data set.
 
-    - `rows`: number of rows of the data set.
-    - `step_rows`: number of rows per optimizer step.
-    - `epoch_steps`: number of optimizer steps per epoch.
+    `epoch_steps` is the number of optimizer steps in an epoch now.
     """
     try:
         state = json.loads((folder / CHECKPOINT).read_text())
@@ -168,18 +159,14 @@ def _check_bare_checkpoint(path: Path, step_rows: int, epoch_steps: float) -> No
 
 
 class PassSampler(StepSampler):
-    """Yields each global batch as a list of this rank's passes.
-
-    A pass is a tuple of row indices. A pass without rows has one filler row that doesn't count.
-    Every batch has `passes` passes, unless rows are assigned by length.
-    """
+    """Sampler that yields the rows of each pass of each step."""
 
     def __init__(self, sampler: UnevenBatchSampler, passes: int) -> None:
         super().__init__(sampler)
         self.passes = passes
 
     def steps(self) -> Iterator[Any]:
-        """Return an iterator over the passes of each global batch of the epoch."""
+        """Yield each step's passes, as tuples of row indices."""
         if isinstance(self.sampler, LengthSampler):
             return ([tuple(rows.tolist()) for rows in step] for step in self.sampler.steps())
         return (self._cut(step, rows) for step, rows in enumerate(self.sampler))
@@ -190,10 +177,7 @@ class PassSampler(StepSampler):
         ]
 
     def pass_sizes(self, step: int) -> tuple[int, ...]:
-        """Return the number of rows in each pass of the epoch's batch number `step`.
-
-        Filler rows don't count.
-        """
+        """Return this rank's row count in each pass of a step."""
         rows = self.sampler
         if isinstance(rows, LengthSampler):
             return rows.pass_sizes(step * rows.global_batch, rows.epoch)
@@ -202,10 +186,7 @@ class PassSampler(StepSampler):
 
 
 class PassRows(Dataset):  # type: ignore[misc]  # torch is not followed
-    """A data set that returns the collated rows of a pass.
-
-    The index of a pass is a tuple of row indices.
-    """
+    """Data set whose items are collated passes, selected by tuples of row indices."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self._dataset = dataset
@@ -221,11 +202,7 @@ class PassRows(Dataset):  # type: ignore[misc]  # torch is not followed
 
 
 def find_lengths(trainer: Any) -> list[int] | None:
-    """Return the number of tokens in each training row.
-
-    These are the lengths by which the trainer itself would group rows. Return None if rows have no
-    token ids.
-    """
+    """Return the length of each row in tokens, or None if rows have no token ids."""
     dataset, name = trainer.train_dataset, trainer.args.length_column_name
     if name in (getattr(dataset, "column_names", None) or ()):
         return list(dataset[name])
@@ -241,19 +218,16 @@ def find_lengths(trainer: Any) -> list[int] | None:
 
 
 def makes_batches(trainer: Any, make_loader: Callable[[], Any]) -> bool:
-    """True if the training loader of the trainer's class uses its own batch sampler.
-
-    `make_loader` creates this loader.
-    """
+    """Return whether the trainer's loader makes batches by a sampler of its own."""
     loader = make_undivided(trainer, make_loader)
     kind = type(getattr(loader, "batch_sampler", None))
     return isinstance(loader, DataLoader) and kind not in (BatchSampler, type(None))
 
 
 def training_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, Any, Any]:
-    """Return the training data, collator and sampler of the trainer class's own loader.
+    """Return the data set, collate function and sampler of the trainer's loader.
 
-    `make_loader` creates this loader. Raises RequestError if it creates its own batches.
+    Raises RequestError if the loader makes batches by a sampler of its own.
     """
     loader = make_undivided(trainer, make_loader)
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
@@ -270,10 +244,7 @@ def training_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, An
 def make_sampler(
     trainer: Any, planned: PlannedTraining, dataset: Any, order: Any
 ) -> UnevenBatchSampler:
-    """Return the sampler of this rank's rows of each global batch.
-
-    Rows have the order of `order`, the sampler of the trainer's own loader.
-    """
+    """Return the sampler that divides the trainer's rows by the plan's shares."""
     rows, shares = count_rows(dataset), planned.ranks
     if isinstance(order, LengthGroupedSampler):
         order.batch_size = shares.global_batch
@@ -289,7 +260,7 @@ def make_sampler(
 
 
 def _make_order(trainer: Any, sampler: Any, rows: int) -> RowOrder | None:
-    """Return each epoch's row order without a plan."""
+    """Return the row order that a single process would have."""
     # Return None if it is the data set's own order. Without a plan, one process would draw all
     # rows.
     if type(sampler) is SequentialSampler:

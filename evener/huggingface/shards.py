@@ -1,4 +1,4 @@
-"""A Trainer whose plan shards the model: its shards and its checkpoints."""
+"""Trainer for plans in which each device holds a part of the model."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ ARGUMENTS = "training_args.bin"
 
 
 class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete types
-    """A mixin for a Trainer class that trains a sharded model.
-
-    The plan puts a shard of the model on each device. Checkpoints have the format of `Split.save`.
-    """
+    """Mixin of a Trainer that shards the model unevenly and saves it as a whole."""
 
     args: Any
     accelerator: Any
@@ -36,10 +33,13 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     _planned: PlannedTraining
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
-        """Leave the model on the host, where it is cut into shards."""
+        """Do nothing, because the whole model may not fit on the device."""
 
     def begin_plan(self) -> None:
-        """Switch to training by the plan, with a model shard on each device."""
+        """Shard the model, and stop accelerate from moving or wrapping it.
+
+        Raises RequestError if the Trainer's settings conflict with shards.
+        """
         check_shards(self)
         super().begin_plan()
         casts = find_autocast(self.accelerator)
@@ -53,11 +53,7 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         keep_no_casts(self.accelerator)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the whole model to `output_dir`, by default the folder in the trainer's arguments.
-
-        Every process must call this method, because it gathers the shards. A checkpoint
-        (`_internal_call`) also contains the optimizer's state, unless `save_only_model` is set.
-        """
+        """Save the model as one checkpoint that other programs can load."""
         # The shards are gathered a few layers at a time.
         folder = self.args.output_dir if output_dir is None else output_dir
         whole = _internal_call and not self.args.save_only_model
@@ -92,9 +88,9 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
 
 def load_from_shards(trainer: Any, folder: str | os.PathLike[str] | None) -> None:
-    """Load an optimizer's state that was saved with a sharded model.
+    """Load the optimizer and scheduler from a checkpoint of a sharded model.
 
-    Does nothing if `folder` is None or has no such state. The trainer's own model isn't sharded.
+    Other checkpoints are left to the trainer.
     """
     if folder is None or not checkpoint.has_optimizer(folder, trainer.model):
         return
@@ -108,22 +104,19 @@ HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def find_autocast(accelerator: Any) -> torch.dtype | None:
-    """Return the dtype of accelerate's autocast; None if autocast is off.
-
-    Autocast casts the operands of linear layers to this dtype.
-    """
+    """Return the dtype of the accelerator's autocast, or None."""
     return HALVES.get(str(accelerator.mixed_precision)) if accelerator.native_amp else None
 
 
 def keep_no_casts(accelerator: Any) -> None:
-    """Disable autocast's cache of half-precision copies of the weights."""
+    """Turn off autocast's cache of converted weights."""
     # Only the weights of a few layers are gathered at a time. The cache would keep copies of the
     # weights of all layers until the end of the forward pass.
     accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
 
 
 def _note_device(model: Any, device: torch.device) -> None:
-    """Set a loaded model's `hf_device_map`, if any, to `device`."""
+    """Make accelerate take the model as being on this device alone."""
     # accelerate reads `hf_device_map`.
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(base, "hf_device_map", None):
@@ -131,12 +124,12 @@ def _note_device(model: Any, device: torch.device) -> None:
 
 
 def _own_optimizer(trainer: Any) -> Any:
-    """Return the trainer's optimizer without accelerate's wrapper."""
+    """Return the optimizer inside accelerate's wrapper."""
     return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
 
 
 def check_shards(trainer: Any) -> None:
-    """Raise RequestError if the Trainer uses a feature that doesn't work with evener's shards."""
+    """Raise RequestError if the Trainer's settings conflict with a sharded model."""
     refused = {
         "an optimizer that was made before": trainer.optimizer is not None,
         "FSDP or DeepSpeed, which have shards of their own": trainer.is_fsdp_enabled

@@ -1,8 +1,4 @@
-"""Support transformers' `enable_jit_checkpoint` on several ranks.
-
-All ranks save one checkpoint at the same step. transformers' own callback saves three seconds after
-SIGTERM, by each rank's own clock. Ranks in different steps would then wait for each other forever.
-"""
+"""Checkpoint on SIGTERM for a Trainer with several ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +10,7 @@ from ..torch.ranks.stop_signal import StopSignal
 
 
 def stop_on_signal(trainer: Trainer, world: int) -> None:
-    """Make a trainer save a checkpoint and end its training after SIGTERM.
-
-    It is enough if one of the `world` ranks receives the signal. Does nothing unless the trainer's
-    arguments set `enable_jit_checkpoint`.
-    """
+    """Replace the Trainer's callback for `enable_jit_checkpoint` by one for several ranks."""
     if not getattr(trainer.args, "enable_jit_checkpoint", False):
         return
     from transformers.trainer_jit_checkpoint import JITCheckpointCallback  # only in transformers 5
@@ -35,17 +27,17 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers has 
         self._stop_signal: StopSignal | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Install a handler for SIGTERM."""
+        """Install the signal handler."""
         self._stop_signal = StopSignal(self._world)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """After SIGTERM, save a checkpoint and end the training."""
+        """Save a checkpoint and stop if any rank got the signal."""
         # All ranks do so at the same step. Every rank calls this after each step, to exchange
         # whether a rank got the signal.
         if self._stop_signal is not None and self._stop_signal.is_agreed():
             control.should_save = control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Restore the previous handler for SIGTERM."""
+        """Restore the previous signal handler."""
         if self._stop_signal is not None:
             self._stop_signal.close()

@@ -1,4 +1,4 @@
-"""A Trainer with a plan: its rows, pass weights and logged metrics."""
+"""The Trainer class that trains by a plan's shares."""
 
 from __future__ import annotations
 
@@ -71,25 +71,22 @@ def with_plan(
     noise: bool = False,
     check: bool = True,
 ) -> type[Any]:
-    """Return a subclass of `trainer_class` that trains with `plan`.
+    """Return a subclass of `trainer_class` that trains with the shares of a plan.
 
-    Use the subclass like the class itself. The plan determines the rows of each process and pass,
-    instead of `per_device_train_batch_size`. `plan` is a Plan or the path of its file. Without
-    `plan` and `ratios`, the plan of `evener launch` is used.
+    The training result is that of the global batch on one device.
 
-    With `gradient_accumulation_steps=A`, an optimizer step has A global batches.
+    - `plan`: a Plan or its file; None takes the plan of `evener launch`.
+    - `ratios`: relative shares of the ranks instead of a plan.
+    - `global_batch`: rows of all ranks in one batch; None takes the plan's, or the equal
+      batches of all ranks if `ratios` is given.
+    - `strict`: raise an error if the devices differ from the plan's.
+    - `journal`: write the steps to a file for evener's monitor.
+    - `rebalance`: change shares during training if step times differ.
+    - `noise`: estimate the gradient noise scale.
+    - `check`: find out whether the loss is a mean over rows or labels, and check gradients
+      during training.
 
-    - `ratios`, instead of a plan, divide each global batch among the processes.
-    - `global_batch` is the number of rows per global batch. The default is the plan's number. With
-      `ratios`, the default is `per_device_train_batch_size` times the number of processes.
-    - `strict` raises an error instead of a warning if the plan was measured on other devices.
-    - `journal` makes `evener runs` show the training's steps/s and restarts.
-    - `rebalance` adapts shares to the ranks' compute time (own work) during the training.
-    - `noise` measures the gradient noise scale (docs/learning.md).
-    - `check=False` skips the check of what the loss is a mean over, and trusts transformers.
-
-    Raises PlanError or RequestError, when the trainer is created or before its first step, if
-    training with the plan wouldn't be exact.
+    Raises RequestError if the class or the arguments don't fit.
     """
     check_trainer_class(trainer_class)
     if plan is not None and ratios is not None:
@@ -112,7 +109,7 @@ def with_plan(
 
 
 class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete types
-    """A mixin that makes a Trainer class train with a plan."""
+    """Trainer mixin that gives each rank its share and weights the losses."""
 
     _given: SimpleNamespace  # the arguments of with_plan
     # True: keep the loss of the program's own launcher, even if one process's loss differs
@@ -126,7 +123,10 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self.begin_plan()
 
     def begin_plan(self) -> None:
-        """Set the trainer up for training with the plan."""
+        """Check the Trainer's settings and prepare training with the plan.
+
+        Raises RequestError if they conflict with a plan.
+        """
         # called by the constructor or, if the program has already created the trainer, by `evener
         # run`
         check_setup(self)
@@ -173,7 +173,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     # ------------------------------------------------------------------ rows
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of this rank's rows."""
+        """Return a loader that yields the passes of this rank's share of each batch."""
         shares = self._shares
         check_normalization(self.model, "loss", shares.world, shares.pass_rows)
         dataset, collate, order = training_rows(self, super().get_train_dataloader)
@@ -201,14 +201,14 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return self._batches
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
-        """Return an evaluation loader that gives each rank whole batches."""
+        """Return a loader; for evaluation, one that divides batches among ranks."""
         # The ranks take batches in turn.
         # with `is_training`, it is the class's own loader
         made = partial(super()._get_dataloader, *args, is_training=is_training, **kwargs)
         return made() if is_training else share_evaluation(self, made, self._gathering)
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Return the number of rows per optimizer step, over all ranks."""
+        """Return the number of rows in an optimizer step."""
         return self._shares.global_batch * int(self.args.gradient_accumulation_steps)
 
     # ------------------------------------------------------------------ an optimizer step
@@ -216,7 +216,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Return an optimizer step's passes and its number of items."""
+        """Return the passes of the next optimizer step and `num_items_in_batch`."""
         # The passes are listed by global batch. The number counts the items of all ranks; None if
         # the trainer doesn't count items.
         self._planned.end()
@@ -237,7 +237,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return passes, items
 
     def _get_num_items_in_batch(self, batches: list[Any], device: torch.device) -> Any:
-        """Return this rank's num_items_in_batch for these batches; None if items aren't counted."""
+        """Count the items of this rank on the CPU."""
         calls = self._gathering.calls  # transformers 4 gathers here even if one process counts
         # a copy to a GPU would make the host wait for the optimizer's step; `weigh_passes` moves it
         items = super()._get_num_items_in_batch(batches, torch.device("cpu"))
@@ -245,7 +245,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return items
 
     def _prepare_input(self, data: Any) -> Any:
-        """Return a batch on the device; don't wait for copies."""
+        """Copy pinned tensors to the device without waiting."""
         inner: Any = super()._prepare_input
         # a class may have a method of its own, for example to convert tensors
         is_plain = getattr(inner, "__func__", None) is Trainer._prepare_input
@@ -257,7 +257,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _weigh_and_count(
         self, passes: list[Any], sizes: list[Any], totals: list[int], device: torch.device
     ) -> Any:
-        """Store each pass's weight; return all ranks' number of items."""
+        """Set the weights of the step's passes and return the number of items."""
         # The number is None if the trainer doesn't count items. The weight of a pass is its weight
         # in the global batch. `sizes` and `totals` as in `weigh_passes`; the items of all ranks are
         # counted.
@@ -282,7 +282,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return items
 
     def _find_loss(self, ignores: bool, in_parts: int = 0) -> TrainerLoss:
-        """Find out from a few rows what the loss averages over."""
+        """Find out what the loss is averaged over, or assume it if checks are off."""
         # `in_parts` is 0, except if a single process is about to use smaller passes for the first
         # time. Then it is the number of rows to check.
         world = self._shares.world
@@ -300,7 +300,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         )
 
     def check_loss(self) -> None:
-        """Raise RequestError on all ranks if the plan would change training."""
+        """Raise RequestError if training with the plan would change what is learned."""
         # Only the loss is checked. Call this when the trainer's loader exists. Training with the
         # plan changes what is learned if the loss isn't a mean over rows, labels or items, or if
         # the program's own launcher averages means over different numbers of labels.
@@ -316,7 +316,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             )
 
     def _check_parts(self, part: Any, rows: int) -> None:
-        """Check the loss before the first use of smaller passes."""
+        """Check the loss before a batch that ran out of memory is split."""
         # Only a single process needs this check.
         # `part` is the pass that ran out of memory; up to `rows` of its rows are checked
         if self._shares.world * sum(self._shares.passes) == 1:
@@ -325,7 +325,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def training_step(
         self, model: Any, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Train on a global batch's passes; return the sum of their losses."""
+        """Train on one batch, in passes, and return its loss."""
         # weighted so that the mean over ranks is the loss of a single process
         parts = [Part(each, *self._to_come.popleft(), lambda loss: loss) for each in inputs]
         for part in parts:
@@ -342,13 +342,13 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return result
 
     def _audit_step(self) -> None:
-        """Audit the gradients before the optimizer's step, if an audit is due."""
+        """Check the gradients of the newest batch, if a check is due."""
         if self._given.check:
             numbers = self._sampler.sampler.rows_of_all(self._newest)
             self._audit.after_step(numbers, self._loss_found())
 
     def log(self, *logged: Any, **options: Any) -> None:
-        """Log, but delay a pass's logs until its batch is computed."""
+        """Log metrics; during a pass, they wait until the batch is finished."""
         if self._factor is None:
             super().log(*logged, **options)
         else:
@@ -361,7 +361,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     @property
     def excess(self) -> int:
-        """The factor by which the loss stays too large, usually 1."""
+        """Factor by which the loss is too large, kept as by the program's own launcher."""
         # The program's own launcher leaves the loss too large. Without `keeps_launcher`, the
         # weights of the passes correct the loss.
         return self._loss.excess if self.keeps_launcher and self._loss is not None else 1
@@ -377,7 +377,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return result
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the class's own loss, in training times the pass's weight."""
+        """Compute the loss and weight it by the pass's share of the batch."""
         # attributes that the class sets are kept only in the batch's last pass
         with nullcontext() if self._factor is None or self._is_last else kept_attributes(self):
             result = super().compute_loss(model, inputs, *args, **kwargs)
@@ -393,7 +393,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return (loss, *others) if isinstance(result, tuple) else loss
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute an evaluation batch as a single process would, unweighted."""
+        """Run an evaluation step as on a single process, without timing it."""
         self._planned.timer.note_validation()
         self._evaluates = True
         try:
@@ -403,7 +403,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             self._evaluates = False
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Sum all passes' tokens over the ranks once per optimizer step."""
+        """Add the tokens of all ranks after the step's last pass."""
         if self.args.include_num_input_tokens_seen not in ("no", False) and not self._to_come:
             # ranks may have different numbers of passes, so they can't synchronize in each
             tokens = torch.tensor(self._tokens, device=self.args.device, dtype=torch.int64)
@@ -411,11 +411,11 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             self._tokens = 0
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return the number of floating-point operations of all passes."""
+        """Return the floating-point operations of all passes."""
         return sum(super(_PlanMixin, self).floating_point_ops(each) for each in inputs)
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """Log, save and evaluate; at the end, average losses over ranks."""
+        """Log, save and evaluate; average the last losses over ranks."""
         # In transformers 4, the unlogged losses are also averaged over the ranks when the training
         # ends.
         result = super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
@@ -426,7 +426,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return result
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Average the unlogged losses over the ranks and end the training."""
+        """Finish training, with the unlogged losses averaged over ranks."""
         # the trainer itself would use only the first rank's losses
         self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
         return super()._finalize_training(*args, **kwargs)
@@ -475,7 +475,7 @@ def _fetch_few(
     most: int = ROWS_COMPUTED,
     chooses: bool = True,
 ) -> FewRows | None:
-    """Return at most `most` rows to check the loss on, or None."""
+    """Fetch a few rows to compare losses, or None if they can't be fetched."""
     # Every rank gets the same rows. With `chooses`, they are chosen from more rows, to differ in
     # class and length.
     more = (TIMES - 1) * most if chooses else 0

@@ -1,7 +1,4 @@
-"""Suggest the code with which a single-GPU script trains on several GPUs.
-
-The suggestion uses the script's own variable names.
-"""
+"""Advice for scripts that use one GPU: the lines of DDP that make them train on all."""
 
 from __future__ import annotations
 
@@ -38,9 +35,10 @@ MOST_LISTED = 16  # elements of a script's list that may be models
 
 @leave_uncompiled
 def advise(optimizer: Any, loader: Any) -> str:
-    """Return a message with code that makes a script train on all GPUs.
+    """Return the lines of code that make the running script train on all devices by DDP.
 
-    Call this during a step of the script's optimizer, in a loop over `loader`.
+    They are found from the call stack: which variables hold the trained models and the data loader,
+    and where the training loop begins. `loader` is None if the rows come from no `DataLoader`.
     """
     # The code is for PyTorch. The suggested lines keep the global batch, and belong right before
     # the outermost loop. If the model is on a GPU, the first line has to run before the model is
@@ -68,7 +66,7 @@ def advise(optimizer: Any, loader: Any) -> str:
 
 
 def _describe_changes(frame: FrameType | None, loader: str, models: Set[str]) -> tuple[str, str]:
-    """Return where to insert the suggested lines, and which lines to rewrite."""
+    """Return where the lines go, and which method calls on the models have to be rewritten."""
     # The place has a line number if the frame's file can be parsed. The other lines use the models'
     # own methods. `loader` and `models` are the script's names for its loader and its models.
     body = None if frame is None else _parse_file(frame)
@@ -81,7 +79,7 @@ def _describe_changes(frame: FrameType | None, loader: str, models: Set[str]) ->
 
 
 def _wrap_model(names: Sequence[str]) -> str:
-    """Return the script line that wraps a model in DistributedDataParallel."""
+    """Return the line that wraps one model in `DistributedDataParallel`."""
     # the result is assigned to all of the model's names
     return f"{' = '.join(names)} = torch.nn.parallel.DistributedDataParallel({names[0]})"
 
@@ -93,7 +91,7 @@ def _parse_file(frame: FrameType) -> ast.AST | None:
 
 
 def _trains_on_gpu(optimizer: Any) -> bool:
-    """True if a parameter of the optimizer is on a GPU."""
+    """Return whether any parameter of `optimizer` is on an available accelerator."""
     gpu = torch.accelerator.current_accelerator(check_available=True)
     devices = {
         parameter.device.type for group in optimizer.param_groups for parameter in group["params"]
@@ -102,7 +100,7 @@ def _trains_on_gpu(optimizer: Any) -> bool:
 
 
 def advise_fastai() -> str:
-    """Return a message that says how to make a fastai Learner train on all devices."""
+    """Return the lines that make a fastai script train on all devices."""
     return (
         "To train on all of them, with equal shares, as its loaders aren't PyTorch's, write:"
         "\n    with learn.distrib_ctx():"
@@ -111,10 +109,7 @@ def advise_fastai() -> str:
 
 
 def advise_lightning() -> str:
-    """Return a message with two lines that make Lightning train on all devices.
-
-    It is for a Trainer that uses one device when the program has several ranks.
-    """
+    """Return the lines that make a Lightning script train on all devices."""
     # the lines keep the global batch: each rank's batch size is divided by the number of ranks
     devices = int(os.environ["WORLD_SIZE"])
     lines = (
@@ -125,7 +120,7 @@ def advise_lightning() -> str:
 
 
 def _share_rows(name: str, loader: Any) -> list[str]:
-    """Return code that divides a loader's batches evenly among ranks."""
+    """Return the lines that give each rank its own rows by a `DistributedSampler`."""
     # `name` is the script's variable for the loader. The lines have placeholders unless `loader` is
     # a DataLoader with a batch size.
     data = "torch.utils.data"
@@ -149,7 +144,7 @@ def _share_rows(name: str, loader: Any) -> list[str]:
 
 
 def _find_frame(weights: set[int], loader: Any) -> FrameType | None:
-    """Return the script's stack frame that holds the loader or the model."""
+    """Find the script's stack frame whose variables include a trained model or the loader."""
     # `weights` are the ids of the optimizer's parameters. Frames that have both are preferred to
     # frames that have one of them. Of these, the outermost is returned, because lines inserted
     # there run once, before all epochs.
@@ -165,7 +160,7 @@ def _find_frame(weights: set[int], loader: Any) -> FrameType | None:
 
 
 def _collect_weights(names: Mapping[str, Any]) -> set[int]:
-    """Return the ids of all optimizers' parameters in a script's variables."""
+    """Return the parameter ids of all optimizers among the variables."""
     # such as one optimizer for each model of a GAN
     optimizers = [name for name in names.values() if isinstance(name, torch.optim.Optimizer)]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -173,7 +168,7 @@ def _collect_weights(names: Mapping[str, Any]) -> set[int]:
 
 
 def _name_loader(names: Mapping[str, Any], loader: Any) -> str:
-    """Return the script's name for a DataLoader; "" if there is none."""
+    """Return the variable that holds `loader`, or "" if none does."""
     # a DataLoader that is an attribute of a library's object has a name such as
     # "train_loader.loader"
     if loader is None:
@@ -188,7 +183,7 @@ def _name_loader(names: Mapping[str, Any], loader: Any) -> str:
 
 
 def _name_models(names: Mapping[str, Any], weights: set[int]) -> list[tuple[str, ...]]:
-    """Return the script's names for each model that its optimizers train."""
+    """Return the names of each trained model, largest model first."""
     # Models inside other models are left out. `weights` are the ids of the optimizers' parameters.
     # `names` are the script's variables; a model may have several. A name like "models[0]" comes
     # first, because the others may be set only in the loop.
@@ -205,7 +200,7 @@ def _name_models(names: Mapping[str, Any], weights: set[int]) -> list[tuple[str,
 
 
 def _list_names(frame: FrameType) -> dict[str, Any]:
-    """Return a frame's variables, with names like "self.model" and "models[0]"."""
+    """Return the frame's variables, with attributes of objects and elements of lists."""
     # attributes are listed for objects of the script's own classes
     names = {name: value for name, value in frame.f_locals.items() if not name.startswith("__")}
     attributes = {}
@@ -223,14 +218,14 @@ def _list_names(frame: FrameType) -> dict[str, Any]:
 
 
 def _file_of(kind: type) -> str:
-    """Return a class's source file, or torch's if it has none."""
+    """Return the file that defines `kind`, or torch's if it has none."""
     module = sys.modules.get(kind.__module__)
     path: str | None = getattr(module, "__file__", None)
     return path or str(torch.__file__)
 
 
 def _find_place(frame: FrameType, body: ast.AST, loader: str) -> int:
-    """Return the line above which to insert code; 0 outside loops."""
+    """Return the line before which the new lines belong, or 0 if no loop was found."""
     # This is the line of the outermost loop around the current line, or an earlier line that
     # creates an iterator over the loader.
     first = frame.f_code.co_firstlineno
@@ -239,7 +234,7 @@ def _find_place(frame: FrameType, body: ast.AST, loader: str) -> int:
 
 
 def _describe_methods(frame: FrameType, body: ast.AST, models: Set[str], inserted: int) -> str:
-    """Return the message that says which uses of the models to rewrite."""
+    """Say which method calls on the models have to go through `.module`."""
     # Return "" if there is nothing to rewrite. Models are wrapped before line `inserted`. `body` is
     # the frame's parsed file, and `models` are the models' names. Uses of the models' own methods
     # are rewritten, except for those before line `inserted`. DistributedDataParallel keeps the
@@ -260,7 +255,7 @@ def _describe_methods(frame: FrameType, body: ast.AST, models: Set[str], inserte
 
 
 def _find_methods(nodes: Iterable[ast.AST], models: Set[str]) -> Iterator[tuple[str, int]]:
-    """Yield the text and line of each model.method to rewrite."""
+    """Yield attributes of the models that `DistributedDataParallel` lacks, with their lines."""
     for node in nodes:
         if isinstance(node, ast.Attribute) and not _is_in_wrapper(node.attr):
             model = ast.unparse(node.value)
@@ -270,14 +265,14 @@ def _find_methods(nodes: Iterable[ast.AST], models: Set[str]) -> Iterator[tuple[
 
 
 def _name_lines(numbers: Iterable[int]) -> str:
-    """Return text like "line 3" or "lines 3, 7"."""
+    """Return, for example, "line 3" or "lines 3, 7"."""
     every = sorted(set(numbers))
     text = ", ".join(map(str, every))
     return f"lines {text}" if len(every) > 1 else f"line {text}"
 
 
 def _walk_scope(scope: ast.AST) -> Iterator[ast.AST]:
-    """Yield the parsed code of a module or function, without nested functions."""
+    """Yield all nodes of a function or module except those inside nested functions."""
     for node in ast.iter_child_nodes(scope):
         if not isinstance(node, ast.FunctionDef):
             yield node
@@ -285,17 +280,17 @@ def _walk_scope(scope: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_assigned(node: ast.AST) -> bool:
-    """True if a node of parsed code is assigned a value."""
+    """Return whether the syntax node is the target of an assignment."""
     return isinstance(getattr(node, "ctx", None), ast.Store)
 
 
 def _is_in_wrapper(name: str) -> bool:
-    """True if DistributedDataParallel has an attribute of this name."""
+    """Return whether `DistributedDataParallel` has an attribute of this name itself."""
     return hasattr(DistributedDataParallel, name) or name in ("module", "training")
 
 
 def _find_iterator(body: ast.AST, loader: str, first: int, last: int) -> int:
-    """Return the first line that calls `iter` on the loader, or 0."""
+    """Return the first line that calls `iter(loader)`, or 0 if there is none."""
     # The search begins at line `first` and ends before line `last`. `body` is the parsed file, and
     # `loader` is the loader's name.
     found = []
@@ -308,7 +303,7 @@ def _find_iterator(body: ast.AST, loader: str, first: int, last: int) -> int:
 
 
 def _find_loop(body: ast.AST, line: int, first: int) -> int:
-    """Return the first line of the outermost loop around `line`, or 0."""
+    """Return the first line of the outermost loop around `line`, or 0 if there is none."""
     # The search begins at `first`, the function's first line. `body` is the parsed file.
     found: list[int] = []
     for node in ast.walk(body):
@@ -320,14 +315,14 @@ def _find_loop(body: ast.AST, line: int, first: int) -> int:
 
 
 def _count_trained(value: Any, weights: set[int]) -> int:
-    """Return how many of a model's parameters are in `weights`."""
+    """Return how many parameters of `value` are in `weights`; 0 if it isn't a module."""
     if not isinstance(value, torch.nn.Module):
         return 0
     return sum(id(parameter) in weights for parameter in value.parameters())
 
 
 def _own_frames() -> Iterator[FrameType]:
-    """Yield the stack frames of the program's own code, innermost first."""
+    """Yield the stack frames of the user's own code, innermost first."""
     # without installed libraries, Python and evener
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

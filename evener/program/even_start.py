@@ -1,10 +1,9 @@
-"""The steps with equal shares with which a library's trainer begins under `evener run`.
+"""First steps of a library's trainer:
 
-In a plain loop, evener can compute a loss again to test whether unequal shares change it. In a
-library's trainer, it can't. Therefore the first steps have equal shares, and two checks are made.
-Audits check whether the plan's shares give the same gradient. The program's collectives are
-observed, because their results may affect a later loss. If neither check finds a reason to keep
-shares even, the plan's shares take effect.
+equal shares while evener checks that unequal ones are safe.
+
+A trainer such as transformers' or Lightning's calls the user's callbacks between steps. If these
+exchange values that depend on a rank's rows, unequal shares could change the result.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 
 
 class RankStart(msgspec.Struct):
-    """What one rank observed in these first steps; ranks gather it when the steps end."""
+    """What one rank saw during the first steps, exchanged with the other ranks."""
 
     exchanged: str  # a collective and its line in the program's own code; "" if it called none
     ahead: int  # number of batches that the rank's loader has fetched ahead
@@ -39,15 +38,10 @@ class RankStart(msgspec.Struct):
 
 
 class EvenStart:
-    """Starts a training run with equal shares, until its first audits.
+    """Keeps shares equal in the first steps, then starts unequal shares if every rank agrees.
 
-    - `training`: the PlannedTraining.
-    - `exchange`: gathers a RankStart from every rank.
-    - `stay`: called with the reason if shares have to stay equal.
-    - `leave`: called if the plan's shares take effect.
-
-    After the last step with equal shares, all ranks call `stay` or `leave`. They call neither if an
-    audit has found a difference.
+    `exchange` gathers one `RankStart` from each rank, `stay` is called with the reason if shares
+    have to stay equal, and `leave` when unequal shares begin.
     """
 
     # a difference itself makes shares stay equal
@@ -70,25 +64,22 @@ class EvenStart:
 
     @property
     def is_training(self) -> bool:
-        """True unless the trainer is evaluating its models."""
+        """Whether any model is in training mode."""
         return any(model.training for model in self._training.weights.models)
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """The rows of each rank in a full batch."""
+        """Rows of each rank in a step."""
         shares: tuple[int, ...] = self._training.ranks.batches
         return shares
 
     def note_collective(self, name: str, place: str) -> None:
-        """Record the first collective that the program calls during the even first steps.
-
-        `place` is the file and line of the call.
-        """
+        """Remember the first collective that the user's callbacks call, and its line."""
         if not self._exchanged:
             self._exchanged = f"{name} ({place})"
 
     def _after_batch(self, _: Sequence[int]) -> None:
-        """Count a batch; after the last even one, choose the shares."""
+        """Decide about unequal shares once the audits have finished or took too long."""
         # the training then switches to the plan's shares or stays equal
         if self.is_over:
             return
@@ -115,7 +106,7 @@ class EvenStart:
 
 
 def _find_fault(every: list[RankStart]) -> str:
-    """Return why all ranks have to keep equal shares, or ""."""
+    """Return why shares have to stay equal, or "" if they may differ."""
     words = next((each.exchanged for each in every if each.exchanged), "")
     if words:
         return (
@@ -129,9 +120,9 @@ def _find_fault(every: list[RankStart]) -> str:
 
 
 def find_callback() -> str:
-    """Return where the program's own code calls a collective in a trainer's step.
+    """Return file and line of the user's callback that calls a collective, or "".
 
-    The result is like "train.py:12". It is "" if a library makes the call or no trainer runs.
+    The result is "" if the collective isn't called from a callback of a trainer.
     """
     # Call this from the hook of the collective. evener counts as a library, too. A trainer runs if
     # it is on the call stack.
@@ -152,8 +143,5 @@ def find_callback() -> str:
 
 
 def comes_from_rows(name: str) -> bool:
-    """True if a collective's result may be computed from several ranks' rows.
-
-    `name` is the name of the collective's function. The result is False only for broadcasts.
-    """
+    """Return whether the collective's result depends on every rank's data, unlike a broadcast."""
     return name not in FROM_ONE

@@ -1,7 +1,7 @@
-"""Inspect the collectives in the program's own code: what they exchange, and where the results go.
+"""Collectives that the program itself calls, checked for a dependence on each rank's rows.
 
-Uneven shares change a training run if its ranks exchange rows, or if values computed from rows
-affect what the model learns.
+An all-reduced mean, or a gathered tensor, may change if ranks have different row counts. While
+shares are equal, calls are traced to find out. Once shares differ, gathers are padded.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ _BETWEEN = (
 
 
 class ExchangeCall(msgspec.Struct, frozen=True):
-    """A call of a collective, with its arguments and its line in the program's code."""
+    """One call of a collective, with its arguments."""
 
     name: str
     place: str  # line in the program's own code, such as train.py:12
@@ -99,21 +99,19 @@ class ExchangeCall(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """The collective's name and line for messages, such as "all_reduce (train.py:12)"."""
+        """The collective and its line, such as "all_reduce (train.py:12)"."""
         return f"{self.name} ({self.place})"
 
     def run(self, **other: Any) -> Any:
-        """Call the function; `other` overrides some of its arguments."""
+        """Call the collective; `other` replaces arguments by name."""
         self.bound.arguments.update(other)
         return self.function(*self.bound.args, **self.bound.kwargs)
 
 
 class Exchanges:
-    """Inspects the collectives that the program's own code calls.
+    """Records the program's collectives and finds the first one that rules out unequal shares.
 
-    - `fault`: why shares can't be unequal; empty until a reason is found.
-    - `origins`: tracks what was computed from exchanged values.
-    - `note`: called with each collective.
+    `note` is called with each `ExchangeCall`. `fault` is the reason against unequal shares, or "".
     """
 
     def __init__(self, note: Callable[[ExchangeCall], None]) -> None:
@@ -133,11 +131,10 @@ class Exchanges:
         is_uneven: bool,
         checks: bool = True,
     ) -> Any:
-        """Call the collective `wrapped`, and return its result.
+        """Check a collective, run it, and mark its result as exchanged between ranks.
 
-        `place` is the file and line of the call in the program's code. With `guard` and `checks`,
-        set `fault` if the exchanged values prevent unequal shares. With `is_uneven`, gathered
-        tensors may have different numbers of rows.
+        If `is_uneven`, tensors with different row counts are padded for the exchange. `guard` is
+        the recorder of the current step, or None; without `checks`, it is only kept up to date.
         """
         # a gather then returns each rank's tensor with its own number of rows
         call = make_call(wrapped, arguments, keywords, place)
@@ -163,25 +160,22 @@ class Exchanges:
         return result
 
     def find_place(self, guard: Guard | None) -> str:
-        """Return where the program's own code calls the collective that begins now.
+        """Return the line of the user's code that called the collective.
 
-        Return "" for a call that isn't inspected: one of a known library, one inside another
-        collective, or one of a repeated computation.
+        The result is "" for collectives of known libraries, and for those inside another collective
+        or a replayed step.
         """
         if self._nested or (guard is not None and guard.is_replaying):
             return ""
         return find_caller(sys._getframe(1))
 
     def _run(self, call: ExchangeCall, is_uneven: bool) -> Any:
-        """Call the collective; gather different numbers of rows if `is_uneven`."""
+        """Run the collective, with padding if ranks may have different row counts."""
         with self._within():
             return run_compared(call) if is_uneven and not self._knows_rows else call.run()
 
     def note_entered(self, words: str, what: str) -> None:
-        """Set `fault` to say that exchanged values affect what the model learns.
-
-        `words` names the collective; nothing happens if it is "". `what` says where its values go.
-        """
+        """Record that the result of the collective `words` affects `what`, such as "its loss"."""
         # an example of `what` is "its loss"; an earlier fault stays
         if words and not self.fault:
             self.fault = (
@@ -191,7 +185,7 @@ class Exchanges:
 
     @contextmanager
     def handling_rows(self) -> Iterator[None]:
-        """Let a function itself handle ranks' row counts within a `with` block."""
+        """Context manager for code that can exchange different row counts itself."""
         # in this context, collectives are called unchanged, and exchanging rows is no fault
         before, self._knows_rows = self._knows_rows, True
         try:
@@ -229,7 +223,7 @@ class Exchanges:
             )
 
     def _mark_total(self, call: ExchangeCall, guard: Guard, result: Any) -> None:
-        """Record that a collective's results are sums over all ranks' rows."""
+        """Mark the result as a total over all rows, which is the same with any shares."""
         _forget_filled(call, guard)
         filled = result if call.filled is None else call.filled
         if call.name in _GATHERS:
@@ -246,7 +240,7 @@ class Exchanges:
 
 
 def sends_flag(call: ExchangeCall) -> bool:
-    """True if a collective sends a single 0 or 1 from this rank."""
+    """Return whether the call sends a single 0 or 1, such as a flag to stop early."""
     single = [tensor for tensor in _tensors(call) if tensor.numel() == 1]
     return any(not tensor.is_complex() and float(tensor.detach()) in (0, 1) for tensor in single)
 
@@ -254,11 +248,7 @@ def sends_flag(call: ExchangeCall) -> bool:
 def make_call(
     wrapped: Callable[..., Any], arguments: Any, keywords: Any, place: str
 ) -> ExchangeCall:
-    """Bind the arguments of a collective from ARGUMENTS or FUNCTIONAL.
-
-    Return the ExchangeCall, without calling the collective. `place` is the file and line of the
-    call in the program's own code.
-    """
+    """Return the `ExchangeCall` of an intercepted collective."""
     bound = _signature(wrapped).bind(*arguments, **keywords)
     bound.apply_defaults()
     name = wrapped.__name__
@@ -274,12 +264,12 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _depends_on_rows(call: ExchangeCall, guard: Guard) -> bool:
-    """True if the exchanged values may be computed from a rank's rows."""
+    """Return whether the result may depend on the ranks' rows."""
     return call.name not in FROM_ONE or any(map(guard.comes_from_batch, _tensors(call)))
 
 
 def _sums_rows(call: ExchangeCall, guard: Guard) -> bool:
-    """True if a collective adds up or gathers sums over ranks' rows."""
+    """Return whether the call adds up, over all ranks, sums over their rows."""
     # such results are the same however the rows are divided among the ranks
     every = _tensors(call)
     if call.name == "all_reduce":
@@ -293,28 +283,28 @@ def _sums_rows(call: ExchangeCall, guard: Guard) -> bool:
 
 
 def _name_operation(call: ExchangeCall) -> str:
-    """Return the name of an all-reduce's operation, such as "sum"."""
+    """Return the reduce operation in lower case, such as "sum"; "" if there is none."""
     given = call.bound.arguments
     operation = given.get("op", given.get("reduceOp", ""))
     return str(operation).rpartition(".")[2].lower()
 
 
 def _prepare_guard(call: ExchangeCall, guard: Guard) -> None:
-    """Save, in the guard, the scalars that a call will overwrite."""
+    """Save scalars that the call will overwrite, in case one of them is a loss."""
     # one of them may be a loss
     for tensor in each_tensor_in(call.filled):
         guard.save_scalar(tensor)
 
 
 def _forget_filled(call: ExchangeCall, guard: Guard) -> None:
-    """Make the guard treat a collective's output tensors as inputs."""
+    """Make the guard treat the call's output as input data."""
     # how the program computed their previous contents no longer matters
     for tensor in each_tensor_in(call.filled):
         guard.treat_as_input(tensor)
 
 
 def _counts_rows(call: ExchangeCall, rows: int) -> bool:
-    """True if a scalar in the call is this rank's row count."""
+    """Return whether the call sends the rank's row count."""
     # many other values equal 1
     numbers = [each for each in _tensors(call) if each.numel() == 1 and not each.is_complex()]
     return rows > 1 and any(float(number.detach()) == rows for number in numbers)
@@ -325,9 +315,9 @@ def _tensors(call: ExchangeCall) -> list[torch.Tensor]:
 
 
 def find_caller(frame: FrameType | None) -> str:
-    """Return the file and line at which the program calls a collective.
+    """Return the user's file and line that called the hook, such as "train.py:12".
 
-    The result is like "train.py:12"; "" if a library in LIBRARIES makes the call.
+    The result is "" if one of the known libraries called it.
     """
     # the frame is the hook's caller
     while frame is not None and is_between(frame):
@@ -342,12 +332,12 @@ def find_caller(frame: FrameType | None) -> str:
 
 
 def name_package(frame: FrameType) -> str:
-    """Return the top-level package of a frame's code, such as "torch"."""
+    """Return the top-level package of a stack frame."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def is_between(frame: FrameType) -> bool:
-    """True if a frame runs one of the wrappers around collectives (see _BETWEEN)."""
+    """Return whether the frame belongs to a wrapper between a program and a collective."""
     return _is_module_between(str(frame.f_globals.get("__name__", "")))
 
 
@@ -358,7 +348,7 @@ def _is_module_between(name: str) -> bool:
 
 @cache
 def is_installed(path: str) -> bool:
-    """True if the file belongs to Python itself or to an installed library."""
+    """Return whether `path` belongs to Python itself or to an installed package."""
     folders = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
     folders += [*site.getsitepackages(), site.getusersitepackages()]
     return path.startswith("<frozen") or any(path.startswith(f"{folder}/") for folder in folders)
@@ -368,9 +358,10 @@ def is_installed(path: str) -> bool:
 
 
 def run_compared(call: ExchangeCall) -> Any:
-    """Run a call that may gather different numbers of rows from ranks.
+    """Run a collective, padding tensors if the ranks' row counts differ.
 
-    Raises RequestError on every rank if that is impossible.
+    Raises RequestError if the tensors can't be padded: other dimensions differ, the collective
+    isn't a gather, or an output can't be resized.
     """
     # It is impossible if the tensors differ in other dimensions, or if the collective or its output
     # can't hold different numbers of rows.
@@ -400,10 +391,10 @@ def run_compared(call: ExchangeCall) -> Any:
 
 
 class _Complete:
-    """A completed work handle, returned for an asynchronous call (`async_op=True`)."""
+    """Stands for the `Work` handle of a collective that has already finished."""
 
     def wait(self, *_: Any) -> bool:
-        """Return True immediately, because there is nothing to wait for."""
+        """Return True at once."""
         return True
 
     def is_completed(self) -> bool:
@@ -411,7 +402,7 @@ class _Complete:
 
 
 def _can_all_fill(call: ExchangeCall) -> bool:
-    """True if no rank gathers into a view; a collective."""
+    """Return whether every rank can resize its output tensors."""
     # a view can't be resized to other ranks' numbers of rows
     can = not any(map(is_view, each_tensor_in(call.filled)))
     every = torch.tensor(int(can), device=call.given.device)
@@ -420,15 +411,15 @@ def _can_all_fill(call: ExchangeCall) -> bool:
 
 
 def _is_member(group: Any) -> bool:
-    """True if this rank belongs to `group`; None is the default group."""
+    """Return whether this rank belongs to the process group."""
     known = group is None or isinstance(group, dist.ProcessGroup)
     return known and dist.get_rank(group) >= 0
 
 
 def exchange_shapes(tensor: torch.Tensor, group: Any = None) -> list[tuple[int, ...]]:
-    """Gather the shapes of a tensor from all ranks of a group, in rank order.
+    """Gather the tensor's shape from every rank of `group`; None is the default group.
 
-    Only the first eight axes are included. `group` None is the default process group.
+    Dimensions after the eighth are left out.
     """
     axes = list(tensor.shape)[:_MOST_AXES]
     numbers = [len(axes), *axes, *[0] * (_MOST_AXES - len(axes))]
@@ -440,12 +431,12 @@ def exchange_shapes(tensor: torch.Tensor, group: Any = None) -> list[tuple[int, 
 
 
 def pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return the tensor with zeros appended along its first axis, up to `rows` rows."""
+    """Pad the tensor with zeros to `rows` rows."""
     return pad(tensor, (*(0, 0) * (tensor.ndim - 1), 0, rows - len(tensor))).contiguous()
 
 
 def _gather_all(call: ExchangeCall, counts: list[int]) -> list[torch.Tensor]:
-    """Gather all ranks' rows, and return one tensor per rank."""
+    """Gather the tensors of all ranks, which differ in their row counts."""
     # `counts` has each rank's number of rows. Tensors are padded to the largest of these numbers
     # for the exchange.
     padded = pad_rows(call.given.detach(), max(counts))
@@ -473,6 +464,6 @@ def _gather_to_tensor(call: ExchangeCall, counts: list[int]) -> None:
 
 
 def _fill(place: torch.Tensor, rows: torch.Tensor) -> None:
-    """Give the tensor `place` the size and the data of `rows`."""
+    """Replace the tensor's storage and shape by those of `rows`."""
     with torch.no_grad():
         place.set_(rows)

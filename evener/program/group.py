@@ -1,9 +1,7 @@
-"""Prepare a process for the process group that its program creates.
+"""Hooks for process groups: which ranks run the program, and on which device.
 
-The group consists of the ranks that `evener run` started, or of processes that the program itself
-started. Some programs never create a group. Therefore evener's first rank runs the program alone
-until it creates a group with the others. A process that evener didn't start gets the plan's device
-for its rank.
+A program may join the process group of `evener run`, or start its own processes, by spawn or a
+launcher such as torchrun. These hooks find out which, when `init_process_group` is called.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 
 
 class GroupRank(msgspec.Struct, frozen=True):
-    """A process's rank in a process group, and the size of the group."""
+    """Rank and world size of a process in its group."""
 
     rank: int
     world: int
@@ -51,10 +49,7 @@ _place: GroupRank | None = None
 
 
 def current_rank() -> int:
-    """Return this process's rank in its process group.
-
-    Without a group, it is the rank from the launcher, or 0.
-    """
+    """Return this process's rank in its group, or else the variable RANK; 0 if unset."""
     if _place is not None:
         return _place.rank
     text = os.environ.get("RANK", "")
@@ -62,10 +57,7 @@ def current_rank() -> int:
 
 
 def begin(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Prepare this process for the program's process group, then create the group.
-
-    This wraps `torch.distributed.init_process_group`.
-    """
+    """Hook of `init_process_group`: find the group's ranks and choose this process's device."""
     # If the group is evener's, the waiting ranks begin to run the program. A process that evener
     # didn't start gets the device of its rank.
     global _place
@@ -88,7 +80,7 @@ def _signature(function: Any) -> inspect.Signature:
 
 
 def _read_place(given: dict[str, Any]) -> GroupRank | None:
-    """Return this process's rank and the group's size, or None if unknown."""
+    """Return rank and world size from the call or the environment, or None if neither has them."""
     # `given` are the arguments of `init_process_group`. Numbers that aren't in them are taken from
     # the environment. With MPI, only the backend knows them.
     query = dict(parse_qsl(urlsplit(given.get("init_method") or "").query))
@@ -105,7 +97,7 @@ def _read_place(given: dict[str, Any]) -> GroupRank | None:
 
 
 def _is_eveners_group(place: GroupRank, method: str | None) -> bool:
-    """True if the group consists of the ranks that evener started."""
+    """Return whether the program joins the group whose ranks evener started."""
     # `method` is the program's `init_method`. A script may choose its own rendezvous address. So
     # another address means another group only if a launcher in the program has started sibling
     # ranks.
@@ -119,7 +111,10 @@ def _is_eveners_group(place: GroupRank, method: str | None) -> bool:
 
 
 def _refuse_missing_ranks(place: GroupRank, given: dict[str, Any]) -> None:
-    """Raise RequestError if `init_process_group(**given)` would wait for ranks that never start."""
+    """Raise RequestError if the group has another size than the number of devices.
+
+    Without this check, the program would wait for ranks that never start.
+    """
     # for example, the program's options list fewer GPUs than evener has devices
     world = os.environ.get("WORLD_SIZE")
     if not is_first_process() or is_released() or place.world < 2 or str(place.world) == world:
@@ -134,7 +129,7 @@ def _refuse_missing_ranks(place: GroupRank, given: dict[str, Any]) -> None:
 
 
 def _is_local(given: dict[str, Any]) -> bool:
-    """True if processes that call `init_process_group(**given)` can meet only on this machine."""
+    """Return whether the group's rendezvous is at 127.0.0.1."""
     method = given.get("init_method")
     if given.get("store") is not None or urlsplit(method or "env:").scheme not in ("env", "tcp"):
         return False
@@ -146,7 +141,7 @@ def _eveners_address() -> str:
 
 
 def _address_of(method: str | None, variables: dict[str, str]) -> str:
-    """Return the HOST:PORT at which the group's processes meet."""
+    """Return host and port of the rendezvous, such as "127.0.0.1:29500"."""
     # a tcp:// URL is preferred to the environment
     if method and urlsplit(method).scheme == "tcp":
         return urlsplit(method).netloc.replace("localhost", "127.0.0.1")
@@ -155,7 +150,7 @@ def _address_of(method: str | None, variables: dict[str, str]) -> str:
 
 
 def _read_start_environment(process: str) -> dict[str, str]:
-    """Return the environment a process was started with, or {}."""
+    """Return the environment variables that a process was started with, or {} if unreadable."""
     # `process` is a process id or "self". They can't be read if the process has exited or belongs
     # to another user.
     with suppress(OSError):
@@ -166,7 +161,7 @@ def _read_start_environment(process: str) -> dict[str, str]:
 
 
 def _has_sibling(own: dict[str, str]) -> bool:
-    """True if this process's launcher has also started another rank."""
+    """Return whether a process of another rank with the same rendezvous is running."""
     # a sibling has the same run, rendezvous address and number of ranks, but another rank
     alike = (RUN, "WORLD_SIZE", *_ADDRESS)
     for process in filter(str.isdecimal, os.listdir("/proc")):
@@ -178,7 +173,7 @@ def _has_sibling(own: dict[str, str]) -> bool:
 
 
 def _set_own_device(place: GroupRank) -> None:
-    """Set the plan's device for a process that evener didn't start."""
+    """Choose the device of a process that the program started itself."""
     # This is the plan's device for the process's rank. If there are more processes than shares,
     # some use the same device. If the numbers differ, shares are equal.
     if place.is_given and is_eveners_rank():  # the variables are those of the parent process
@@ -198,7 +193,7 @@ def _set_own_device(place: GroupRank) -> None:
 
 
 def _free_interfaces(place: GroupRank) -> None:
-    """Let Gloo and NCCL use all network interfaces in multi-machine groups."""
+    """Let gloo and NCCL use other network interfaces if the group spans several machines."""
     # until then, they are restricted to loopback
     here = os.environ.get("LOCAL_WORLD_SIZE", str(place.world))
     if is_in_other_run() and here != str(place.world):
@@ -208,16 +203,16 @@ def _free_interfaces(place: GroupRank) -> None:
 
 
 def _keep_to(device: str) -> None:
-    """Pin this process to its device's cores, for a CPU slice."""
+    """Pin this process to the device's CPU cores if the device is a slice of the CPU."""
     cores = slice_cores(device, allowed_cpus())
     if cores:
         pin_threads(cores)
 
 
 def begin_processes(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Start processes for torch.multiprocessing without evener's rank variables.
+    """Hook of `torch.multiprocessing.start_processes`:
 
-    This wraps `torch.multiprocessing.spawn.start_processes`.
+    hide evener's rank from the new processes.
     """
     with _without_rank():
         return wrapped(*arguments, **keywords)
@@ -225,7 +220,7 @@ def begin_processes(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 
 @contextmanager
 def _without_rank() -> Iterator[None]:
-    """Remove RANK and similar environment variables within a `with` block."""
+    """Context manager that removes the rank variables from the environment."""
     # With these variables, child processes would act as ranks that evener started. They stay if
     # evener didn't start this process, or if other ranks run the program by now.
     alone = is_eveners_rank() and (os.environ.get("WORLD_SIZE") == "1" or not is_released())

@@ -1,9 +1,7 @@
-"""Audit the program's own loss for one batch.
+"""Checks in a real step whether unequal shares would change the program's gradients.
 
-An audit runs before shares become unequal, and at intervals afterwards. It records the functions
-with which the program computes the loss. Then it runs these functions and their backward pass twice
-on a few rows. The first run has equal parts, like the program's own launcher. The second has parts
-in proportion to the shares. The program's own code runs only once, and its state is restored.
+The guard records the calls from the batch to the loss, then repeats them on a few rows: at once, as
+with the program's own launcher, and in unequal parts. The gradients must agree.
 """
 
 from __future__ import annotations
@@ -70,27 +68,12 @@ MakeSketcher = Callable[..., GradientSketcher]  # creates a GradientSketcher for
 
 
 class Guard(Recorder):
-    """Records how a batch's loss is computed, and checks whether shares would change it.
+    """Recorder of one step that checks whether the loss allows unequal shares.
 
-    Results, after the first backward pass:
-
-    - `fault`: why shares would change what the model learns, or why that is unknown; "" if they
-      change nothing.
-    - `measured`: True if the rows were computed both ways and the results differ.
-    - `are_sums`: True if losses are sums over rows.
-
-    Arguments:
-
-    - `few`: returns a few rows of the batch, collated as the shares would collate them. If it
-      returns None, rows are cut from the batch.
-    - `rows`: number of rows that the loader took for the batch, for batches whose tensors differ in
-      length, such as graphs.
-    - `origins`: tracks the values that ranks exchange; None to ignore them.
-    - `sketcher`: creates the GradientSketcher; by default, only the models' gradients are computed.
-    - `step`: number of the training step, for messages.
-    - `are_sums`: True if ranks' gradients are added unweighted; None to find out from the loss.
-    - `agree`: gathers the faults of all ranks and returns the first. It is only needed if ranks
-      communicate in the models' layers. Then losses are compared instead of gradients.
+    `fault` is the reason why it doesn't, or "". `few` fetches and collates a few rows of the batch;
+    `origins` are the values exchanged between ranks; `agree` exchanges faults between ranks and is
+    given if ranks communicate inside the model, as under FSDP. `are_sums` says whether losses are
+    sums over rows; None finds it out.
     """
 
     def __init__(
@@ -135,7 +118,7 @@ class Guard(Recorder):
 
     @property
     def done(self) -> bool:
-        """True once a backward pass has begun or the guard was closed."""
+        """Whether a loss was seen, or recording has ended."""
         return self.losses > 0 or not self._handles
 
     def __torch_function__(
@@ -146,17 +129,14 @@ class Guard(Recorder):
         return super().__torch_function__(function, types, arguments, keywords)
 
     def note_call(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
-        """Note a function that the program called, with its result.
-
-        If its arguments depend on exchanged values, note that the result does, too.
-        """
+        """Follow exchanged values through a call, and notice `len()` of the batch."""
         # `len` of the batch shows that the program uses the number of rows
         self.has_asked_length |= function is torch.Tensor.__len__ and result == self.rows
         if self._origins is not None:
             self._origins.follow(function, arguments, keywords, result, self)
 
     def read_loss(self, loss: torch.Tensor) -> float:
-        """Return the loss as a number, from before any collective overwrote it."""
+        """Return the loss as it was before a collective overwrote it."""
         # only the earlier value can be compared with what the recorded calls compute
         return super().read_loss(self._before.get(address(loss), loss))
 
@@ -165,14 +145,14 @@ class Guard(Recorder):
             super()._write(*arguments, **options)
 
     def _is_given(self, tensor: torch.Tensor) -> bool:
-        """True if a small tensor predates the batch, unless ranks summed it."""
+        """Return whether the tensor is an input of the step, other than a total over all rows."""
         # Task weights are such a tensor. A sum over all ranks' rows is the same with any shares.
         totals = self._origins.totals if self._origins is not None else None
         is_total = totals is not None and bool(totals.find(tensor))
         return super()._is_given(tensor) and not is_total
 
     def _record_number_use(self, function: Any, given: Any) -> None:
-        """Record the numbers that a call combines with weights or gradients."""
+        """Notice gradients or weights changed by a value that depends on this rank's rows."""
         super()._record_number_use(function, given)
         if self.local_use or not is_arithmetic(function):
             return
@@ -192,38 +172,32 @@ class Guard(Recorder):
 
     @property
     def is_inside(self) -> bool:
-        """True while the program runs a model's forward pass with gradients enabled."""
+        """Whether a model's forward pass with gradients is running."""
         return self._inside and self._with_gradients and not self._busy
 
     @property
     def is_replaying(self) -> bool:
-        """True while recorded functions of the program are run again."""
+        """Whether recorded calls are being repeated for a check."""
         return self._busy
 
     def save_scalar(self, tensor: torch.Tensor) -> None:
-        """Save the value of a scalar before a collective overwrites it, for `read_loss`."""
+        """Keep a copy of a one-element tensor that a collective is about to overwrite."""
         # larger tensors can't be a loss
         if tensor.numel() == 1:
             self._before.setdefault(address(tensor), tensor.detach().clone())
 
     def treat_as_input(self, tensor: torch.Tensor) -> None:
-        """Treat a tensor as an input from now on.
-
-        This is called after a collective has overwritten the tensor.
-        """
+        """Forget how the tensor was computed, because a collective has filled it."""
         # the recorded calls that computed its previous contents no longer apply
         if tensor.grad_fn is None:
             self._made.pop(id(tensor), None)
 
     def comes_from_batch(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor is known to be computed from the batch."""
+        """Return whether the tensor was computed from the batch."""
         return self._find_computing_calls(tensor)[1]
 
     def goes_by_rows(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor was computed from the batch or its number of rows.
-
-        It is False if that isn't known.
-        """
+        """Return whether the tensor was computed from the batch or from its row count."""
         places, reached, _ = self._find_computing_calls(tensor)
         return reached or any(
             isinstance(each, RowNumber)
@@ -232,10 +206,7 @@ class Guard(Recorder):
         )
 
     def is_sum_over_rows(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor sums over the batch's rows, like a count of labels.
-
-        It is False if the tensor has a gradient, or if the calls that computed it are unknown.
-        """
+        """Return whether the tensor is a sum over the rows of this rank's batch."""
         # the calls are repeated for a few rows, at once and in two parts, to see whether the parts
         # add up
         places, _, is_known = self._find_computing_calls(tensor)
@@ -264,7 +235,7 @@ class Guard(Recorder):
             self._busy = False
 
     def _are_parts_added(self, record: LossRecord, tensor: torch.Tensor) -> bool:
-        """True if recomputing parts of the batch shows a sum over rows."""
+        """Return whether the results of two parts of the batch add up to the result of both."""
         # The whole batch must give the tensor again, and two parts of a few rows must add up. A sum
         # of 0 proves nothing.
         few = next(iter(self._list_rows()), None)
@@ -279,17 +250,14 @@ class Guard(Recorder):
         return torch.nn.ModuleList(getattr(model, "module", model) for model in self.models)
 
     def is_flag(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor is a 0 or 1 that wasn't computed from the batch.
-
-        Its type is integer or boolean.
-        """
+        """Return whether the tensor is a 0 or 1 that wasn't computed from the batch."""
         # programs exchange such a flag, for example to stop all ranks together
         if tensor.numel() != 1 or tensor.is_floating_point() or tensor.is_complex():
             return False
         return int(tensor.detach()) in (0, 1) and not self.comes_from_batch(tensor)
 
     def depends_on_rows(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor's size depends on the number of rows in the batch."""
+        """Return whether the tensor's size changes with the number of rows."""
         # The recorded calls run again on fewer rows to see whether the size changes. If they can't,
         # any tensor computed from the batch counts as dependent.
         if not self.rows or not tensor.ndim or len(tensor) % self.rows:
@@ -311,7 +279,7 @@ class Guard(Recorder):
             self._busy = False
 
     def _make_fewer(self, entries: list[WrittenCall], tensor: torch.Tensor) -> torch.Tensor:
-        """Return what the recorded calls compute with 3/4 of the rows."""
+        """Compute the tensor again from three quarters of the rows."""
         # `tensor` is the result of these calls with all rows
         rows = max(1, self.rows * 3 // 4)
         batch = cut_rows(self.batch, 0, rows, self.rows)
@@ -323,18 +291,11 @@ class Guard(Recorder):
     # ------------------------------------------------------------------ judging
 
     def take_inner(self, model: Any) -> Any:
-        """Return the module that a replay calls for `model`.
-
-        For a DistributedDataParallel, it is the module inside, which doesn't communicate. If all
-        ranks replay the calls together, it is `model` itself.
-        """
+        """Return the module in a wrapper, or the wrapper if ranks communicate in the model."""
         return model if self._agree is not None else super().take_inner(model)
 
     def judge(self, loss: torch.Tensor) -> str:
-        """Return why shares would change what is learned from this loss.
-
-        Return "" if they change nothing, or the reason if that can't be determined.
-        """
+        """Return why unequal shares would change what is learned, or "" if they wouldn't."""
         # Shares change nothing if they give the same gradient as the program's own launcher. If
         # ranks communicate in the models' layers, losses are compared instead of gradients.
         record = self._find_record(loss)
@@ -350,7 +311,7 @@ class Guard(Recorder):
             return _describe_error(error)
 
     def _find_record(self, loss: torch.Tensor) -> LossRecord | str:
-        """Return the recorded calls behind `loss`, or why it can't be recomputed."""
+        """Return the recorded calls that computed the loss, or why they can't be repeated."""
         if not self.batch:
             return f"its batch is a {self._kind}, not tensors in tuples, lists or dicts"
         if self.rows < 2:
@@ -366,7 +327,7 @@ class Guard(Recorder):
         return record
 
     def _judge_on_all_ranks(self, record: LossRecord | str, agree: Callable[[str], str]) -> str:
-        """Return why a loss needs equal shares, the same on all ranks."""
+        """Compare losses on all ranks together and return the first rank's fault, or ""."""
         # All ranks run the same passes to find out. `record` has the calls that computed the loss
         # on this rank, or says why there are none. `agree` gathers the ranks' reasons and returns
         # the first.
@@ -465,7 +426,7 @@ class Guard(Recorder):
         return RANDOM_COUNT.format(*(f"{loss:.6g}" for loss in losses))
 
     def _find_limit(self, record: LossRecord) -> str:
-        """Return why this rank can't have more rows, or ""."""
+        """Return why the loss can't be computed with one more row, or "" if it can."""
         # Only a tensor with an entry per row that isn't in the batch can be a reason. Then the loss
         # of one more row is tried.
         if not self._finds_sums or self._is_ragged or not record.has_other_rows():
@@ -481,7 +442,10 @@ class Guard(Recorder):
         return ""
 
     def _is_found_sum(self, record: LossRecord, cause: str) -> bool:
-        """True if the loss is a sum over rows; sets `are_sums`."""
+        """Return whether the difference only shows that losses are sums over rows.
+
+        If so, `are_sums` becomes True.
+        """
         # `cause` is the likely cause of the difference that an audit has found. A number that
         # counts rows, such as len() of a list, would make a mean look like a sum.
         if not self._finds_sums or cause != "sum" or record.may_count_rows():
@@ -491,12 +455,12 @@ class Guard(Recorder):
 
     @property
     def divides_sums(self) -> bool:
-        """True if losses are sums and gradients may be divided by a row count."""
+        """Whether the program divides summed gradients by a number that may be its row count."""
         # such a program changes weights or gradients with a number that may count rows
         return self.are_sums and any(may_count(self.rows, each) for each in self.uses)
 
     def _collate_few(self) -> FewRows | None:
-        """Return a few rows that the loader's collate function collated again."""
+        """Return a few rows collated by the loader, or None if they can't stand for the batch."""
         # The collate function must do more than stack rows, reproduce the batch, and make as many
         # tensors as the batch has. The rows are fetched on the first call only.
         if not self._collated and self._few is not None:
@@ -507,7 +471,7 @@ class Guard(Recorder):
         return self._collated[0] if self._collated else None
 
     def _list_rows(self) -> list[FewRows]:
-        """Return several selections of a few rows, the first choice first."""
+        """Return the choices of a few rows to compare, best first."""
         # collated again by the loader, then cut from the batch and chosen to differ, then cut in
         # order
         every = [self._collate_few()]
@@ -516,7 +480,7 @@ class Guard(Recorder):
 
 
 def _are_near(one: Any, other: Any) -> bool:
-    """True if two tensors are equal except for rounding."""
+    """Return whether the tensors are equal except for rounding."""
     one, other = torch.as_tensor(one).double(), torch.as_tensor(other).double()
     largest = float(other.abs().max()) if other.numel() else 0.0
     return one.shape == other.shape and bool(
@@ -529,13 +493,13 @@ def _count_tensors(batch: Any) -> int:
 
 
 def _describe_error(error: Exception) -> str:
-    """Return the message that this error prevents computing the loss again."""
+    """Return why the loss couldn't be computed again, with the error's first line."""
     text = f"{type(error).__name__}: {error}".partition("\n")[0]
     return f"{CANT} ({text})"
 
 
 def _judge(guard: Any, loss: torch.Tensor) -> None:
-    """Judge the loss of the first backward pass; ignore later losses."""
+    """Judge the step's first loss, when its backward pass begins."""
     if guard.losses > 1:
         return
     if guard._origins is not None:
@@ -545,9 +509,6 @@ def _judge(guard: Any, loss: torch.Tensor) -> None:
 
 
 def make_sketcher(models: Iterable[Any], losses_only: bool = False) -> GradientSketcher:
-    """Return a GradientSketcher for these models only, for use before shares are unequal.
-
-    With `losses_only`, losses are computed without gradients.
-    """
+    """Return a sketcher of the gradients of all models, or only of their losses."""
     every = list(models)
     return GradientSketcher(every, name_tensors(every), losses_only=losses_only)

@@ -1,8 +1,7 @@
-"""Install the hooks of a process that `evener run` or `evener launch` started.
+"""Hooks that `evener run` and `evener launch` install in the program's process.
 
-Both commands let PyTorch's processes rendezvous without a port. For `evener launch`, hooks check
-that the script reads its plan. For `evener run`, hooks wrap functions of the libraries that the
-program trains with.
+They wrap functions of PyTorch and other libraries when these are imported, and load their own code
+on the first call.
 """
 
 from __future__ import annotations
@@ -89,9 +88,9 @@ _LIBRARIES = {"keras", *(name.partition(".")[0] for name in _HOOKS)}
 
 
 def install() -> None:
-    """Register the hooks if evener started this process with a plan or a device.
+    """Install the hooks if evener started this process.
 
-    If no hooked library is imported yet, the hooks are registered when the first one is imported.
+    They are registered at once if a hooked library is imported already, else with the first import.
     """
     if not (launched_device() or os.environ.get(PLAN_USED)):
         return
@@ -102,7 +101,7 @@ def install() -> None:
 
 
 class _HookFinder:
-    """Registers the hooks when a hooked library is first imported."""
+    """Import finder that registers the hooks when the first hooked library is imported."""
 
     # Registering waits for the first such import, because importing wrapt takes a while. The finder
     # then removes itself, and the other finders find the module.
@@ -195,7 +194,7 @@ def _leave_uncompiled(_: Any) -> None:
 
 
 def _watch_loader_classes(torch: Any) -> None:
-    """Hook each class derived from DataLoader that defines its own `__iter__`."""
+    """Hook `__iter__` of each subclass of `DataLoader` that defines its own."""
     # for example, torchdata's StatefulDataLoader
     from wrapt import wrap_function_wrapper
 
@@ -212,9 +211,9 @@ def _watch_loader_classes(torch: Any) -> None:
 def print_own_error(
     before: Any, kind: type[BaseException], error: BaseException, trace: Any
 ) -> None:
-    """Print evener's own errors as messages without traceback, and exit with their exit code.
+    """`sys.excepthook` that prints evener's own errors without a traceback and ends the process.
 
-    Other errors are passed to `before`, the previous sys.excepthook.
+    Other errors go to `before`, the previous hook.
     """
     if not isinstance(error, EvenerError):
         before(kind, error, trace)
@@ -228,10 +227,7 @@ def print_own_error(
 
 
 def leave_group(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Destroy a process group once gloo's threads have released their work items.
-
-    This wraps `torch.distributed.destroy_process_group`.
-    """
+    """Hook of `destroy_process_group`: wait until gloo's threads are idle."""
     # Work items hold Python objects. A thread that releases them during the interpreter's shutdown
     # aborts the process; while its group is destroyed, it blocks forever.
     wait_until_asleep(_GLOO)
@@ -247,7 +243,7 @@ def _has(module: Any, name: str) -> bool:
 
 
 def _import_later(target: str) -> Any:
-    """Return a function that imports `target` on first use, and calls it."""
+    """Return a function that imports its target, such as "group:begin", on the first call."""
     # such as "group:begin", a module of this package and a function in it
     name, _, function = target.partition(":")
     find = attrgetter(function)
@@ -263,7 +259,7 @@ def _import_later(target: str) -> Any:
 
 
 def _import_uncompiled(name: str) -> Any:
-    """Import a module without letting PyTorch compile any of it."""
+    """Import a module outside of any compiled function."""
     if "torch._dynamo.eval_frame" not in sys.modules:
         return import_module(name)
     # a compiled function of the program may import it

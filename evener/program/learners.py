@@ -1,8 +1,4 @@
-"""Let a fastai Learner train alone in a single process under `evener run`.
-
-If WORLD_SIZE names several ranks, a Learner gathers metrics from all of them, even without a
-process group. A hook prevents that.
-"""
+"""Hooks of fastai for a script that trains on one device."""
 
 from __future__ import annotations
 
@@ -13,20 +9,14 @@ from .program import PROGRAM
 
 
 def gather(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Gather a tensor from all ranks, or return it if this process trains alone.
-
-    This wraps `fastai.torch_core.maybe_gather`.
-    """
+    """Hook of `maybe_gather`: return the tensor itself if only one rank trains."""
     if PROGRAM.is_single_rank:
         return arguments[0] if arguments else keywords["x"]
     return wrapped(*arguments, **keywords)
 
 
 def fit(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Train a Learner; if it trains alone, suggest how to train on all devices.
-
-    This wraps `Learner.fit`.
-    """
+    """Hook of `Learner.fit`: print how to train on all devices if only one rank trains."""
     if PROGRAM.is_single_rank:
         PROGRAM.report_single_device(advise_fastai())
     return wrapped(*arguments, **keywords)

@@ -1,10 +1,4 @@
-"""Follow a plain PyTorch loop, and divide its rows by shares.
-
-Such a loop has a DataLoader whose sampler divides rows evenly, and a DistributedDataParallel model.
-Each rank draws every rank's batches from copies of its batch sampler. So it knows the global
-batches, and divides their rows without communication. Nothing changes before one whole step has
-been observed.
-"""
+"""Hooks of loops over a data loader, which give each rank its share of every batch."""
 
 from __future__ import annotations
 
@@ -38,7 +32,7 @@ _SHARDS = (("rank", "num_replicas"), ("process_index", "num_processes"))
 
 
 def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
-    """Start an iteration over a DataLoader, as a Loop if the program trains in it."""
+    """Hook of `DataLoader.__iter__`: return a `Loop` if the loader's batches are trained on."""
     PROGRAM.note_loader(loader)
     opened = getattr(loader.batch_sampler, "opens", False)  # set by an outer loop
     return (
@@ -49,10 +43,7 @@ def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
 
 
 def begin_own(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
-    """Start an iteration over a DataLoader whose class has its own `__iter__`.
-
-    Return a Loop if the program trains in it and PyTorch's iterator makes the batches.
-    """
+    """Hook of `__iter__` of a subclass of `DataLoader`, such as torchdata's."""
     # with any other iterator, the number of batches fetched ahead is unknown
     if getattr(loader.batch_sampler, "opens", False) or not PROGRAM.trains(loader):
         return wrapped(*arguments, **keywords)
@@ -65,19 +56,15 @@ def begin_own(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
 
 
 def begin_outer(wrapped: Any, outer: Any, *_: Any) -> Any:
-    """Start an iteration over a loader of accelerate or timm, which wraps a DataLoader.
-
-    Return a Loop if the program trains in it.
-    """
+    """Hook of loaders around a `DataLoader`, such as accelerate's and timm's."""
     inner = getattr(outer, "base_dataloader", None) or outer.loader
     return Loop(inner, wrapped, outer) if PROGRAM.trains(inner) else wrapped()
 
 
 class Loop:
-    """An iteration over a DataLoader, in which the program may train by shares.
+    """Iterator over a loader's batches that starts and finishes a training step with each.
 
-    `begin` starts the iteration. `outer` is a loader of accelerate or timm around the DataLoader,
-    if any.
+    `outer` is a loader of another library around `loader`; it fetches one batch more ahead.
     """
 
     # such a loader fetches each batch before it returns the previous one
@@ -134,11 +121,11 @@ class Loop:
 
     @property
     def has_known_iterator(self) -> bool:
-        """True if PyTorch's iterator, or one derived from it, makes the batches."""
+        """Whether the iterator is PyTorch's own, so that its prefetching is known."""
         return is_loader_iterator(self._batches)
 
     def leave(self) -> Any:
-        """Give the loader its own batch sampler back, and return the iterator over its batches."""
+        """Restore the loader's own batch sampler and return the iterator."""
         self.shared_batches.opens = False
         if self._loader.batch_sampler is self.shared_batches:
             vars(self._loader)["batch_sampler"] = self.shared_batches.given
@@ -146,11 +133,11 @@ class Loop:
 
     @property
     def batch_maker(self) -> str:
-        """The class that chooses a batch's rows, by name; "" for PyTorch's own."""
+        """Class of the program's own batch sampler, or "" if it is a library's."""
         return name_own_sampler(self.shared_batches.given)
 
     def follow(self, training: Any) -> None:
-        """Train by shares from the next batch on."""
+        """Take this loop's shares from a training run from now on."""
         assert self.sampler is not None
         training.follow(self.sampler, self.ahead)
         self.sampler.changes = True
@@ -158,7 +145,7 @@ class Loop:
         self.sampler.take(self._step)
 
     def varies(self) -> bool:
-        """True if the data set returns different rows for the same index and random state."""
+        """Return whether the data set gives another sample each time for the same row."""
         with suppress(Exception):  # the user's code may not support this call
             copied_data = copy_dataset(self._loader.dataset)
             number = next(iter(self.sampler.sample_rows(1, 1))) if self.sampler is not None else 0
@@ -170,20 +157,20 @@ class Loop:
         return False
 
     def summarize_data(self) -> same_data.RankData | None:
-        """Return a summary of this rank's data set; None if evener can't divide its rows."""
+        """Return a summary of the data set to compare with other ranks; None without a sampler."""
         if self.sampler is None:
             return None
         return same_data.summarize(self._loader.dataset, self._loader.collate_fn, self.sampler)
 
     def count_rows(self) -> int:
-        """Return how many rows the loader took for the current batch; 0 if unknown."""
+        """Return this rank's row count in the current batch; 0 without a sampler."""
         return 0 if self.sampler is None else len(self.sampler.rows_at(self._step))
 
     def few_rows(self) -> FewRows | None:
-        """Return a few rows of the current batch, as one batch and as two parts.
+        """Fetch a few rows of the current batch again, collated by the program's function.
 
-        They are collated again by the loader's collate function. Return None if collating only
-        stacks rows or doesn't reproduce the batch.
+        The result is None for PyTorch's own collate function, and if the function doesn't reproduce
+        the batch.
         """
         collate = self._loader.collate_fn
         if self.sampler is None or collate in (None, default_collate):
@@ -205,10 +192,10 @@ _OTHER_ROWS = "its sampler draws other rows each time that it is asked"
 
 
 class SharedBatches:
-    """Replaces a loader's batch sampler, and divides rows by shares while training.
+    """Batch sampler that yields shares of the global batch instead of equal batches.
 
-    `sampler` divides the rows of the latest training loop. If it is None, `fault` says why they
-    can't be divided.
+    It replaces the loader's own sampler, `given`, and takes effect in loops that set `opens`.
+    `fault` says why the rows can't be divided, or is "".
     """
 
     # in other loops, the original batches are yielded
@@ -222,10 +209,7 @@ class SharedBatches:
 
     @classmethod
     def of(cls, loader: Any) -> SharedBatches:
-        """Return the loader's SharedBatches, which is installed on first use.
-
-        If rows can't be divided, it isn't installed and only has a `fault`.
-        """
+        """Return the loader's `SharedBatches`, creating it if needed."""
         given = loader.batch_sampler
         if isinstance(given, SharedBatches):
             return given
@@ -244,20 +228,20 @@ class SharedBatches:
         return getattr(self.given, name)
 
     def __reduce_ex__(self, _: Any) -> Any:
-        """Pickle and copy the program's own sampler instead of this object."""
+        """Pickle as the program's own sampler, so that its checkpoints don't need evener."""
         # So the program's files don't refer to evener. Later protocols than 1 don't allow an object
         # to be replaced by one of another class.
         return self.given.__reduce_ex__(1)
 
     def __iter__(self) -> EpochBatches:
-        """Return an iterator over an epoch's batches."""
+        """Return an iterator over the batches of one epoch."""
         return EpochBatches(self)
 
     def draw(self, drawn: Iterator[Any], resumes: bool) -> Iterator[Any]:
-        """Yield an epoch's batches, divided by shares if possible.
+        """Yield this rank's shares of an epoch, or its own batches if rows can't be divided.
 
-        `drawn` yields the batches of the program's own sampler. With `resumes`, they continue an
-        epoch from a saved state of that sampler, and are yielded unchanged.
+        `drawn` iterates over the program's own batches, and `resumes` says that it starts in the
+        middle of an epoch.
         """
         # One of these is drawn for each batch. A loop may leave an epoch early, and the rows of the
         # next epoch may depend on how far the sampler got.
@@ -278,7 +262,7 @@ class SharedBatches:
         yield from _draw_own_batches_too(sampler, own, expected)
 
     def _divide_epoch(self) -> tuple[UnevenBatchSampler, list[list[Any]]] | None:
-        """Divide the next epoch's rows by shares; None if impossible."""
+        """Draw the epoch's rows of all ranks and divide them by the shares; None if impossible."""
         # Return a sampler, and the batches that this rank's own sampler should draw. If rows can't
         # be divided, `fault` says why. The returned sampler divides the rows, and both results are
         # for the next epoch.
@@ -305,7 +289,7 @@ class SharedBatches:
 
 
 class EpochBatches:
-    """An iterator over the batches that a SharedBatches yields in one epoch."""
+    """Iterator over an epoch's batches that can save and load its sampler's state."""
 
     # torchdata's loaders save the state of the program's own sampler through it
 
@@ -329,9 +313,9 @@ class EpochBatches:
         return self._drawn
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method that reads or loads the state of the program's own iterator.
+        """Return a state method of the program's own iterator, such as `state_dict`.
 
-        Raises AttributeError for other names, and if the iterator has no such method.
+        Raises AttributeError for other names.
         """
         if name not in _STATE_METHODS:
             raise AttributeError(name)
@@ -346,7 +330,10 @@ class EpochBatches:
 def _draw_own_batches_too(
     batches: Iterable[Any], drawn: Iterator[Any], expected: Sequence[list[Any]]
 ) -> Iterator[Any]:
-    """Yield `batches`, and draw as many from the program's own sampler."""
+    """Yield `batches` while also advancing the program's own sampler.
+
+    Raises RequestError if its batches differ from `expected`.
+    """
     # Raises RequestError if the drawn batches differ from `expected`. The program's sampler thus
     # advances as in the unchanged program. `drawn` is an iterator over its batches. If they
     # differed from the expected ones, rows would be left out or trained twice.
@@ -359,10 +346,7 @@ def _draw_own_batches_too(
 
 
 def name_own_sampler(sampler: Any) -> str:
-    """Return the class name of a batch sampler that the program or a library defines.
-
-    Return "" if PyTorch's own classes make the batches.
-    """
+    """Return the class of a batch sampler of the program's own, or "" if it is a library's."""
     for each in _chain(sampler):
         home = type(each).__module__.partition(".")[0]
         if home not in ("torch", "accelerate", "evener"):
@@ -371,9 +355,10 @@ def name_own_sampler(sampler: Any) -> str:
 
 
 def draw_ranks(sampler: Any) -> list[list[Any]]:
-    """Return the batches of each rank, drawn from copies of its batch sampler.
+    """Return the batches of row indices that the sampler would give each rank in this epoch.
 
-    Raises RequestError if the ranks' batches don't form global batches.
+    Raises RequestError if the sampler doesn't know its rank or gives ranks different batch counts
+    or sizes.
     """
     if _find_rank_attribute(sampler) is None:
         raise _uneven("its rows aren't shared out by a DistributedSampler")
@@ -390,7 +375,7 @@ def draw_ranks(sampler: Any) -> list[list[Any]]:
 
 
 def _draw_rank(sampler: Any, rank: int) -> list[Any]:
-    """Return the batches that a batch sampler draws for a rank."""
+    """Return the batches of row indices that a copy of the sampler draws for `rank`."""
     # at most one batch more than the sampler's length
     try:
         with kept_state():
@@ -402,7 +387,7 @@ def _draw_rank(sampler: Any, rank: int) -> list[Any]:
 
 
 def _check_sizes(every: list[list[Any]]) -> None:
-    """Raise RequestError unless all ranks' batches have equally many rows."""
+    """Raise RequestError if batches differ in size, other than the last one."""
     sizes = [{len(batch) for batch in step} for step in zip(*every, strict=True)]
     # an epoch's last batch may have another number, equal on all ranks
     whole = set.union(*sizes[:-1], sizes[0])
@@ -415,7 +400,7 @@ def _uneven(why: str) -> RequestError:
 
 
 def join_ranks(every: Any) -> list[Any]:
-    """Return the rows of an epoch, grouped by global batch and then by rank."""
+    """Return the row indices of all ranks in the order of training: step by step, rank by rank."""
     return [row for step in zip(*every, strict=True) for batch in step for row in batch]
 
 
@@ -429,7 +414,7 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def _copy_for(sampler: Any, rank: int) -> Any:
-    """Return a copy of a batch sampler that draws for another rank."""
+    """Copy the sampler, but not its data set, and set its rank to `rank`."""
     held = [vars(each).get(name) for each in _chain(sampler) for name in ("dataset", "data_source")]
     copied = copy.deepcopy(sampler, {id(each): each for each in held})
     holder, name = _find_rank_attribute(copied)
@@ -438,7 +423,7 @@ def _copy_for(sampler: Any, rank: int) -> Any:
 
 
 def _find_rank_attribute(sampler: Any) -> Any:
-    """Return the sampler that stores the rank, and the attribute's name."""
+    """Return the sampler that stores this rank and the attribute's name, or None."""
     for each in _chain(sampler):
         for own, world in _SHARDS:
             if (getattr(each, own, -1), getattr(each, world, -1)) == (
@@ -451,7 +436,7 @@ def _find_rank_attribute(sampler: Any) -> Any:
 
 
 def _chain(sampler: Any) -> Iterator[Any]:
-    """Yield a batch sampler and the samplers nested in it, outermost first."""
+    """Yield the sampler and, from outside in, the samplers nested in it."""
     while sampler is not None and hasattr(sampler, "__dict__"):
         yield sampler
         inner = vars(sampler)
@@ -461,10 +446,7 @@ def _chain(sampler: Any) -> Iterator[Any]:
 
 
 def begin_dispatcher(wrapped: Any, outer: Any, *_: Any) -> Any:
-    """Yield batches whose rows one rank reads for all ranks.
-
-    If the program trains in this iteration, report that shares stay equal.
-    """
+    """Hook of accelerate's `DataLoaderDispatcher`, whose batches are left unchanged."""
     if PROGRAM.trains(outer):
         PROGRAM.stay_even(DISPATCHED)
     with PROGRAM.left_unchanged():
@@ -472,10 +454,7 @@ def begin_dispatcher(wrapped: Any, outer: Any, *_: Any) -> Any:
 
 
 def gather(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Gather tensors from all ranks, which may have different numbers of rows.
-
-    This wraps `Accelerator.gather` of accelerate.
-    """
+    """Hook of `Accelerator.gather` that accepts different row counts."""
 
     def gather(tensor: torch.Tensor) -> Any:
         if not tensor.ndim:

@@ -1,7 +1,4 @@
-"""Mark tensors with the collective that their values come from, and find these marks.
-
-A mark belongs to a single tensor, or to a storage and thereby to all views of it.
-"""
+"""Marks on tensors and their storages, to follow values through a step."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ _FORGET = 1000  # expired storages are dropped once there are this many
 
 
 class TensorMarks:
-    """Marks that say where in the program a tensor's values come from.
+    """Marks tensors with the place that their values come from.
 
-    A mark names a collective and its line, such as "all_reduce (train.py:12)".
+    A mark belongs to one tensor object, or to a storage and so to all its views.
     """
 
     def __init__(self) -> None:
@@ -28,11 +25,11 @@ class TensorMarks:
         self._written: dict[StorageWeakRef, str] = {}
 
     def mark(self, tensor: torch.Tensor, place: str) -> None:
-        """Mark a single tensor."""
+        """Mark this tensor object."""
         self._made[tensor] = place
 
     def mark_storage(self, tensor: torch.Tensor, place: str) -> None:
-        """Mark a tensor's storage, and so all views of it."""
+        """Mark the tensor's storage, and so all its views."""
         storage = find_storage(tensor)
         if storage is not None:
             self._written[StorageWeakRef(storage)] = place
@@ -42,7 +39,7 @@ class TensorMarks:
             }
 
     def find(self, tensor: torch.Tensor) -> str:
-        """Return the place that a tensor's values come from, or "" if it is unknown."""
+        """Return the mark of the tensor or of its storage, or ""."""
         # the tensor's own mark has priority over the mark of its storage
         if tensor in self._made:
             return self.find_own(tensor)
@@ -51,14 +48,11 @@ class TensorMarks:
         return "" if storage is None else self._written.get(StorageWeakRef(storage), "")
 
     def find_own(self, tensor: torch.Tensor) -> str:
-        """Return the place in the tensor's own mark, or "" if it has none.
-
-        The mark of its storage is ignored.
-        """
+        """Return the mark of this tensor object, or ""."""
         return str(self._made.get(tensor, ""))
 
     def remove(self, tensor: torch.Tensor) -> None:
-        """Remove the marks of a tensor and of its storage."""
+        """Remove the marks of the tensor and of its storage."""
         self._made.pop(tensor, None)
         storage = find_storage(tensor)
         if storage is not None:
@@ -66,12 +60,12 @@ class TensorMarks:
 
 
 def each_tensor_in(data: Any) -> Iterator[torch.Tensor]:
-    """Return the tensors in nested data, including fields of dataclasses such as model outputs."""
+    """Yield the tensors in nested containers."""
     return (leaf for leaf in leaves_of(data) if isinstance(leaf, torch.Tensor))
 
 
 def leaves_of(data: Any) -> Iterator[Any]:
-    """Yield the leaves of nested tuples, lists, sets, dicts, slices and dataclasses."""
+    """Yield the values in nested dicts, tuples, lists, sets, slices and dataclasses."""
     if isinstance(data, dict):
         inner: Iterable[Any] = data.values()
     elif isinstance(data, tuple | list | set):
@@ -88,7 +82,7 @@ def leaves_of(data: Any) -> Iterator[Any]:
 
 
 def is_in_place(function: Any) -> bool:
-    """True if the function writes into its first argument, such as `mul_` or `+=`."""
+    """Return whether the PyTorch function changes its first argument in place."""
     name = str(getattr(function, "__name__", ""))
     if name in ("__setitem__", "__set__"):
         return True
@@ -98,7 +92,7 @@ def is_in_place(function: Any) -> bool:
 
 
 def find_storage(tensor: torch.Tensor) -> Any:
-    """Return a tensor's storage; None if it has none, for example a sparse tensor."""
+    """Return the tensor's storage, or None if it has none, such as a sparse tensor."""
     try:
         return tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):

@@ -1,8 +1,4 @@
-"""A rank's reports to the user and to `evener run`.
-
-A rank prints how its training starts or why shares stay equal. When its process exits, it writes a
-RankNote.
-"""
+"""What each rank of an unchanged program prints and reports back to `evener run`."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ READ_STEPS = 10  # number of steps between readings of the timer, which stores t
 
 
 class SharesOrigin(msgspec.Struct, frozen=True):
-    """The model and batch size of the earlier training run that determined a plan's shares."""
+    """Model and batch size for which the plan's shares were found."""
 
     # for another model or batch, these shares may be wrong
 
@@ -34,7 +30,7 @@ class SharesOrigin(msgspec.Struct, frozen=True):
 
 
 class ProgramSettings(msgspec.Struct, frozen=True):
-    """The settings that `evener run` passes to the processes it starts."""
+    """Settings that `evener run` passes to the program's processes."""
 
     folder: str  # folder for the RankNote of each rank; "" writes none
     name: str  # name of the program, for messages
@@ -45,7 +41,7 @@ class ProgramSettings(msgspec.Struct, frozen=True):
 
 
 class RankNote(msgspec.Struct):
-    """A rank's record of its training, written when its process exits."""
+    """Report of one rank at its end: hooks, step times and why shares stayed equal."""
 
     rank: int
     device: str  # id of the device
@@ -61,13 +57,13 @@ class RankNote(msgspec.Struct):
 
 
 def read_settings() -> ProgramSettings:
-    """Return the settings that `evener run` passed to this process, or default settings."""
+    """Return the settings from the environment, or defaults if evener didn't set any."""
     text = os.environ.get(PROGRAM)
     return msgspec.json.decode(text, type=ProgramSettings) if text else ProgramSettings("", "")
 
 
 def print_on_first_rank(words: str) -> None:
-    """Print "evener: " and the line `words` to standard error, on the first rank only."""
+    """Print a line to stderr, on rank 0 only."""
     # With several ranks, a line break keeps it off a progress bar. It begins with a carriage
     # return, so that tools that merge the output of processes drop the empty line.
     if current_rank() == 0:
@@ -77,10 +73,7 @@ def print_on_first_rank(words: str) -> None:
 
 
 class Notebook:
-    """Records this rank's training, and writes it as a RankNote when the process exits.
-
-    It also prints evener's messages to the user, each of them once.
-    """
+    """Prints messages about the training run and writes this process's `RankNote` when it exits."""
 
     def __init__(self, settings: ProgramSettings) -> None:
         self.settings = settings
@@ -101,9 +94,9 @@ class Notebook:
             Finalize(None, self.leave, exitpriority=1)
 
     def watch(self, training: Any, hooks: str) -> None:
-        """Record a PlannedTraining's steps from now on, and print each device's rows.
+        """Follow the steps of a training run, and print its devices and shares.
 
-        `hooks` names the classes whose hooks created the training, such as "lightning.Trainer".
+        `hooks` names the integration, for example "DistributedDataParallel and DataLoader".
         """
         self.hooks, self._training = hooks, training
         self._record, self._steps, self._read = StepRecord(), 0, 0
@@ -119,24 +112,21 @@ class Notebook:
         )
 
     def stay_even(self, why: str, more: str = "") -> None:
-        """Record why the program trains unchanged, and print the reason once, followed by `more`.
+        """Print and record why shares stay equal; only the first reason counts.
 
-        Later reasons are ignored.
+        `more` is printed but not recorded.
         """
         if not self.why:
             self.why = why.rstrip(".")
             print_on_first_rank(f"shares stay equal: {self.why}{more}")
 
     def suppose_even(self, why: str) -> None:
-        """Print why shares stay equal, but allow a later loop to train by shares.
-
-        If none does, the RankNote has the reason `why`.
-        """
+        """Print why shares are equal so far; a later loop may still change them."""
         self.pending_reason, self._supposes_even = why, True
         print_on_first_rank(f"shares stay equal: {why}")
 
     def warn(self, words: str) -> None:
-        """Print the warning `words` once."""
+        """Print a warning, once."""
         if words not in self.warned:
             self.warned.add(words)
             print_on_first_rank(words)
@@ -148,7 +138,7 @@ class Notebook:
             self._read_steps()
 
     def _read_steps(self) -> None:
-        """Record the times of steps that the device has newly completed."""
+        """Copy new step times from the timer into the record, full batches only."""
         # without steps of fewer rows than a global batch, such as an epoch's last
         for step in self._training.timer.last():
             if step.number <= self._read:
@@ -158,11 +148,7 @@ class Notebook:
                 self._record.add(step.sizes, step.own_work_s, step.step_s, step.disturbed)
 
     def leave(self) -> None:
-        """Write this rank's RankNote, if the settings name a folder for it.
-
-        If nothing has trained by shares, the note says why. The reason is also printed, but only
-        once.
-        """
+        """Write this rank's `RankNote` to the settings' folder."""
         if not self.settings.folder:
             return
         if not self.hooks and self._supposes_even:

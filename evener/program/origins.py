@@ -1,8 +1,4 @@
-"""Track what a program computes from values that its ranks exchange.
-
-Uneven shares change exchanged values. That matters if these affect the program's loss, weights or
-learning rates, but not if they are only printed.
-"""
+"""Follows values that ranks have exchanged, to see whether they reach the loss or the weights."""
 
 from __future__ import annotations
 
@@ -15,7 +11,10 @@ from .totals import Rows, Totals
 
 
 class Origins:
-    """Tracks which tensors depend on exchanged values, and which collective exchanged them."""
+    """Follows the results of collectives through the program's computations.
+
+    Marks are strings that name the collective and its line, such as "all_reduce (train.py:12)".
+    """
 
     # A tensor computed from exchanged values is tracked by its identity. A tensor into which they
     # were written is tracked by its storage, and with it all views; tensors computed from the
@@ -29,31 +28,25 @@ class Origins:
         self.reads = 0  # number of such reads
 
     def write(self, data: Any, place: str) -> None:
-        """Record that values exchanged at `place` were written into the tensors in `data`.
-
-        `place` names a collective and its line, such as "all_reduce (train.py:12)".
-        """
+        """Mark the tensors in `data` as filled by the collective at `place`."""
         self.seen = True
         for tensor in each_tensor_in(data):
             self._marks.mark_storage(tensor, place)
 
     def write_totals(self, data: Any, place: str) -> None:
-        """Record that sums over all ranks' rows were written into the tensors in `data`."""
+        """Mark the tensors in `data` as totals over all ranks' rows."""
         for tensor in each_tensor_in(data):
             self._marks.remove(tensor)
             self.totals.write(tensor, place)
 
     def write_gathered(self, data: Any, place: str) -> None:
-        """Record that each rank's sum over its rows was gathered into `data`.
-
-        `data` is a tensor or a list of tensors.
-        """
+        """Mark `data` as sums gathered from all ranks, not yet added up."""
         for tensor in each_tensor_in(data):
             self._marks.remove(tensor)
         self.totals.write_gathered(data, place)
 
     def write_objects(self, data: Any, place: str) -> None:
-        """Record that the objects in `data` were exchanged at `place` (see `write`)."""
+        """Mark gathered Python objects; numbers among them count as read."""
         # what the program does with Python numbers can't be tracked, so it counts as having read
         # them
         self.write(data, place)
@@ -65,10 +58,7 @@ class Origins:
         self.reads += 1
 
     def find(self, data: Any) -> str:
-        """Return the place of an exchange that a tensor in the nested `data` depends on.
-
-        Return "" if no tensor depends on an exchange.
-        """
+        """Return the collective that a value in `data` comes from, or ""."""
         for leaf in leaves_of(data):
             place = self._marks.find(leaf) if isinstance(leaf, torch.Tensor) else ""
             if place:
@@ -76,18 +66,11 @@ class Origins:
         return ""
 
     def find_made(self, tensor: torch.Tensor) -> str:
-        """Return where the program exchanged the values behind a tensor, or "".
-
-        The result is also "" for tensors that the exchange itself wrote, such as an all-reduce's
-        result.
-        """
+        """Return the collective that this tensor object was computed from, or ""."""
         return self._marks.find_own(tensor)
 
     def follow(self, function: Any, arguments: Any, keywords: Any, result: Any, rows: Rows) -> None:
-        """Record that a function's results depend on exchanged values if its arguments do.
-
-        `rows` tells which tensors are computed from the batch.
-        """
+        """Mark the result of a PyTorch function if one of its arguments is marked."""
         place = self.find((arguments, keywords)) if self.seen else ""
         place = place or self.totals.follow(function, arguments, keywords, result, rows)
         if not place:

@@ -1,8 +1,4 @@
-"""Stop a script, started by `evener launch`, that doesn't read its plan.
-
-Without the plan, all devices would get equal shares. A PyTorch script is checked after its first
-optimizer steps, and a Keras script when it calls `fit`.
-"""
+"""Ends a program that was launched with a plan but doesn't apply it."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ _steps = 0
 
 
 def count_step(*_: Any) -> None:
-    """Count a PyTorch optimizer's step; after FIRST_STEPS steps, check that the plan was read."""
+    """Optimizer hook: check after the fifth step whether the plan has been read."""
     global _steps
     _steps += 1
     if _steps == FIRST_STEPS:
@@ -27,15 +23,15 @@ def count_step(*_: Any) -> None:
 
 
 def begin_fit(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Check that the plan was read, then fit the Keras model; this wraps `keras.Model.fit`."""
+    """Hook of Keras' `Model.fit`: check whether the plan has been read."""
     check_use()
     return wrapped(*arguments, **keywords)
 
 
 def check_use() -> None:
-    """Raise SystemExit if no process of this launch has read a plan.
+    """Exit with an explanation if the program hasn't read its plan.
 
-    One of the processes first prints how a script can read the plan.
+    Raises SystemExit with exit code 2.
     """
     if is_used(os.environ[PLAN_USED]):
         return

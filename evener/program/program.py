@@ -1,7 +1,4 @@
-"""Follow a program that `evener run` started, and train its plain PyTorch loop by shares.
-
-The hooks of `evener.program.install` call the methods of PROGRAM, the process's only `Program`.
-"""
+"""State and hooks of an unchanged program that trains by DDP, FSDP or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -47,9 +44,9 @@ EXCHANGE_SECONDS = 60.0  # timeout for all ranks to reach the end of the first s
 
 
 class Program:
-    """Trains the program by shares, at the earliest from its second training step.
+    """A program whose shares evener may change while it trains.
 
-    `training` is None until the program trains by shares.
+    Its methods are hooks of PyTorch functions. The only instance is `PROGRAM`.
     """
 
     # In the first step, all ranks check whether unequal shares are possible. If not, the program
@@ -78,7 +75,7 @@ class Program:
         self._begin_undecided()
 
     def _begin_undecided(self) -> None:
-        """Forget earlier steps; the next ones decide whether shares may be unequal."""
+        """Set the state as it is before a loop's first step."""
         self.training: PlannedTraining | None = None
         self._loop: Any = None  # the loop that yielded the latest batch
         self._other_loop: Any = None  # another loop whose batch belongs to the same step
@@ -105,19 +102,16 @@ class Program:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Each rank's rows in a full batch; empty until the program trains by shares."""
+        """Rows of each rank in a step; empty before training with shares."""
         return () if self.training is None else self.training.ranks.batches
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of rows of each rank in the current batch, used to weight gradients.
-
-        Empty before the first batch.
-        """
+        """Rows of each rank in the current batch; empty outside of loops."""
         return () if self._loop is None else self._loop.sizes
 
     def trains(self, loader: Any) -> bool:
-        """True if there are other ranks, and a loop over this DataLoader will probably train."""
+        """Return whether batches of `loader` are trained on, and not only evaluated."""
         # a model is in training mode, or the loader has trained before: some programs leave their
         # models in evaluation mode after an epoch
         group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -128,16 +122,12 @@ class Program:
         return bool(self.models) and (has_trained or any(model.training for model in self.models))
 
     def make_model(self, wrapped: Any, model: Any, arguments: Any, keywords: Any) -> None:
-        """Initialize a wrapped model, and record it for training by shares.
-
-        `model` is the wrapper, of the class DistributedDataParallel, FSDP1 or DeepSpeed.
-        `wrapped` is the original `__init__` of that class.
-        """
+        """Hook of the constructors of DDP, FSDP1 and DeepSpeed: record the wrapped model."""
         wrapped(*arguments, **keywords)
         self._note_whole(model)
 
     def _note_whole(self, model: Any) -> None:
-        """Record a model, and drop recorded models that are its parts."""
+        """Record a wrapped model in place of its submodules."""
         # a part of a model that is already recorded is ignored
         if not any(model in other.modules() for other in self.models):
             for module in model.modules():
@@ -147,7 +137,7 @@ class Program:
                 self._note_later_model(model, self.training)
 
     def shard_model(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Shard models with FSDP2's `fully_shard`, and record them for training by shares."""
+        """Hook of `fully_shard`: record the sharded models."""
         # programs also shard single layers; only the whole model stays recorded
         result = wrapped(*arguments, **keywords)
         given = arguments[0] if arguments else keywords["module"]
@@ -156,9 +146,9 @@ class Program:
         return result
 
     def run_backward(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Run a backward pass; this wraps `torch.autograd.backward`.
+        """Hook of `autograd.backward`:
 
-        If a library averages gradients over ranks, the loss is weighted by the rank's rows.
+        weight the loss by the rank's share if gradients can't be.
         """
         training = self.training
         # a backward pass inside another one, as with checkpointing
@@ -174,7 +164,7 @@ class Program:
         return result
 
     def _count_passes(self) -> None:
-        """Count a backward pass, and report if no optimizer step ever follows."""
+        """Report, before the first optimizer step, if many backward passes came without one."""
         # the hooks don't see the steps of optimizers other than PyTorch's, such as fastai's
         has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if self._stepped or not self.models or not has_group or self.notebook.pending_reason:
@@ -191,7 +181,7 @@ class Program:
             self._end_strictly(words)
 
     def _find_loader_obstacle(self) -> str:
-        """Return why evener can't divide the batches of the training loop."""
+        """Return why no loop over the program's loader was seen."""
         # the optimizer trains a wrapped model, so the reason is in the loop's loader
         if self._own_iteration:
             return views.OWN_ITERATION.format(self._own_iteration)
@@ -199,23 +189,20 @@ class Program:
 
     @property
     def is_uneven(self) -> bool:
-        """True once ranks have had different numbers of rows.
-
-        The current batch counts, too.
-        """
+        """Whether any step of this training run has had unequal shares."""
         return self._uneven > 0 or len(set(self.sizes)) > 1
 
     def note_own_iteration(self, loader: Any) -> None:
-        """Record that the program trains with a loader whose own `__iter__` makes the batches."""
+        """Record a loader whose class iterates in a way that can't be followed."""
         self._own_iteration = type(loader).__name__
 
     def note_loader(self, loader: Any) -> None:
-        """Record the DataLoader that a loop begins to iterate over, for messages to the user."""
+        """Record the loader over which a loop begins."""
         self._newest_loader = weakref.ref(loader)
         self._has_begun_early = not self.models
 
     def begin_update(self, optimizer: Any, *_: Any) -> None:
-        """Record that an optimizer is about to step."""
+        """Optimizer hook before a step: check values that the ranks have exchanged."""
         # before training by shares, also whether values that ranks exchanged affect the step
         if self._guard is not None:
             self._guard.steps = True
@@ -223,7 +210,7 @@ class Program:
                 self._check_exchanged_values(optimizer)
 
     def _check_exchanged_values(self, optimizer: Any) -> None:
-        """Record a fault if values that ranks exchanged affect an optimizer's step."""
+        """Check whether exchanged values affect this optimizer step."""
         # through the loss, the gradients, the weights or the optimizer's settings
         exchanges = self.exchanges
         if not exchanges.origins.seen:
@@ -248,10 +235,7 @@ class Program:
             exchanges.note_entered(exchanges.origins.read, "the rate of its optimizer")
 
     def note_update(self, optimizer: Any, *_: Any) -> None:
-        """Record that an optimizer has stepped.
-
-        If that is outside the loops that can train by shares, report why shares stay equal.
-        """
+        """Optimizer hook after a step: record it, and say if shares can't differ."""
         self._updated = True
         self._stepped = True
         if self._loop is not None:
@@ -269,7 +253,7 @@ class Program:
             self._note_obstacle(optimizer)
 
     def _note_rates(self, optimizer: Any) -> None:
-        """Add an optimizer's settings to the digest that ranks compare."""
+        """Add the optimizer's settings to the digest that ranks compare."""
         # once the program trains by shares, only learning rates are added, and no fault is recorded
         undecided = self.training is None and not self._fault and bool(self.models)
         if undecided and sharded.trains_others(optimizer, self.models):
@@ -281,7 +265,7 @@ class Program:
         self._rates = crc32(repr(rates).encode(), self._rates)
 
     def _note_single_rank(self, optimizer: Any) -> None:
-        """Report that this process trains without a process group."""
+        """Say that only one device trains, and which lines of code would use all."""
         if self.notebook.why:
             return
         if not self.is_single_rank:
@@ -293,23 +277,20 @@ class Program:
 
     @property
     def is_single_rank(self) -> bool:
-        """True while the other ranks wait for this one to create a process group.
-
-        Until then, this process trains alone.
-        """
+        """Whether evener's first process trains alone, without a process group."""
         has_group = dist.is_available() and dist.is_initialized()
         return not has_group and is_eveners_rank() and not is_released()
 
     def report_single_device(self, advice: str) -> None:
-        """Report that the program trains on one device, and how to use more.
+        """Print that the program trains on one device, with advice.
 
-        `advice` says how. Raises RequestError if `evener run` was started with `--strict`.
+        Raises RequestError in strict mode.
         """
         self.notebook.stay_even(views.FOR_ONE, f". {advice}")
         self._end_strictly(views.FOR_ONE)
 
     def _begin_rates(self) -> None:
-        """Record the optimizers' settings at the start of a batch."""
+        """Save the optimizers' settings at the start of a batch."""
         # A schedule changes the settings between batches. An exchanged value may be the cause of a
         # change within a batch.
         self._begun_reads = self.exchanges.origins.reads
@@ -317,7 +298,7 @@ class Program:
             self._begun_rates[optimizer] = views.read_numbers(optimizer)
 
     def _note_obstacle(self, optimizer: Any) -> None:
-        """Report why an optimizer's step can't be trained by shares."""
+        """Say why this optimizer's steps can't have unequal shares, if there is a reason."""
         # the step isn't in a loop that can train by shares; a later one may be
         words = views.find_obstacle(optimizer, list(self.models), self._find_loader_obstacle())
         if words:
@@ -325,9 +306,9 @@ class Program:
             self._end_strictly(words)
 
     def clip(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Clip gradients as the program requests.
+        """Hook of gradient clipping: refuse to clip before gradients are averaged over ranks.
 
-        Raises RequestError if the program trains by shares and clips before the all-reduce.
+        Raises RequestError if shares have differed already.
         """
         # clipping would then depend on the shares
         if not self._others and any(
@@ -342,7 +323,7 @@ class Program:
         return wrapped(*arguments, **keywords)
 
     def run_collective(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Run a collective that the program or a library starts, and inspect what it exchanges."""
+        """Hook of the collectives: check and run a call of the program's own code."""
         if self._even_start is not None and comes_from_rows(wrapped.__name__):
             self._note_callback(self._even_start, wrapped.__name__)
         guard = self._guard
@@ -354,7 +335,7 @@ class Program:
         return self.exchanges.see(wrapped, arguments, keywords, guard, place, is_uneven, checks)
 
     def _note_callback(self, start: EvenStart, name: str) -> None:
-        """Record a collective that the program calls inside a trainer's step."""
+        """Record a collective in the user's callback of a trainer."""
         # `name` is the collective, and `start` observes the first steps
         place = find_callback()
         if not place or not start.is_training:
@@ -366,11 +347,7 @@ class Program:
             self.notebook.warn(views.EXCHANGED)
 
     def note_exchange(self, call: ExchangeCall | None = None) -> None:
-        """Warn that exchanged values may depend on the ranks' numbers of rows.
-
-        `call` is the collective, if known. Nothing happens if the batch is divided evenly or no
-        model is training.
-        """
+        """Warn that ranks with unequal shares exchange values."""
         # this is called for each collective of the program
         if len(set(self.sizes)) <= 1 or not any(model.training for model in self.models):
             return
@@ -382,10 +359,7 @@ class Program:
         self.notebook.warn(views.EXCHANGED)
 
     def open_loop(self) -> None:
-        """Begin a loop in which the program trains.
-
-        All ranks call this equally often.
-        """
+        """End the current training run if a loop begins with another model."""
         # If the program trains another model from now on, as for the next fold of a
         # cross-validation, a new training run begins. Its shares are equal until its loss has been
         # checked.
@@ -402,7 +376,7 @@ class Program:
         self._begin_undecided()
 
     def _note_later_model(self, model: Any, training: PlannedTraining) -> None:
-        """Record a model that is wrapped after training by shares has begun."""
+        """Record a model that was wrapped after training with shares began."""
         # in a loop, the model's gradients are weighted at once, because it may be trained on the
         # current batch already
         self._later_models.add(model)
@@ -413,9 +387,9 @@ class Program:
                 self._followed.add(model)
 
     def begin(self, loop: Any) -> None:
-        """Begin the step of a loop's next batch.
+        """Start a step with the loop's new batch.
 
-        If the batch is to be checked, create a guard that records its forward and backward pass.
+        Raises RequestError if the loop's batches still have the shares of a run that has ended.
         """
         if self.training is None and len(set(loop.sizes)) > 1:  # of the run that has ended
             raise RequestError(*views.INTERRUPTED)
@@ -435,7 +409,7 @@ class Program:
             self._begin_step(loop, self.training)
 
     def _enter(self, loop: Any) -> None:
-        """Switch to another loop; a new epoch ends the previous epoch's loop."""
+        """Make `loop` the current loop."""
         left = self._loop
         if left is not None and self._updated and left.shared_batches is loop.shared_batches:
             self.end(left)  # a new epoch of a loop that counts its batches itself
@@ -444,7 +418,7 @@ class Program:
         self._loop = loop
 
     def _needs_guard(self, loop: Any) -> bool:
-        """True if a guard should check the loss of the current batch."""
+        """Return whether the loss of the next step should be checked."""
         # every batch before training by shares, the first uneven one, then at growing intervals
         if self.training is None:
             return not self.notebook.why and not loop.shared_batches.fault
@@ -454,7 +428,7 @@ class Program:
         return is_first_uneven or self._steps == self._look
 
     def _begin_step(self, loop: Any, training: PlannedTraining) -> None:
-        """Begin a step by shares, with a guard if needed."""
+        """Start a step with shares: weight gradients, and check the loss if it has changed."""
         # The loss needs a check if it has just changed, or if a setting that affects the loss has.
         # A guard disturbs the step's time, which isn't used for rebalancing.
         if self._loader_steps is None or loop.origin is None:
@@ -483,15 +457,14 @@ class Program:
 
     @property
     def _meets_in_layers(self) -> bool:
-        """True if ranks communicate in each forward pass."""
+        """Whether ranks communicate inside the model's layers, as under FSDP."""
         # then no rank can run a pass alone
         return sharded.choose_weigh(self.models) == "loss"
 
     def finish(self, loop: Any) -> None:
-        """End the current step of a loop; called when the loop requests its next batch.
+        """Finish the step of the loop's last batch.
 
-        If an optimizer stepped, the program may start to train by shares. All ranks call this
-        equally often.
+        After the first step, this decides whether shares may differ.
         """
         if loop.was_interrupted:
             raise RequestError(*views.INTERRUPTED)
@@ -507,7 +480,7 @@ class Program:
         self._drop_guard()
 
     def end(self, loop: Any) -> None:
-        """End a loop; if it trained by shares, compare the ranks' last steps."""
+        """End a loop over a loader, after its last batch or when the program left it early."""
         self._drop_guard()
         if loop.is_over:
             return
@@ -517,13 +490,16 @@ class Program:
             self._compare_records(loop)
 
     def _drop_guard(self) -> None:
-        """Discard a guard that saw no backward pass in this batch."""
+        """Stop a guard that has seen no loss."""
         if self._guard is not None and not self._guard.done:
             self._guard.close()
             self._guard = None
 
     def _handle_several_loops(self, loop: Any) -> None:
-        """Record that shares stay equal, because a step uses two loops' batches."""
+        """Check that two loops of one step divide their rows in the same ratios.
+
+        Raises RequestError if the ratios differ.
+        """
         # `loop` is the second loop; shares are different if they divide the loops' rows in other
         # ratios
         self.notebook.pending_reason = views.SEVERAL
@@ -540,7 +516,7 @@ class Program:
             )
 
     def _compare_records_if_due(self, loop: Any) -> None:
-        """Count a step, and compare the ranks' records if due (a collective)."""
+        """Count the step, and compare the ranks' records from time to time."""
         self._steps += 1
         if self._steps > self._look:
             self._look *= LOOK_AGAIN
@@ -553,7 +529,7 @@ class Program:
             self._compare_records(loop)
 
     def _exchange_change(self) -> None:
-        """Tell other ranks what the check of a step's loss has found."""
+        """Report this rank's check of a changed loss without waiting for other ranks."""
         # Such a check is made after a change of the loss or of a setting that affects the loss.
         # This rank doesn't wait for the others, because they may not have seen the change.
         assert self.training is not None
@@ -565,7 +541,7 @@ class Program:
             self.training.audits.report(guard.fault if guard.measured else "")
 
     def _note_fault(self, guard: Guard) -> None:
-        """Warn if the loss couldn't be compared with equal shares."""
+        """Warn if the guard couldn't compare losses."""
         if guard.fault and guard.fault != UNSEEN and not guard.measured:
             self.notebook.warn(
                 f"in step {self._steps}, its loss couldn't be compared with that of equal shares: "
@@ -573,7 +549,10 @@ class Program:
             )
 
     def _compare_records(self, loop: Any) -> None:
-        """Gather all ranks' records, and raise RequestError if rows or rates differ."""
+        """Compare the ranks' records, and return to equal shares if one has a fault.
+
+        Raises RequestError if ranks have trained with different row orders or learning rates.
+        """
         # The records are of the steps since the last comparison. Any other difference or fault
         # makes the training return to equal shares.
         every = self.exchange(self._make_record(loop))
@@ -590,16 +569,15 @@ class Program:
             self._go_back(loop, fault.rstrip("."))
 
     def _go_back(self, loop: Any, fault: str) -> None:
-        """Return the training to equal shares for good, because of `fault`."""
+        """Return to equal shares for the rest of the training run."""
         assert self.training is not None
         self.training.follow(loop.sampler, loop.ahead)
         self.go_even(self.training, f"in step {self._steps}, {fault}")
 
     def go_even(self, training: PlannedTraining, fault: str) -> None:
-        """Give a training run equal shares for good, and print `fault` as the reason.
+        """Make shares equal for good and say why.
 
-        Every rank calls this after the same step. Raises RequestError if `evener run` was started
-        with `--strict`.
+        Raises RequestError in strict mode.
         """
         why = fault.rstrip(".")
         if training.begins_even:  # nothing was trained by unequal shares
@@ -619,18 +597,11 @@ class Program:
         )
 
     def audit(self, training: PlannedTraining) -> None:
-        """Make audits compare a training run with training under the program's own launcher.
-
-        The launcher gives all ranks equal shares. If the audits find a difference, the run gets
-        equal shares for good.
-        """
+        """Start the checks of gradients during training; a failed one makes shares equal."""
         training.audits.follow_launcher(partial(self.go_even, training))
 
     def begin_even(self, training: PlannedTraining, hooks: str) -> None:
-        """Give ranks equal shares in a trainer's first steps, until its first audits are compared.
-
-        `hooks` names the trainer's class, for messages.
-        """
+        """Start a library's trainer with equal shares until its first steps have been checked."""
         self.notebook.pending_reason = views.EVEN_START
         leave = partial(self._leave_even, training, hooks)
         self._even_start = EvenStart(training, self.exchange, self.stay_even, leave)
@@ -640,10 +611,10 @@ class Program:
         self.notebook.watch(training, hooks)
 
     def exchange(self, own: Any, seconds: float = 0) -> list[Any]:
-        """Gather a value from every rank, in rank order.
+        """Gather a value of every rank, by the process group's store.
 
-        `own` is this rank's value, which msgspec can encode. Returns [] if a rank is missing after
-        `seconds`; 0 means no timeout.
+        `own` must be serializable by msgspec. The result is empty if a rank doesn't answer within
+        `seconds`; 0 uses the default timeout.
         """
         # values are exchanged through the process group's store
         self._exchanges += 1
@@ -659,14 +630,14 @@ class Program:
         return [msgspec.msgpack.decode(each, type=type(own)) for each in every]
 
     def _agree(self, fault: str) -> str:
-        """Gather the ranks' reasons for equal shares, and return the first."""
+        """Return the first fault that any rank has, or ""."""
         # Ranks agree before they run passes together, in which they communicate layer by layer. If
         # a rank doesn't answer, that is a reason, too.
         every = self.exchange(RankView(fault), EXCHANGE_SECONDS)
         return next((each.fault for each in every if each.fault), "") if every else views.ALONE
 
     def _train_loop_by_shares(self, loop: Any) -> None:
-        """Train a loop by shares from now on, or report why not."""
+        """Decide after a step, together with all ranks, whether this loop trains with shares."""
         # All ranks call this after the same step. If the program has exchanged values, wait one
         # more step, which may use them.
         every = self.exchange(self._make_record(loop), EXCHANGE_SECONDS)
@@ -699,7 +670,7 @@ class Program:
         self.notebook.watch(training, f"{sharded.name_wrapper(models)} and DataLoader")
 
     def _plan_loop(self, models: list[Any], loop: Any, are_sums: bool) -> PlannedTraining:
-        """Plan a loop's training, and attach the plan to its models."""
+        """Create the training run of a loop and attach its models."""
         # losses are sums over rows, and the gradients are those of the ranks
         weigh = sharded.choose_weigh(models)
         training = self.plan(models, loop.sampler.global_batch, weigh)
@@ -709,10 +680,7 @@ class Program:
         return training
 
     def choose_plan(self, models: Sequence[Any], global_batch: int) -> Plan | None:
-        """Return the plan that training of these models starts with.
-
-        None means the plan of `evener run`. `global_batch` is the number of rows per step.
-        """
+        """Return a plan to use instead of the one from the environment, or None to use that."""
         # If the shares of that plan were determined for another model or batch size, the result is
         # a copy with equal shares.
         self.notebook.model = "+".join(sorted(map(model_digest, models)))
@@ -737,11 +705,9 @@ class Program:
         weigh: Weigh = "gradients",
         **place: Any,
     ) -> PlannedTraining:
-        """Return a PlannedTraining of these models with the plan from `evener run`.
+        """Create a training run with the plan's shares.
 
-        - `global_batch`: number of rows per step.
-        - `weigh`: what is multiplied by a rank's weight: "gradients" or "loss".
-        - `place`: further arguments of `find_shares`.
+        Raises EvenerError if the plan doesn't fit the program.
         """
         settings = self.notebook.settings
         chosen = self.choose_plan(models, global_batch)
@@ -751,7 +717,7 @@ class Program:
         )
 
     def _make_record(self, loop: Any) -> RankView:
-        """Close the guard, and return this rank's record for comparison."""
+        """Return what this rank saw in the last steps, to compare with other ranks."""
         guard, self._guard = self._guard, None
         if guard is not None:
             guard.close()
@@ -780,7 +746,7 @@ class Program:
         )
 
     def _view_shares(self, loop: Any, guard: Guard | None) -> RankView:
-        """Return this rank's record of the steps trained by shares."""
+        """Return this rank's record while it trains with shares."""
         # `guard` has checked the last step; None if there was no check
         order = loop.shared_batches.digest
         if guard is None:
@@ -790,7 +756,7 @@ class Program:
         return RankView(fault or guard.local_use, order, self._rates, guard.numbers, guard.uses)
 
     def _find_fault(self, loop: Any, guard: Guard | None) -> str:
-        """Return why this rank needs equal shares, or ""."""
+        """Return the first reason on this rank against unequal shares, or ""."""
         # `guard` has checked the latest batch; None if there was no check
         sampler = loop.sampler
         if sampler is not None and sampler.global_batch == dist.get_world_size():
@@ -806,7 +772,7 @@ class Program:
         return next(filter(None, faults), "")
 
     def _compare_numbers(self, numbers: tuple[float, ...] | None) -> None:
-        """Record a fault if the loss's numbers differ from the last call's."""
+        """Notice a number in the loss that has changed since the last step."""
         # The program may have computed such a number from exchanged values. `numbers` are those of
         # the latest step's loss.
         before, self._numbers = self._numbers, numbers
@@ -815,10 +781,7 @@ class Program:
 
     @contextmanager
     def left_unchanged(self) -> Iterator[None]:
-        """Turn off the hooks for plain loops within a `with` block.
-
-        Trainers with their own hooks train in it.
-        """
+        """Context manager for training that other hooks handle."""
         self._others += 1
         try:
             yield
@@ -826,15 +789,15 @@ class Program:
             self._others -= 1
 
     def stay_even(self, why: str) -> None:
-        """Leave the program unchanged, and report `why` shares stay equal.
+        """Say why shares stay equal.
 
-        Raises RequestError if `evener run` was started with `--strict`.
+        Raises RequestError in strict mode.
         """
         self.notebook.stay_even(why)
         self._end_strictly(self.notebook.why)
 
     def _end_strictly(self, why: str) -> None:
-        """Raise RequestError if `evener run` was started with `--strict`."""
+        """Raise RequestError in strict mode."""
         if self.notebook.settings.strict:
             raise RequestError(
                 f"Shares can't differ: {why}.",
@@ -843,7 +806,7 @@ class Program:
 
 
 def _find_common_fault(every: list[RankView]) -> str:
-    """Return why all ranks keep equal shares, or ""."""
+    """Return the first fault of any rank, or how their records differ; "" if nothing is wrong."""
     if not every:
         # a rank is missing
         return views.ALONE
@@ -854,10 +817,7 @@ def _find_common_fault(every: list[RankView]) -> str:
 
 
 def share_state(trainer: Any, kind: type[Any]) -> Any:
-    """Return a trainer of class `kind` that shares its attributes with the program's trainer.
-
-    The program's own object keeps its class.
-    """
+    """Return an object of class `kind` with the same attribute dict as `trainer`."""
     made = object.__new__(kind)
     made.__dict__ = vars(trainer)
     return made
@@ -865,10 +825,7 @@ def share_state(trainer: Any, kind: type[Any]) -> Any:
 
 @contextmanager
 def stays_if_refused(trainer: Any) -> Iterator[None]:
-    """Restore a trainer if preparing it to train by shares fails in a `with` block.
-
-    On an EvenerError, the trainer's attributes are restored and the program trains unchanged.
-    """
+    """Context manager: an EvenerError inside restores the trainer and leaves shares equal."""
     before = dict(vars(trainer))
     try:
         with kept_state():

@@ -1,9 +1,4 @@
-"""Train a model by shares if FSDP1, FSDP2 or DeepSpeed averages its gradients over ranks.
-
-Each rank's loss is weighted by `rows * ranks / all rows` before its backward pass. Then the mean
-over ranks equals the mean over all rows, and the library's shards, reductions and states stay
-unchanged.
-"""
+"""Models sharded by FSDP or DeepSpeed, whose losses are weighted instead of their gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +23,7 @@ _LIBRARIES = {"FullyShardedDataParallel": "FSDP1", "DeepSpeedEngine": "DeepSpeed
 
 
 def find_library(model: Any) -> str:
-    """Return the library that averages a model's gradients: "FSDP1", "FSDP2", "DeepSpeed" or ""."""
+    """Return "FSDP1", "FSDP2" or "DeepSpeed", or "" if the model isn't sharded by any of them."""
     if is_sharded(model):
         return "FSDP2"
     names = {kind.__name__ for kind in type(model).__mro__}
@@ -36,32 +31,29 @@ def find_library(model: Any) -> str:
 
 
 def has_copies(models: Iterable[Any]) -> bool:
-    """True if optimizers train flat copies of the models' parameters, as with DeepSpeed."""
+    """Return whether the optimizer trains copies of the parameters, as DeepSpeed's does."""
     return any(find_library(model) == "DeepSpeed" for model in models)
 
 
 def trains_others(optimizer: Any, models: Iterable[Any]) -> bool:
-    """True if an optimizer seems to train parameters outside these models.
-
-    False with DeepSpeed, whose optimizers can't be checked.
-    """
+    """Return whether the optimizer trains parameters outside of `models`."""
     return not has_copies(models) and unowned.trains_others(optimizer, models)
 
 
 def choose_weigh(models: Iterable[Any]) -> Weigh:
-    """Return what to weight by rows when these models train: gradients or losses."""
+    """Return what to weight by the ranks' shares: "loss" for sharded models, else "gradients"."""
     return "loss" if any(map(find_library, models)) else "gradients"
 
 
 def name_wrapper(models: Iterable[Any]) -> str:
-    """Return the name of the library that reduces the models' gradients, for messages."""
+    """Return the name of the wrapper, such as "FSDP2" or "DistributedDataParallel"."""
     return next(filter(None, map(find_library, models)), "DistributedDataParallel")
 
 
 def follow(training: Any, model: Any) -> None:
-    """Make a PlannedTraining weight this model's gradients or losses by rows from now on.
+    """Weight the model's gradients or losses by the ranks' shares from now on.
 
-    Raises RequestError if that is impossible.
+    Raises RequestError if this model can't be weighted.
     """
     if find_library(model):
         training.follow_averaged(model)
@@ -70,7 +62,7 @@ def follow(training: Any, model: Any) -> None:
 
 
 def find_fault(model: Any) -> str:
-    """Return why a model in FSDP or DeepSpeed can't train by shares, or ""."""
+    """Return why a sharded model can't train with unequal shares, or ""."""
     # a model can if each rank computes its own rows, and the library averages all gradients over
     # ranks
     match find_library(model):
@@ -115,10 +107,7 @@ def _find_deepspeed_fault(engine: Any) -> str:
 
 
 def run_weighted(training: Any, backward: Any, arguments: Any, keywords: Any) -> Any:
-    """Run torch.autograd.backward with the losses weighted by this rank's rows.
-
-    `backward` is the original function. `arguments` and `keywords` are the program's arguments.
-    """
+    """Run a backward pass with losses weighted by the rank's share."""
     bound = _signature(backward).bind(*arguments, **keywords)
     losses = _as_list(bound.arguments["tensors"])
     gradients = _as_list(bound.arguments.get("grad_tensors")) or [None] * len(losses)

@@ -1,7 +1,4 @@
-"""Make a lightning.Trainer train by shares.
-
-The Trainer's strategy and loader are replaced at the start of its training.
-"""
+"""Hooks of Lightning's fit loop, which switch a DDP Trainer to unequal shares."""
 
 from __future__ import annotations
 
@@ -27,16 +24,13 @@ from .views import OUTSIDE, find_fault
 
 
 class ProgramStrategy(PlanStrategy):
-    """A PlanStrategy that replaces a program's DDPStrategy for one training run.
-
-    Both strategies share their attributes (see `share_state`).
-    """
+    """Strategy that replaces DDP in the Trainer of an unchanged program."""
 
     # so that the program can resume from its checkpoints without evener
     loaders_in_checkpoints = False
 
     def teardown(self) -> None:
-        """Tear down the strategy, and restore the trainer's own strategy."""
+        """Restore the Trainer's own strategy after training."""
         _forget_metrics(self)
         trainer = self.lightning_module.trainer
         super().teardown()
@@ -45,11 +39,7 @@ class ProgramStrategy(PlanStrategy):
 
 
 def run(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Run a Trainer's fit loop without the hooks for plain loops.
-
-    It wraps `_FitLoop.run`. If the Trainer uses one of several devices, it suggests how to use all
-    of them.
-    """
+    """Hook of the fit loop's `run`: advise on DDP if only one device trains."""
     if PROGRAM.is_single_rank:
         PROGRAM.report_single_device(advise_lightning())
     with PROGRAM.left_unchanged():
@@ -57,10 +47,7 @@ def run(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 
 
 def begin_epoch(wrapped: Any, loop: Any, arguments: Any, keywords: Any) -> Any:
-    """Make a Trainer train by shares at the start of an epoch, if possible.
-
-    This wraps `_FitLoop.on_advance_start`.
-    """
+    """Hook at the start of an epoch: switch to shares, or give a new loader the shares."""
     # If the Trainer already trains by shares, and has created a new loader for the epoch, that
     # loader is replaced by one that divides rows by shares.
     loop.setup_data()  # called again in case the trainer reloads its loaders each epoch
@@ -76,7 +63,7 @@ def begin_epoch(wrapped: Any, loop: Any, arguments: Any, keywords: Any) -> Any:
 
 
 def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
-    """Return why a Trainer can't train by shares, or ""."""
+    """Return why this Trainer can't train with unequal shares, or ""."""
     if type(strategy) is not DDPStrategy:
         return f"its strategy is {type(strategy).__name__}"
     if fault := find_fault(strategy.model):
@@ -95,7 +82,7 @@ def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
 
 
 def _switch_to_shares(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
-    """Train by shares if all ranks can; otherwise report why not."""
+    """Replace the Trainer's strategy by one with shares, unless a rank has a fault."""
     if fault := next(filter(None, PROGRAM.exchange(fault)), ""):
         PROGRAM.stay_even(fault)
         return
@@ -114,7 +101,7 @@ def _switch_to_shares(loop: Any, strategy: Any, loader: Any, fault: str) -> None
 
 
 def _refuse_difference(strategy: ProgramStrategy, loader: Any) -> None:
-    """Raise RequestError on all ranks if shares change the first batch's gradient."""
+    """Raise RequestError if shares would change the loss on any rank."""
     # an audit in the first step would reach all ranks two steps after the shares are unequal
     found = PROGRAM.exchange(strategy.find_difference(loader))
     if differing := next(filter(None, found), ""):
@@ -123,7 +110,7 @@ def _refuse_difference(strategy: ProgramStrategy, loader: Any) -> None:
 
 @contextmanager
 def _used_unless_refused(trainer: Any, strategy: Any) -> Iterator[Any]:
-    """Replace a Trainer's strategy by a ProgramStrategy; undo that on errors."""
+    """Context manager: install a ProgramStrategy, and restore the old one after an error."""
     # the ProgramStrategy shares the attributes of `strategy`, which is the Trainer's own strategy
     chosen = share_state(strategy, ProgramStrategy)
     chosen.program_strategy = strategy
@@ -136,13 +123,13 @@ def _used_unless_refused(trainer: Any, strategy: Any) -> Iterator[Any]:
 
 
 def _count_rows(loader: Any) -> int:
-    """Return the number of rows in a global batch."""
+    """Return the row count of a global batch."""
     # each rank's loader has the same batch size
     return int(loader.batch_size * dist.get_world_size())
 
 
 def _forget_metrics(strategy: Any) -> None:
-    """Clear the metrics that a Trainer has logged, because its strategy changes."""
+    """Delete the metrics that the program has logged so far."""
     # Lightning would reduce them with the strategy that it remembers for each metric
     loop = strategy.lightning_module.trainer.fit_loop.epoch_loop
     for each in (loop, loop.val_loop):
@@ -150,7 +137,10 @@ def _forget_metrics(strategy: Any) -> None:
 
 
 def _make_sharing_loader(strategy: ProgramStrategy, loader: Any) -> Any:
-    """Return a loader that divides the same global batches by shares."""
+    """Return a loader that divides the same global batches by the shares.
+
+    Raises RequestError if the global batch size has changed.
+    """
     # A global batch has the rows that the DistributedSampler of `loader` gives to all ranks in one
     # step. It must have as many rows as at the start of training by shares.
     if _count_rows(loader) != strategy.planned.ranks.global_batch:
@@ -174,6 +164,6 @@ def _make_sharing_loader(strategy: ProgramStrategy, loader: Any) -> Any:
 
 
 def _give(loop: Any, loader: Any) -> None:
-    """Replace a fit loop's training loader without changing random states."""
+    """Make the loop use `loader`, without changing the state of random generators."""
     with kept_state():
         private.replace_loader(loop, loader)

@@ -1,7 +1,4 @@
-"""Track sums over the rows of all ranks, which don't depend on how ranks share the rows.
-
-An example is the number of labels in a global batch, by which a program divides its loss.
-"""
+"""Follows totals over all rows, which stay the same when shares change."""
 
 from __future__ import annotations
 
@@ -19,23 +16,20 @@ _VIEWS = {torch.Tensor.view, torch.Tensor.reshape, torch.Tensor.flatten, torch.T
 
 
 class Rows(Protocol):
-    """What is known about this rank's rows in the current batch; implemented by Guard."""
+    """Protocol: knows which tensors depend on this rank's rows."""
 
     rows: int
     has_asked_length: bool
 
     def goes_by_rows(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor was computed from the batch or its number of rows.
-
-        It is False if that isn't known.
-        """
+        """Return whether the tensor depends on this rank's rows or on their count."""
         ...
 
 
 class Totals:
-    """Tracks tensors that are sums over all ranks' rows.
+    """Marks tensors that hold sums over the rows of all ranks.
 
-    Tensors that are computed only from such sums count, too.
+    It also follows sums that were gathered but not yet added up.
     """
 
     def __init__(self) -> None:
@@ -44,17 +38,13 @@ class Totals:
         self._parts = TensorMarks()  # the sum over one rank's rows
 
     def write(self, tensor: torch.Tensor, place: str) -> None:
-        """Record that a collective wrote a sum over all ranks' rows into a tensor.
-
-        `place` names the collective.
-        """
+        """Mark the tensor as a total over all ranks."""
         self._mark_only(self._whole, tensor, place)
 
     def write_gathered(self, data: Any, place: str) -> None:
-        """Record that a collective gathered each rank's sum over its rows.
+        """Mark `data` as gathered sums:
 
-        `data` is a tensor with one element per rank, or a list with one tensor per rank. `place`
-        names the collective.
+        one tensor with an element per rank, or a list of tensors.
         """
         kind = self._gathered if isinstance(data, torch.Tensor) else self._parts
         for tensor in each_tensor_in(data):
@@ -66,17 +56,13 @@ class Totals:
         kind.mark_storage(tensor, place)
 
     def find(self, tensor: torch.Tensor) -> str:
-        """Return the collective that computed a tensor as a sum over all ranks' rows.
-
-        The result is like "all_reduce (train.py:12)", or "" if the tensor isn't such a sum.
-        """
+        """Return the collective that made this total, or "" if the tensor isn't one."""
         return self._whole.find(tensor)
 
     def follow(self, function: Any, arguments: Any, keywords: Any, result: Any, rows: Rows) -> str:
-        """Track a function call whose arguments may be sums over all ranks' rows.
+        """Mark the results of a call, and return the collective if they may depend on shares.
 
-        Return the collective that computed the sums if `result` may depend on the shares. Otherwise
-        return "".
+        The result is "" if they don't.
         """
         # the result depends on the shares if the call also uses this rank's own rows, or reads a
         # sum as a number
@@ -99,7 +85,7 @@ class Totals:
     def _follow_whole(
         self, function: Any, tensors: list[torch.Tensor], result: Any, rows: Rows, place: str
     ) -> str:
-        """Mark a result that is computed from sums over all ranks' rows."""
+        """Follow a call on totals; mark its results as totals too."""
         # Return `place` if the result may depend on the shares, and otherwise "". `place` is where
         # the sums were computed. A result that also uses this rank's own rows isn't marked. Own
         # rows with gradients are a part of the loss, which is computed again in parts.
@@ -116,7 +102,7 @@ class Totals:
     def _follow_parts(
         self, function: Any, tensors: list[torch.Tensor], result: Any, parts: list[str]
     ) -> str:
-        """Track a call whose arguments are sums gathered from each rank."""
+        """Follow a call on gathered sums that are still separate tensors."""
         # Return "" if the result joins the sums of all ranks, and otherwise the first of `parts`.
         # `parts` are the collectives that gathered the sums. A function such as torch.stack joins
         # tensors.
@@ -127,7 +113,7 @@ class Totals:
         return ""
 
     def _follow_gathered(self, function: Any, leaves: list[Any], result: Any, place: str) -> str:
-        """Mark a result that adds up or views gathered sums."""
+        """Follow a call on a tensor with each rank's sum: adding them up makes a total."""
         # `place` is the collective that gathered the sums
         if function in _SUMS and len(leaves) == 1:
             self._whole.mark(result, place)
@@ -140,12 +126,12 @@ class Totals:
 
 
 def _find_places(marks: TensorMarks, tensors: list[torch.Tensor]) -> list[str]:
-    """Return the collectives that the tensors' marks name."""
+    """Return the marks of those tensors that have one."""
     return [place for place in map(marks.find, tensors) if place]
 
 
 def _is_fixed(value: Any, rows: Rows) -> bool:
-    """True if a number can't be this rank's number of rows."""
+    """Return whether the value is the same with any shares, unlike a row count."""
     # The number of ranks can't be one either, unless it equals the rows and the program has asked
     # for their number.
     if isinstance(value, bool) or not isinstance(value, int | float):

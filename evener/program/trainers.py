@@ -1,9 +1,4 @@
-"""Make a Trainer of transformers, or of a class derived from it, train by shares.
-
-When the program calls `Trainer.train`, a second Trainer with the same attributes trains in its
-place and divides batches by shares. For `evener run --balance`, the program runs until it would
-call `Trainer.train`, so that evener can measure that Trainer.
-"""
+"""Hooks of transformers' Trainer, which make it train with a plan's shares."""
 
 from __future__ import annotations
 
@@ -35,7 +30,7 @@ _LOGGED = (
 
 
 def train(wrapped: Any, trainer: Any, arguments: Any, keywords: Any) -> Any:
-    """Make a Trainer train by shares if possible; this wraps `Trainer.train`."""
+    """Hook of `Trainer.train`: train with shares, or unchanged if that is impossible."""
     new = not hasattr(trainer, "_planned")
     if new and dist.is_available() and dist.is_initialized() and _trains_as_loop(trainer):
         PROGRAM.remarks = [_LOGGED]
@@ -54,7 +49,7 @@ _planned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def _trains_as_loop(trainer: Any) -> bool:
-    """True if the hooks for accelerate's loops divide a Trainer's batches."""
+    """Return whether the hooks of PyTorch handle this Trainer instead."""
     # the hooks handle a Trainer with FSDP or DeepSpeed, or with a loader that creates its own
     # batches
     if trainer.args.world_size == 1 or PROGRAM.notebook.why:
@@ -70,7 +65,7 @@ def _trains_as_loop(trainer: Any) -> bool:
 
 
 def _plan(trainer: Any) -> None:
-    """Create a Trainer that trains by shares, or report why not."""
+    """Create a Trainer with shares from the same attributes, and check its loss."""
     # the new Trainer is used in place of `trainer`
     own, settings = type(trainer), PROGRAM.notebook.settings
     world = trainer.args.world_size
@@ -122,7 +117,7 @@ def _plan(trainer: Any) -> None:
 
 
 def _steps_others(trainer: Any) -> bool:
-    """True if the program's optimizer trains parameters outside the model."""
+    """Return whether the optimizer also trains parameters outside of the model."""
     # each rank would update such parameters with its own gradients
     from transformers import Trainer
 
@@ -132,7 +127,7 @@ def _steps_others(trainer: Any) -> bool:
 
 
 def _warn_of_tail(trainer: Any, global_batch: int) -> None:
-    """Warn if an epoch's last batch has fewer rows than the others."""
+    """Warn if the last batch of an epoch isn't full."""
     # the program's own launcher would fill the last batch up
     rows = len(trainer.train_dataset)
     if rows % global_batch and not trainer.args.dataloader_drop_last:
@@ -144,7 +139,7 @@ def _warn_of_tail(trainer: Any, global_batch: int) -> None:
 
 
 class _TrainerFound(BaseException):
-    """Raised when the program's trainer begins to train, to stop the program."""
+    """Raised by `Trainer.train` to return the trainer instead of training."""
 
     # The function `build` catches this. As a BaseException, it isn't caught by programs that catch
     # Exception.
@@ -154,9 +149,9 @@ class _TrainerFound(BaseException):
 
 
 def build() -> Any:
-    """Run the program until its training begins, and return its transformers.Trainer, untrained.
+    """Run the program up to `Trainer.train` and return its Trainer.
 
-    Raises RequestError if the program exits without training a Trainer.
+    Raises RequestError if the program ends without training.
     """
     from transformers import Trainer
 
@@ -182,7 +177,7 @@ _start = subprocess.Popen.__init__
 
 
 def _start_no_python(process: Any, words: Any, *more: Any, **options: Any) -> None:
-    """Start a process; raise RequestError if it runs Python or torchrun."""
+    """Raise RequestError if the program starts a Python process or torchrun."""
     # This replaces `subprocess.Popen.__init__`. The program would train there instead of in this
     # process.
     first = words if isinstance(words, str | bytes | os.PathLike) else next(iter(words), "")
@@ -200,7 +195,7 @@ def _find(trainer: Any, *_: Any, **__: Any) -> NoReturn:
 
 
 def _run_program(words: Sequence[str]) -> None:
-    """Run a program in this process as Python would run it."""
+    """Run a script or module as `__main__`, with its arguments."""
     # a script, or `-m` and a module, then the program's arguments
     module = words[0] == "-m"
     target, *arguments = words[module:]

@@ -1,11 +1,7 @@
-"""Time the steps of a program that evener leaves unchanged, for the summary after it exits.
+"""Measures and reports the steps of a program that trains without unequal shares.
 
-Such a program trains in a single process, or in several processes with equal shares.
-`evener.program.install` calls these functions when a DataLoader yields a batch, after a backward
-pass, and when an optimizer steps.
-
-A step usually begins with a batch of a DataLoader. If the program's rows come from no DataLoader, a
-step is the time between two updates of the same optimizer, and its rows are unknown.
+The monitor thus shows every training run: on one device, by DDP with equal shares, or in a loop
+without a DataLoader. Errors in here never reach the program.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ MOST_SEARCHED, MOST_ITEMS = 100, 16
 
 
 class _Iteration:
-    """An iteration over a DataLoader, for training or for validation."""
+    """One pass over a loader, with its count of backward passes."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = None if loader is None else weakref.ref(loader)
@@ -60,12 +56,12 @@ class _Iteration:
 
     @property
     def loader(self) -> Any:
-        """The DataLoader; None if it is unknown or no longer exists."""
+        """The loader, or None if it is unknown or was deleted."""
         return None if self._loader is None else self._loader()
 
 
 class _Loaders:
-    """A set of loaders, which are held weakly and needn't be hashable."""
+    """Set of loaders, compared by identity and held by weak references."""
 
     def __init__(self) -> None:
         self._loaders: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -79,12 +75,12 @@ class _Loaders:
             self._loaders[id(loader)] = loader
 
     def discard(self, loader: Any) -> None:
-        """Remove a loader if it is in the set."""
+        """Remove a loader if it is there."""
         self._loaders.pop(id(loader), None)
 
 
 class _Harmless:
-    """A context in which evener's own errors only end the timing."""
+    """Context manager that prints an exception and stops the timing instead of raising."""
 
     def __init__(self, stop: Callable[[], None]) -> None:
         self._stop = stop
@@ -99,11 +95,7 @@ class _Harmless:
         return True
 
     def end_by(self, error: Exception) -> None:
-        """End the timing because of an error of evener.
-
-        Where a program calls evener in each step, an `except` clause with this method takes less
-        time than the context.
-        """
+        """Print the error and stop the timing."""
         fault = f"{type(error).__name__}: {error}"
         print_line(f"evener: its steps are no longer timed, by a fault of evener's: {fault}")
         with suppress(Exception):
@@ -111,7 +103,7 @@ class _Harmless:
 
 
 class _UpdateTimer(StepTimer):
-    """Times an optimizer's steps; its errors don't reach the program."""
+    """Step timer that never raises in the program's optimizer step."""
 
     # Updates on other threads than the one that creates it are ignored.
 
@@ -122,7 +114,7 @@ class _UpdateTimer(StepTimer):
         self._harmless = harmless
 
     def note_update(self) -> None:
-        """Begin the phase of an optimizer's step, and count the step."""
+        """Record the start of an optimizer step."""
         if get_ident() == self.thread:
             try:
                 super().note_update()
@@ -130,7 +122,7 @@ class _UpdateTimer(StepTimer):
                 self._harmless.end_by(error)
 
     def note_updated(self) -> None:
-        """End the phase in which the optimizer updates the weights."""
+        """Record the end of an optimizer step."""
         if get_ident() == self.thread:
             try:
                 super().note_updated()
@@ -139,11 +131,10 @@ class _UpdateTimer(StepTimer):
 
 
 class UnchangedTraining:
-    """Times and reports the steps of a program that trains unchanged.
+    """Times the training steps of this process and reports them to the monitor.
 
-    Nothing is reported before the first update of one of PyTorch's optimizers. So a program that
-    trains nothing leaves no record. Reporting ends for good if something else reports the steps,
-    such as the hooks of a Trainer.
+    A step goes from one batch of a DataLoader to the next. Without a DataLoader, it goes from one
+    update of the first optimizer to the next. Timing begins after the first update.
     """
 
     def __init__(self) -> None:
@@ -174,18 +165,14 @@ class UnchangedTraining:
         self._harmless = _Harmless(self._stop)
 
     def note_loop(self, loader: Any, iterator: Any) -> None:
-        """Record that `iterator` yields the batches of `loader`."""
+        """Record an iterator of a loader."""
         if not self._is_over:
             # an iterator of the program's own class may not allow weak references
             with self._harmless, suppress(TypeError):
                 self._iterations[iterator] = _Iteration(loader)
 
     def begin_loop(self, loader: Any) -> None:
-        """Record that a loop over `loader` begins.
-
-        The time until the loop's first batch then counts as input time. In it, the loader may start
-        workers. Nothing happens unless `loader` is known to be used for training.
-        """
+        """Start the timer when a loop over a training loader begins."""
         if self._timer is None or self._has_batch or not self._is_own_thread:
             return
         with self._harmless:
@@ -193,10 +180,7 @@ class UnchangedTraining:
                 self._timer.start_loop()
 
     def fetch(self, wrapped: Any, iterator: Any, arguments: Any, keywords: Any) -> Any:
-        """Return the next batch of a DataLoader's iterator; this wraps its `__next__`.
-
-        The time that this takes counts as input time, unless the batch is for validation.
-        """
+        """Fetch the next batch; finish the previous step and begin a new one."""
         timer = self._timer
         if timer is None or self._is_without_loader or get_ident() != self._thread:
             return wrapped(*arguments, **keywords)
@@ -220,10 +204,7 @@ class UnchangedTraining:
         return batch
 
     def _begin_fetch(self, timer: StepTimer, iterator: Any) -> _Iteration | None:
-        """End the current step, because the next batch is requested.
-
-        Return the iteration; None if that batch is for validation.
-        """
+        """Return the iteration that asks for a batch, or None if it is for validation."""
         iteration = self._newest
         if iteration is None or self._newest_iterator() is not iterator:
             iteration = self._find_iteration(iterator)
@@ -238,7 +219,7 @@ class UnchangedTraining:
         return iteration
 
     def _find_iteration(self, iterator: Any) -> _Iteration:
-        """Return the iteration of an iterator, which becomes the newest one."""
+        """Return the record of an iterator, creating it if needed."""
         iteration = self._iterations.get(iterator)
         if iteration is None:
             iteration = self._iterations[iterator] = _Iteration(None)
@@ -246,7 +227,7 @@ class UnchangedTraining:
         return iteration
 
     def _begin_step(self, iteration: _Iteration, batch: Any) -> None:
-        """Begin a step with a batch, or continue it if several batches belong to it."""
+        """Begin a step with the batch's rows."""
         rows = _count_rows(batch, iteration.batch_size)
         self._rows[iteration] = self._rows.get(iteration, 0) + rows
         if self._timer is not None:
@@ -254,7 +235,7 @@ class UnchangedTraining:
             self._timer.begin((rows,))
 
     def _end_loop(self, iteration: _Iteration) -> None:
-        """Stop timing until the next loop begins."""
+        """Pause the timer after a loop's last batch."""
         self._has_batch = False
         if iteration.untrained:
             self._rows.pop(iteration, None)
@@ -262,7 +243,7 @@ class UnchangedTraining:
             self._timer.pause()
 
     def _is_validation(self, iteration: _Iteration) -> bool:
-        """True if the next batch is for validation, not training."""
+        """Return whether the iteration is for validation."""
         # It is if several batches of this iteration, or of an earlier one over the same loader,
         # weren't followed by a backward pass.
         passes, iteration.passes = iteration.passes, self._passes
@@ -283,7 +264,7 @@ class UnchangedTraining:
         return iteration.untrained >= MOST_UNTRAINED or loader in self._validating
 
     def run_backward(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Run a backward pass; this wraps `torch.autograd.backward`."""
+        """Hook of `autograd.backward`: count backward passes, and begin timing with the first."""
         if self._timer is None and self._device is not None and not self._is_over:
             with self._harmless:
                 self._begin(self._device)
@@ -305,10 +286,7 @@ class UnchangedTraining:
             timer.note_pass_alone()
 
     def save(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Call `torch.save`, and time it if the rows come from no DataLoader.
-
-        With a DataLoader, the timer itself notices files that are written between two steps.
-        """
+        """Hook of `torch.save`: don't count writing a checkpoint as a slow step."""
         if self._timer is None or not self._is_without_loader or not self._is_own_thread:
             return wrapped(*arguments, **keywords)
         with self._timer.writing():
@@ -319,11 +297,7 @@ class UnchangedTraining:
         return self._thread in (0, get_ident())
 
     def end_update(self, optimizer: Any, *_: Any) -> None:
-        """Record that an optimizer has stepped; PyTorch calls this after each update.
-
-        The first update only saves the device. The timer is created in the next backward pass,
-        because it registers hooks, and PyTorch can't do that while it calls hooks.
-        """
+        """Optimizer hook after a step."""
         if self._is_over or not self._is_own_thread:
             return
         timer = self._timer
@@ -355,7 +329,7 @@ class UnchangedTraining:
 
     @leave_uncompiled
     def _begin(self, device: torch.device) -> None:
-        """Begin to time the program's steps, unless something else reports them."""
+        """Start timing, unless something else already reports the steps."""
         if not self._is_own_thread:
             return
         owner = self._find_owner()
@@ -372,18 +346,14 @@ class UnchangedTraining:
         _follow_forks()
 
     def leave_to_parent(self) -> None:
-        """End the timing in a forked child, such as a loader's worker.
-
-        The parent goes on to report the steps. The timer isn't released, because a child can't use
-        its parent's GPU.
-        """
+        """Stop timing in a forked process."""
         if self._timer is not None:
             self._is_over = True
             self._thread = -1  # the id of no thread
             self._timer.thread = 0
 
     def _end_step(self, timer: StepTimer) -> None:
-        """End a step; report it if an optimizer has stepped."""
+        """Finish a step, and report it if an optimizer has stepped."""
         timer.finish()
         if not self._updated:
             return
@@ -403,7 +373,7 @@ class UnchangedTraining:
         self._reporter.report(rows)
 
     def _find_owner(self) -> Literal["nobody", "other", "undecided"]:
-        """Return who reports the steps: no one, another, or not yet known."""
+        """Return who else reports this process's steps."""
         # "other" also if it isn't known how many processes train together; "undecided" while the
         # processes may still begin to train by shares
         own = None if self._reporter is None else self._reporter.reporter
@@ -421,7 +391,7 @@ class UnchangedTraining:
         return "nobody" if PROGRAM.notebook.why or is_likely else "undecided"
 
     def _stop(self) -> None:
-        """Stop timing and reporting, and remove what was reported."""
+        """Stop timing for good and withdraw the report."""
         self._is_over = True
         if self._reporter is not None:
             self._reporter.reporter.discard()
@@ -440,7 +410,7 @@ def _follow_forks() -> None:
 
 
 def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
-    """Start an iteration over a DataLoader; this wraps `DataLoader.__iter__`."""
+    """Hook of `DataLoader.__iter__`."""
     UNCHANGED.begin_loop(loader)
     iterator = wrapped(*arguments, **keywords)
     UNCHANGED.note_loop(loader, iterator)
@@ -448,7 +418,7 @@ def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
 
 
 def _count_processes() -> int:
-    """Return how many processes train together; 0 if unknown."""
+    """Return how many processes train together, or 0 if unknown."""
     if dist.is_available() and dist.is_initialized():
         return int(dist.get_world_size())
     # unknown if a launcher has started several processes that have no process group
@@ -457,7 +427,7 @@ def _count_processes() -> int:
 
 
 def _find_device(optimizer: Any) -> torch.device:
-    """Return the device of the first parameter that the optimizer updates."""
+    """Return the device of the optimizer's first parameter."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             return parameter.device
@@ -465,7 +435,7 @@ def _find_device(optimizer: Any) -> torch.device:
 
 
 def _count_rows(batch: Any, batch_size: int | None) -> int:
-    """Return the number of rows in a batch; 0 if unknown."""
+    """Return the rows in a batch: its first dimension, but at most `batch_size`."""
     first = batch[0] if isinstance(batch, list) and batch else batch
     shape = first.shape if type(first) is torch.Tensor else ()
     if not shape:
@@ -477,7 +447,7 @@ def _count_rows(batch: Any, batch_size: int | None) -> int:
 
 
 def _find_tensor(batch: Any) -> torch.Tensor | None:
-    """Return a batch's first tensor with dimensions; None if hard to find."""
+    """Return the first tensor with a dimension in a nested batch, or None."""
     left = [batch]
     for _ in range(MOST_SEARCHED):
         if not left:

@@ -1,4 +1,4 @@
-"""The ranks' records of a program's steps, and messages that explain why shares stay equal."""
+"""Reasons against unequal shares, and the comparison of what the ranks saw."""
 
 from __future__ import annotations
 
@@ -94,10 +94,7 @@ DIFFERENCES = {  # differences between the views of the ranks, the most serious 
 
 
 class RankView(msgspec.Struct, frozen=True):
-    """A rank's record of the program's steps, compared with other ranks' records.
-
-    Shares may be uneven if all records agree and none has a fault.
-    """
+    """What one rank saw in a training step, to compare with other ranks."""
 
     fault: str = ""
     order: tuple[int, ...] = ()  # digest of the order of rows, and the number of batches
@@ -111,10 +108,7 @@ class RankView(msgspec.Struct, frozen=True):
 
 
 def find_difference(every: list[RankView]) -> str:
-    """Return the most serious difference between the ranks' records, as a key of DIFFERENCES.
-
-    Return "" if they agree.
-    """
+    """Return the first difference between the ranks, a key of `DIFFERENCES`, or ""."""
     for name in ("order", "rates", "are_sums"):
         if len({getattr(each, name) for each in every}) > 1:
             return name
@@ -124,7 +118,7 @@ def find_difference(every: list[RankView]) -> str:
 
 
 def _have_other_numbers(every: list[RankView]) -> bool:
-    """True if ranks use different numbers for losses, weights or gradients."""
+    """Return whether ranks used different numbers in their loss or optimizer steps."""
     # Such a number is, for example, a factor of the loss. The `uses` are compared only if all ranks
     # have equally many: one rank may compute something alone, for example to log it.
     looked = [each for each in every if each.numbers is not None]
@@ -134,9 +128,9 @@ def _have_other_numbers(every: list[RankView]) -> bool:
 
 
 def differ(every: Sequence[Any]) -> bool:
-    """True if the ranks' numbers differ by more than rounding.
+    """Return whether any sequence of numbers differs from the first, except for rounding.
 
-    `every` has one sequence of numbers for each rank.
+    NaNs are equal to each other.
     """
     return any(not _are_near(each, every[0]) for each in every)
 
@@ -151,10 +145,7 @@ def _are_near(one: Any, other: Any) -> bool:
 
 
 def read_numbers(optimizer: Any, names: tuple[str, ...] = ()) -> list[float]:
-    """Return the numeric settings of an optimizer's groups, such as learning rates.
-
-    `names` are the settings to read; if it is empty, all are read.
-    """
+    """Return the single numbers in the optimizer's settings, or only those named `names`."""
     groups = optimizer.param_groups
     chosen = [
         one
@@ -167,7 +158,7 @@ def read_numbers(optimizer: Any, names: tuple[str, ...] = ()) -> list[float]:
 
 
 def find_fault(model: Any) -> str:
-    """Return why a wrapped model can't train by shares; empty if it can."""
+    """Return why the model can't train with unequal shares, or ""."""
     if sharded.find_library(model):
         return sharded.find_fault(model)
     if type(model) is not torch.nn.parallel.DistributedDataParallel:
@@ -182,13 +173,9 @@ def find_fault(model: Any) -> str:
 
 
 def find_obstacle(optimizer: Any, models: Any, of_loader: str) -> str:
-    """Return why an optimizer steps outside all loops whose batches evener can divide.
+    """Return why no loop trains this optimizer's model with shares, or "".
 
-    - `models`: the wrapped models. If there are none, the result says that they are missing.
-    - `of_loader`: why the loader's batches can't be divided; returned if the optimizer trains one
-      of the models.
-
-    Return "" if the optimizer trains none of the models.
+    `of_loader` is the reason to give if the model itself is suitable.
     """
     weights = [each for group in optimizer.param_groups for each in group["params"]]
     if not models:

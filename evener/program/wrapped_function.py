@@ -1,4 +1,4 @@
-"""Wrap a library's function so that programs can still copy and pickle it."""
+"""A wrapper for library functions that can still be copied and pickled."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from wrapt import FunctionWrapper
 
 
 class WrappedFunction(FunctionWrapper):  # type: ignore[type-arg]
-    """A library's function with a wrapper around it.
-
-    It is copied as itself and pickled by its name, like a plain function. wrapt's own class allows
-    neither. `path` is that name, such as "torch:nn.utils.clip_grad_norm_".
-    """
+    """Function with a hook; a pickle of it refers to the library's function by `path`."""
 
     def __init__(self, wrapped: Any, wrapper: Any, path: str) -> None:
         super().__init__(wrapped, wrapper)

@@ -1,8 +1,4 @@
-"""The sitecustomize of each Python process that `evener run` starts.
-
-Python imports it before the program runs. It installs evener's hooks, then imports the user's own
-sitecustomize, if there is one.
-"""
+"""Installs evener's hooks when Python starts, then imports the user's own `sitecustomize`."""
 
 import sys
 from importlib import import_module
