@@ -371,8 +371,8 @@ class Split(PlannedTraining):
         """Return the rows of all ranks in the current batch, in the order of ranks.
 
         Tensors of shape (n_i, ...) become one of shape (N, ...). Gradients flow back through it, as
-        for contrastive losses. Every rank has to call this. Raises RequestError if `rows` hasn't
-        one row for each of this rank's, or inside `parts`.
+        for contrastive losses. Every rank has to call this. Raises RequestError inside `parts`, and
+        if this rank's batch has another number of rows.
         """
         self.weights.refuse_in_parts("gather")
         if self.world == 1:
@@ -399,11 +399,10 @@ class Split(PlannedTraining):
     @overload
     def total(self, value: torch.Tensor) -> Any: ...
     def total(self, value: Any) -> Any:
-        """Return the sum of a value over all ranks:
+        """Return the sum of a value over all ranks.
 
-        a float, or a tensor if `value` has dimensions.
-
-        Every rank has to call this. Raises RequestError inside `parts`.
+        The result is a float, or a tensor if `value` has dimensions. Every rank has to call this.
+        Raises RequestError inside `parts`.
         """
         self.weights.refuse_in_parts("total")
         total = self.add_up(value)

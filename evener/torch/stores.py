@@ -126,8 +126,7 @@ def _limit_tcp_stores() -> None:
 def listen_at(host: str, port: int) -> dict[str, int]:
     """Return arguments with which a TCPStore listens at `host` only.
 
-    The result is empty for every address, such as 0.0.0.0, and if the host can't be resolved or
-    bound.
+    The result is empty for 0.0.0.0 and ::, and if the host can't be resolved or bound.
     """
     if host in EVERY_ADDRESS:
         return {}
@@ -144,8 +143,8 @@ def listen_at(host: str, port: int) -> dict[str, int]:
 def open_tcp_store(host: str, port: int, serves: bool, timeout: timedelta) -> Any:
     """Return a TCPStore at host and port.
 
-    With `serves`, this process serves it; without, RuntimeError is raised if no process does before
-    `timeout`.
+    With `serves`, this process runs the server. Otherwise RuntimeError is raised if no process does
+    within `timeout`.
     """
     place = {"port": port, **(listen_at(host, port) if serves else {})}
     return dist.TCPStore(host, is_master=serves, timeout=timeout, multi_tenant=True, **place)

@@ -159,7 +159,7 @@ class TrainingAudits:
 
     @property
     def follows_change(self) -> bool:
-        """Whether the audit of the current step is due to a change, not to its number."""
+        """Whether the current step is audited because of a change, not by schedule."""
         return self._due and not is_audited(self.judge.step)
 
     @property

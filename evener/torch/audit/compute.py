@@ -45,9 +45,7 @@ class Piece(msgspec.Struct, frozen=True, eq=False):
 
 
 class GradientSketcher:
-    """Computes gradients as an audit compares them:
-
-    as random projections of each tensor's gradient.
+    """Computes random projections of each tensor's gradient, by which audits compare gradients.
 
     Arguments:
 
@@ -138,8 +136,11 @@ class GradientSketcher:
     ) -> Sketch:
         """Return the sketch of a gradient that is summed over some passes.
 
-        A `disturbance` other than 0 is the seed of random errors as large as rounding errors.
-        `seed` determines the random numbers in the passes.
+        Arguments:
+
+        - `disturbance`: seed of random errors as large as rounding errors; 0 adds none.
+        - `seed`: determines the random numbers in the passes.
+        - `modes`: contexts to compute the passes in, one each, in place of EvenRandomness.
         """
         # These errors change the gradient about as much as rounding may. Exceptions that the
         # program's own code raises aren't caught.

@@ -44,7 +44,7 @@ AS_WRITTEN, ROW_COUNTS, MULTIPLES = range(3)  # which numbers in a record are co
 
 
 class RowNumber(int):
-    """Row count of a batch, or a multiple of it, that is recognized in a recorded call."""
+    """Row count of a batch, or a multiple, marked so that a replay can replace it."""
 
     each = 1
 
@@ -300,7 +300,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _find_needed(self, loss: torch.Tensor) -> list[int] | str:
-        """Return the indices of the calls that a loss depends on, or why they can't be found."""
+        """Return the indices of the calls that a loss depends on, or the reason if it fails."""
         # The indices are in the order of the calls.
         places, reached, is_known = self._find_computing_calls(loss)
         if not is_known:
@@ -524,7 +524,7 @@ class LossRecord:
 
 
 def _find_place() -> str:
-    """Return the program's file and line that called, or ""."""
+    """Return the program's file and line at the current call, or ""."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -535,7 +535,7 @@ def _find_place() -> str:
 
 
 def _scale_row_count(counts: int, was: int, now: int, number: Any) -> Any:
-    """Return a number converted from a batch of `was` rows to one of `now`, if it counts rows."""
+    """Convert a number that counts rows from a batch of `was` rows to a batch of `now` rows."""
     # Other numbers are returned unchanged. `counts` selects which numbers are counts; see
     # `LossRecord.compute`.
     is_plain = _is_number(number)
@@ -581,6 +581,8 @@ def replay(
     - `rows`: number of rows in the new batch.
     - `number`: converts each numeric argument.
     - `fresh`: replacements of objects, by class; None for an object that can't be replaced.
+
+    Raises ValueError if a call returns another number of tensors than before.
     """
     # Numbers are converted because they may be counts of rows. Random generators that the program
     # passes to calls have the same states afterwards as before.

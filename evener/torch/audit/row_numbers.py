@@ -23,10 +23,14 @@ APART = 7919  # between the seeds of two rows
 
 
 class RowRandomness(EvenRandomness):
-    """A context in which random operations return other numbers for other rows.
+    """Context manager in which random operations give each row numbers of its own.
 
-    The pass computes `rows` rows, the first of which has the number `first`. `by_row` has the
-    numbers of the draws that have an entry for each row; others are the same for every row.
+    Arguments:
+
+    - `first`: index of the pass's first row.
+    - `rows`: number of rows in the pass.
+    - `by_row`: which random operations have an entry for each row, by their count in the pass;
+      the others give every row the same numbers.
     """
 
     def __init__(self, first: int, rows: int, by_row: frozenset[int] = frozenset()) -> None:
@@ -55,20 +59,20 @@ class RowRandomness(EvenRandomness):
 
 
 def _find_size(function: Any) -> int | None:
-    """Return the place of an operation's argument `size`; None if it has none."""
+    """Return the index of an operation's `size` argument, or None."""
     names = [argument.name for argument in function._schema.arguments]
     return names.index("size") if "size" in names else None
 
 
 def _count_entries(given: Any, sized: int | None) -> int:
-    """Return the length of a drawn tensor's first axis; 0 if it has no axis."""
+    """Return the length of a drawn tensor's first axis, or 0 without axes."""
     if sized is not None:
         return int(given[0]) if given else 0
     return len(given) if isinstance(given, torch.Tensor) and given.ndim else 0
 
 
 def _cut(argument: Any, is_size: bool, row: int, rows: int) -> Any:
-    """Return an argument of a draw for one row."""
+    """Return an argument of a random operation for one row."""
     if is_size:
         return [1, *argument[1:]]
     if isinstance(argument, torch.Tensor) and argument.ndim and len(argument) == rows:
@@ -79,10 +83,10 @@ def _cut(argument: Any, is_size: bool, row: int, rows: int) -> Any:
 def find_loss_by_rows(
     sketcher: GradientSketcher, computations: Computations, few: FewRows
 ) -> tuple[float, float] | None:
-    """Return the reference's loss and that by shares if they differ, else None.
+    """Compare losses of equal and unequal shares, with other random numbers for each row.
 
-    `sketcher` computes only losses. Draws without an entry for each row are the same for every row;
-    without any others, nothing is compared.
+    Return both losses if they differ, else None. `sketcher` computes only losses. The result is
+    None if no random operation has an entry for each row.
     """
     passes = [
         (piece, first, rows)
@@ -113,7 +117,7 @@ def find_loss_by_rows(
 
 
 def _place(computation: Sequence[Piece], sizes: Sequence[int]) -> list[tuple[Piece, int, int]]:
-    """Return each pass with the number of its first row and its number of rows."""
+    """Return each pass with the index of its first row and its row count."""
     if len(computation) != len(sizes):
         return []
     firsts = [sum(sizes[:place]) for place in range(len(sizes))]

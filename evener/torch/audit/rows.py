@@ -212,7 +212,7 @@ def _pick_rows(batch: Any, rows: int, in_order: bool, most: int) -> Any:
 
 
 def _join(rows: Sequence[Any]) -> Any:
-    """Return the batch of single rows."""
+    """Join single rows to a batch."""
     first = rows[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(rows)) if first.ndim else first

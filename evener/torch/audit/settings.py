@@ -28,7 +28,7 @@ Key = tuple[int, Any]  # the id of the setting's holder, and the setting's name
 
 
 class LossSettings:
-    """Values that a loss may depend on, as they were at the last checks."""
+    """Settings that a loss may depend on, with their values at the last checks."""
 
     def __init__(self) -> None:
         self._checks = 0
@@ -80,7 +80,7 @@ class LossSettings:
 
 
 class _Known:
-    """Values of settings, and since which check each is the same."""
+    """Values of settings, each with the check since which it hasn't changed."""
 
     # The values are those of the last check.
 
@@ -116,7 +116,7 @@ class _ModuleSettings:
         self._ids: dict[str, int] = {}  # of the tensors, to which no references are held
 
     def has_changed(self, check: int) -> bool:
-        """Return whether a setting of the module has changed that had been stable."""
+        """Return whether a stable setting of the module has changed."""
         # `check` is the number of this check.
         if self._is_flat and self._is_same():
             return False

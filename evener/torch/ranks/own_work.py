@@ -136,7 +136,7 @@ class GpuClock:
         return event
 
     def computed(self) -> float:
-        """Return this thread's CPU time in seconds, which isn't measured on a GPU: NaN."""
+        """Return NaN, because the CPU time of steps isn't measured on a GPU."""
         return math.nan
 
     computed_by_all = computed
@@ -1114,7 +1114,7 @@ def _note_updated(*_: Any) -> None:
 
 
 def _notify_timers_of_update(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Optimizer pre-step hook that notes an update in all timers."""
+    """Optimizer pre-step hook that records an update in all timers."""
     # Returns new arguments for a step with a closure, otherwise None. PyTorch calls this hook
     # before each step; the first of `arguments` is the optimizer. A step's closure computes the
     # gradients. The new arguments have a closure that calls the original one and then notifies the

@@ -47,7 +47,7 @@ class ExitNote(msgspec.Struct, frozen=True):
     exchanges: dict[str, int] = {}  # number of collectives that it has started, by process group
 
     def describe(self, rank: int) -> str:
-        """Return the sentence that other ranks print."""
+        """Return the sentence that other ranks print about this rank's end."""
         end = "ended", self.error
         if self.error is None:
             end = "doesn't answer", "it was killed, ended early, or its machine is gone"
@@ -163,7 +163,7 @@ class PeerWatcher:
         return "all ranks answer, but have lost their connections: the network between them failed."
 
     def _describe(self) -> str:
-        """Return the sentence about one of the ranks that have ended."""
+        """Return a sentence about one of the ranks that have ended."""
         # preferably one with an error, then one without an error, then one without a note
         rank = min(
             self.notes,

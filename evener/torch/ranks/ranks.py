@@ -194,7 +194,7 @@ def exchange_values(
 ) -> list[bytes]:
     """Return the values of all ranks, in the order of ranks, through a store.
 
-    With `seconds`, the result is empty on all ranks if any is later than this.
+    With `seconds`, the result is empty on all ranks if a value is missing after this time.
     """
     keys = [f"{prefix}/{each}" for each in range(world)]
     store.set(keys[rank], own)
@@ -301,9 +301,9 @@ class RankShares(msgspec.Struct, frozen=True):
 
 
 def open_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
-    """Return a plan from an object, a path, or `evener launch` for None.
+    """Return the plan given as an object or a path; for None, the plan of `evener launch`.
 
-    The result is None without any of these.
+    The result is None if there is no plan.
     """
     if isinstance(plan, Plan):
         return plan
@@ -439,7 +439,7 @@ def _share_by_plan(
     ranks: Sequence[RankInfo],
     device: Any,
 ) -> RankShares:
-    """Return the shares of all ranks, each by the share of the plan for its device."""
+    """Return the shares of all ranks by the plan, matched by device."""
     # `differences` are the warnings on how the plan differs from this training run. Shares are
     # matched to ranks by their host and device.
     active = plan.layout.active

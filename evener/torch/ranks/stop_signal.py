@@ -56,7 +56,7 @@ class StopSignal:
             signal.signal(signal.SIGTERM, self._earlier)
 
     def is_agreed(self) -> bool:
-        """Return whether any rank has got SIGTERM, the same on all ranks.
+        """Return whether any rank has received SIGTERM; all ranks get the same answer.
 
         Every rank has to call this once per step. Ranks communicate only about every quarter of a
         second.

@@ -1,4 +1,4 @@
-"""Tell waiting for other ranks from computing, where another library runs the collectives."""
+"""Time waits for other ranks within a pass, where another library runs the collectives."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ class Loader:
         return {**vars(self), "_listener": StepListener(), "_ahead": None}
 
     def wait_until_full(self) -> None:
-        """Wait until the running loop has prefetched all batches it may.
+        """Wait until the running loop has prefetched `prefetch` batches, or all that are left.
 
         Without prefetching or a running loop, this returns at once.
         """

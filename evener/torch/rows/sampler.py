@@ -286,7 +286,7 @@ class UnevenBatchSampler:
         return [int(row) for row in self._draw(self.epoch)[first : first + self.global_batch]]
 
     def rows_of_odd_tail(self) -> object:
-        """Return the row count of the last batch if it weights ranks differently, else None.
+        """Return the last batch's row count if its weights differ from the others, else None.
 
         If weights may differ in every step, the result is an object that equals no other.
         """

@@ -54,7 +54,7 @@ AnyModel = Sharded | WholeModel
 
 
 def find_sharded(model: Any) -> Sharded | WholeModel:
-    """Return the sharded form of `model`, or a WholeModel if there is a single rank.
+    """Return the Sharded of a model, or a WholeModel if there is a single rank.
 
     Raises RequestError if several ranks train a model that isn't sharded.
     """

@@ -259,7 +259,7 @@ class Flat:
         return any(slot.received or slot.piece.grad is not None for slot in self.slots)
 
     def _begin_gradients(self, summed: torch.Tensor, owns_memory: bool) -> None:
-        """Make a reduced gradient this rank's gradient.
+        """Use a reduced gradient as this rank's first gradient.
 
         It is used without a copy if it `owns_memory`.
         """

@@ -91,7 +91,7 @@ class Follower:
         return outputs
 
     def begin_pass(self) -> None:
-        """Discard the record of a pass that hasn't reached its end."""
+        """Discard the record of an unfinished pass."""
         self._running = self._meetings = None
 
     def end_backward(self) -> None:

@@ -318,7 +318,7 @@ class Sharded:
             before.begin_gather()
 
     def end_backward(self, unit: Unit, is_over: bool = False) -> None:
-        """Start to reduce a unit's gradients and free its parameters.
+        """Start to reduce a unit's gradients, and free its parameters.
 
         `is_over` is True at the end of the whole backward pass.
         """
@@ -538,7 +538,7 @@ class UnitHooks:
 
 
 class _UnitInputs(torch.autograd.Function):  # type: ignore[misc]  # torch isn't followed
-    """Identity function whose backward pass tells that the unit's backward pass has ended."""
+    """Autograd identity function that detects the end of a unit's backward pass."""
 
     @staticmethod
     def forward(

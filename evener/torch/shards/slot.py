@@ -42,7 +42,7 @@ class Slot:
         return any(isinstance(module, torch.nn.RNNBase) for module, _ in self.owners)
 
     def find_places(self) -> list[tuple[dict[str, Any], str]]:
-        """Return each dict of module parameters that has this one, with its key."""
+        """Return the dicts in which modules store the parameter, each with its key."""
         return [
             (own_parameters(module), name)
             for module, name in self.owners

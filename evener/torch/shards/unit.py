@@ -106,7 +106,7 @@ def _count(module: Any) -> int:
 
 
 def find_parameters(model: Any, units: Mapping[str, Any]) -> dict[str, list[Slot]]:
-    """Return the parameters of each unit by its name, and of the rest of the model by "".
+    """Return the parameters of each unit by its name; "" stands for the rest of the model.
 
     A parameter that several units share belongs to the rest. Raises RequestError for parameters
     that can't be sharded, such as quantized ones.

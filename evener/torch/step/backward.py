@@ -22,7 +22,7 @@ DEPTH, MOST = 8, 32  # maximum depth and number of operations to list before the
 
 
 class LossListener(Protocol):
-    """Object that is told of each loss before its backward pass."""
+    """Interface of objects that observe each loss before its backward pass."""
 
     def note_loss(self, loss: Any, made_of: tuple[Any, ...], caller: FrameType) -> None:
         """Record a loss, the operations it was computed by and the frame that called `backward`."""
@@ -32,7 +32,7 @@ _LISTENERS: WeakList[Any] = WeakList()
 
 
 def listen(listener: LossListener) -> Callable[[], Any]:
-    """Let `listener` note each loss, and return a function that stops it."""
+    """Call `listener.note_loss` for each loss, and return a function that stops this."""
     # without listeners, `Tensor.backward` is PyTorch's original method
     _LISTENERS.add(listener)
     release = _HOOKS.hold(listener)

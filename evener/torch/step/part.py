@@ -25,7 +25,7 @@ class Part:
 
     - `batch`: the rows, in the structure of the batch.
     - `rows`: how many they are.
-    - `weight`: weight of their mean loss in that of this rank's rows.
+    - `weight`: weight of the part's mean loss in this rank's mean loss.
     - `scale`: applied to each loss before its backward pass.
     """
 
@@ -45,7 +45,7 @@ class Part:
 
     @property
     def is_piece(self) -> bool:
-        """Whether it is smaller than planned because memory ran out."""
+        """Whether the part is smaller than planned because memory ran out."""
         return self.rows < self.turn.planned
 
     def __enter__(self) -> Part:

@@ -288,7 +288,7 @@ class PassState:
         return same - self._statistics
 
     def is_changed(self) -> bool:
-        """Return whether the pass drew random numbers, changed buffers or uses BatchNorm."""
+        """Return whether the pass uses BatchNorm, drew random numbers or changed buffers."""
         changed = any(each._version != version for each, version, _ in self._buffers)
         return self._mixes_rows or changed or self._numbers.has_changed()
 

@@ -42,7 +42,7 @@ class UnownedTensors:
         self.syncs = True  # True if backward passes end with an all-reduce
 
     def find(self) -> None:
-        """Find such tensors in all optimizers of the process."""
+        """Find trained tensors without a module in all optimizers of the process."""
         known = {id(each) for group in self._groups for each in group.alive()}
         modules, optimizers = _list_alive(torch.nn.Module, Optimizer)
         known |= {*_owned_by(modules), *exchanged_parameters()}

@@ -36,7 +36,7 @@ from .wrapped import (
 
 
 class WholeBatchLoss(BaseException):  # so that a program's `except Exception` can't catch it
-    """Raised in an audit when a loss is computed with other ranks, so one rank can't repeat it."""
+    """Raised in an audit if the loss needs other ranks, so one rank can't compute it alone."""
 
 
 Weigh = Literal["gradients", "loss", "trainer"]
@@ -132,9 +132,7 @@ class BatchWeights(BatchTracker):
 
     @property
     def weight(self) -> float:
-        """Weight of this rank's gradients in the sum over ranks:
-
-        its fraction of the batch's rows.
+        """This rank's fraction of the batch's rows, its weight in the sum over ranks.
 
         If losses are sums over rows, all ranks have the same weight.
         """
@@ -173,7 +171,7 @@ class BatchWeights(BatchTracker):
         return [] if exchange is None else [exchange]
 
     def weigh_sharded(self, model: Any, sharded: Any, device: torch.device) -> None:
-        """Let a sharded model weight its gradients."""
+        """Weight the gradients of a sharded model."""
         sharded.begun = partial(self._begin_backward, weakref.proxy(sharded))
         if self.by_loss:
             sharded.weigh(1.0 / self.shares.world)
@@ -181,7 +179,7 @@ class BatchWeights(BatchTracker):
         self.watch_forward(model, device)
 
     def weigh_exchange(self, model: Any, exchange: Exchange | None) -> None:
-        """Let an exchange weight the gradients of a model.
+        """Weight the gradients of a model in its exchange.
 
         `exchange` is None if the model's own all-reduce stays. Raises RequestError if a noise scale
         is to be measured and can't.

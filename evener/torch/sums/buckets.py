@@ -219,9 +219,9 @@ class Bucket:
 
 
 def make_buckets(parameters: Sequence[Any], most_bytes: int) -> list[Bucket]:
-    """Return buckets of at least `most_bytes` each; the first is smaller, to be sent early.
+    """Divide parameters into buckets of about `most_bytes` bytes.
 
-    A bucket's parameters have one dtype and device.
+    The first is smaller, to be sent early. A bucket's parameters have one dtype and device.
     """
     made: list[Bucket] = []
     open_: dict[Any, list[Any]] = {}
@@ -450,7 +450,7 @@ class EarlierGradients:
         self.opened = self.late = self.apart = False
 
     def forget_failure(self) -> None:
-        """Forget a failed pass once its rows were computed again."""
+        """Forget a failed pass after its rows were computed again."""
         self.final = None
 
     def fail(self, came: set[int]) -> None:

@@ -292,7 +292,7 @@ class Exchange:
         self._repeats |= len(self._came) < count
 
     def _send_ready_buckets(self, bucket: Bucket) -> None:
-        """Send the buckets that are complete, after the last gradient of one was computed."""
+        """Send complete buckets after the last gradient of `bucket` was computed."""
         # before the order is known, gradients are only copied into the bucket
         if not self._armed or self.held.apart:
             return
@@ -479,7 +479,7 @@ def is_in_backward(task: int) -> bool:
 
 
 def exchanged_parameters() -> dict[int, bool]:
-    """Return the ids of parameters whose gradients are summed, and whether any were yet."""
+    """Return whether gradients were summed yet, by the id of each exchanged parameter."""
     every = sorted(EXCHANGES, key=lambda exchange: exchange.ran)
     exchanges = [exchange for exchange in every if not exchange.single_rank]
     return {
