@@ -50,7 +50,8 @@ class TrainerAudit:
     def after_step(self, numbers: Sequence[int], loss: TrainerLoss) -> None:
         """Check the gradients of a few of the step's rows, if a check is due.
 
-        `numbers` are the row indices of the global batch.
+        Call it after the backward pass and before the optimizer's step. `numbers` are the row
+        indices of the global batch. Raises RequestError if the gradients differ.
         """
         trainer = self._trainer
         own = partial(_find_own_loss(type(trainer)), trainer.compute_loss_func)

@@ -141,7 +141,7 @@ class Gathering:
         return put_back
 
     def add_up(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `values` over all ranks."""
+        """Return the sum of `values` over all ranks, elementwise."""
         sums: torch.Tensor = self._gather(values[None]).sum(0)
         return sums
 

@@ -67,9 +67,9 @@ def find_loss(
 ) -> TrainerLoss:
     """Return what the Trainer's loss is averaged over, found from a few rows.
 
-    `make` fetches the rows. If `ignores` is True, the loss accepts ignored labels. With `in_parts`,
-    a single process checks whether it can split a batch. Raises RequestError if the loss doesn't
-    fit any mean, or can't be computed in passes.
+    Every rank has to call this. `make` fetches the rows, or returns None. If `ignores` is True, the
+    loss accepts ignored labels. With `in_parts`, a single process checks whether it can split a
+    batch. Raises RequestError if the loss doesn't fit any mean, or can't be computed in passes.
     """
     passes = trainer._shares.passes
     calls = gathering.calls

@@ -88,9 +88,9 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
 
 def load_from_shards(trainer: Any, folder: str | os.PathLike[str] | None) -> None:
-    """Load the optimizer and scheduler from a checkpoint of a sharded model.
+    """Load optimizer and scheduler from a checkpoint of a sharded model, if it is one.
 
-    Other checkpoints are left to the trainer.
+    Other checkpoints are left to the trainer; `folder` None loads nothing.
     """
     if folder is None or not checkpoint.has_optimizer(folder, trainer.model):
         return

@@ -237,7 +237,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return passes, items
 
     def _get_num_items_in_batch(self, batches: list[Any], device: torch.device) -> Any:
-        """Count the items of this rank on the CPU."""
+        """Count this rank's items on the CPU; None if the trainer counts none."""
         calls = self._gathering.calls  # transformers 4 gathers here even if one process counts
         # a copy to a GPU would make the host wait for the optimizer's step; `weigh_passes` moves it
         items = super()._get_num_items_in_batch(batches, torch.device("cpu"))

@@ -1,8 +1,7 @@
-"""Tensors that a model's call stores in attributes, such as `self.z_mean`.
+"""Tensors that a model's call stores in attributes of its layers.
 
-A loss may read such tensors, as in a VAE. The call on one device (a tower) stores only tensors
-computed from this device's rows. Therefore the tensors are collected after each call, joined in the
-order of the rows, and written back before the loss is computed.
+A call may save a tensor for the loss to read. When parts of a batch are computed one by one, these
+tensors have to be collected and joined.
 """
 
 from __future__ import annotations
@@ -24,44 +23,32 @@ Leaves = dict[str, Any]  # tensors by name: layer number, attribute and item, as
 
 
 class PlainVariables:
-    """Restores `tf.Variable`s that a model's call may assign, such as a counter of calls.
-
-    Each device and each pass of a step then starts with the variables' values from before the step.
-    """
+    """Saves the values of `tf.Variable` attributes, which Keras doesn't track."""
 
     def __init__(self, model: Any) -> None:
         self._before = [(each, tf.identity(each)) for each in plain_variables(model)]
 
     def restore(self) -> None:
-        """Assign the values that the variables had when this object was created."""
+        """Assign the saved values."""
         for variable, value in self._before:
             variable.assign(value)
 
 
 class TensorPlace(NamedTuple):
-    """A layer's attribute, or an item of a list or dict, that holds tensors.
-
-    The value `container[key]` is a tensor or a tuple of tensors. `name` is a path to the place: the
-    layer's number, the attribute's name, and the keys of items.
-    """
+    """An attribute or an item of a container that holds tensors."""
 
     name: str
     container: Any
     key: Any
 
     def leaves(self) -> Leaves:
-        """Return the tensors at this place, by name."""
+        """Return the tensors by name."""
         flat = tf.nest.flatten(self.container[self.key])
         return {f"{self.name}/{place}": leaf for place, leaf in enumerate(flat)}
 
 
 class CallTensors:
-    """Collects the tensors that a model's call stores in attributes.
-
-    The tensors may also be in lists, dictionaries and plain objects in attributes. Create this
-    object before the model's first call. `collect` returns the tensors after a call. `restore`
-    resets the attributes to their state before the first call.
-    """
+    """Saves the tensors in a model's attributes before a call."""
 
     def __init__(self, model: Any) -> None:
         self._layers = [vars(layer) for layer in (model, *all_layers(model))]
@@ -72,16 +59,13 @@ class CallTensors:
         self._contents = [_copy(container) for container in self._containers]
 
     def collect(self) -> Leaves:
-        """Return the tensors that were stored after this object was created, by name."""
+        """Return the tensors that have been stored since."""
         slots = self._find_slots([])
         found = {name: leaf for slot in slots for name, leaf in slot.leaves().items()}
         return {name: leaf for name, leaf in found.items() if self._before.get(name) is not leaf}
 
     def restore(self) -> None:
-        """Reset attributes and containers to their state when this object was created.
-
-        Attributes that can't hold tensors are left alone.
-        """
+        """Restore attributes, lists and dicts as they were."""
         for layer, before in zip(self._layers, self._attributes, strict=True):
             now = _users_attributes(layer)
             for name in {**before, **now}:
@@ -95,14 +79,14 @@ class CallTensors:
             _fill(container, content)
 
     def put(self, leaves: Leaves) -> None:
-        """Replace the tensors that the last call stored by `leaves`, by name."""
+        """Replace tensors in the attributes by those of the same names."""
         for slot in self._find_slots([]):
             flat = [leaves.get(name, leaf) for name, leaf in slot.leaves().items()]
             value = tf.nest.pack_sequence_as(slot.container[slot.key], flat)
             slot.container[slot.key] = value
 
     def _find_slots(self, containers: list[Any]) -> list[TensorPlace]:
-        """Return all places in the layers' attributes that hold tensors."""
+        """Return all places of tensors in the layers' attributes."""
         # appends each searched list or dict to `containers`
         return [
             slot
@@ -114,7 +98,7 @@ class CallTensors:
 
 @functools.cache
 def keras_attributes() -> frozenset[str]:
-    """Return the names of the attributes that Keras itself sets on layers."""
+    """Return the names of the attributes that every Keras model has."""
     # Keras sets them on every model, too.
     # an explicit name, so that Keras' counters for automatic names don't change
     return frozenset(vars(keras.Model(name="without_layers")))
@@ -127,7 +111,7 @@ def _users_attributes(layer: dict[str, Any]) -> dict[str, Any]:
 def _places_of_tensors(
     container: Any, key: Any, name: str, containers: list[Any], depth: int
 ) -> Iterator[TensorPlace]:
-    """Yield the places within `container[key]` that hold tensors."""
+    """Yield the places of tensors in an attribute, down to a depth of 4 containers."""
     value = container[key]
     if isinstance(value, tf.Tensor | tuple):
         flat = tf.nest.flatten(value)
@@ -146,7 +130,7 @@ def _places_of_tensors(
 
 
 def _open(value: Any) -> Any:
-    """Return a value's list or dict that may hold tensors, or None."""
+    """Return the list or dict that holds a value's items, or None."""
     # For a plain object, this is the dictionary of the object's attributes.
     if isinstance(value, list | dict):
         return value
@@ -165,7 +149,7 @@ def _copy(container: Any) -> Any:
 
 
 def _fill(container: Any, content: Any) -> None:
-    """Make a list or dict equal to `content`."""
+    """Restore the content of a list or dict."""
     # Items that are already the same aren't assigned.
     if isinstance(container, dict):
         for key in [key for key in container if key not in content]:
@@ -186,16 +170,15 @@ def join_leaves(
     kinds: Mapping[str, str],
     pad: Callable[[Any], Any],
 ) -> Leaves:
-    """Combine the devices' tensors into the tensors of the whole batch.
+    """Join the tensors that calls on several parts of a batch have stored.
 
-    - `every`: each device's tensors by name.
-    - `sizes`: each device's number of rows without filler rows.
-    - `parts`: these numbers as fractions of the batch.
-    - `kinds`: whether a tensor without rows is a mean or a sum, by name.
-    - `pad`: pads a tensor with rows.
+    - `every`: tensors of each part, by name.
+    - `sizes`: row counts of the parts.
+    - `parts`: these counts as fractions of the batch.
+    - `kinds`: how tensors without rows add up, by name (see `main_part`).
+    - `pad`: pads a tensor before rows are concatenated.
 
-    Tensors with rows are padded and concatenated. Scalars, and tensors whose name is in `kinds`,
-    are added up with weights (see `main_part`).
+    Scalars, and tensors named in `kinds`, are added with the parts' weights.
     """
     joined = {}
     for name in every[0]:
@@ -213,7 +196,7 @@ def join_leaves(
 
 
 def _counted_rows(leaf: Any, size: Any) -> Any:
-    """Return a device's tensor without its filler row."""
+    """Return the leaf's rows, or none if the device has only a filler row."""
     # A device without rows (`size` 0) computes a filler row.
     return leaf[: tf.where(size > 0, tf.shape(leaf, tf.int64)[0], 0)]
 

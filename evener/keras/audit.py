@@ -1,12 +1,4 @@
-"""Audits: check that an engine computes the same gradient as one device.
-
-Before an audited step, a few rows of its batch are trained on twice, in graphs without side
-effects. One graph is Keras' own step on one device. The other is the engine's step, with its shares
-and passes.
-
-`evener/training/audit.py` decides when to audit, which differences exceed rounding, and whether to
-warn or to raise an error.
-"""
+"""Compares steps by shares with Keras' own step on one device, while the model trains."""
 
 from __future__ import annotations
 
@@ -92,7 +84,7 @@ IN_PARTS = LikelyCause(
 
 
 class StepPair(NamedTuple):
-    """The two steps that an audit compares: Keras' own and the engine's."""
+    """The same step, traced as Keras runs it and as the engine runs it."""
 
     # Keras' own step runs on one device.
 
@@ -101,7 +93,7 @@ class StepPair(NamedTuple):
 
 
 class Finding(msgspec.Struct):
-    """A difference that an audit has found, with a message and a remedy."""
+    """A difference that a check has found, with a message and a remedy."""
 
     difference: GradientDifference
     message: str
@@ -109,14 +101,10 @@ class Finding(msgspec.Struct):
 
 
 class StepAudit:
-    """Audits the steps of a model that an engine trains.
+    """Checks gradients, losses, outputs and states of training steps on a few rows.
 
-    - `plain`: Keras' own steps, to which the engine's steps are compared.
-    - `strict`: True if a confirmed later difference raises RequestError, instead of a warning.
-    - `pass_rows`: number of rows in the engine's largest pass; None without passes.
-
-    A difference in one of the first `EARLY` steps raises RequestError. A later difference has to be
-    confirmed by the next audit.
+    `pass_rows` is the row count of the largest pass, or None without passes. In `strict` training,
+    a difference raises an error.
     """
 
     def __init__(
@@ -145,16 +133,13 @@ class StepAudit:
         self._looks = False  # True if the next step begins an epoch, so these values are read again
 
     def begin_anew(self) -> None:
-        """Discard all graphs, because the model was recompiled or its step is rebuilt."""
+        """Forget traced steps after the model was compiled again."""
         self._compiled += 1
         self._traced.clear()
         self._specs.clear()
 
     def before_steps(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a function that calls `run`, after an audit if one is due.
-
-        `run` is Keras' train function. The next batch is audited.
-        """
+        """Return a train function that checks a step first, if a check is due."""
 
         def run_audited(batches: Any) -> Any:
             steps = self._model.steps_per_execution
@@ -174,11 +159,11 @@ class StepAudit:
         return run_audited
 
     def begin_epoch(self) -> None:
-        """Check in the next step whether watched variables have changed; see `_count_changes`."""
+        """Check before the next step whether watched variables have changed."""
         self._looks = True
 
     def _count_changes(self, begins_epoch: bool, is_loop: bool) -> None:
-        """Count a change if a watched variable has a new value."""
+        """Read the watched variables, and count a change if any differs."""
         # The variables are checked when an epoch begins (`begins_epoch`) and, in one process,
         # before each step of the user's own loop (`is_loop`).
         if not begins_epoch and not (is_loop and self._group is None):
@@ -190,7 +175,7 @@ class StepAudit:
         self._values = values
 
     def _watch(self, plain: TracedStep) -> None:
-        """Choose the small variables that Keras' step reads but doesn't assign."""
+        """Choose small variables that the step reads but doesn't assign."""
         # Their changes are watched.
         # a callback may assign them, for example; the training has then changed and is audited
         # again
@@ -216,10 +201,10 @@ class StepAudit:
         return self._spec_text
 
     def look(self, batch: Tensors, signature: Any = None) -> None:
-        """Audit a batch, then warn or raise RequestError if `Audits.decide` requires it.
+        """Compare a training step on a few rows of `batch`.
 
-        `signature` identifies the model and the type of the batches. Steps are traced once for each
-        signature.
+        Raises RequestError if the difference changes what is learned and has to end the training;
+        otherwise a warning is printed.
         """
         self._moment = f"In step {self.audits.step}"
         self._trains = True
@@ -242,10 +227,7 @@ class StepAudit:
         warn(f"{finding.message} The training goes on; strict=True would end it. {remedy}")
 
     def before_tests(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a function that calls `run`; its first call audits a batch beforehand.
-
-        `run` is Keras' test function.
-        """
+        """Return a test function that checks the first batch of an evaluation."""
         is_first = True
 
         def run_audited(batches: Any) -> Any:
@@ -260,7 +242,7 @@ class StepAudit:
         return run_audited
 
     def _look_at_test(self, batch: Tensors) -> None:
-        """Audit the evaluation of a few rows; raise RequestError on a difference."""
+        """Compare a test step on a few rows. Raises RequestError if it differs."""
         self._moment = "In an evaluation"
         self._trains = False
         with _plain_float32():
@@ -278,7 +260,7 @@ class StepAudit:
     # ---------------------------------------------------------------- rows and graphs
 
     def _take_rows(self, batch: Tensors) -> Tensors:
-        """Return a few rows of the whole batch, as (x, y, weight)."""
+        """Return the first rows of a batch."""
         # All processes get the same rows, or None if they can't exchange their rows.
         with tf.device(HOST):
             triple = read_triple(batch)
@@ -291,7 +273,7 @@ class StepAudit:
             return self._gather_first_rows(triple, isinstance(batch, OwnRows), whole, rows)
 
     def _gather_first_rows(self, data: Tensors, is_own: bool, whole: int, rows: int) -> Tensors:
-        """Gather the first rows of every process's share in all processes."""
+        """Return the first rows of the global batch, gathered from all processes."""
         # Return the whole batch if a share has too few rows, and None if the data aren't numbers.
         # `data` has only this process's rows if `is_own`; otherwise, the whole batch of `whole`
         # rows.
@@ -309,7 +291,7 @@ class StepAudit:
         return tf.nest.map_structure(lambda leaf: None if leaf is None else next(gathered), own)
 
     def _gather_leaves(self, leaves: list[Any], rows: int) -> list[Any]:
-        """Return `rows` rows of each tensor, from all processes."""
+        """Gather each tensor's rows from all processes."""
         # The rows are gathered from the shares of the processes.
         cut, rank = self._engine.cut, self._group.rank
         start, size = int(cut.bounds(rows)[rank]), cut.sizes(rows)[rank]
@@ -320,7 +302,7 @@ class StepAudit:
         return found
 
     def _trace_tests(self, rows: Tensors) -> StepPair | None:
-        """Trace Keras' own test step and the engine's; None if impossible."""
+        """Trace both test steps, or return None if that fails."""
         model, spec = self._model, tf.nest.map_structure(open_rows, rows)
         try:
             plain = self._plain.trace(spec, training=False)
@@ -336,7 +318,7 @@ class StepAudit:
         self._warn_once(f"the {name} can't be traced{find_users_line(error)}: {first_line(error)}")
 
     def _none_if_random(self, steps: StepPair | None) -> StepPair | None:
-        """Return the steps, or warn if their random numbers can't be compared."""
+        """Return None, with a warning, if a step draws random numbers not by Keras."""
         # a row's random numbers depend on the device or pass that computes it
         if steps is not None and any(step.draws for step in steps):
             self._warn_once("it draws random numbers that aren't Keras'; use keras.random")
@@ -344,7 +326,7 @@ class StepAudit:
         return steps
 
     def _trace_steps(self, rows: Tensors, signature: Any) -> StepPair | None:
-        """Trace Keras' own training step and the engine's; None if impossible."""
+        """Trace both training steps, or return None if that fails."""
         spec = tf.nest.map_structure(open_rows, rows)
         before = self._specs.get(signature)
         if before is not None:
@@ -371,7 +353,7 @@ class StepAudit:
 
     @contextmanager
     def _in_small_passes(self, rows: int) -> Iterator[None]:
-        """Make each device compute two passes within a `with` block."""
+        """Context manager in which each device computes its rows in two passes."""
         # The passes divide a device's part of `rows` rows. The context has no effect if the engine
         # doesn't use passes.
         cut = self._engine.cut
@@ -387,7 +369,7 @@ class StepAudit:
     def _find_failure(
         self, plain: TracedStep, rows: Tensors, batch: Tensors, signature: Any
     ) -> tuple[Finding | None, Tensors]:
-        """Check whether the result for a row depends on other rows."""
+        """Check that rows can be computed apart from the rest of their batch."""
         # Return a finding, if any, and the rows on which to compare the steps.
         self._fails = False
         count, whole = int(count_rows(rows)), self._count_batch(batch)
@@ -411,13 +393,13 @@ class StepAudit:
         return self._compare_outputs(plain, rows), rows
 
     def _mixes_rows(self, signature: Any) -> bool:
-        """True if the user overrides the step."""
+        """Return whether the user's class overrides the step."""
         # An overridden step may mix rows.
         # every engine gives an overridden step the whole batch
         return overrides(self._model, "test_step" if signature == "test" else "train_step")
 
     def _compare_outputs(self, plain: TracedStep, rows: Tensors) -> Finding | None:
-        """Return a finding if computing in parts changes a row's output."""
+        """Check that each row's output is the same in parts of the batch."""
         few = min(int(count_rows(rows)), FEW)
         first = max(1, 3 * few // 8)
         together = self._run_own_step_on_part(plain, cut_rows(rows, 0, few))
@@ -440,7 +422,7 @@ class StepAudit:
         return None
 
     def _are_close(self, one: Any, other: Any, whole: Any) -> bool:
-        """True if two sums of outputs are equal except for rounding."""
+        """Return whether outputs are equal except for rounding."""
         # The error that rounding may cause is relative to the largest absolute value in `whole`,
         # the sums of all rows' outputs.
         kind = computes_in_half(self._model) or keras.config.floatx()
@@ -449,13 +431,13 @@ class StepAudit:
         return bool(np.allclose(one, other, rtol=0, atol=near, equal_nan=True))
 
     def _needs_all_rows(self, plain: TracedStep, batch: Tensors, error: Exception) -> bool:
-        """True if `error` occurred because the step needs all rows."""
+        """Return whether the step fails on a few rows only."""
         if self._group is not None:  # no process has all rows
             return isinstance(error, tf.errors.InvalidArgumentError)
         return not isinstance(self._try(plain, read_triple(batch)), Exception)
 
     def _list_own_passes(self, rows: Tensors) -> Iterator[Tensors]:
-        """Yield the rows of each pass that this process computes."""
+        """Yield the rows of each of this process's passes."""
         cut, total = self._engine.cut, int(count_rows(rows))
         edges = [int(edge) for edge in cut.bounds(total)]
         for device, (start, stop) in enumerate(pairwise(edges)):
@@ -467,24 +449,24 @@ class StepAudit:
                     yield cut_rows(rows, first, last)
 
     def _count_batch(self, batch: Tensors) -> int:
-        """Return the number of rows of a batch in all processes together."""
+        """Return the row count of the global batch."""
         return int(batch.rows if isinstance(batch, OwnRows) else count_rows(read_triple(batch)))
 
     def _find_incomplete(self, what: str, error: Exception) -> Finding:
-        """Return a finding that some rows can't be computed alone."""
+        """Return a finding for rows that can't be computed alone."""
         # `what` names these rows, and `error` is the reason.
         message = f"{self._moment}, {what} can't be computed alone: {first_line(error)}"
         return Finding(_unknown_difference(), f"{message.rstrip('.')}.", ALONE)
 
     def _try(self, step: TracedStep, rows: Tensors) -> StepResult | Exception:
-        """Return the result of a step on these rows, or its exception."""
+        """Run a step and return its result or its exception."""
         try:
             return step.run(rows, self._list_seeds())
         except Exception as error:  # whatever the user's program raises
             return error
 
     def _run_own_step_on_part(self, plain: TracedStep, rows: Tensors) -> StepResult | Exception:
-        """Run Keras' own step on few rows; return its result or exception."""
+        """Run Keras' step on a part of the rows, or only the model's call if the loss fails."""
         result = self._try(plain, rows)
         if not isinstance(result, Exception) or self._engine.judges_parts(self._trains):
             return result
@@ -497,7 +479,7 @@ class StepAudit:
         return self._try(call, rows)
 
     def _compare_steps(self, steps: StepPair, rows: Tensors, signature: Any) -> Finding | None:
-        """Compare Keras' own step and the engine's on these rows."""
+        """Compare gradients, ranks, attributes and decisions of both steps."""
         # Return the first finding, or None.
         found = self._compare_gradients(steps, rows, {}, "")
         unequal = self._compare_ranks(steps.plain)
@@ -520,7 +502,7 @@ class StepAudit:
         values: Mapping[int, Any],
         moved: str,
     ) -> Finding | None:
-        """Return a finding if the two steps' gradients, losses or states differ."""
+        """Compare the gradients of both steps, then logs and states."""
         # Both steps run with variables set to `values`. `moved` describes values or labels that
         # were changed for this comparison. If `moved` isn't empty, only gradients are compared.
         plain, shared = steps
@@ -546,7 +528,7 @@ class StepAudit:
         return self._compare_states(plain, rows, reference, trained)
 
     def _compare_tests(self, steps: StepPair, rows: Tensors) -> Finding | None:
-        """Return a finding if the two evaluations' losses or states differ."""
+        """Compare the losses, logs and states of two test steps."""
         plain, shared = steps
         seeds = self._list_seeds()
         reference = plain.run(rows, seeds)
@@ -568,7 +550,7 @@ class StepAudit:
     def _run_engine_step(
         self, shared: TracedStep, rows: Tensors, values: Mapping[int, Any]
     ) -> StepResult:
-        """Run the engine's step with these variable values."""
+        """Run the engine's step. Raises RequestError if the parts' results can't be joined."""
         try:
             return shared.run(rows, values)
         except tf.errors.InvalidArgumentError as error:
@@ -579,7 +561,7 @@ class StepAudit:
             ) from error
 
     def _cause(self, training: bool) -> LikelyCause:
-        """Return the likeliest cause of a difference in an audit."""
+        """Return the likely cause of a difference."""
         # `training` is False for an evaluation.
         return IN_PARTS if self._engine.judges_parts(training) else IN_MODEL
 
@@ -590,7 +572,7 @@ class StepAudit:
         moved: str,
         repeats: Sequence[StepResult] = (),
     ) -> GradientDifference | None:
-        """Return the largest difference of gradients, or else of losses."""
+        """Return the difference of two gradients, or else of their losses."""
         # Return None if they agree. Losses are compared only if the gradients agree and `moved` is
         # empty. `repeats` are results of the reference with random rounding errors, which show what
         # rounding may change.
@@ -609,7 +591,7 @@ class StepAudit:
         return GradientDifference(LOSS, relative, allowed, abs(one), abs(other), (one, other))
 
     def _list_seeds(self) -> dict[int, Any]:
-        """Return new states for Keras' random generators, by each variable's key."""
+        """Return a seed for each of the model's seed generators, by variable."""
         seeds = [variable for variable in self._model.non_trainable_variables if is_seed(variable)]
         return {
             # the same in all processes, however often they have drawn, and different in each step
@@ -620,7 +602,7 @@ class StepAudit:
     def _repeat_with_rounding_errors(
         self, plain: TracedStep, rows: Tensors, values: Mapping[int, Any]
     ) -> list[StepResult]:
-        """Return results of the step with random rounding errors."""
+        """Run Keras' step several times with random errors in inputs and weights."""
         # The inputs and the weights have these errors.
         weights = {id(each.value.handle) for each in self._model.trainable_variables}
         found = []
@@ -636,7 +618,7 @@ class StepAudit:
         return found
 
     def _round(self, value: Any, number: int) -> Any:
-        """Return the value with each number changed by about its rounding error."""
+        """Return the value with a random relative error in each element."""
         # `number` selects the random changes
         if not (isinstance(value, tf.Tensor) and value.dtype.is_floating):
             return value
@@ -646,7 +628,7 @@ class StepAudit:
         return tf.cast(tf.cast(value, tf.float64) * (1 + amount * drawn), value.dtype)
 
     def _compare_logs(self, reference: StepResult, trained: StepResult) -> None:
-        """Warn about each logged value that differs between results with equal gradients."""
+        """Warn about metrics that differ."""
         for name, one in reference.logs.items():
             other = trained.logs.get(name, one)
             differs = abs(one - other) > FIGURES_DIFFER * max(abs(one), abs(other))
@@ -661,7 +643,7 @@ class StepAudit:
     def _compare_states(
         self, plain: TracedStep, rows: Tensors, reference: StepResult, trained: StepResult
     ) -> Finding | None:
-        """Return a finding if a variable differs after the two steps."""
+        """Return a finding for a non-trainable variable that differs after the steps."""
         own = {id(each.value.handle) for each in self._model.non_trainable_variables}
         own |= {id(each.handle) for each in plain_variables(self._model)}
         for variable in list_states(self._model, plain):
@@ -689,7 +671,7 @@ class StepAudit:
         return None
 
     def _compare_attributes(self, steps: StepPair, rows: Tensors) -> Finding | None:
-        """Return a finding if a plain attribute differs after the two steps."""
+        """Compare plain attributes after both steps, in eager mode only."""
         # A plain attribute is, for example, a counter.
         # the Python code of a traced step runs only once
         if not self._model.run_eagerly:
@@ -707,13 +689,13 @@ class StepAudit:
 
     @staticmethod
     def _teaches(plain: TracedStep, rows: Tensors, key: int, values: Sequence[Any]) -> bool:
-        """True if the gradient depends on the value of this variable."""
+        """Return whether the variable's value changes the gradients."""
         # The gradients of two values are compared.
         one, other = (plain.run(rows, {key: value}).gradients for value in values)
         return compare(one, other) is not None
 
     def _compare_decisions(self, steps: StepPair, rows: Tensors) -> Finding | None:
-        """Return a finding if computing rows in parts may change the gradient."""
+        """Return a finding if a branch in the user's code may go another way for parts."""
         # It may if user code decides something by a comparison that isn't made for each row
         # (see `decisions.py`), the compared values are different for parts of the rows, and the
         # gradient depends on the decision.
@@ -746,13 +728,13 @@ class StepAudit:
         return None
 
     def _cut_parts(self, rows: Tensors) -> list[Tensors]:
-        """Cut these rows into the parts that the devices compute."""
+        """Return each device's rows."""
         # Empty parts are left out.
         edges = [int(edge) for edge in self._engine.cut.bounds(int(count_rows(rows)))]
         return [cut_rows(rows, start, stop) for start, stop in pairwise(edges) if stop > start]
 
     def _compare_ranks(self, plain: TracedStep) -> Finding | None:
-        """Return a finding about a variable that differs between processes; otherwise, None."""
+        """Return a finding if a variable differs between processes, else None."""
         if self._group is None:
             return None
         weights = {id(variable.value.handle) for variable in self._model.trainable_variables}
@@ -785,7 +767,7 @@ class StepAudit:
     def _list_variants(
         self, plain: TracedStep, rows: Tensors
     ) -> Iterator[tuple[str, Mapping[int, Any], Tensors]]:
-        """Yield changes of values or labels that may reveal a hidden difference."""
+        """Yield changes of variables and labels that may reveal a hidden difference."""
         # A change is a description, the values of variables, and the rows. The audited rows
         # themselves may hide the difference.
         values, names = raise_zeros(self._model, plain)
@@ -805,11 +787,11 @@ class StepAudit:
     # ---------------------------------------------------------------- agreement and messages
 
     def _if_all(self, steps: StepPair | None) -> StepPair | None:
-        """Return the steps if every process has traced its steps; otherwise, None."""
+        """Return the steps if all processes have traced theirs, else None."""
         return steps if self._all(steps is not None) else None
 
     def _all(self, fine: bool) -> bool:
-        """True if `fine` is True in every process."""
+        """Return whether all processes pass True."""
         # All processes have to call this method.
         if self._group is None:
             return fine
@@ -817,7 +799,7 @@ class StepAudit:
         return bool(failed == 0)
 
     def _share_finding(self, finding: Finding | None) -> Finding | None:
-        """Return the first finding of any process, in every process (a collective)."""
+        """Return the first process's finding on every process, or None."""
         if self._group is None:
             return finding
         rank, size = self._group.rank, self._group.size
@@ -850,7 +832,10 @@ class StepAudit:
         return " and ".join(str(size) for size in sizes if size)
 
     def _warn_once(self, why: str) -> None:
-        """Warn once that this model can't be audited, with the reason `why`."""
+        """Warn that steps can't be checked.
+
+        Raises RequestError if the loss can be trusted only after a check.
+        """
         # Each reason `why` is reported once. With another kind of loss, only an audit could show
         # that the gradient is right.
         engine, training = self._engine, self._trains
@@ -872,7 +857,7 @@ def _is_finite(gradients: Sketch) -> bool:
 
 @contextmanager
 def _plain_float32() -> Iterator[None]:
-    """Turn off TensorFloat-32 within a `with` block."""
+    """Context manager that turns off TensorFloat-32."""
     # GPUs then multiply float32 at full precision.
     before = tf.config.experimental.tensor_float_32_execution_enabled()
     tf.config.experimental.enable_tensor_float_32_execution(False)
@@ -883,7 +868,7 @@ def _plain_float32() -> Iterator[None]:
 
 
 def _open_unequal(one: Any, other: Any) -> Any:
-    """Return a tensor type that fits both types."""
+    """Return a spec that fits both tensors."""
     # Axes of unequal length have length None.
     if not isinstance(one, tf.TensorSpec) or one.shape.rank != other.shape.rank:
         return other
@@ -904,14 +889,14 @@ def _norm(value: Any) -> float:
 
 
 def _distance(one: Any, other: Any) -> float:
-    """Return the relative norm of the difference of two tensors."""
+    """Return the norm of the difference, relative to the larger norm."""
     # It is relative to the larger norm of the two.
     size = max(_norm(one), _norm(other))
     return _norm(_as_float64(one) - _as_float64(other)) / size if size else 0.0
 
 
 def _states_differ(before: Any, one: Any, other: Any) -> bool:
-    """True if two values of a state differ by more than rounding."""
+    """Return whether two values of a variable differ by more than rounding."""
     # `one` and `other` are the values after two steps, and `before` is the value before both steps.
     # The more the steps change the value, the larger is the difference that is allowed.
     if one.shape != other.shape or not _is_number(one):
@@ -931,7 +916,7 @@ MOST_WATCHED = 16  # maximum number of elements of a variable whose changes are 
 
 
 def _is_small(handle: Any) -> bool:
-    """True if a variable has at most MOST_WATCHED elements."""
+    """Return whether the variable has at most 16 elements."""
     count = handle._handle_data.shape_and_type[0].shape
     sizes = tf.TensorShape(count).num_elements()
     return sizes is not None and sizes <= MOST_WATCHED
@@ -947,7 +932,7 @@ def _as_float64(value: Any) -> Any:
 
 
 def _summary(value: Any) -> Any:
-    """Return two sums that summarize a variable's absolute values."""
+    """Return two weighted sums of the absolute values, to compare between processes."""
     # One sum is weighted by position. Processes compare the sums.
     if not _is_number(value):
         return tf.zeros([2], tf.float64)
@@ -960,12 +945,12 @@ def _summary(value: Any) -> Any:
 
 
 def _unknown_difference() -> GradientDifference:
-    """Return a difference without numbers, for findings that can't be measured."""
+    """Return a difference without a name or values."""
     return GradientDifference("", math.inf, 0.0, math.nan, math.nan, (math.nan, math.nan))
 
 
 def _with_finite(difference: GradientDifference) -> GradientDifference:
-    """Return the difference with finite numbers only."""
+    """Return the difference with values that JSON can represent."""
     # Infinities and NaN are replaced by numbers that JSON can hold.
     fields = {
         name: each if math.isfinite(each) else math.copysign(1e300, each)
@@ -982,7 +967,7 @@ def _with_finite(difference: GradientDifference) -> GradientDifference:
 
 
 def _mixed_labels(y: Any) -> Any:
-    """Return the labels in a different order."""
+    """Return the labels in a shuffled order of rows."""
     if not isinstance(y, tf.Tensor) or y.shape.rank == 0:
         return y
     order = np.random.default_rng(5).permutation(int(y.shape[0]))
@@ -990,7 +975,7 @@ def _mixed_labels(y: Any) -> Any:
 
 
 def _change_labels(y: Any, outputs: Tensors) -> Any:
-    """Return the labels, changed differently in each row."""
+    """Return labels that differ in each row, or None if they don't match the outputs."""
     labels = keras.tree.flatten(y)
     found = keras.tree.flatten(outputs)
     if len(labels) != len(found) or not all(isinstance(label, tf.Tensor) for label in labels):
@@ -1017,7 +1002,7 @@ def _vary_labels(y: Any, outputs: Any) -> Any:
 
 
 def _missing_labels(missing: float, y: Any) -> Any:
-    """Return the labels, about 40 % of them replaced by `missing`."""
+    """Replace 40 % of the labels by `missing`, if their type can hold it."""
     if not isinstance(y, tf.Tensor) or not _is_number(y) or y.dtype.is_bool:
         return y
     if not y.dtype.is_floating and not (y.dtype.min < 0 and math.isfinite(missing)):

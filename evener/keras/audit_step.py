@@ -1,9 +1,4 @@
-"""A training or test step as a graph without side effects, for audits.
-
-The step is Keras' own on one device, or an engine's. Its gradients are intercepted before the
-optimizer applies them, and reduced to random sums. All variables that the graph assigns are
-restored after each run.
-"""
+"""Traces a training or test step and runs it on a few rows without changing the model."""
 
 from __future__ import annotations
 
@@ -38,7 +33,7 @@ Values = dict[int, Any]  # values of variables, by their keys
 
 
 class StepCall(NamedTuple):
-    """The results of the model's call in Keras' own step."""
+    """Result of the model's call in a step: outputs, losses and stored tensors."""
 
     # These results determine the loss of the step.
 
@@ -48,11 +43,7 @@ class StepCall(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """The results of a step on some rows.
-
-    `logs` are the logged scalars by name. `states` are the values of the variables that the step
-    assigned, by key.
-    """
+    """Gradients, logs, changed variables and outputs of one run."""
 
     gradients: Sketch
     logs: dict[str, float]
@@ -63,10 +54,7 @@ class StepResult(NamedTuple):
 
 
 class StepVariable(NamedTuple):
-    """A variable that the graph of a step uses.
-
-    The `key` is the same in every graph.
-    """
+    """A variable that a traced step reads or assigns."""
 
     key: int
     name: str
@@ -74,32 +62,20 @@ class StepVariable(NamedTuple):
     dtype: Any
 
     def read(self) -> Any:
-        """Return the variable's value, without a copy."""
+        """Return the variable's value."""
         return gen_resource_variable_ops.read_variable_op(self.handle, self.dtype)
 
     def assign(self, value: Any) -> None:
-        """Assign a value to the variable."""
+        """Set the variable's value."""
         gen_resource_variable_ops.assign_variable_op(self.handle, value)
 
 
 class TracedStep:
-    """The graph of a step for batches (x, y, weight).
+    """A step as a TensorFlow graph, which leaves the weights and variables as they were.
 
-    The batches have the type `spec` and any number of rows. With `shifted`, `run_shifted` can force
-    the results of comparisons in user code (decisions). A `plain` step is Keras' own: it computes
-    the loss of all rows at once. Its result includes the `StepCall` from which that loss is
-    computed.
-
-    After tracing, these attributes describe the step:
-
-    - `variables`: the variables that the step reads or assigns, by key.
-    - `assigned`: the keys of the variables that it may assign.
-    - `attributes`: the plain values that the step assigned to attributes while it was traced.
-    - `draws`: True if a row's random numbers depend on the device or pass that computes the row.
-    - `merged`: the indices of the trainable weights whose sparse gradient has at most one slice for
-      each row of the weight (see `has_each_row_once`).
-    - `joined`: the paths of the weights whose sparse gradient joins the slices of several look-ups
-      (see `joins_look_ups`).
+    - `spec`: element spec of a batch.
+    - `shifted`: comparisons in the user's code can be shifted (see `run_shifted`).
+    - `plain`: the step is Keras' own, so that the model's outputs can be read.
     """
 
     def __init__(
@@ -131,11 +107,7 @@ class TracedStep:
         self.draws = any(map(_is_draw, _list_operations(self._graph.graph)))
 
     def run_shifted(self, data: Tensors, place: str, amounts: Sequence[Any]) -> StepResult:
-        """Run the step with shifted comparisons at `place`, a line of user code.
-
-        The `amounts`, one for each comparison in that line, are added to the comparisons' left
-        sides.
-        """
+        """Run the step with `amounts` added to the left sides of the comparisons at `place`."""
         assert self._shifts is not None
         self._shifts.assign(place, amounts)
         try:
@@ -144,10 +116,7 @@ class TracedStep:
             self._shifts.clear()
 
     def run(self, data: Tensors, values: Mapping[int, Any] | None = None) -> StepResult:
-        """Run the step on these rows, and restore all variables afterwards.
-
-        During the run, the variables whose keys are in `values` have these values.
-        """
+        """Run the step, with `values` of variables by key, and restore all variables."""
         given = {key: value for key, value in (values or {}).items() if key in self.variables}
         changed = [self.variables[key] for key in sorted(self.assigned | given.keys())]
         before = [(each, each.read()) for each in changed]
@@ -171,13 +140,13 @@ class TracedStep:
         return StepResult(sketch, numbers, states, by_place, summed, _with_masks(call))
 
     def leave(self, call: StepCall) -> None:
-        """Set the model's attributes to their values after `call`."""
+        """Set the attributes as the model's call in a plain step leaves them."""
         # A loss may read tensors that the call stored in attributes.
         self._left.restore()
         self._left.put(call.attributes)
 
     def _run_step(self, data: Tensors, seed: Any) -> tuple[Any, Any, Any, Any, Any]:
-        """Run the step; TensorFlow traces this function."""
+        """Run the step while tracing, and return its results as tensors."""
         # It returns five results. First, random sums of the gradients: a row for each weight, in
         # the order of `_kinds`. Then the logs, and the margins of decisions (left minus right
         # side), in the order of `_places`. Then random sums of the model's outputs. Last, the
@@ -203,7 +172,7 @@ class TracedStep:
         return sums, logs, margins, outputs, call
 
     def _note_types(self, variables: Sequence[Any]) -> None:
-        """Set `_kinds` to the types that these gradients are computed in."""
+        """Record the dtype of each gradient by the weight's name."""
         # They are the gradients of these variables.
         names, half = _name_weights(self._model), computes_in_half(self._model)
         self._kinds.clear()
@@ -211,7 +180,7 @@ class TracedStep:
             self._kinds[names[id(variable)]] = half or tf.as_dtype(variable.dtype).name
 
     def _note_sparse(self, reached: Sequence[tuple[Any, Any]]) -> None:
-        """Set `merged` and `joined`, given each gradient with its variable."""
+        """Record which gradients are sparse, and how their rows repeat."""
         once = {id(variable) for each, variable in reached if has_each_row_once(each)}
         weights = enumerate(self._model.trainable_weights)
         self.merged = tuple(place for place, each in weights if id(each) in once)
@@ -219,7 +188,7 @@ class TracedStep:
 
     @contextmanager
     def _recording_loss_calls(self, calls: list[tuple[Any, ...]]) -> Iterator[None]:
-        """Return a context that records the model call behind each loss."""
+        """Context manager that records the model's outputs whenever its loss is computed."""
         # Only calls of a plain step are recorded. A record has the fields of a `StepCall`, with the
         # outputs' masks after the outputs.
         if not self._plain:
@@ -241,7 +210,7 @@ class TracedStep:
             yield
 
     def _read_margins(self) -> list[Any]:
-        """Return the margin of each comparison in the traced graph."""
+        """Return how far each comparison in the user's code is from changing its result."""
         # A margin is the left side minus the right side.
         found = list(list_decisions(tf.compat.v1.get_default_graph()))
         self._places[:] = [place for place, _ in found]
@@ -253,7 +222,7 @@ class TracedStep:
 
 
 class PlainSteps:
-    """Traces Keras' own steps of a model on one device."""
+    """Keras' own steps of a model, traced on one device."""
 
     # Each type of batch is traced once.
 
@@ -263,31 +232,24 @@ class PlainSteps:
         self._traced: dict[tuple[bool, str, bool], TracedStep | Exception] = {}
 
     def clear(self, training: bool) -> None:
-        """Discard the traced training steps, or the test steps if `training` is False."""
+        """Forget the traced training steps, or test steps."""
         self._traced = {key: step for key, step in self._traced.items() if key[0] != training}
 
     def trace(self, spec: Tensors, training: bool) -> TracedStep:
-        """Return the graph of a training or test step.
-
-        `spec` is the type of its batches (x, y, weight). If the user's program raises an error
-        while it is traced, every call for that type raises this error.
-        """
+        """Return the traced train or test step. Raises the error of the user's code, if any."""
         kind = type(self._model)
         own = functools.partial(kind.train_step if training else kind.test_step, self._model)
         return self._find((training, repr(spec), False), own, spec)
 
     def trace_call(self, spec: Tensors, training: bool) -> TracedStep:
-        """Return the graph of the model's call alone, without its loss and metrics.
-
-        It takes batches (x, y, weight) of the type `spec`. Errors are raised as by `trace`.
-        """
+        """Return a traced step of the model's call alone, without a loss."""
         call = functools.partial(_call_without_loss, self._model, training)
         without_loss = replaced(self._model, "_compute_loss", lambda **_: tf.zeros([]))
         with without_loss:
             return self._find((training, repr(spec), True), call, spec)
 
     def _find(self, key: tuple[bool, str, bool], step: Any, spec: Tensors) -> TracedStep:
-        """Return the graph stored under `key`; trace `step` if there is none."""
+        """Return the traced step of this key, or raise the error of its tracing."""
         if key not in self._traced:
             self._traced[key] = self._trace(step, spec, training=key[0])
         found = self._traced[key]
@@ -304,7 +266,7 @@ class PlainSteps:
 
 
 def _call_without_loss(model: Any, training: bool, data: Tensors) -> dict[str, Any]:
-    """Call the model on `data` as Keras' own step does."""
+    """Call the model as a step would, and pass its outputs to a replaced loss."""
     # The result has no logs.
     x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
     # a `TracedStep` picks the outputs up there
@@ -316,7 +278,7 @@ LATE = 1_000_000  # a late step, by which everything that grows with the steps h
 
 
 def list_states(model: Any, step: TracedStep) -> list[StepVariable]:
-    """Return a step's variables, except weights, metrics, seeds and the optimizer's variables."""
+    """Return the variables that a step uses, other than weights, metrics and seeds."""
     others = [
         *model.trainable_variables,
         *model.metrics_variables,
@@ -332,13 +294,9 @@ def list_states(model: Any, step: TracedStep) -> list[StepVariable]:
 
 
 def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
-    """Return new values for variables that may hide a loss term.
+    """Return values above 0 for variables that are all 0, and for step counters.
 
-    - A weight or a coefficient of 0 hides a term. It gets a nonzero value.
-    - A step counter with a low value hides a term that begins later. It gets the value of a late
-      step.
-
-    The second result has the names of these variables.
+    Both the values, by key, and the variables' names are returned.
     """
     values: Values = {}
     names = []
@@ -362,7 +320,7 @@ def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
 
 
 def _with_masks(call: Any) -> StepCall | None:
-    """Return a `StepCall` whose outputs have their masks attached."""
+    """Return a StepCall whose outputs have their masks attached again."""
     # `call` has outputs, their masks, losses and attributes.
     if call is None:
         return None
@@ -374,13 +332,13 @@ def _with_masks(call: Any) -> StepCall | None:
 
 
 def _is_here(tensor: Any) -> bool:
-    """True if a tensor is eager or belongs to the current graph."""
+    """Return whether the tensor is eager or belongs to the current graph."""
     here = tf.compat.v1.get_default_graph()
     return not tf.is_symbolic_tensor(tensor) or tensor.graph is here
 
 
 def _project_gradients(gradients: Sequence[Any], shapes: Sequence[Any], seed: Any) -> Any:
-    """Return PROJECTIONS random sums of each gradient."""
+    """Reduce each gradient to a few sums with random signs."""
     # The elements of a gradient are added with random signs.
     pairs = zip(gradients, shapes, strict=True)
     matrices = [_as_matrix(gradient, shape) for gradient, shape in pairs]
@@ -406,7 +364,7 @@ def _project_gradients(gradients: Sequence[Any], shapes: Sequence[Any], seed: An
 
 
 def _sum_vectors(vectors: Sequence[Any], seed: Any) -> Any:
-    """Return the random sums of gradients that have one row."""
+    """Return the signed sums of gradients that have a single row."""
     # Gradients of biases, for example, have one row.
     sizes = [vector.shape[1] for vector in vectors]
     # there are many of them, so they are computed together
@@ -418,7 +376,7 @@ def _sum_vectors(vectors: Sequence[Any], seed: Any) -> Any:
 
 
 def _as_matrix(gradient: Any, shape: Any) -> Any:
-    """Return a gradient as a matrix, with the last axis as columns."""
+    """Return the gradient as a dense float matrix with the last axis as columns."""
     dense = tf.convert_to_tensor(gradient)
     columns = shape[-1] if len(shape) else 1
     rows = math.prod(shape[:-1])
@@ -436,7 +394,7 @@ def _has_rows(output: Any) -> bool:
 
 
 def _sum_rows(output: Any, seed: Any) -> Any:
-    """Return a few random sums for each row of an output."""
+    """Reduce each row of an output to a few sums with random signs."""
     if output.dtype.is_complex:
         output = tf.stack([tf.math.real(output), tf.math.imag(output)], -1)
     flat = tf.cast(output, tf.float64 if output.dtype == tf.float64 else tf.float32)
@@ -449,14 +407,14 @@ def _sum_rows(output: Any, seed: Any) -> Any:
 
 
 def _draw_signs(count: int, seed: Any) -> dict[Any, Any]:
-    """Return a matrix of random signs for each float type."""
+    """Draw matrices of random signs, as float32 and as float64."""
     # Each matrix has `count` rows and PROJECTIONS columns of 1 and -1.
     drawn = 2 * tf.random.stateless_uniform([count, PROJECTIONS], seed, 0, 2, tf.int32) - 1
     return {kind: tf.cast(drawn, kind) for kind in (tf.float32, tf.float64)}
 
 
 def _read_scalars(logs: Any) -> dict[str, float]:
-    """Return the scalars in a step's logs by name."""
+    """Return the scalars among the logs as floats."""
     # A metric whose result is a dictionary adds the names in it, as in Keras' own logs.
     scalars: dict[str, float] = {}
     for name, given in logs.items() if isinstance(logs, dict) else ():
@@ -470,7 +428,7 @@ def _read_scalars(logs: Any) -> dict[str, float]:
 
 
 def _name_weights(model: Any) -> dict[int, str]:
-    """Return the names of trainable weights by id."""
+    """Return a unique name for each weight, by id."""
     # The names are the weights' paths. A path that occurs twice is numbered.
     names: dict[int, str] = {}
     for weight in model.trainable_weights:
@@ -481,13 +439,13 @@ def _name_weights(model: Any) -> dict[int, str]:
 
 
 def computes_in_half(model: Any) -> str:
-    """Return the 16-bit type that some layer computes in, or ""."""
+    """Return "bfloat16" or "float16" if a layer computes in it, else ""."""
     kinds = {layer.compute_dtype for layer in (model, *all_layers(model))}
     return next((kind for kind in ("bfloat16", "float16") if kind in kinds), "")
 
 
 def _list_variables(model: Any, graph: Any) -> Iterator[StepVariable]:
-    """Yield the variables that a graph reads or assigns."""
+    """Yield the variables that a graph captures."""
     known = {}
     every = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
     for variable in every:
@@ -509,7 +467,7 @@ READING = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShap
 
 
 def _find_assigned(graph: Any) -> set[int]:
-    """Return the keys of the variables that a graph may assign."""
+    """Return the keys of variables that the graph may assign."""
     # all captured variables except those that are used only by operations in READING
     found = set()
     for outer, inner in graph.captures:
@@ -520,7 +478,7 @@ def _find_assigned(graph: Any) -> set[int]:
 
 
 def _list_operations(graph: Any) -> Iterator[str]:
-    """Yield the types of all operations in a graph."""
+    """Yield the types of all operations in the graph."""
     # The operations in functions that the graph calls are included.
     definition = graph.as_graph_def()
     yield from (node.op for node in definition.node)
@@ -535,7 +493,7 @@ def _is_draw(operation: str) -> bool:
 
 @contextmanager
 def _without_graph_optimization() -> Iterator[None]:
-    """Stop TensorFlow from optimizing this thread's graphs within a `with` block."""
+    """Context manager that turns off Grappler for functions called in this thread."""
     now = context.context()
     before = now.function_call_options
     config = tf.compat.v1.ConfigProto.FromString(before.config_proto_serialized)
@@ -550,12 +508,7 @@ def _without_graph_optimization() -> Iterator[None]:
 
 @contextmanager
 def kept_attributes(model: Any) -> Iterator[dict[str, Any]]:
-    """Return a context that restores the model's attributes on exit.
-
-    Attributes that hold tensors or plain values are restored, also those of layers and loss. On
-    exit, the context's dictionary is filled with the plain values that had changed, by the names
-    of layer and attribute.
-    """
+    """Context manager that restores the model's attributes, and yields those that changed."""
     left = CallTensors(model)
     every = [each for each in (model, *all_layers(model), model.loss) if hasattr(each, "__dict__")]
     before = [
@@ -572,7 +525,7 @@ def kept_attributes(model: Any) -> Iterator[dict[str, Any]]:
 
 
 def _restore_plain(owner: Any, plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Restore an object's plain attributes; return the changed values by name."""
+    """Restore numbers, strings and bools in attributes, and return the changed values."""
     holder = vars(owner)
     changed = {}
     for name, value in plain.items():

@@ -1,8 +1,4 @@
-"""Callbacks that make the `fit` calls of several processes behave like one `fit`.
-
-The processes train one model together as a group. All of them start from the same state and stop
-together. Only the first one writes files.
-"""
+"""Callbacks for training with several processes, and for saving files."""
 
 from __future__ import annotations
 
@@ -25,13 +21,9 @@ BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_tra
 
 
 class GroupSync(kinds.Callback):  # type: ignore[misc]
-    """Synchronizes the processes that train one model together.
+    """Keeps callbacks of all processes in step: start epoch, weights and stopping.
 
-    This has to be the last callback. Every process starts from the state of the first one, and all
-    processes stop when one stops.
-
-    - `share_weights`: sends the first process's weights to the others.
-    - `backup`: the first process's BackupAndRestore callback, or None.
+    `backup` is the user's BackupAndRestore callback, or None.
     """
 
     def __init__(self, engine: Any, share_weights: Callable[[], None], backup: Any) -> None:
@@ -42,10 +34,7 @@ class GroupSync(kinds.Callback):  # type: ignore[misc]
         self._backup = backup
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Give all processes the weights and the initial epoch of the first process.
-
-        The first process may have restored them from a backup.
-        """
+        """Start all processes with the first process's epoch and weights."""
         if self._backup is not None:
             _match_epoch(self._backup)
         epoch = getattr(self.model, "_initial_epoch", None) or 0
@@ -54,40 +43,34 @@ class GroupSync(kinds.Callback):  # type: ignore[misc]
         self._share_weights()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Stop together if a process stops, and compare the training data.
+        """Stop all processes if one stops, and compare the data they have trained on.
 
-        Raises RequestError if the processes have trained on different data.
+        Raises RequestError if the data differ.
         """
         # This callback is last, so the first process has already written its files.
         self.agree()
         self._engine.check_data(epoch_ends=True)
 
     def agree(self, *_: Any, **__: Any) -> None:
-        """Stop the training in all processes if it has been stopped in any.
-
-        Every process has to call this method.
-        """
+        """Stop all processes if one of them stops."""
         (stops,) = self._group.sum_now([tf.constant(float(self.model.stop_training))])
         self.model.stop_training = bool(stops > 0)
 
 
 class EpochStartCallback(kinds.Callback):  # type: ignore[misc]
-    """Calls a function at the beginning of each epoch."""
+    """Calls a function at the start of each epoch."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         super().__init__()
         self._call = call
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Call the function that was passed to the constructor."""
+        """Call the function."""
         self._call()
 
 
 def with_callback(given: Any, own: kinds.Callback, model: Any) -> Any:
-    """Return the callbacks of a `fit`, followed by `own`.
-
-    `given` is the argument of `fit`: a callback, a list, a CallbackList or None.
-    """
+    """Add `own` to the callbacks given to `fit`, as the last one."""
     if not isinstance(given, kinds.CallbackList):
         return [*keras.tree.flatten(given or []), own]
     own.set_model(model)
@@ -96,11 +79,9 @@ def with_callback(given: Any, own: kinds.Callback, model: Any) -> Any:
 
 
 def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) -> list[Any]:
-    """Return this process's callbacks for a `fit`; the last is `GroupSync`.
+    """Return this process's callbacks, with a GroupSync as the last one.
 
-    `given` is the argument of `fit`. Only the first process keeps callbacks that write files. If a
-    callback of any process may stop the training within an epoch, the processes check for a stop
-    after each batch.
+    Only the first process keeps callbacks that write files. Every process has to call this.
     """
     group = engine.group
     own = keras.tree.flatten(
@@ -126,7 +107,7 @@ def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) 
 
 
 def _may_stop(callback: Any) -> bool:
-    """True if a callback runs a user's code for each batch."""
+    """Return whether a callback runs the user's code after each batch."""
     # Such code may stop the training.
     kind = type(callback)
     # Keras' and evener's callbacks do the same in every process, but a LambdaCallback runs the
@@ -140,14 +121,14 @@ def _may_stop(callback: Any) -> bool:
 
 
 def _only_judge(judge: Callable[..., bool], *values: Any, **named: Any) -> bool:
-    """Update a ModelCheckpoint's best value without saving anything; return False."""
+    """Update the callback's best value without saving."""
     # `judge` is the callback's own method, which says whether to save the model.
     judge(*values, **named)
     return False
 
 
 def _save_backup(backup: Any) -> None:
-    """Save a BackupAndRestore callback's backup and the epoch of its weights."""
+    """Save weights and epoch so that a kill in between can be recognized."""
     path, steps = Path(backup._training_metadata_path), int(backup.model.optimizer.iterations)
     path.parent.mkdir(parents=True, exist_ok=True)
     before = getattr(backup, "saved", backup.model._initial_epoch or 0)
@@ -165,7 +146,7 @@ def _save_backup(backup: Any) -> None:
 
 
 def _match_epoch(backup: Any) -> None:
-    """Set the model's initial epoch to the restored weights' epoch."""
+    """Set the start epoch to the one of the restored weights."""
     # `backup` has restored the weights.
     with suppress(OSError):
         note = json.loads(Path(backup._training_metadata_path).read_text())
@@ -180,11 +161,9 @@ def _match_epoch(backup: Any) -> None:
 def save_whole(
     rank: int, save: Callable[..., Any], filepath: Any, *arguments: Any, **named: Any
 ) -> Any:
-    """Call `save` or `save_weights`, and replace the file atomically.
+    """Save to a temporary file first, then rename it.
 
-    Only a local `.keras` or `.h5` file is replaced atomically. Other files are saved directly, and
-    so are files with `zipped=False` or `overwrite=False`. The temporary file's name contains
-    `rank`.
+    Other formats than `.keras` and `.h5`, and remote paths, are saved directly.
     """
     # a reader always finds a complete file, even if the process is killed while it saves
     path = str(filepath)

@@ -1,4 +1,4 @@
-"""Check a model before its first step, and refuse it or warn if it can't be trained exactly."""
+"""Checks whether a Keras model can train by shares, and the messages if it can't."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from ..training.launched import ask_for_processes
 
 
 def model_digest(model: Any) -> str:
-    """Return a digest (16 hexadecimal digits) of the model's architecture.
-
-    It covers the shapes of inputs and the shape, type and trainability of weights, but no names.
-    """
+    """Return a digest of the model's input and weight shapes and types."""
     inputs = [str(tuple(each.shape)) for each in getattr(model, "inputs", None) or []]
     weights = [
         f"{tuple(weight.shape)}:{weight.dtype}:{weight.trainable}" for weight in model.weights
@@ -31,16 +28,16 @@ NO_PASSES = "Make a plan without passes: evener balance --micro off."
 
 
 class SplitWarning(UserWarning):
-    """A warning that training continues, but not as the plan or user may expect."""
+    """Category of evener's warnings about a Keras model."""
 
 
 def warn(sentence: str) -> None:
-    """Issue a SplitWarning with this message; Python shows each message once."""
+    """Issue a SplitWarning."""
     warnings.warn(sentence, SplitWarning, stacklevel=3)
 
 
 def check_backend() -> None:
-    """Raise RequestError unless Keras runs on TensorFlow, which the engines' steps need."""
+    """Raise RequestError if Keras doesn't run on TensorFlow."""
     backend = keras.config.backend()
     if backend != "tensorflow":
         raise RequestError(
@@ -50,10 +47,7 @@ def check_backend() -> None:
 
 
 def check_model(model: Any) -> None:
-    """Raise RequestError unless `model` is a Keras model.
-
-    A typical cause is a function that doesn't return the model.
-    """
+    """Raise RequestError if `model` isn't a Keras model."""
     if not isinstance(model, keras.Model):
         raise RequestError(
             f"A split takes a Keras model, not {type(model).__name__}.",
@@ -62,7 +56,7 @@ def check_model(model: Any) -> None:
 
 
 def check_compiled(model: Any) -> None:
-    """Raise RequestError if the model isn't compiled and therefore has no loss."""
+    """Raise RequestError if the model isn't compiled."""
     if not model.compiled:
         raise RequestError(
             "The model isn't compiled.", "Call model.compile(optimizer, loss) before fit."
@@ -70,10 +64,7 @@ def check_compiled(model: Any) -> None:
 
 
 def check_step(model: Any) -> None:
-    """Raise RequestError if the model isn't compiled, or if no engine can split it.
-
-    No engine can split a model with a layer that keeps a state for each row (`stateful=True`).
-    """
+    """Raise RequestError if the model isn't compiled or has stateful layers."""
     check_compiled(model)
     for layer in all_layers(model):
         if getattr(layer, "stateful", False):
@@ -85,10 +76,7 @@ def check_step(model: Any) -> None:
 
 
 def check_test_step(model: Any) -> None:
-    """Raise RequestError if the model overrides `test_step`.
-
-    Engine multiworker would pass one device's rows to that method as if they were the whole batch.
-    """
+    """Raise RequestError if the user's class overrides `test_step`."""
     if overrides(model, "test_step"):
         raise RequestError(
             f"{type(model).__name__} has a test_step of its own, which engine='multiworker' "
@@ -98,10 +86,7 @@ def check_test_step(model: Any) -> None:
 
 
 def check_towers(model: Any) -> None:
-    """Raise RequestError if towers can't train the model.
-
-    Also warn if batch normalization will see only the rows of one device.
-    """
+    """Raise RequestError if the model can't train on several devices in one process."""
     check_step(model)
     for layer in list_normalizations(model, synchronized=True)[:1]:
         refuse_in_one_process(
@@ -111,19 +96,13 @@ def check_towers(model: Any) -> None:
 
 
 def check_workers(model: Any) -> None:
-    """Raise RequestError if engine multiworker can't train the model.
-
-    Also warn if batch normalization will see only the rows of one device.
-    """
+    """Raise RequestError if the model can't train in several processes."""
     check_step(model)
     _warn_local_statistics(model)
 
 
 def check_passes(model: Any, rows: int) -> None:
-    """Raise RequestError if the model's training isn't exact in passes.
-
-    `rows` is the number of rows in the largest pass, for a warning about batch normalization.
-    """
+    """Raise RequestError if the model can't train in passes of up to `rows` rows."""
     check_compiled(model)
     if model.run_eagerly:
         raise RequestError(
@@ -139,7 +118,7 @@ def check_passes(model: Any, rows: int) -> None:
 
 
 def check_assigned(weights: Sequence[Any]) -> None:
-    """Raise RequestError if a call of the model has assigned trainable weights."""
+    """Raise RequestError if the model's call assigns any of `weights`."""
     # such an assignment would be lost, because each device has its own copy of the weights
     if weights:
         seen = (
@@ -150,23 +129,16 @@ def check_assigned(weights: Sequence[Any]) -> None:
 
 
 def refuse_in_one_process(seen: str, other: str) -> NoReturn:
-    """Refuse a model that needs one process per device.
+    """Raise RequestError that recommends several processes, or `other`.
 
-    If `evener launch` can start these processes, exit with a code that makes it do so. Otherwise
-    raise RequestError.
-
-    - `seen`: the reason.
-    - `other`: a remedy that needs only one process.
+    In a search, several processes are tried instead.
     """
     ask_for_processes(seen)
     raise RequestError(seen, f"Start a process for each device (engine='multiworker'), or {other}.")
 
 
 def warn_small_data(rows: int, planned: int | None) -> None:
-    """Warn if the data have fewer rows than the plan's global batch.
-
-    `planned` is that batch; None without a plan.
-    """
+    """Warn if the data have fewer rows than the plan's global batch."""
     if planned is not None and rows < planned:
         warn(
             f"The data have {rows} rows, fewer than the plan's global batch of {planned}: "
@@ -176,22 +148,19 @@ def warn_small_data(rows: int, planned: int | None) -> None:
 
 
 def all_layers(model: Any) -> list[Any]:
-    """Return every layer of a model, including layers inside inner models and other layers."""
+    """Return the model's layers, nested ones included."""
     found: list[Any] = model._flatten_layers(include_self=False)
     return found
 
 
 def plain_variables(model: Any) -> list[Any]:
-    """Return the `tf.Variable`s in attributes of a model and its layers, without duplicates.
-
-    Keras doesn't track these variables.
-    """
+    """Return `tf.Variable` attributes of the model and its layers."""
     every = [each for layer in (model, *all_layers(model)) for each in vars(layer).values()]
     return list({id(each): each for each in every if isinstance(each, tf.Variable)}.values())
 
 
 def overrides(model: Any, name: str) -> bool:
-    """True if the model's class overrides Keras' method of this name."""
+    """Return whether the user's class overrides Keras' method `name`."""
     return getattr(type(model), name) not in (
         getattr(keras.Model, name),
         getattr(keras.Sequential, name),
@@ -199,9 +168,9 @@ def overrides(model: Any, name: str) -> bool:
 
 
 def list_normalizations(model: Any, synchronized: bool | None = False) -> list[Any]:
-    """Return the model's BatchNormalization layers whose `synchronized` argument has this value.
+    """Return the batch normalization layers.
 
-    None selects all BatchNormalization layers.
+    With `synchronized` None, all of them; else those whose `synchronized` option has this value.
     """
     found = [
         each for each in all_layers(model) if isinstance(each, keras.layers.BatchNormalization)
@@ -210,10 +179,7 @@ def list_normalizations(model: Any, synchronized: bool | None = False) -> list[A
 
 
 def list_normalization_states(model: Any, synchronized: bool | None = False) -> list[Any]:
-    """Return the moving averages of the model's BatchNormalization layers.
-
-    `synchronized` selects layers as in `list_normalizations`.
-    """
+    """Return the moving averages of the model's batch normalization layers."""
     layers = list_normalizations(model, synchronized)
     return [state for layer in layers for state in layer.non_trainable_variables]
 

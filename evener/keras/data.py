@@ -1,9 +1,4 @@
-"""Batches of arrays, in an order that every process can reproduce.
-
-One random number determines the order of an epoch, so the rows of any step can be computed
-directly. A process can therefore gather only its own rows of a global batch. The next epoch's first
-batch is prepared while this epoch's last batch is trained.
-"""
+"""Batches for `fit` and `evaluate`: from arrays, from datasets, and by token lengths."""
 
 from __future__ import annotations
 
@@ -30,7 +25,7 @@ _MASK = "Mask it, as Embedding(mask_zero=True) and Masking do, or train without 
 
 
 class AssignedArrays(NamedTuple):
-    """A global batch with rows assigned to devices by length, and sorted by device."""
+    """A batch whose rows are ordered by device, after an assignment by length."""
 
     data: Tensors
     edges: Any  # the first row of each device, then the number of rows
@@ -38,14 +33,9 @@ class AssignedArrays(NamedTuple):
 
 
 def assign_arrays(assigner: RowAssigner, tokens: Any) -> tuple[Any, Any, Any]:
-    """Assign the rows of a batch to devices by length.
+    """Assign a batch's rows to devices by their token counts, in a TensorFlow graph.
 
-    `tokens` has the number of tokens in each row. Return three tensors:
-
-    - the order of the rows, device after device
-    - the position in that order at which each device's rows begin, and the end of the last device's
-      rows
-    - the length of each device's longest row, in tokens
+    Returns the rows' new order, each device's first row, and each device's longest row in tokens.
     """
 
     def assign(lengths: Any) -> tuple[Any, ...]:
@@ -69,13 +59,9 @@ def assign_arrays(assigner: RowAssigner, tokens: Any) -> tuple[Any, Any, Any]:
 
 
 def read_lengths(lengths: Any, x: Tensors, rows: int, assigner: RowAssigner) -> Any:
-    """Check the rows' lengths, and return them as an int64 array.
+    """Return the token counts as an int64 array.
 
-    - `lengths`: the number of tokens in each row.
-    - `rows`: the number of rows in x.
-    - `assigner`: has the devices' limits.
-
-    Raises RequestError unless `lengths` fits the padded arrays x and each row fits on a device.
+    Raises RequestError if they aren't one whole number per row, or don't fit `x`.
     """
     tokens = np.asarray(lengths)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
@@ -89,7 +75,7 @@ def read_lengths(lengths: Any, x: Tensors, rows: int, assigner: RowAssigner) -> 
 
 
 def _check_padding(tokens: Any, steps: int | None) -> None:
-    """Raise RequestError unless the arrays have room for every row's tokens."""
+    """Raise RequestError if the longest row doesn't fit the padded arrays."""
     # The room is the length of their second axis. The padded arrays have `steps` steps.
     if steps is None or tokens.max() > steps:
         held = "no second axis" if steps is None else f"a second axis of {steps}"
@@ -100,10 +86,7 @@ def _check_padding(tokens: Any, steps: int | None) -> None:
 
 
 def cut_pieces(x: Tensors, assigned: AssignedArrays) -> list[tuple[Tensors, Any]]:
-    """Return each device's rows of x, and their number without filler rows.
-
-    The rows are cut to the length of the device's longest row.
-    """
+    """Return each device's inputs, cut to its longest row, and its row count."""
     with tf.device("CPU:0"):
         edges, longest = tf.unstack(assigned.edges), tf.unstack(assigned.longest)
         return [
@@ -113,10 +96,7 @@ def cut_pieces(x: Tensors, assigned: AssignedArrays) -> list[tuple[Tensors, Any]
 
 
 def cut_steps(x: Tensors, steps: Any) -> Tensors:
-    """Cut the second axis of the tensors in x to the length `steps`.
-
-    Tensors are left unchanged if their second axis isn't as long as the first tensor's.
-    """
+    """Cut inputs to `steps` along their second axis."""
     whole = _count_steps(x)
     return keras.tree.map_structure(
         lambda each: each[:, :steps] if each.shape.rank > 1 and each.shape[1] == whole else each, x
@@ -124,11 +104,7 @@ def cut_steps(x: Tensors, steps: Any) -> Tensors:
 
 
 def pad_steps(outputs: Tensors, x: Tensors) -> Tensors:
-    """Pad the outputs of shortened rows to the number of steps of x.
-
-    Only outputs whose number of steps is unknown in the graph are padded. Their masks exclude the
-    padding.
-    """
+    """Pad outputs along their second axis to the length of `x`."""
     whole = _count_steps(x)
 
     def pad(tensor: Any) -> Any:
@@ -149,11 +125,7 @@ def pad_steps(outputs: Tensors, x: Tensors) -> Tensors:
 
 
 def check_padding(model: Any, batch: AssignedArrays) -> None:
-    """Check that the rows' padding doesn't change what the model learns.
-
-    Raises RequestError if a row of the batch gives other outputs without its padding, or if the
-    loss doesn't ignore the padding.
-    """
+    """Raise RequestError if padding changes the model's outputs or its loss."""
     if model.run_eagerly:
         raise RequestError(
             "Rows can't be assigned by length eagerly.", "Compile with run_eagerly=False."
@@ -181,7 +153,7 @@ def check_padding(model: Any, batch: AssignedArrays) -> None:
 
 
 def _check_output(whole: Any, short: Any, steps: int, weights: list[Any]) -> None:
-    """Raise RequestError if padding changes a row's output or its loss."""
+    """Raise RequestError if padding changes a row's output or counts in its loss."""
     # `whole` is the output of the padded row, and `short` the output of the row without padding,
     # which has `steps` steps. The loss ignores padding that a mask or one of the `weights`
     # excludes.
@@ -214,7 +186,7 @@ def _check_output(whole: Any, short: Any, steps: int, weights: list[Any]) -> Non
 
 
 def _count_steps(x: Tensors) -> int | None:
-    """Return the length of the first input's second axis, or None."""
+    """Return the length of the first input's second axis, or None if it has none."""
     shape = keras.tree.flatten(x)[0].shape
     return shape[1] if len(shape) > 1 else None
 
@@ -230,16 +202,13 @@ Take = Callable[[Any, Any, Any], Any]
 
 
 class ArrayBatches:
-    """Batches of rows from nested arrays (x, y, weight).
+    """Batches of arrays as TensorFlow datasets.
 
-    y and weight may be missing.
+    - `batch`: rows in a batch; an epoch's last batch may be smaller.
+    - `shuffle`: use another order of rows in each epoch, from `seed`.
+    - `rows`: rows in an epoch, by default those of the arrays. If it is more, rows repeat.
 
-    - `batch`: rows per batch. The last batch of an epoch has the remaining rows.
-    - `shuffle`, `seed`: with `shuffle`, `seed` determines the order.
-    - `rows`: rows per epoch, by default as many as the arrays have. If `rows` is more than that,
-      the arrays are repeated.
-
-    Raises RequestError if the arrays have unequal numbers of rows, or no rows.
+    Raises RequestError if the arrays differ in their row count, or have no rows.
     """
 
     def __init__(
@@ -254,22 +223,15 @@ class ArrayBatches:
 
     @property
     def steps(self) -> int:
-        """The number of steps in an epoch."""
+        """Number of batches in an epoch."""
         return math.ceil(self.rows / self.batch)
 
     def global_batches(self, endless: bool = False) -> Any:
-        """Return a tf.data.Dataset of the global batches of one epoch.
-
-        If `endless`, the dataset continues with further epochs without a pause.
-        """
+        """Return a dataset of whole batches."""
         return self._dataset(functools.partial(self._take, self._tensors), endless)
 
     def own_rows(self, cut: Cut, rank: int, endless: bool = False) -> Any:
-        """Return a dataset of the rows of one process in each global batch.
-
-        The elements are `OwnRows` of the process `rank`. `cut` is how a batch is divided. If
-        `endless`, epochs follow each other without a pause.
-        """
+        """Return a dataset with the rows of process `rank` in each batch."""
 
         def take_own(epoch: Any, start: Any, stop: Any) -> OwnRows:
             first, last = cut.bounds(stop - start)[rank : rank + 2]
@@ -281,10 +243,7 @@ class ArrayBatches:
         return self._dataset(take_own, endless)
 
     def assigned_rows(self, tokens: Any, assigner: RowAssigner) -> Any:
-        """Return a dataset of `AssignedArrays`: global batches with rows assigned by length.
-
-        `tokens` are the lengths of all rows of the arrays, in tokens.
-        """
+        """Return a dataset whose rows are assigned to devices by token counts."""
 
         def take_assigned(epoch: Any, start: Any, stop: Any) -> AssignedArrays:
             places = self._places(epoch, start, stop)
@@ -310,7 +269,7 @@ class ArrayBatches:
         return dataset.with_options(_own_threads(threads)) if endless else dataset
 
     def _shuffled(self) -> Any:
-        """Return a dataset with a (random number, step) pair for each step."""
+        """Return a dataset of the epoch's random number and each step."""
         # The random number determines the order of the epoch's rows, and is the same in all its
         # steps.
         steps = tf.data.Dataset.range(self.steps)
@@ -327,7 +286,7 @@ class ArrayBatches:
         return _gather(tensors, self._places(epoch, start, stop))
 
     def _places(self, epoch: Any, start: Any, stop: Any) -> Any:
-        """Return the array indices of an epoch's rows."""
+        """Return the array indices of a batch's rows."""
         # The rows are at the places `start` to `stop` in the epoch's order. `epoch` is the epoch's
         # random number, which determines that order.
         places = tf.range(start, stop)
@@ -340,9 +299,9 @@ class ArrayBatches:
 def pack_arrays(
     x: Any, y: Any = None, weight: Any = None, class_weight: Any = None
 ) -> tuple[Any, ...]:
-    """Return (x, y, weight) without missing parts.
+    """Return inputs, labels and weights as a tuple, without those that are None.
 
-    Raises RequestError if there are weights without y, or both sample weights and class weights.
+    Raises RequestError if weights are given without `y`.
     """
     weight = _fold_weights(y, weight, class_weight)
     if y is None and weight is not None:
@@ -351,9 +310,9 @@ def pack_arrays(
 
 
 def array_rows(data: Any) -> int:
-    """Return the number of rows of nested arrays.
+    """Return the row count of the arrays.
 
-    Raises RequestError if the arrays have unequal numbers of rows, or none.
+    Raises RequestError if the arrays differ in it, or have no rows.
     """
     shapes = [array.shape for array in keras.tree.flatten(data) if array is not None]
     if not all(shapes):
@@ -372,17 +331,14 @@ def array_rows(data: Any) -> int:
 
 
 def are_arrays(x: Any) -> bool:
-    """True if every leaf of x is an array or a tensor.
-
-    A dataset or a generator is neither.
-    """
+    """Return whether `x` consists of arrays or tensors."""
     if isinstance(x, tf.data.Dataset):
         return False
     return all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in tf.nest.flatten(x))
 
 
 def _fold_weights(y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None) -> Any:
-    """Return the sample weights, as Keras computes them from `class_weight`."""
+    """Return sample weights that include `class_weight`."""
     # Without `class_weight`, they are returned unchanged.
     if class_weight is None:
         return sample_weight
@@ -402,10 +358,9 @@ def _fold_weights(y: Any, sample_weight: Any, class_weight: Mapping[int, float] 
 
 
 def batch_samples(dataset: Any, size: int | None, inputs: Any = None) -> Any:
-    """Return the dataset if it yields batches; otherwise batch its single samples by `size`.
+    """Batch a dataset by `size`, unless it gives batches already.
 
-    `inputs` are the model's inputs, if known. Raises RequestError if the dataset yields single
-    samples and `size` is None.
+    Raises RequestError if it gives samples and `size` is None.
     """
     if gives_batches(dataset, inputs) is not False:
         return dataset
@@ -417,10 +372,9 @@ def batch_samples(dataset: Any, size: int | None, inputs: Any = None) -> Any:
 
 
 def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
-    """Return whether a dataset's elements are batches (True) or single samples (False).
+    """Return whether the dataset gives batches, or None if its spec doesn't show it.
 
-    This is inferred from the elements' shapes. `inputs` are the model's inputs, if known. Return
-    None if the shapes don't show it.
+    `inputs` are the model's inputs, or None if unknown.
     """
     spec = dataset.element_spec
     if isinstance(spec, AssignedArrays):
@@ -437,7 +391,7 @@ def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
 
 
 def _are_samples(x: Sequence[Any], inputs: Sequence[Any]) -> bool:
-    """True if `x` has the shapes of single samples."""
+    """Return whether the shapes are those of single samples."""
     # A sample has each input's shape without the batch axis.
     missing = sum(len(each.shape) for each in inputs) - sum(shape.rank for shape in x)
     if missing != len(inputs):
@@ -448,7 +402,7 @@ def _are_samples(x: Sequence[Any], inputs: Sequence[Any]) -> bool:
 
 
 def _lead_batches(shapes: Sequence[Any]) -> bool | None:
-    """True for shapes of batches, False for single samples, None if unclear."""
+    """Return whether the first axes look like a batch axis, or None if unknown."""
     leading = {shape[0] for shape in shapes}
     # in batches, the first axis of every shape has an unknown length
     if leading == {None}:
@@ -460,7 +414,7 @@ def _lead_batches(shapes: Sequence[Any]) -> bool | None:
 
 
 def batch_rows(dataset: Any) -> int | None:
-    """Return the rows in a dataset's full batches; None if unknown."""
+    """Return the dataset's batch size, or None if it can't be found."""
     shape = getattr(tf.nest.flatten(dataset.element_spec)[0], "shape", None)
     if shape is not None and shape.rank and shape[0] is not None:
         return int(shape[0])
@@ -474,10 +428,7 @@ def batch_rows(dataset: Any) -> int | None:
 
 
 def is_plain(chosen: dict[str, Any], model: Any) -> bool:
-    """True if this `fit` trains on dense arrays that can be batched without Keras.
-
-    Each epoch must also train on all rows, with one step per execution.
-    """
+    """Return whether `fit` trains on plain arrays, so that evener can batch them."""
     # `chosen` has the arguments of `fit`.
     return (
         _are_dense_arrays(chosen)
@@ -489,7 +440,7 @@ def is_plain(chosen: dict[str, Any], model: Any) -> bool:
 
 
 def _are_dense_arrays(chosen: dict[str, Any]) -> bool:
-    """True if all data are arrays of numbers or tensors."""
+    """Return whether inputs, labels and weights are dense arrays."""
     # The data are the inputs, the targets and the sample weights, if any.
     # not ragged or sparse tensors, datasets, generators, or arrays of Python objects
     given = tf.nest.flatten([chosen["x"], chosen["y"], chosen["sample_weight"]])
@@ -502,22 +453,21 @@ def _is_dense_array(leaf: Any) -> bool:
 
 
 def _weighs_nested_targets(chosen: dict[str, Any]) -> bool:
-    """True if weights are given for a model with several targets."""
+    """Return whether weights are given for labels in a nested structure."""
     # These are weights for samples or classes.
     is_weighted = chosen["sample_weight"] is not None or chosen["class_weight"] is not None
     return is_weighted and tf.nest.is_nested(chosen["y"])
 
 
 def _trains_whole_epochs(chosen: dict[str, Any]) -> bool:
-    """True if each epoch trains on all rows, without `validation_split` and `steps_per_epoch`."""
+    """Return whether every epoch takes all rows."""
     return not chosen["validation_split"] and chosen["steps_per_epoch"] is None
 
 
 def split_for_validation(chosen: dict[str, Any]) -> None:
-    """Split off the last rows of the arrays as validation data.
+    """Apply `validation_split` to the arguments of `fit`, in place.
 
-    This replaces Keras' `validation_split`. `chosen` has the arguments of `fit`, which are changed.
-    Raises RequestError if no rows are left to train on, or to validate.
+    Raises RequestError if one of the parts would be empty.
     """
     part = chosen["validation_split"]
     chosen["validation_split"] = 0.0
@@ -545,14 +495,14 @@ def _gather(tensors: Any, places: Any) -> Any:
 
 
 def _to_tensor(array: Any) -> Any:
-    """Return a tensor in host memory, with floats as in Keras' `fit`."""
+    """Return the array as a tensor on the CPU, floats in Keras' default type."""
     with tf.device("CPU:0"):
         tensor = array if isinstance(array, tf.RaggedTensor) else tf.convert_to_tensor(array)
         return tf.cast(tensor, keras.config.floatx()) if tensor.dtype.is_floating else tensor
 
 
 def _own_threads(count: int) -> Any:
-    """Return tf.data options for a private pool of `count` threads."""
+    """Return options that give a dataset its own pool of `count` threads."""
     # in TensorFlow's shared pool, a waiting collective or the training could delay a batch
     options = tf.data.Options()
     options.threading.private_threadpool_size = count

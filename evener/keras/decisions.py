@@ -1,12 +1,4 @@
-"""Find decisions in the graph of a step: comparisons across rows.
-
-An example is the comparison of a batch's mean confidence with a threshold. A part of the batch has
-another mean, so it may take a different branch from the whole. Most batches don't reveal this,
-because the means of the batch and of its parts lie on the same side of the threshold.
-
-Therefore an audit compares the margins (left minus right side) of the batch and of its parts. If
-they differ, it forces the decision to each side and compares the gradients of both branches.
-"""
+"""Finds comparisons in a step's graph that may come out differently for parts of a batch."""
 
 from __future__ import annotations
 
@@ -32,11 +24,7 @@ Margins = dict[str, list[Any]]
 
 
 def list_decisions(graph: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (place, operation) for each comparison in user code.
-
-    The place is the line of user code; see `find_place`. Comparisons with one result per row are
-    left out.
-    """
+    """Yield comparisons of the user's code whose result has a fixed size."""
     # Parts of a batch decide comparisons with one result per row as the whole batch does.
     for operation in graph.get_operations():
         if operation.type not in COMPARISONS:
@@ -49,10 +37,9 @@ def list_decisions(graph: Any) -> Iterator[tuple[str, Any]]:
 
 
 def find_place(operation: Any) -> str:
-    """Return the line of user code that created an operation, such as `train.py, line 3`.
+    """Return the line of user code that made the operation, such as "train.py, line 12".
 
-    An operation of a functional model has no such line, so its name is returned. Return "" for
-    operations of Keras and evener.
+    Inside Keras' models, it is the operation's name; elsewhere in Keras or in evener, "".
     """
     for frame in reversed(operation.traceback):
         path = frame.filename
@@ -67,26 +54,19 @@ def find_place(operation: Any) -> str:
 
 
 def read_margin(operation: Any) -> Any:
-    """Return the margin of a comparison: its left side minus its right side."""
+    """Return the left side minus the right side of a comparison."""
     left, right = operation.inputs
     return tf.cast(left, tf.float64) - tf.cast(right, tf.float64)
 
 
 class Shifts:
-    """Amounts that force the results of a graph's comparisons.
-
-    They are added to the comparisons' left sides. All amounts are 0 until `assign` sets others.
-    """
+    """Amounts that can be added to comparisons in a traced step, to change their results."""
 
     def __init__(self) -> None:
         self._amounts: dict[str, list[Any]] = {}
 
     def insert(self, place: str, operation: Any) -> None:
-        """Add an amount to a comparison's left side, in the graph being traced.
-
-        `place` is the line of user code that created `operation`. The amount is 0 until `assign`
-        sets it.
-        """
+        """Add an amount, at first 0, to the left side of a comparison."""
         left = operation.inputs[0]
         shape = operation.outputs[0].shape
         amounts = self._amounts.setdefault(place, [])
@@ -98,10 +78,7 @@ class Shifts:
         operation._update_input(0, left + amount)
 
     def assign(self, place: str, amounts: Sequence[Any]) -> None:
-        """Set the amounts of the comparisons at `place`, one array for each of them.
-
-        `place` is a line of user code.
-        """
+        """Set the amounts of the comparisons at `place`."""
         pairs = zip(self._amounts[place], amounts, strict=True)
         self._amounts[place] = [amount.astype(before.dtype) for before, amount in pairs]
 
@@ -112,10 +89,9 @@ class Shifts:
 
 
 def find_apart(whole: Margins, others: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """Return the distances of the parts' margins from the whole batch's margins.
+    """Return, by place, how far the margins of parts are from those of the whole batch.
 
-    `others` holds the margins of all parts. Both `others` and the result are keyed by place, a line
-    of user code. A place where all margins agree is left out.
+    Places without a difference are left out.
     """
     found = {}
     for place, margins in whole.items():
@@ -126,7 +102,7 @@ def find_apart(whole: Margins, others: Mapping[str, Sequence[Any]]) -> dict[str,
 
 
 def _farthest(margin: Any, others: Sequence[Any]) -> Any:
-    """Return, elementwise, the largest distance between `margin` and the margins in `others`."""
+    """Return the largest distance of other margins from this one, elementwise."""
     distances = [np.abs(other - margin) for other in others if other.shape == margin.shape]
     farthest = np.max(distances, axis=0) if distances else np.zeros_like(margin)
     # distances within rounding count as 0
@@ -134,14 +110,7 @@ def _farthest(margin: Any, others: Sequence[Any]) -> Any:
 
 
 def both_sides(margins: Sequence[Any], apart: Sequence[Any]) -> Iterator[list[Any]]:
-    """Yield amounts that move margins above 0, then amounts for below 0.
-
-    - `margins`: the margins (left minus right side) of each comparison in the whole batch.
-    - `apart`: the largest distance d of each margin from the margins of the batch's parts.
-
-    Added to the left sides, the amounts change the margins to d / 2, then to -d / 2. They are 0
-    where the batch and its parts agree.
-    """
+    """Yield amounts that make the comparisons true, then amounts that make them false."""
     for side in (0.5, -0.5):
         yield [
             np.where(distance > 0, side * distance - margin, 0.0)

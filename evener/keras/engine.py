@@ -1,12 +1,4 @@
-"""The interface of an engine, a way to train a Keras model.
-
-- `Solo` trains on one device as Keras itself does.
-- `Towers` trains on several devices in one process.
-- `Workers` trains on one device in each of several processes.
-
-`FitHooks` puts an engine behind Keras' own `fit`. It gets three things from the engine: the steps,
-the form of the data and the wrappers of Keras' functions.
-"""
+"""Interface of the engines that run a model's steps by shares."""
 
 from __future__ import annotations
 
@@ -28,7 +20,7 @@ Steps = Callable[[Any], Any]  # Keras' train or test function, called with an it
 
 
 class Engine(Protocol):
-    """A way to train, evaluate and predict with one model."""
+    """Runs the steps of a Keras model: on one device, on several, or in several processes."""
 
     name: str
     model: Any
@@ -39,86 +31,62 @@ class Engine(Protocol):
     splits: bool  # True if the engine's steps replace Keras'
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return the scope for Keras' own steps, on the device of the weights."""
+        """Return a context manager in which variables are created."""
 
     def sharing_failures(self) -> AbstractContextManager[None]:
-        """Make an error in a `with` block fail the whole group."""
+        """Return a context manager that reports an error to the other processes."""
 
     def check_model(self) -> None:
-        """Raise RequestError at the start of `fit` if the engine can't train this model."""
+        """Raise RequestError if this engine can't train the model."""
 
     def check_step(self) -> None:
-        """Raise RequestError if the engine can't train the model as it is compiled.
-
-        It is called after the model is compiled, before a train function is made.
-        """
+        """Raise RequestError if this engine can't run the model's training step."""
 
     def check_test_step(self) -> None:
-        """Raise RequestError if the model can't be evaluated."""
+        """Raise RequestError if this engine can't run the model's test step."""
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
-        """Train on a batch; return the logs of the whole batch."""
+        """Train on a batch and return the logs."""
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
-        """Evaluate a batch; return the logs of the whole batch."""
+        """Evaluate a batch and return the logs."""
 
     def predict_step(self, data: Tensors) -> Tensors:
-        """Return the model's outputs for a batch."""
+        """Return the outputs of a batch."""
 
     def judges_parts(self, training: bool) -> bool:
-        """True if a separate loss is computed for each part of a batch."""
+        """Return whether the loss is computed on parts of a batch instead of the whole."""
 
     def around_training(self, run: Steps) -> Steps:
-        """Return a function that calls Keras' train function `run`.
-
-        The engine may add checks, and replace `run` by a function of its own.
-        """
+        """Wrap Keras' train function."""
 
     def around_tests(self, run: Steps) -> Steps:
-        """Return a function that calls Keras' test function `run`.
-
-        The engine may run one batch at a time.
-        """
+        """Wrap Keras' test function."""
 
     def methods(self) -> Mapping[str, Callable[..., Any]]:
-        """Return replacements for methods of the model other than its steps, by name."""
+        """Return methods to replace on the model, by name."""
 
     def build(self, x: Any) -> None:
-        """Create the model's weights if the engine needs them before the first batch.
-
-        `x` is the data of a `fit`.
-        """
+        """Build the model for inputs `x`."""
 
     def batches(self, arrays: ArrayBatches, endless: bool) -> Any:
-        """Return a dataset of the arrays in the form that the engine's steps accept.
-
-        An `endless` dataset repeats its epochs without a pause.
-        """
+        """Return a dataset of the batches, or of this process's rows of them."""
 
     def draw_seed(self) -> int:
-        """Return a random seed for shuffling; `keras.utils.set_random_seed` determines it."""
+        """Draw a random seed, the same in all processes."""
 
     def begin_fit(self, callbacks: Any) -> Any:
-        """Prepare for a `fit`, and return the callbacks to use.
-
-        `callbacks` is the argument of `fit`. Callbacks that restore, save or stop may be adapted.
-        """
+        """Return the callbacks to use in `fit`."""
 
     def share_weights(self) -> None:
-        """Give all processes the same weights and optimizer state."""
+        """Copy the first process's weights to the others."""
 
     def device_times(self) -> Sequence[DeviceTimes]:
-        """Return each device's compute time (own work) and waiting time in recent steps.
-
-        The devices are in the order of the shares. The result is empty if the times are unknown.
-        """
+        """Return each device's times in the latest steps, or () if unknown."""
 
 
 class OneProcess:
-    """The base class of engines with one process.
-
-    Such engines leave data, files and callbacks to Keras.
-    """
+    """Base class of engines that use one process."""
 
     name = ""
     splits = True
@@ -132,42 +100,42 @@ class OneProcess:
         self.kinds: defaultdict[bool, PartKinds] = defaultdict(PartKinds)
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return the scope of the first device, in which Keras' own steps run unchanged."""
+        """Return the scope of the first device."""
         scope: AbstractContextManager[Any] = tf.device(self.device)
         return scope
 
     def sharing_failures(self) -> AbstractContextManager[None]:
-        """Return an empty context, because there is only one process."""
+        """Return a context manager that does nothing."""
         return nullcontext()
 
     def check_test_step(self) -> None:
-        """Accept every model: a `test_step` that the user overrides runs on the whole batch."""
+        """Do nothing: every test step can run."""
 
     def judges_parts(self, training: bool) -> bool:
-        """True in training with passes, each of which has a separate loss."""
+        """Return whether a training step is divided into passes."""
         return training and self.cut.in_passes
 
     def around_training(self, run: Steps) -> Steps:
-        """Return Keras' function unchanged."""
+        """Return `run` unchanged."""
         return run
 
     def around_tests(self, run: Steps) -> Steps:
-        """Return Keras' function unchanged."""
+        """Return `run` unchanged."""
         return run
 
     def methods(self) -> Mapping[str, Callable[..., Any]]:
-        """Return an empty dictionary: no method of the model has to be replaced."""
+        """Return {}: nothing on the model is replaced."""
         return {}
 
     def build(self, x: Any) -> None:
-        """Do nothing: the first batch creates the weights."""
+        """Do nothing: Keras builds the model itself."""
 
     def batches(self, arrays: ArrayBatches, endless: bool) -> Any:
-        """Return a dataset of global batches."""
+        """Return a dataset of whole batches."""
         return arrays.global_batches(endless)
 
     def draw_seed(self) -> int:
-        """Draw a seed for shuffling the epochs."""
+        """Draw a random seed."""
         return draw_number()
 
     def begin_fit(self, callbacks: Any) -> Any:
@@ -175,16 +143,16 @@ class OneProcess:
         return callbacks
 
     def share_weights(self) -> None:
-        """Do nothing: there is only one process."""
+        """Do nothing: there are no other processes."""
 
     def device_times(self) -> Sequence[DeviceTimes]:
-        """Return an empty tuple: the times are unknown."""
+        """Return ()."""
         # a single graph doesn't show when each device computes or waits
         return ()
 
 
 class Solo(OneProcess):
-    """The engine that runs Keras' own steps on one device."""
+    """Engine for one device, which runs Keras' own steps."""
 
     name = "solo"
     splits = False
@@ -198,17 +166,17 @@ class Solo(OneProcess):
         check_compiled(self.model)
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
-        """Run the model's own step."""
+        """Run the model's own train step."""
         logs: dict[str, Any] = self._whole("train_step", data)
         return logs
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
-        """Run the model's own step."""
+        """Run the model's own test step."""
         logs: dict[str, Any] = self._whole("test_step", data)
         return logs
 
     def predict_step(self, data: Tensors) -> Tensors:
-        """Run the model's own step."""
+        """Run the model's own predict step."""
         return self._whole("predict_step", data)
 
     def _whole(self, name: str, data: Tensors) -> Any:
@@ -217,6 +185,6 @@ class Solo(OneProcess):
 
 
 def draw_number() -> int:
-    """Return a random number below 2^31; `keras.utils.set_random_seed` makes it reproducible."""
+    """Draw a random number below 2**31 from TensorFlow's generator."""
     with tf.device("CPU:0"):
         return int(tf.random.uniform([], maxval=1 << 31, dtype=tf.int64))

@@ -1,8 +1,4 @@
-"""Make random numbers independent of where a row is computed.
-
-Audits need this when they compare parts of a batch with the whole: a row must get the same random
-numbers, such as a dropout mask, in both.
-"""
+"""Makes dropout and other random layers draw the same for every row, so steps compare."""
 
 from __future__ import annotations
 
@@ -36,10 +32,9 @@ _kept_seeds: ContextVar[frozenset[int] | None] = ContextVar("_kept_seeds", defau
 
 @contextmanager
 def equal_rows(model: Any) -> Iterator[None]:
-    """Make random numbers and normalization ignore other rows in a `with` block.
+    """Context manager: all rows draw the same random numbers.
 
-    Keras draws the same numbers for each row. Normalization layers use their moving averages
-    instead of the batch's statistics.
+    Batch normalization uses its moving averages meanwhile.
     """
     _replace_random_functions()
     token = rows_alike.set(True)
@@ -53,7 +48,7 @@ def equal_rows(model: Any) -> Iterator[None]:
 
 
 def _normalize_still(layer: Any) -> Callable[..., Any]:
-    """Return a replacement for `layer.call` that normalizes by the moving averages."""
+    """Return the layer's `call` with `training=False`."""
     normalize = layer.call
 
     def call(inputs: Any, training: Any = None, mask: Any = None) -> Any:
@@ -65,7 +60,7 @@ def _normalize_still(layer: Any) -> Callable[..., Any]:
 
 @functools.cache
 def _replace_random_functions() -> None:
-    """Replace the functions of Keras and TensorFlow that draw random numbers."""
+    """Replace random functions of Keras and TensorFlow by versions that can draw equally."""
     # This happens once per process.
     # neither library has a hook for this; outside `equal_rows` and `draws_alike`, the replaced
     # functions work as before
@@ -86,7 +81,7 @@ def _replace_random_functions() -> None:
 def _in_context(
     own: Callable[..., Any], alike: Callable[..., Any], asked: Callable[[], bool]
 ) -> Callable[..., Any]:
-    """Return a function that calls `alike` if `asked()`, otherwise `own`."""
+    """Return a function that calls `alike` while `asked()` is True, else `own`."""
 
     @functools.wraps(own)
     def draw(*given: Any, **words: Any) -> Any:
@@ -120,11 +115,9 @@ def _drop_equally(drop: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def draws_alike(model: Any) -> Iterator[None]:
-    """Let parts of a batch draw equal random numbers within a `with` block.
+    """Context manager: every step of the model draws the same random numbers.
 
-    A step traced in this context gives comparable results on a part and on the whole batch. The
-    context includes `equal_rows` and fixes TensorFlow's seed. The model's own seed generators keep
-    their seeds.
+    Random generators are restored at the end.
     """
     seeds = frozenset(id(state) for state in model.non_trainable_variables)
     tokens = are_alike.set(True), _kept_seeds.set(seeds)
@@ -145,7 +138,7 @@ def _take_seed(draw_seed: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make_equal_draw(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a random function that draws the same numbers for each row."""
+    """Return a random function that draws one row with a fixed seed and repeats it."""
     # The result replaces a TensorFlow random function. `draw` is the stateless version of that
     # function, which is called with a fixed seed.
     once = _draw_once(lambda shape, *given, **words: draw(shape, SEED, *given, **words))
@@ -161,7 +154,7 @@ def _make_equal_draw(draw: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
-    """Return a context that restores the random states of Python, NumPy and TensorFlow on exit."""
+    """Context manager that restores the states of Python's, NumPy's and TensorFlow's generators."""
     # TensorFlow has such a generator only if its seed was set
     drawing = getattr(context.context(), "_rng", random.Random())
     seeds = random.getstate(), np.random.get_state(), drawing.getstate()

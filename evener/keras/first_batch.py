@@ -1,4 +1,4 @@
-"""Read the first batch of a `fit` or `evaluate` in advance; Keras' function still gets it."""
+"""Reads the first batch of an iterator without taking it from the training."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ PLAIN_SPECS = tf.TensorSpec | tf.SparseTensorSpec | tf.RaggedTensorSpec
 
 
 def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
-    """Return the first batch, and a replacement for `batches` that includes it.
+    """Return the first batch, or None, and an iterator that still yields it.
 
-    The first batch is None if there are no batches, or if their elements aren't tensors. Up to
-    `steps` batches are read ahead.
+    `steps` batches are read.
     """
     # Keras runs that many steps in one call.
     if not isinstance(batches, tf.data.Iterator):
@@ -36,7 +35,7 @@ def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
 
 
 def _dataset_of(seen: list[Tensors], spec: Any) -> Any:
-    """Return the batches in `seen` as a dataset with this element spec."""
+    """Return a dataset of these batches with the same element spec."""
     # axes of unknown length must stay unknown, because the step is traced with this spec
 
     def repeat() -> Iterator[Any]:
@@ -59,7 +58,7 @@ def _dataset_of(seen: list[Tensors], spec: Any) -> Any:
 
 
 def _other_size(spec: Any, tensor: Any) -> Any:
-    """Return zeros of the type `spec`, with other lengths than `tensor`."""
+    """Return a tensor of zeros whose open axes differ in length from `tensor`."""
     # Only the axes of unknown length differ. They therefore stay unknown in the element spec of a
     # dataset with both tensors.
     sizes = zip(spec.shape, tensor.shape, strict=True)
@@ -67,13 +66,13 @@ def _other_size(spec: Any, tensor: Any) -> Any:
 
 
 def read_triple(batch: Tensors) -> Tensors:
-    """Return a batch, or this process's rows of it, as (x, y, weight)."""
+    """Return a batch's inputs, labels and weights as tensors."""
     data = batch.data if isinstance(batch, OwnRows | AssignedArrays) else batch
     return tf.nest.map_structure(_to_tensor, keras.utils.unpack_x_y_sample_weight(data))
 
 
 def _to_tensor(each: Any) -> Any:
-    """Convert a value to a tensor; return None and sparse tensors unchanged."""
+    """Return a tensor; None, sparse and ragged tensors stay as they are."""
     if each is None or isinstance(each, tf.SparseTensor | tf.RaggedTensor):
         return each
     return tf.convert_to_tensor(each)

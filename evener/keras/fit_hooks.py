@@ -1,7 +1,4 @@
-"""Hooks that put an engine's steps into a Keras model, and adapt the data of `fit` and `evaluate`.
-
-The steps are set on the instance. The model keeps its class, so it is saved under that class.
-"""
+"""Replaces a model's methods so that `fit` and `evaluate` use an engine."""
 
 from __future__ import annotations
 
@@ -44,10 +41,10 @@ ARRAYS = ("x", "y", "sample_weight")
 
 
 class FitHooks:
-    """Replaces methods of a model, so that the engine of `split` trains it.
+    """Hooks on one Keras model: its steps, `fit`, `evaluate` and saving.
 
-    - `batch`: rows per step of the running `fit`; None if unknown.
-    - `samples`: rows per epoch of the running `fit`; None if unknown.
+    During `fit`, `batch` is the row count of a step and `samples` that of an epoch; None if
+    unknown.
     """
 
     def __init__(self, engine: Engine, split: Any) -> None:
@@ -74,7 +71,7 @@ class FitHooks:
             self.audit = StepAudit(engine, self._plain, split.strict, self._pass_rows)
 
     def attach(self) -> None:
-        """Replace the model's steps, and the methods that prepare them, on the instance."""
+        """Replace the model's methods."""
         model, engine = self.model, self.engine
         for name in ("train_step", "test_step", "predict_step"):
             setattr(model, name, self._step_of(name))
@@ -91,7 +88,7 @@ class FitHooks:
         model.fit, model.evaluate = self._with_signature("fit"), self._with_signature("evaluate")
 
     def _step_of(self, name: str) -> Any:
-        """Return the replacement for the model's step `name`, such as "train_step"."""
+        """Return the step to use: the engine's, or one that keeps the user's own."""
         # a user's `train_step` runs around the engine's step, other steps of the user run unchanged
         step = getattr(self.engine, name)
         if not (self.engine.splits and overrides(self.model, name)):
@@ -101,7 +98,7 @@ class FitHooks:
         return functools.partial(self._own_step, name)
 
     def _noted(self, step: Any) -> Any:
-        """Return `step` with an op that records when the rows are available."""
+        """Return the step, made to record its row counts."""
         # XLA has no clock
 
         @functools.wraps(step)
@@ -113,7 +110,7 @@ class FitHooks:
         return note_and_train
 
     def _timed(self, name: str, method: Any) -> Any:
-        """Return `method` with its duration recorded under `name`, such as "files"."""
+        """Return the method, whose duration isn't counted as a part of a step."""
         # otherwise the duration would count as time between two steps
 
         @functools.wraps(method)
@@ -124,7 +121,7 @@ class FitHooks:
         return call
 
     def _with_signature(self, name: str) -> Any:
-        """Return this object's `fit` or `evaluate` with the signature of Keras' method."""
+        """Return the hook of `fit` or `evaluate` with the original signature."""
         hook = getattr(self, name)
 
         @functools.wraps(MethodType(getattr(type(self.model), name), self.model))
@@ -136,13 +133,13 @@ class FitHooks:
         return method
 
     def _own_step(self, name: str, data: Any) -> Any:
-        """Run the model's own step on the whole batch."""
+        """Run the step that the user's class defines."""
         # The device that holds the weights computes the step.
         with self.engine.scope():
             return getattr(type(self.model), name)(self.model, data)
 
     def _make_function(self, name: str, force: bool = False) -> Any:
-        """Make a train, test or predict function for the engine."""
+        """Make Keras' train, test or predict function, and wrap it."""
         # `name` is Keras' method, such as "make_train_function". With `force`, an existing function
         # is replaced.
         model = self.model
@@ -162,7 +159,7 @@ class FitHooks:
         return made
 
     def _prepare_training(self) -> None:
-        """Check the compiled model, and give all processes the same weights."""
+        """Check the model, and share the weights with other processes if `fit` doesn't."""
         # at the start of a `fit`, callbacks share the weights
         if self._pass_rows is not None:
             check_passes(self.model, self._pass_rows)
@@ -172,7 +169,7 @@ class FitHooks:
         self._starts = False
 
     def _wrap_function(self, name: str, function: Any) -> Any:
-        """Add the engine's checks, audits and clocks to a Keras function."""
+        """Wrap a function in the engine's own, the audit and the timing."""
         # `name` is the model's attribute for the train, test or predict function, such as
         # "train_function".
         engine = self.engine
@@ -195,10 +192,7 @@ class FitHooks:
         return self.times.around_call(function) if training else function
 
     def fit(self, *arguments: Any, **keywords: Any) -> Any:
-        """Call `keras.Model.fit` with the arguments adapted to the engine.
-
-        The default batch size is the split's global batch.
-        """
+        """Train as `Model.fit` does, with batches divided by shares."""
         self.engine.check_model()
         call = self._bind("fit", arguments, keywords)
         chosen = call.arguments
@@ -216,11 +210,7 @@ class FitHooks:
         return type(self.model).fit(*call.args, **call.kwargs)
 
     def evaluate(self, *arguments: Any, **keywords: Any) -> Any:
-        """Call `keras.Model.evaluate` with arguments adapted to the engine.
-
-        The default batch size is the split's global batch. With passes, it is the largest batch
-        whose rows every device can evaluate in one pass.
-        """
+        """Evaluate as `Model.evaluate` does, with batches divided by shares."""
         call = self._bind("evaluate", arguments, keywords)
         chosen = call.arguments
         self.engine.build(chosen["x"])
@@ -242,14 +232,14 @@ class FitHooks:
             return type(self.model).evaluate(*call.args, **call.kwargs)
 
     def compile_config(self) -> Any:
-        """Return the model's own compile config."""
+        """Return the compile configuration; warn if a clone is being made of the model."""
         # a clone isn't split
         if any(_is_clone_model(frame) for frame, _ in traceback.walk_stack(None)):
             self._warn_of_copy()
         return type(self.model).get_compile_config(self.model)
 
     def reduce(self) -> Any:
-        """Return the model's reduced form for `copy.deepcopy` and `pickle`, without the split."""
+        """Pickle the model without hooks, with a warning."""
         self._warn_of_copy()
         kind: Any = type(self.model)
         return kind.__reduce__(self.model)
@@ -261,7 +251,7 @@ class FitHooks:
         )
 
     def _bind(self, name: str, arguments: Any, keywords: Any) -> inspect.BoundArguments:
-        """Return the arguments of a Keras method's call, including defaults."""
+        """Bind arguments to the signature of the model's method and apply defaults."""
         call = inspect.signature(getattr(type(self.model), name)).bind(
             self.model, *arguments, **keywords
         )
@@ -275,7 +265,7 @@ class FitHooks:
         return call
 
     def _fit_arrays(self, chosen: dict[str, Any]) -> None:
-        """Replace the arrays in `chosen`, the arguments of `fit`, with a dataset."""
+        """Replace arrays in the arguments of `fit` by a dataset of batches."""
         # the dataset doesn't pause between epochs; data that only Keras can batch stay as they are
         self.batch = size = check_global_batch(
             chosen["batch_size"] or self.split.global_batch or 32, len(self.split.devices)
@@ -316,13 +306,16 @@ class FitHooks:
         self._prepare_validation(chosen, size)
 
     def _in_order(self, data: tuple[Any, ...], size: int) -> tuple[Any, int]:
-        """Return ordered batches for evaluation, and how many there are."""
+        """Return a dataset of batches in the order of the rows, and the number of batches."""
         arrays = ArrayBatches(data, size)
         check_same_arrays(self.group, data, size, ())
         return self.engine.batches(arrays, endless=False), arrays.steps
 
     def _fit_dataset(self, chosen: dict[str, Any]) -> None:
-        """Batch the dataset of `fit` if it yields single samples."""
+        """Prepare a dataset or generator for `fit`.
+
+        Raises RequestError for a generator if there are several processes.
+        """
         # `chosen` has the arguments of `fit`, which are changed.
         data, name = chosen["x"], self.split.engine
         if isinstance(data, tf.data.Dataset):
@@ -338,7 +331,7 @@ class FitHooks:
         self._prepare_validation(chosen, self.split.global_batch)
 
     def _prepare_validation(self, chosen: dict[str, Any], size: int | None) -> None:
-        """Batch the validation data of `fit` for the engine."""
+        """Prepare the validation data in the arguments of `fit`."""
         # `chosen` has the arguments of `fit`, which are changed. `size` is the default batch size
         # for a split without passes. An argument `validation_batch_size` takes precedence.
         data = chosen["validation_data"]
@@ -367,12 +360,12 @@ class FitHooks:
 
 
 def _is_clone_model(frame: Any) -> bool:
-    """True for a frame of Keras' own `clone_model`."""
+    """Return whether the frame runs Keras' `clone_model`."""
     # A user's function may have the same name.
     module = str(frame.f_globals.get("__name__", ""))
     return bool(frame.f_code.co_name == "clone_model" and module.startswith("keras."))
 
 
 def _inputs(model: Any) -> Any:
-    """Return the model's inputs; None before the first batch creates them."""
+    """Return the model's inputs, or None before it is built."""
     return getattr(model, "inputs", None) if model.built else None

@@ -1,8 +1,4 @@
-"""The processes that train one model together.
-
-They sum tensors by all-reduces over NCCL or gRPC, and check that their options and data agree.
-TensorFlow's MultiWorkerMirroredStrategy is used only to connect them.
-"""
+"""The processes that train one Keras model together, and sums over them."""
 
 from __future__ import annotations
 
@@ -33,13 +29,10 @@ LARGEST_KEY = (1 << 31) - 1
 
 
 class Group:
-    """Connects this process to the other processes of a training.
+    """Processes of `MultiWorkerMirroredStrategy`, one device each.
 
-    - `peers`: the addresses of all processes in rank order.
-    - `rank`: this process's rank.
-
-    Create the group before TensorFlow's first operation in the process. Raises RequestError unless
-    each process sees exactly one device.
+    `peers` are the addresses of all processes, and `rank` is this one's place. Raises RequestError
+    if the processes see another number of devices.
     """
 
     def __init__(self, peers: Sequence[str], rank: int) -> None:
@@ -70,12 +63,11 @@ class Group:
         )
 
     def sum(self, tensors: Sequence[Any], apart: int = 0) -> list[Any]:
-        """Return the sums of these tensors over the processes (all-reduce).
+        """Return each tensor's sum over all processes, by few all-reduces.
 
-        Every process must call this with tensors of the same shapes, in a graph or eagerly. List
-        first the tensors that are ready first. Their sums then overlap with the computation of the
-        later tensors. The last `apart` tensors are summed separately at the end, so that no other
-        sum waits for them.
+        Every process has to call this with tensors of the same shapes, those that are ready first
+        in front. The last `apart` tensors are summed separately, so that no other sum waits for
+        them.
         """
         if tf.executing_eagerly():
             return self.sum_now(tensors)
@@ -96,7 +88,7 @@ class Group:
         return sums
 
     def _all_reduce(self, flat: Any) -> Any:
-        """Return the sum of a vector over the processes."""
+        """Sum a flat tensor over all processes, by NCCL on GPUs."""
         # The key depends on type and length only, so the processes agree on each key only once. The
         # strategy's own all-reduce uses a new key every time, and each new key costs a request to
         # the first process: a sum on two H200 took 1.2 to 1.7 ms with it, and 0.6 ms with this one.
@@ -115,34 +107,30 @@ class Group:
         )
 
     def share_weights(self, variables: Sequence[Any]) -> None:
-        """Assign the first process's values of these variables in every process (a collective)."""
+        """Copy the first process's values to the variables of all processes."""
         own = [tf.convert_to_tensor(variable) for variable in variables]
         values = self.sum_now([value if self.rank == 0 else tf.zeros_like(value) for value in own])
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
 
     def share_text(self, text: bytes, rank: int) -> bytes:
-        """Return the text of the process with this rank, in every process (a collective).
-
-        The other processes' `text` is ignored.
-        """
+        """Return the text of process `rank`, on every process."""
         mine = text if rank == self.rank else b""
         (length,) = self.sum_now([tf.constant([len(mine)])])
         codes = list(mine) or [0] * int(length[0])
         return bytes(self.sum_now([tf.constant(codes)])[0].numpy().tolist())
 
     def sum_now(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return the sums of these tensors over the processes, outside any graph."""
+        """Sum tensors over all processes, outside of a graph."""
         # traced for each set of types and shapes on purpose, without TensorFlow's warning
         given = list(tensors)
         return list(self._sum.get_concrete_function(given)(given)) if given else []
 
 
 def group_from_environment() -> Group | None:
-    """Return the group of processes that the variable TF_CONFIG describes.
+    """Return the group of the variable TF_CONFIG, or None for a single process.
 
-    Return None if TF_CONFIG isn't set or names fewer than two processes. Raises RequestError if
-    TF_CONFIG can't be read.
+    Raises RequestError if the variable can't be parsed.
     """
     text = os.environ.get("TF_CONFIG", "")
     if not text:
@@ -158,13 +146,13 @@ def group_from_environment() -> Group | None:
 
 @functools.cache
 def _join_group(peers: tuple[str, ...], rank: int) -> Group:
-    """Return the group of these processes; all Splits here share it."""
+    """Return the group of these processes, created once."""
     # a second strategy would abort all-reduces that a faster process has already started
     return Group(peers, rank)
 
 
 def _read_cluster(config: Any) -> tuple[list[str], int]:
-    """Return all processes' addresses and this process's rank."""
+    """Return the addresses of all processes and this process's rank."""
     # `config` is the content of TF_CONFIG.
     # the chief comes first, as in TensorFlow
     cluster, task = config.get("cluster", {}), config.get("task", {})
@@ -182,11 +170,10 @@ def _read_cluster(config: Any) -> tuple[list[str], int]:
 
 
 def order_by_device(active: Sequence[Share], group: Group) -> tuple[int, ...]:
-    """Return, for each rank, the index of its share in `active`.
+    """Return the place in `active` of each process's share, by rank.
 
-    `active` are the plan's shares that compute rows. A process's share is found by its device, or
-    by the order of TF_CONFIG if no process knows its device. Every process must call this (a
-    collective). Raises PlanError, in all processes, unless each share has exactly one process.
+    Processes are matched by device and host; if none can be, the order is that of the ranks. Every
+    process has to call this. Raises PlanError if a share has no process or several.
     """
     host = find_host(share.host for share in active)
     device = launched_device() or os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -203,10 +190,7 @@ def order_by_device(active: Sequence[Share], group: Group) -> tuple[int, ...]:
 
 
 def check_options(options: Mapping[str, bool], group: Group) -> None:
-    """Raise RequestError, in all processes, if their Splits have different options.
-
-    `options` are the options of this process's Split. Every process of `group` must call this.
-    """
+    """Raise RequestError if processes were given different options."""
     own = [tf.one_hot(group.rank, group.size, float(value), 0.0) for value in options.values()]
     values_by_rank = [each.numpy() for each in group.sum_now(own)]
     check_agreement(
@@ -229,16 +213,13 @@ MOST = 251  # number of different digests; every float type represents them exac
 
 
 def digest(leaves: Sequence[Any], most: int = MOST) -> Any:
-    """Return a hash of tensors, from 0 to `most` - 1.
-
-    It is an int64 scalar tensor.
-    """
+    """Return a hash of the tensors below `most`."""
     parts = [tf.io.serialize_tensor(leaf) for leaf in leaves]
     return tf.strings.to_hash_bucket_fast(tf.strings.join(parts), most)
 
 
 class BatchDigests(NamedTuple):
-    """Hashes of a batch that show whether all processes have the same batch."""
+    """Hashes of a batch, to compare between processes."""
 
     labels: Any  # digest of the labels, or of the inputs if there are no labels
     inputs: Any  # digest of the inputs, which every process may augment at random
@@ -246,7 +227,7 @@ class BatchDigests(NamedTuple):
 
 
 def digest_batch(data: Any) -> BatchDigests:
-    """Return the digests of a batch's labels and inputs, and whether labels differ between rows."""
+    """Return the hashes of a batch's labels and inputs."""
     x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
     with tf.device("CPU:0"):
         inputs = _digest_rows(x)
@@ -257,7 +238,7 @@ def digest_batch(data: Any) -> BatchDigests:
 
 
 def _digest_rows(data: Any) -> Any:
-    """Return a hash of tensors; of row 0 if rows are long."""
+    """Return a hash of the data, of the first row alone if rows are large."""
     return digest(
         [
             leaf if (leaf.shape[1:].num_elements() or FEW + 1) <= FEW else leaf[:1]
@@ -271,10 +252,9 @@ def _leaves(data: Any) -> list[Any]:
 
 
 def check_same_arrays(group: Any, data: Any, size: int, settings: Sequence[Any]) -> None:
-    """Check that all processes have the same first batch, number of rows and settings.
+    """Raise RequestError if processes have different first rows, row counts or settings.
 
-    `data` are the arrays, and `size` is the batch size. Raises RequestError in every process if
-    they differ. Does nothing if `group` is None.
+    Every process has to call this; without a group (None), nothing is checked.
     """
     if group is None:
         return
@@ -290,10 +270,7 @@ def check_same_arrays(group: Any, data: Any, size: int, settings: Sequence[Any])
 
 
 def refuse_other(rank: int) -> None:
-    """Raise RequestError if `rank` isn't 0, because that rank's data differ from rank 0's.
-
-    If the data of all ranks agree, `rank` is 0.
-    """
+    """Raise RequestError about different data, if `rank` isn't 0."""
     if rank:
         raise RequestError(
             f"Rank {rank} has other rows in a batch than rank 0, or batches them otherwise.",

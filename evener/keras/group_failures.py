@@ -1,10 +1,4 @@
-"""Stop all processes of a group when one fails, and report why.
-
-Otherwise, the others would wait for the failed process in collectives forever. The process that
-fails notifies them through TensorFlow's coordination service. If only some fail, the collectives of
-the others are aborted with the error's text. If all fail, for example because a model is refused,
-each raises its own error, and the group stays usable.
-"""
+"""Reports one process's error to the others, so that they end instead of waiting."""
 
 from __future__ import annotations
 
@@ -25,7 +19,7 @@ END = " (evener)"
 
 
 class GroupFailures:
-    """Tells the other processes of a group of `size` processes if this process fails."""
+    """Reports errors between processes through TensorFlow's coordination service."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -35,9 +29,9 @@ class GroupFailures:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Make a failure in a `with` block stop the other processes, too.
+        """Context manager that reports an exception to the other processes.
 
-        Raises DeviceError if another process has failed. A nested context does nothing.
+        Raises DeviceError with the other process's message if that one failed first.
         """
         if self._inside:
             yield
@@ -55,7 +49,7 @@ class GroupFailures:
             self._inside = False
 
     def _tell(self, error: Exception) -> None:
-        """Abort the other processes' collectives with the error's text, unless all fail."""
+        """Report the error, unless all processes have failed alike."""
         self._count += 1
         service = context.context()
         try:
@@ -66,7 +60,7 @@ class GroupFailures:
             return  # the service has stopped, because another process has exited
 
     def _all_fail(self, service: Any) -> bool:
-        """True if all processes report a failure to `service` within `WAIT_S` seconds."""
+        """Return whether all processes report a failure within 5 seconds."""
         end = time.monotonic() + WAIT_S
         for rank in range(self._size):
             left = max(1, int(1000 * (end - time.monotonic())))
@@ -86,7 +80,7 @@ class GroupFailures:
 
 
 def read_failure(error: BaseException) -> str:
-    """Return another process's failure message if that failure caused this error, otherwise ""."""
+    """Return the message of another process's failure, or "" if the error isn't one."""
     if not isinstance(error, tf.errors.OpError):
         return ""
     _, mark, rest = str(error).partition(MARK)

@@ -1,7 +1,4 @@
-"""Temporary replacement of an object's attributes.
-
-Classes stay as they are, so models in other threads aren't affected.
-"""
+"""Temporary replacement of an object's attributes."""
 
 from __future__ import annotations
 
@@ -12,10 +9,7 @@ from typing import Any
 
 @contextmanager
 def replaced(instance: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an object's attribute or method within a `with` block.
-
-    Keras doesn't track `value`. The earlier value is restored on exit.
-    """
+    """Context manager that sets an attribute on the instance and restores it afterwards."""
     attributes = vars(instance)
     had = name in attributes
     before = attributes.get(name)

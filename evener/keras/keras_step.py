@@ -1,8 +1,4 @@
-"""The parts of Keras' step that all engines use.
-
-Some functions cut and join nested tensors. Masks and logits that Keras attaches to tensors are cut
-and joined together with the rows.
-"""
+"""Parts of Keras' training step that the engines share: rows, calls, losses and gradients."""
 
 from __future__ import annotations
 
@@ -24,10 +20,7 @@ Tensors = Any  # nested tensors, as Keras passes them to a train step
 
 
 class OwnRows(NamedTuple):
-    """One process's rows of a global batch.
-
-    A process without rows gets one filler row. Then `size` is 0, and the row's results are dropped.
-    """
+    """This process's rows of a global batch."""
 
     data: Tensors
     size: Any  # number of these rows that count
@@ -36,18 +29,15 @@ class OwnRows(NamedTuple):
 
 
 def from_frame(leaf: Any) -> Any:
-    """Return the array of a pandas table or column, or any other leaf unchanged.
-
-    A column gets a second axis, as in Keras.
-    """
+    """Return a pandas object as an array, a Series as a column; other values unchanged."""
     array = leaf.to_numpy() if hasattr(leaf, "to_numpy") else leaf
     return array[:, None] if array is not leaf and array.ndim == 1 else array
 
 
 def count_rows(data: Tensors) -> Any:
-    """Return the number of rows of the first tensor, as an int64 scalar tensor.
+    """Return the batch's row count as an int64 tensor.
 
-    Raises RequestError if there is no tensor.
+    Raises RequestError if there are no tensors.
     """
     for leaf in keras.tree.flatten(data):
         if leaf is not None:
@@ -56,19 +46,13 @@ def count_rows(data: Tensors) -> Any:
 
 
 def cut_rows(data: Tensors, start: Any, stop: Any) -> Tensors:
-    """Return rows `start` to `stop` of every tensor in nested tensors.
-
-    For an empty range, return row 0 as a filler (see `widen_if_empty`).
-    """
+    """Return rows `start` to `stop` of nested tensors; one filler row if there are none."""
     start, stop = widen_if_empty(start, stop)
     return _map(lambda tensor: _cut(tensor, start, stop), data)
 
 
 def widen_if_empty(start: Any, stop: Any) -> tuple[Any, Any]:
-    """Return `start` and `stop`, or (0, 1) if that range of rows is empty.
-
-    The caller drops the results of this filler row.
-    """
+    """Return the range, or (0, 1) if it is empty."""
     # TensorFlow can abort on a replica without rows
     is_empty = stop <= start
     return tf.where(is_empty, tf.zeros_like(start), start), tf.where(
@@ -77,10 +61,7 @@ def widen_if_empty(start: Any, stop: Any) -> tuple[Any, Any]:
 
 
 def open_rows(leaf: Any) -> Any:
-    """Return a tensor's type and shape (spec), with any number of rows.
-
-    A scalar has no rows, so its spec has no axes.
-    """
+    """Return the tensor's spec with an open row count."""
     if leaf is None:
         return None
     shape = [None, *leaf.shape[1:]] if len(leaf.shape) else []
@@ -93,9 +74,9 @@ def open_rows(leaf: Any) -> Any:
 
 
 def take_rows(data: Tensors, rows: Any) -> Tensors:
-    """Return the first `rows` rows of every tensor, with their masks.
+    """Return the first `rows` rows, with Keras' masks and logits.
 
-    Raises RequestError for a scalar, which has no rows.
+    Raises RequestError for a scalar.
     """
     return _map(
         lambda tensor: _with_marks(_take(tensor, rows), [tensor], lambda marks: marks[0][:rows]),
@@ -104,16 +85,13 @@ def take_rows(data: Tensors, rows: Any) -> Tensors:
 
 
 def pad_rows(tensor: Any, start: Any, rows: Any) -> Any:
-    """Pad a part of a batch with zeros to the batch's number of rows.
-
-    `start` is the index of the part's first row in the batch, which has `rows` rows.
-    """
+    """Pad a tensor with zeros to `rows` rows, its own beginning at `start`."""
     after = rows - start - tf.shape(tensor, tf.int64)[0]
     return tf.pad(tensor, [[start, after], *[[0, 0]] * (tensor.shape.rank - 1)])
 
 
 def join_rows(parts: Sequence[Tensors]) -> Tensors:
-    """Return nested tensors of the same structure, concatenated by rows, with their masks."""
+    """Concatenate nested tensors along their rows, with Keras' masks and logits."""
     return keras.tree.map_structure(
         lambda *tensors: _with_marks(
             tf.concat(tensors, 0), tensors, lambda marks: tf.concat(marks, 0)
@@ -148,7 +126,7 @@ def _map(function: Callable[[Any], Any], data: Tensors) -> Tensors:
 
 
 def _with_marks(result: Any, sources: Sequence[Any], combine: Callable[[list[Any]], Any]) -> Any:
-    """Attach the sources' combined masks and logits to `result`."""
+    """Attach the combined masks and logits of `sources` to a tensor."""
     # Masks are attached only if all sources have one. The same is true for logits.
     masks = [getattr(source, "_keras_mask", None) for source in sources]
     if all(mask is not None for mask in masks):
@@ -160,10 +138,7 @@ def _with_marks(result: Any, sources: Sequence[Any], combine: Callable[[list[Any
 
 
 def logits_of(tensor: Any) -> Any:
-    """Return the logits behind a softmax or sigmoid; None for other tensors.
-
-    Keras computes a crossentropy from the logits if it finds them.
-    """
+    """Return the logits behind a softmax or sigmoid output, or None."""
     logits = getattr(tensor, "_keras_logits", None)
     if logits is None and tf.is_symbolic_tensor(tensor):
         operation = tensor.op
@@ -178,10 +153,7 @@ HEADROOM = 16.0  # a power of two, so that scaling doesn't round
 
 @contextmanager
 def calls_of_steps() -> Iterator[None]:
-    """Return a context for the model's calls within an engine's step.
-
-    A call outside of this context may come from a user's training loop; see `warn_of_own_loop`.
-    """
+    """Context manager that marks calls of the model as those of an engine's step."""
     token = in_step.set(True)
     try:
         yield
@@ -190,18 +162,14 @@ def calls_of_steps() -> Iterator[None]:
 
 
 def build_model(model: Any, x: Tensors) -> None:
-    """Create the weights of a model if it doesn't have them yet."""
+    """Create the model's weights, if some are missing, by calling it on a row of `x`."""
     # A model without a known input shape creates its weights from its first batch.
     if not all(layer.built for layer in (model, *all_layers(model))):
         call_once(model, x)
 
 
 def call_once(model: Any, x: Tensors) -> Tensors:
-    """Return the model's outputs for row 0, without changing any variable.
-
-    If the model can't compute a single row, return the outputs for all rows. For example, rows may
-    be the nodes of one graph.
-    """
+    """Call the model on one row without side effects, or on all rows if that fails."""
     try:
         with keras.StatelessScope():
             return model(cut_rows(x, 0, 1), training=False)
@@ -211,19 +179,13 @@ def call_once(model: Any, x: Tensors) -> Tensors:
 
 
 def call_model(model: Any, x: Tensors, training: bool) -> Tensors:
-    """Call the model on the rows x, and return its outputs.
-
-    `training` is passed only if the model's `call` has that argument.
-    """
+    """Call the model as Keras' steps do."""
     with calls_of_steps():
         return model(x, training=training) if model._call_has_training_arg else model(x)
 
 
 def warn_of_own_loop(model: Any) -> Callable[..., Any]:
-    """Return a replacement for `call` that warns about a user's training loop.
-
-    In such a loop, which calls the model directly, one device would compute the whole batch.
-    """
+    """Return the model's `call` with a warning if it is used to train outside of `fit`."""
     own = type(model).call
 
     @functools.wraps(own)
@@ -240,10 +202,9 @@ def warn_of_own_loop(model: Any) -> Callable[..., Any]:
 
 
 class CopiesScope(keras.StatelessScope):  # type: ignore[misc]
-    """A scope in which a model uses copies of its weights and given states.
+    """Keras scope in which a model computes with copies of its weights.
 
-    Assignments stay within the scope. `others` holds the new values of variables that aren't the
-    model's.
+    `states` are pairs of a variable and its value. Assigned values stay in the scope.
     """
 
     def __init__(
@@ -256,19 +217,19 @@ class CopiesScope(keras.StatelessScope):  # type: ignore[misc]
         self.others: dict[int, Any] = {}
 
     def add_update(self, update: tuple[Any, Any]) -> None:
-        """Record a variable's new value in the scope."""
+        """Record an assignment to a variable."""
         variable, _ = update
         super().add_update(update)
         if id(variable) not in self._known:
             self.others[id(variable)] = variable
 
     def check_weights(self) -> None:
-        """Raise RequestError if a call of the model has assigned its weights."""
+        """Raise RequestError if the call has assigned a trainable weight."""
         pairs = self._weights
         check_assigned([each for each, copy in pairs if self.get_current_value(each) is not copy])
 
     def assign_others(self) -> None:
-        """Assign variables that aren't the model's, such as centers that a loss object stores."""
+        """Assign variables that the scope's states don't include."""
         for key, variable in self.others.items():
             variable.assign(self.state_mapping[key])
 
@@ -276,10 +237,9 @@ class CopiesScope(keras.StatelessScope):  # type: ignore[misc]
 def call_on_copies(
     model: Any, x: Tensors, training: bool, copies: Sequence[Any], states: Sequence[tuple[Any, Any]]
 ) -> tuple[Tensors, list[Any], list[Any], CopiesScope]:
-    """Call the model with copies of its weights and values of states.
+    """Call the model on copies of its weights.
 
-    Return the outputs, the layers' losses, the regularizers' losses, and the scope with the values
-    that the call assigned. Raises RequestError if the call assigned weights.
+    Returns the outputs, the losses that layers added, the regularizers' losses, and the scope.
     """
     with CopiesScope(model, copies, states) as scope:
         outputs, added, regularizers = call_in_scope(model, x, training)
@@ -289,13 +249,13 @@ def call_on_copies(
 
 
 def call_in_scope(model: Any, x: Tensors, training: bool) -> tuple[Tensors, list[Any], list[Any]]:
-    """Call the model; return the outputs, the layers' losses and the regularizers' losses."""
+    """Call the model and return its outputs, added losses and regularizers' losses."""
     outputs = call_model(model, x, training)
     return outputs, *split_losses(model, list(model.losses))
 
 
 def split_losses(model: Any, losses: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return a call's losses as two lists: the layers' losses and the regularizers' losses."""
+    """Divide a model's losses into those that layers added and those of regularizers."""
     # Keras lists the regularizers' losses last
     regularized = sum(
         getattr(weight, "regularizer", None) is not None for weight in model.trainable_weights
@@ -313,10 +273,7 @@ def loss_with(
     weight: Any,
     training: bool,
 ) -> Any:
-    """Return the model's loss on (x, y, outputs, weight).
-
-    If `added` isn't empty, it replaces the losses of the layers (`model.losses`).
-    """
+    """Return the loss of a batch that Keras computes, plus the losses in `added`."""
     token = in_step.set(True)  # a compute_loss may call the model
     model._losses_override.extend(added)  # `model.losses` returns this list unless it is empty
     try:
@@ -336,14 +293,10 @@ def part_of_loss(
     training: bool,
     parts: tuple[Any, Any],
 ) -> Any:
-    """Return the contribution of these rows to the whole batch's loss.
+    """Return the contribution of some rows to the loss of the whole batch.
 
-    - `kinds`: how the losses of parts combine.
-    - `losses`: the losses that layers added, then the regularizers' losses.
-    - `batch`: (x, y, outputs, weight) of these rows.
-    - `parts`: the weights of `losses` and of the model's own loss. The first is the fraction of the
-      whole batch's rows. The second is the fraction of the units that the own loss averages over,
-      such as tokens. Both are 0 for a filler row.
+    `batch` is (x, y, outputs, weight). `losses` are the model's own losses for these rows. `parts`
+    has the fraction of the batch's rows, and the weight of the compiled loss.
     """
     own = own_loss(model, losses, batch, training)
     total = own * tf.cast(parts[1], own.dtype)
@@ -353,40 +306,24 @@ def part_of_loss(
 
 
 def own_loss(model: Any, losses: Sequence[Any], batch: Sequence[Any], training: bool) -> Any:
-    """Return the model's own loss on `batch`, without the losses that layers added.
-
-    `batch` is (x, y, outputs, weight). `losses` are those of the layers and regularizers.
-    """
+    """Return the compiled loss of a batch, without added losses and regularizers."""
     x, y, outputs, weight = batch
     nothing = [tf.zeros([], losses[0].dtype)] if losses else []
     return loss_with(model, nothing, x, y, outputs, weight, training)
 
 
 def weigh_added(kind: str, loss: Any, part: Any, dtype: Any) -> Any:
-    """Return a part's contribution to a loss that a layer adds.
-
-    - `kind`: how the losses of parts combine into the whole batch's loss.
-    - `loss`: the layer's loss on the part's rows.
-    - `part`: the part's fraction of the whole batch's rows.
-    - `dtype`: the type of the result.
-    """
+    """Return an added loss weighted by its part of the batch."""
     return tf.reduce_sum(tf.cast(loss, dtype)) * tf.cast(main_part(kind, part), dtype)
 
 
 def scale_loss(model: Any, loss: Any) -> Any:
-    """Scale the loss as the optimizer does for float16, but by a smaller factor.
-
-    With the optimizer's factor, the gradients of parts could overflow, because they can be larger
-    than their sum.
-    """
+    """Scale the loss for float16, with headroom for adding up gradients."""
     return model.optimizer.scale_loss(loss) / _headroom(model)
 
 
 def apply_gradients(model: Any, gradients: Sequence[Any]) -> None:
-    """Update the trainable weights with the summed gradients of the loss from `scale_loss`.
-
-    The sums overflow exactly when the gradients of the whole batch on one device would overflow.
-    """
+    """Apply gradients of a loss from `scale_loss` to the model's weights."""
     headroom, weights = _headroom(model), model.trainable_weights
     if headroom > 1:
         halves = [layer for layer in all_layers(model) if layer.compute_dtype == "float16"]
@@ -404,7 +341,7 @@ def _headroom(model: Any) -> float:
 
 
 def _undo_headroom(gradient: Any, headroom: float, is_half: bool) -> Any:
-    """Return a gradient times `headroom`, by which `scale_loss` divides the loss."""
+    """Multiply a gradient by the headroom, with NaN where it overflows in float16."""
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
@@ -421,10 +358,9 @@ def _undo_headroom(gradient: Any, headroom: float, is_half: bool) -> Any:
 def update_metrics(
     model: Any, loss: Any, rows: Any, x: Tensors, y: Tensors, outputs: Tensors, weight: Any
 ) -> dict[str, Any]:
-    """Update Keras' loss tracker and the model's metrics, and return the logs.
+    """Update the metrics with the whole batch and return the logs.
 
-    `loss` is a mean over `rows` rows. Raises RequestError if `compute_metrics` reads an attribute
-    that holds a tensor of one pass.
+    Raises RequestError if `compute_metrics` reads a tensor of a single pass.
     """
     model._loss_tracker.update_state(loss, sample_weight=rows)
     try:

@@ -1,11 +1,7 @@
-"""Measure how the losses, states and attributes of a batch's parts combine.
+"""Measures how losses and variables of parts add up to those of a whole batch.
 
-A loss may be a mean over rows, a mean over tokens, or a sum (its kind, see `part_kinds.py`). An
-engine has to know the kind to combine the results of its devices.
-
-Therefore Keras' own step computes a few rows before the first step, first together and then in two
-unequal parts. It runs in a graph without side effects. Audits check whether the combination is
-exact; this module doesn't.
+A model runs on a few rows at once and in two parts. Comparing the results shows, for example,
+whether its loss is a mean over rows or over labels.
 """
 
 from __future__ import annotations
@@ -73,17 +69,7 @@ UNITS = {
 def measure_first(
     engine: Engine, plain: PlainSteps, training: bool, audited: bool, run: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
-    """Return a function like `run` that measures kinds beforehand.
-
-    A kind says how the results of a batch's parts combine.
-
-    - `run`: Keras' train function, or its test function if `training` is False.
-    - `plain`: Keras' own steps on one device.
-    - `audited`: True if steps are audited.
-
-    The measurement uses the first batch, and the engine stores its result. Raises RequestError if
-    the engine can't combine the losses of parts.
-    """
+    """Return a train or test function that measures its first batch before it runs."""
     is_first = True
 
     def run_measured(batches: Any) -> Any:
@@ -101,11 +87,10 @@ def measure_first(
 def measure_batch(
     engine: Engine, plain: PlainSteps, first: Tensors, training: bool, audited: bool
 ) -> None:
-    """Measure the kinds of a batch's results; store them in `engine.kinds`.
+    """Measure how parts of this batch add up, and give the result to the engine.
 
-    A kind says how the results of a batch's parts combine. `first` is the batch. In a group, only
-    the process with the largest share measures. Raises RequestError if the engine can't combine
-    losses of the measured kind.
+    In a group, one process measures for all. Raises RequestError if passes can't have exact
+    weights.
     """
     # audits of the other processes need Keras' own step, so they trace it meanwhile
     model, group = engine.model, engine.group
@@ -140,7 +125,7 @@ def measure_batch(
 
 
 def _warn_of_joined(names: Sequence[str]) -> None:
-    """Warn that Adam would update these tables differently than one device."""
+    """Warn if several devices may read the same rows of a sparse table."""
     # The same is true for other optimizers that square gradients. `names` are tables that several
     # calls of `tf.nn.embedding_lookup_sparse` read. The warning names the first table.
     if names:
@@ -152,7 +137,7 @@ def _warn_of_joined(names: Sequence[str]) -> None:
 
 
 def build_variables(model: Any, data: Tensors, training: bool = True) -> None:
-    """Create the variables of optimizer, losses and metrics, given `data` as (x, y, weight)."""
+    """Create the variables of the optimizer, loss and metrics."""
     # TensorFlow traces a step twice if the step creates variables
     if training and not model.optimizer.built and model.trainable_variables:
         model.optimizer.build(model.trainable_variables)
@@ -168,11 +153,9 @@ def build_variables(model: Any, data: Tensors, training: bool = True) -> None:
 def measure(
     model: Any, step: TracedStep, data: Tensors, training: bool, partial: bool
 ) -> PartKinds:
-    """Measure how the results of two parts of a few rows combine.
+    """Return how parts add up, measured on up to 8 rows.
 
-    - `step`: Keras' own step.
-    - `data`: the batch with these rows.
-    - `partial`: True if each part has its own loss. The loss is then measured, too.
+    `partial` says whether the engine computes the loss in parts; else it needn't be measured.
     """
     if int(count_rows(data)) < 2:
         data = tf.nest.map_structure(_add_row, data)
@@ -193,16 +176,13 @@ def measure(
 
 
 def _add_row(row: Any) -> Any:
-    """Return two rows: the given one, and a copy with halved floats."""
+    """Append a second row, half of the first if it holds floats."""
     # parts can't be measured on a single row
     return None if row is None else tf.concat([row, row / 2 if row.dtype.is_floating else row], 0)
 
 
 class Measured(NamedTuple):
-    """The results of Keras' own step on rows together and in parts.
-
-    Comparing these results shows the kind of a loss or state: a sum, a mean over rows, and so on.
-    """
+    """Results of a step on all rows and on two parts."""
 
     model: Any
     step: TracedStep
@@ -211,7 +191,7 @@ class Measured(NamedTuple):
     sizes: tuple[int, ...]  # rows of each part
 
     def find_added(self) -> list[str]:
-        """Return the kind of each loss that layers add."""
+        """Return how each added loss adds up: "rows", a sum, or "" if unknown."""
         # A loss of 0 reveals nothing: its coefficient may start from 0, or it may not concern these
         # rows. It is measured again with nonzero variables, then with other weights and inputs.
         found = self._read_added(self.results)
@@ -230,7 +210,7 @@ class Measured(NamedTuple):
         return [fitting[0] if fitting else OTHER for fitting in kinds]
 
     def _read_added(self, results: Sequence[StepResult]) -> list[tuple[float, ...]]:
-        """Return each layer's added loss: on all rows, then on each part."""
+        """Return each added loss in all runs."""
         calls = [result.call for result in results if result.call is not None]
         added = [split_losses(self.model, call.losses)[0] for call in calls]
         values = [[float(tf.reduce_sum(loss)) for loss in losses] for losses in added]
@@ -243,7 +223,7 @@ class Measured(NamedTuple):
         return raise_zeros(self.model, self.step)[0], self.every
 
     def _change_weights(self) -> tuple[Values, list[Tensors]]:
-        """Return noisy weights, and the rows with negated inputs."""
+        """Return weights with noise, and rows with negated inputs."""
         # The values of `_raise_zeros` are returned together with the weights.
         values, _ = self._raise_zeros()
         for number, variable in enumerate(self.model.trainable_variables):
@@ -253,12 +233,7 @@ class Measured(NamedTuple):
         return values, [(tf.nest.map_structure(_negate, x), *others) for x, *others in self.every]
 
     def find_states(self) -> dict[int, str]:
-        """Return the kind of each state that the step assigns, by index.
-
-        The kind says how a state's changes on parts of a batch combine. It is OTHER if measurements
-        from two starting values disagree. The index is the state's position in
-        `model.non_trainable_variables`.
-        """
+        """Return how each non-trainable variable adds up, by its index."""
         # a sum that decays looks like a plain sum while it is 0
         variables = self.model.non_trainable_variables
         keys = {
@@ -288,11 +263,7 @@ class Measured(NamedTuple):
         return found
 
     def find_attributes(self) -> dict[str, str]:
-        """Return the kinds of the tensors that a call stores in attributes, by name.
-
-        Tensors with one entry per row are left out. The others are, for example, means over the
-        rows.
-        """
+        """Return how each tensor stored in an attribute adds up, by name."""
         whole, *parts = [
             result.call.attributes for result in self.results if result.call is not None
         ]
@@ -308,7 +279,10 @@ class Measured(NamedTuple):
         return found
 
     def find_loss(self, training: bool) -> str:
-        """Return the kind of the model's loss without the layers' losses; OTHER if none fits."""
+        """Return what the compiled loss is a mean over, or whether it is a sum.
+
+        The result is "" if no kind fits.
+        """
         # The rows may not distinguish all kinds: labels without padding don't show whether padding
         # counts. So the loss is also computed with changed masks, weights and labels.
         calls = [result.call for result in self.results if result.call is not None]
@@ -327,7 +301,7 @@ class Measured(NamedTuple):
     def _find_possible_loss_kinds(
         self, batch: Sequence[Tensors], calls: Sequence[StepCall], training: bool
     ) -> list[str] | None:
-        """Return the loss's possible kinds; None if it can't be computed."""
+        """Return the kinds that fit the losses of this batch, or None if they can't be computed."""
         # None also if the loss isn't finite. A kind is possible if it gives the loss of all rows
         # when applied to the losses of their parts. `batch` is (x, y, outputs, weight). `calls` are
         # the model's calls on all rows, then on each part.
@@ -354,7 +328,7 @@ class Measured(NamedTuple):
 
 
 def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> str:
-    """Return how a state's changes on parts combine, such as SUM."""
+    """Return how a variable's values after parts add up to its value after all rows."""
     # `start` is the state's value before the step. `whole` is the value after a step on all rows,
     # and `parts` are the values after a step on each part. `sizes` are the parts' numbers of rows.
     if whole.dtype.kind not in "iuf":
@@ -373,7 +347,7 @@ def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[i
 def _predict_whole_state(
     before: Any, parts: Sequence[Any], sizes: Sequence[int], near: float
 ) -> dict[str, Any]:
-    """Return what each kind predicts for a state after the whole batch."""
+    """Return the value that each kind predicts for the whole batch."""
     # The value after the whole batch is predicted. `before` is the value before the batch, and
     # `parts` are the values after each part. `sizes` are the parts' numbers of rows.
     changes = [part - before for part in parts]
@@ -387,7 +361,7 @@ def _predict_whole_state(
 
 @contextmanager
 def _without_side_effects(model: Any) -> Iterator[None]:
-    """Return a context that restores variables, losses and random states on exit."""
+    """Context manager that restores variables, generators and added losses."""
     values = [(variable, variable.numpy()) for variable in plain_variables(model)]
     # regularizers that run in a scope see only the scope's weights
     given = [
@@ -405,7 +379,7 @@ def _without_side_effects(model: Any) -> Iterator[None]:
 
 
 def _cut_masked(data: Tensors, start: int, stop: int) -> Tensors:
-    """Return rows `start` to `stop` of the tensors, with their masks."""
+    """Return rows `start` to `stop`, with Keras' masks."""
     cut = cut_rows(data, start, stop)
     for leaf, part in zip(keras.tree.flatten(data), keras.tree.flatten(cut), strict=True):
         mask = getattr(leaf, "_keras_mask", None)
@@ -422,7 +396,7 @@ def _negate(leaf: Any) -> Any:
 
 
 def _list_variants(model: Any, rows: Tensors, call: StepCall) -> Iterator[tuple[Any, ...]]:
-    """Yield a batch unchanged, then with other masks, weights or labels."""
+    """Yield the batch, then copies with other masks, weights or ignored labels."""
     # Each is (x, y, outputs, weight). `call` is the model's call on `rows`. On the unchanged rows,
     # losses of different kinds may have the same value.
     x, y, weight = rows
@@ -438,13 +412,13 @@ def _list_variants(model: Any, rows: Tensors, call: StepCall) -> Iterator[tuple[
 
 
 def _ramp(values: Any) -> Any:
-    """Return a factor from 0.1 to 2 for each row."""
+    """Return factors from 0.1 to 2, one for each row."""
     # The factors' axes broadcast to `values`.
     return np.linspace(0.1, 2.0, len(values)).reshape(-1, *[1] * (len(values.shape) - 1))
 
 
 def _pad_labels(padding: int, y: Any) -> Any:
-    """Return a copy of the labels with some replaced by `padding`."""
+    """Replace a part of the labels by the ignored class."""
     # A different number of labels is replaced in each row.
     # if rows have a single label, every third one is padding
     if y.ndim < 2 or y.shape[-1] < 2:
@@ -454,7 +428,7 @@ def _pad_labels(padding: int, y: Any) -> Any:
 
 
 def _with_other_masks(outputs: Tensors) -> Tensors:
-    """Return the outputs with masks of increasing length."""
+    """Return outputs whose masks differ from row to row."""
     # The masks select 1 time step of row 0, 2 of row 1, and so on.
     changed = take_rows(outputs, len(keras.tree.flatten(outputs)[0]))
     for leaf in keras.tree.flatten(changed):

@@ -1,8 +1,4 @@
-"""Run a user's overridden `train_step` with an engine's step inside.
-
-The engine's step replaces Keras' own step. The user's `train_step` must call
-`super().train_step(data)`. Typically it adds values to the logs.
-"""
+"""Runs a user's `train_step` around the engine's step."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ _inner: ContextVar[Step] = ContextVar("_inner")  # the step that super().train_s
 
 
 class _EngineStep(keras.Model):  # type: ignore[misc]
-    """A base class between the user's classes and `keras.Model`."""
+    """Base class whose `train_step` is the one of the engine."""
 
     # The user's `super().train_step` calls this class's `train_step`, which runs the engine's step.
 
@@ -30,7 +26,7 @@ class _EngineStep(keras.Model):  # type: ignore[misc]
 
 
 def _view(model: Any) -> Any:
-    """Return a view of the model, whose `super().train_step` is the engine's step."""
+    """Return an object with the model's attributes whose `super().train_step` is the engine's."""
     # The user's `train_step` runs on the view. View and model share their attributes, so what the
     # step sets on the view is also set on the model.
     kind = type(model)
@@ -42,18 +38,17 @@ def _view(model: Any) -> Any:
 
 
 class OwnTrainStep:
-    """A user's `train_step` that calls an engine's step.
-
-    Both are in one graph. A call raises RequestError unless the user's `train_step` calls
-    `super().train_step` exactly once. Otherwise the gradients wouldn't be the engine's.
-    """
+    """The user's `train_step`, whose call of `super().train_step` runs the engine's step."""
 
     def __init__(self, model: Any, step: Step) -> None:
         self._model = model
         self._step = step
 
     def __call__(self, data: Tensors) -> Any:
-        """Run the step and return the logs of the model's own `train_step`."""
+        """Train on a batch and return the logs.
+
+        Raises RequestError unless the user's step calls `super().train_step` exactly once.
+        """
         kind = type(self._model)
         calls: list[Tensors] = []
 

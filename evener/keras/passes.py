@@ -1,9 +1,4 @@
-"""Micro-batches (passes) of a device's rows.
-
-Each pass runs the forward and backward computation on some of the rows. Then gradients and states
-are combined. Losses are exact if they are means or sums over rows. The passes are a loop in the
-graph, so memory holds the activations of one pass, and one trace serves any number of passes.
-"""
+"""Gradient-accumulation passes on one device, and the states that a step changes."""
 
 from __future__ import annotations
 
@@ -35,15 +30,7 @@ SEED_STEP = 1 << 20  # seeds reserved for each device, so that no two devices dr
 
 
 class StateUpdate(NamedTuple):
-    """A model state's new value on one device, and its kind.
-
-    The kind says how the values of all devices combine:
-
-    - CHAINED: the last device's value is used.
-    - ADDED: the values are increments, which are added to the state.
-    - AVERAGED: the changes are averaged by rows.
-    - ROWS, SUM, SAME: as measured for this model (see `part_kinds.py`).
-    """
+    """New value of a variable, and how it combines with those of other parts."""
 
     state: Any
     value: Any
@@ -51,14 +38,7 @@ class StateUpdate(NamedTuple):
 
 
 class StepStates:
-    """Determines how the calls of the model in one step change its states.
-
-    `kinds` says how devices' values of the measured states combine. Seeds differ by device, so that
-    no two devices draw the same random numbers.
-
-    Metrics inside layers count the rows of all devices. Without passes, each device continues from
-    the previous device's values. With passes, each device starts from 0, and the counts are added.
-    """
+    """Non-trainable variables and metrics in a step whose batch is computed in parts."""
 
     def __init__(self, model: Any, kinds: PartKinds) -> None:
         self._kinds = kinds_of_states(model, kinds)
@@ -72,10 +52,9 @@ class StepStates:
         self._counted: dict[int, Any] = {}  # values of metrics after the previous devices
 
     def starts(self, device: int, apart: bool = True) -> list[tuple[Any, Any]]:
-        """Return (state, value) for every state, from before a device's call.
+        """Return the value that each variable has when a device begins.
 
-        `device` is the device's index. With `apart`, metrics start from 0 instead of the previous
-        device's values.
+        Random seeds differ between devices. With `apart`, metrics start from 0 on each device.
         """
         starts = []
         for state in self._variables:
@@ -89,7 +68,7 @@ class StepStates:
         return starts
 
     def update(self, state: Any, value: Any) -> StateUpdate:
-        """Return the state's update, given its value after the last pass of one device."""
+        """Return the update of a variable after all passes of a device."""
         if id(state) in self._losses:
             return StateUpdate(state, value, AVERAGED)
         if self._counts(state):
@@ -97,20 +76,19 @@ class StepStates:
         return StateUpdate(state, value, self._kinds[id(state)])
 
     def _counts(self, state: Any) -> bool:
-        """True for a metric's state, except for loss trackers."""
+        """Return whether the variable belongs to a metric other than a loss tracker."""
         # A loss tracker is a metric that tracks a single output's loss.
         return id(state) in self._metrics and id(state) not in self._losses
 
     def after_pass(
         self, state: Any, before: Any, start: Any, new: Any, part: Any, first: Any
     ) -> Any:
-        """Return a state's accumulated value after another pass.
+        """Return the combined value of a variable after one more pass.
 
-        - `before`: the accumulated value before the pass.
-        - `start`: the value from which the pass started.
-        - `new`: the value that the pass assigned.
+        - `before`: combined value after the earlier passes.
+        - `start`, `new`: value at the start and at the end of this pass.
         - `part`: the pass's fraction of the device's rows.
-        - `first`: True for the first pass.
+        - `first`: whether this is the first pass.
         """
         if self._counts(state):
             return tf.where(part > 0, new, before)  # no metric counts a filler row
@@ -122,7 +100,7 @@ class StepStates:
         return before + (new - start) * tf.cast(main_part(kind, part), new.dtype)
 
     def restarts_each_pass(self, state: Any) -> bool:
-        """True if every pass starts from the state's value before the step."""
+        """Return whether each pass starts from the value before the step."""
         if id(state) in self._metrics:
             return id(state) in self._losses
         return self._kinds[id(state)] != CHAINED
@@ -130,12 +108,7 @@ class StepStates:
     def collect_updates(
         self, scope: Any, starts: Sequence[tuple[Any, Any]], size: Any
     ) -> list[StateUpdate]:
-        """Return the updates of the states from a call on a device's rows.
-
-        - `scope`: has the values that the call assigned.
-        - `starts`: the states with their values before the call.
-        - `size`: number of rows; 0 if the call was on a filler row, which metrics don't count.
-        """
+        """Return the updates of variables that a call in `scope` has assigned."""
         found = []
         for state, begin in starts:
             new = scope.get_current_value(state)
@@ -150,11 +123,9 @@ class StepStates:
 
 
 def assign_updates(calls: Sequence[tuple[Any, Sequence[StateUpdate]]]) -> None:
-    """Combine the devices' updates of each state, and assign the results.
+    """Assign the combined values of several devices.
 
-    `calls` has a pair for each device's call: its fraction of the rows, and its updates. The kind
-    of an update says how it is combined (see `StateUpdate`). A SAME state gets the first call's
-    value.
+    `calls` are pairs of a device's fraction of the batch and its updates.
     """
     found: dict[int, list[tuple[Any, StateUpdate]]] = {}
     for part, updates in calls:
@@ -174,27 +145,17 @@ def assign_updates(calls: Sequence[tuple[Any, Sequence[StateUpdate]]]) -> None:
 
 
 def adds_up(kind: str) -> bool:
-    """True for ROWS and SUM: all devices contribute to such a state's change."""
+    """Return whether the parts' changes are added, possibly with weights."""
     return kind in (ROWS, SUM)
 
 
 def change(update: StateUpdate, start: Any, part: Any) -> Any:
-    """Return one device's contribution to a state's change, for kinds that `adds_up` accepts.
-
-    `start` is the state's value before the step. `part` is the device's fraction of the rows.
-    """
+    """Return a part's contribution to the change of a variable."""
     return (update.value - start) * tf.cast(main_part(update.kind, part), start.dtype)
 
 
 def kinds_of_states(model: Any, found: PartKinds) -> dict[int, str]:
-    """Return how several devices' values of each state combine, by state id.
-
-    - Measured states have the kinds in `found`.
-    - Other floating-point states are averaged by rows.
-    - Other states are assumed to be the same on all devices.
-    - A random generator gets the last device's state. In `draws_alike`, its state is the same on
-      all devices.
-    """
+    """Return how each non-trainable variable adds up, by id."""
     kinds, drawn = {}, SAME if are_alike.get() else CHAINED
     for place, state in enumerate(model.non_trainable_variables):
         unknown = ROWS if tf.as_dtype(state.dtype).is_floating else SAME
@@ -203,12 +164,12 @@ def kinds_of_states(model: Any, found: PartKinds) -> dict[int, str]:
 
 
 def is_seed(state: Any) -> bool:
-    """True if the variable is the state of a Keras random number generator."""
+    """Return whether the variable is the state of a Keras SeedGenerator."""
     return bool(state.name == SEED_NAME)
 
 
 class PassSums(NamedTuple):
-    """The combined result of the passes on one device's rows."""
+    """Combined results of a device's passes."""
 
     outputs: Tensors  # for all rows
     loss: Any  # contribution of these rows to the batch's mean
@@ -218,13 +179,9 @@ class PassSums(NamedTuple):
 
 
 class DevicePasses:
-    """Runs the passes of the device with index `number` in this process.
+    """Computes a device's rows in passes, as a loop in a TensorFlow graph.
 
-    - `data`: the device's (x, y, weight).
-    - `size`: number of its rows without filler rows.
-    - `rows`: number of rows in the whole batch.
-    - `found`: how losses and states of passes combine.
-    - `variables`: the model's plain variables, which are reset before each pass.
+    `number` is the device's place, `size` its row count and `rows` that of the whole batch.
     """
 
     def __init__(
@@ -252,10 +209,7 @@ class DevicePasses:
         self._reached: list[int] = []  # indices of the trainable weights with a gradient
 
     def run(self, passes: Any) -> PassSums:
-        """Run `passes` passes of nearly equal size one after another, and return their sums.
-
-        A device without rows runs one pass on a filler row, which doesn't count.
-        """
+        """Run the passes and return their combined results."""
         with tf.device(HOST):
             passes, first = tf.maximum(passes, 1), tf.zeros([], tf.int64)
             slots = tf.cast(passes, tf.int32)
@@ -305,7 +259,7 @@ class DevicePasses:
         return PassSums(joined, total, gradients, self._updates(values))
 
     def _run_pass(self, start: Any, stop: Any, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Run one pass on the device's rows from `start` to `stop`."""
+        """Compute the loss and gradients of rows `start` to `stop`."""
         # Return the outputs, the contribution to the loss, the gradients and the states' new
         # values. This function is traced once. `values` are the states' values after the previous
         # passes.
@@ -342,7 +296,7 @@ class DevicePasses:
             )
 
     def _begin(self, values: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """Return each state with its value at the start of a pass."""
+        """Return the value that each variable has at the start of a pass."""
         # `values` are the states' values after the previous pass.
         pairs = zip(self._starts, values, strict=True)
         return [
@@ -353,7 +307,7 @@ class DevicePasses:
     def _states_after_pass(
         self, start: Any, count: Any, values: Sequence[Any], states: Sequence[Any], scope: Any
     ) -> list[Any]:
-        """Return the states' values after a pass."""
+        """Return the variables' combined values after a pass."""
         # The pass has `count` rows and begins at row `start`. `values` are the states' values after
         # the previous passes. `states` has pairs of a state and the value from which this pass
         # started. `scope` has the values that this pass assigned.

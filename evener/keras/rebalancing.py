@@ -1,9 +1,4 @@
-"""`Split(rebalance=True)` in Keras: shares adapt to compute times.
-
-A process's compute time (own work) is measured in the step's graph, and sent with the all-reduce of
-the gradients. All processes therefore know the same times after the same step, and make the same
-decision. The new shares apply to the next batch.
-"""
+"""Measures each process's work in a step, and changes shares while the model trains."""
 
 from __future__ import annotations
 
@@ -22,7 +17,7 @@ from ..training.rebalance import Rebalancer, name_devices
 
 
 class ChangingCut(Cut):
-    """A cut of batches among devices whose shares may change during training."""
+    """Division of batches whose shares can change without tracing again."""
 
     # the shares are variables, so a traced step uses their current values
 
@@ -33,10 +28,7 @@ class ChangingCut(Cut):
             self._most = tf.Variable(tf.constant(micros or shares, tf.int64), trainable=False)
 
     def change(self, shares: Sequence[int], micros: Sequence[int] = ()) -> None:
-        """Cut batches according to these shares from the next step on.
-
-        `micros` are the maximum rows per pass. They are ignored if the cut began without passes.
-        """
+        """Use these shares from the next step on; `micros` are the largest passes in rows."""
         # the traced step of such a cut has no passes
         self.weights = tuple(shares)
         self.total = sum(shares)
@@ -45,19 +37,12 @@ class ChangingCut(Cut):
         self._most.assign(tf.constant(micros or shares, tf.int64))
 
     def passes(self, device: int, rows: Any) -> Any:
-        """Return the number of passes that a device needs for `rows` rows.
-
-        `device` is the device's index. `rows` and the result are int64 scalar tensors.
-        """
+        """Return how many passes `rows` rows need on a device."""
         with tf.device("CPU:0"):
             return -(-rows // self._most[device])
 
     def bounds(self, rows: Any) -> list[Any]:
-        """Return the boundaries of the devices' rows in a batch of `rows` rows.
-
-        For a tensor, the result has tensors that the graph computes from its current shares. For an
-        int, the result has ints.
-        """
+        """Return the first row of each device, then the row count."""
         if isinstance(rows, int):
             return super().bounds(rows)
         total = self._edges[-1]
@@ -75,7 +60,7 @@ HOST = "CPU:0"
 
 
 class GroupStep(NamedTuple):
-    """The measured times of one step of the group, in seconds."""
+    """Times of one step in a group of processes, in seconds."""
 
     number: int
     rows: int  # rows of the whole batch
@@ -84,11 +69,7 @@ class GroupStep(NamedTuple):
 
 
 class WorkTimes:
-    """Records the times of a group's last KEPT_STEPS steps.
-
-    The times are recorded in the graph of the step. `rank` is this process's rank, and `size` the
-    number of processes.
-    """
+    """Keeps the times of the latest 25 steps of all processes."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -98,7 +79,7 @@ class WorkTimes:
             self._kept = tf.Variable(tf.zeros([KEPT_STEPS, 2 + size], tf.float64), trainable=False)
 
     def now(self, tensors: Sequence[Any]) -> Any:
-        """Return the Unix time at which these tensors are ready, as a tensor."""
+        """Return the Unix time at which all of `tensors` have been computed."""
         with tf.control_dependencies(tensors):
             # on the tensor's device, which computes in order
             last = tf.reshape(tensors[-1], [-1])[:1]
@@ -106,20 +87,12 @@ class WorkTimes:
             return tf.timestamp()
 
     def spread(self, own_work_s: Any, kind: Any) -> Any:
-        """Return a vector with this process's value at its rank, and 0 elsewhere.
-
-        `kind` is its type.
-        """
+        """Return a vector with this process's value at its rank and 0 elsewhere."""
         # summed over the processes, the vector has the values of all of them
         return tf.one_hot(self._rank, self._size, tf.cast(own_work_s, kind), dtype=kind)
 
     def note(self, rows: Any, own_works: Any, met_s: Any) -> None:
-        """Record a step of `rows` rows, by operations of the graph.
-
-        - `own_works`: all processes' compute times, in seconds.
-        - `met_s`: seconds from this process's last gradient until all sums over the processes
-          arrived.
-        """
+        """Store a step's row count and times, in seconds."""
         with tf.device(HOST):
             own = tf.stack([tf.cast(rows, tf.float64), met_s])
             row = tf.concat([own, tf.cast(own_works, tf.float64)], 0)
@@ -128,7 +101,7 @@ class WorkTimes:
             self._count.assign_add(1)
 
     def read(self) -> list[GroupStep]:
-        """Return the last steps, up to KEPT_STEPS, oldest first."""
+        """Return the stored steps, oldest first."""
         count = int(self._count.numpy())
         kept = self._kept.numpy().tolist()
         steps = []
@@ -143,11 +116,7 @@ FEWEST_STEPS = 3  # minimum number of steps with full batches in a window
 
 
 class GroupRebalancer:
-    """Changes the cut of a group's batches according to the processes' compute times.
-
-    `shares` are the plan's shares in rank order, or empty without a plan. `rank` is this process's
-    rank; rank 0 prints changes.
-    """
+    """Moves rows between processes according to their measured work times."""
 
     def __init__(self, cut: ChangingCut, shares: Sequence[Share], rank: int) -> None:
         curves = read_curves(shares) if shares else proportional_curves(cut.weights)
@@ -159,10 +128,9 @@ class GroupRebalancer:
         self._next = 0  # the first step of the next window
 
     def after_steps(self, steps: int, times: WorkTimes) -> None:
-        """Count `steps` more trained steps, and change the shares if that is worthwhile.
+        """Change the shares if the latest steps show that others are faster.
 
-        `times` has measured these steps. Every process must call this after the same steps, so that
-        all make the same change.
+        All processes see the same times, so they make the same change.
         """
         self._steps += steps
         if self._steps < WINDOW_STEPS:

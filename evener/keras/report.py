@@ -1,4 +1,4 @@
-"""`Report`: a callback that sends the samples/s of a `fit` to the monitor."""
+"""Keras callback that reports a training run to evener's monitor and to the logs."""
 
 from __future__ import annotations
 
@@ -21,17 +21,13 @@ from .tf_devices import driver_name
 
 
 class Report(keras.callbacks.Callback):  # type: ignore[misc]
-    """Reports the samples/s of a split's devices to the monitor after every step.
+    """Callback that reports speed and step times to evener's monitor.
 
-    For a model that trains without a split, pass `rows`, the number of rows per step. In a group of
-    processes, the first one reports for all. If a dataset doesn't tell how many rows a step has,
-    the split's global batch is assumed. If that isn't known either, nothing is reported.
+    - `split`: the Split that built the model.
+    - `rows`: rows of a step, for a model without a split.
+    - `log`: add the metrics to the logs of each epoch, for callbacks such as TensorBoard.
 
-    With `log`, the shares, the samples/s and their ratio to the plan's are added to the `logs` at
-    the end of each epoch. The callbacks of TensorBoard, W&B and MLflow read these logs, so they
-    must come after this callback.
-
-    Raises RequestError without a split and without `rows`.
+    Raises RequestError if neither `split` nor `rows` is given.
     """
 
     def __init__(self, split: Split | None = None, *, rows: int = 0, log: bool = False) -> None:
@@ -49,14 +45,11 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         self._counted = 0  # rows of this epoch
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Reset the row count and the step clock at the beginning of an epoch."""
+        """Start counting the epoch's rows."""
         self._counted, self._ended = 0, 0.0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Report the steps since the last call.
-
-        Keras calls this once per execution, which may have several steps.
-        """
+        """Report the rows of the latest step or steps."""
         if self._is_another_rank():
             return
         counted = self._count_rows(batch + 1)
@@ -77,17 +70,17 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         self._counted = counted
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Add shares and samples/s to the logs, if `log` is set."""
+        """Add evener's metrics to the epoch's logs, if `log` is True."""
         # Later callbacks read the logs.
         if self._log and logs is not None and not self._is_another_rank():
             logs.update(metrics())
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Remove this training from the monitor."""
+        """Close the report."""
         self._reporter.close()
 
     def _is_another_rank(self) -> bool:
-        """True if another process of the group reports for this one."""
+        """Return whether another process reports for this one."""
         # The first process of a group reports for all.
         split = self._split
         return split is not None and split.group is not None and split.group.rank > 0
@@ -113,14 +106,14 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return measured, hooks.engine.device_times() if self._devices() else ()
 
     def _whole(self) -> StepSums:
-        """Return the durations of the steps' parts, summed over all steps."""
+        """Return the total times spent in each part of the steps, in seconds."""
         # The sums are empty before the model has the hooks of a split. A part of a step is, for
         # example, the wait for input.
         hooks = getattr(self.model.fit, "hooks", None) if self.model is not None else None
         return StepSums() if hooks is None else hooks.times.sums.whole
 
     def _promised(self) -> float:
-        """Return the plan's samples/s; 0 unless its global batch is the split's."""
+        """Return the plan's samples/s for this batch size; 0 if there are none."""
         split = self._split
         if split is None or split.plan is None:
             return 0.0
@@ -129,7 +122,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return plan.throughput.samples_per_second if same else 0.0
 
     def _count_rows(self, steps: int) -> int:
-        """Return how many rows an epoch's first steps have; 0 if unknown."""
+        """Return the rows in this many steps of the epoch; 0 if unknown."""
         hooks = getattr(self.model.fit, "hooks", None)
         own = self._split.global_batch if self._split is not None else self._rows
         batch = getattr(hooks, "batch", None) or own or 0
@@ -137,7 +130,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return steps * batch if samples is None else min(steps * batch, samples)
 
     def _devices(self) -> Any:
-        """Return the devices in the order of the split's shares."""
+        """Return the devices that train, or () without a split."""
         # () also if a group trains without a plan
         split = self._split
         if split is None:

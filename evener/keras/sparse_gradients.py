@@ -1,14 +1,4 @@
-"""Sparse gradients, such as the gradient of an embedding table.
-
-A sparse gradient consists of slices, one for each use of a table row. Keras' optimizers square and
-clip each slice separately. If the slices were summed first, the model would learn something else.
-On one device, nothing sums them before the optimizer. Therefore passes and processes only
-concatenate them.
-
-There is one exception. `tf.nn.embedding_lookup_sparse`, by which Keras also multiplies a sparse
-input, reads each table row once, so on one device the gradient has one slice per row. The slices of
-such a gradient are merged after they were concatenated.
-"""
+"""Sparse gradients (`tf.IndexedSlices`) of embeddings, in passes and sums over processes."""
 
 from __future__ import annotations
 
@@ -31,11 +21,7 @@ WITHOUT_REPEATS = (  # operations whose indices occur once
 
 
 def has_each_row_once(gradient: Any) -> bool:
-    """True if each table row certainly has at most one slice.
-
-    `gradient` is a sparse gradient in a graph. Its indices have to come from an operation that
-    yields each index once.
-    """
+    """Return whether a sparse gradient has at most one slice for each row."""
     return (
         isinstance(gradient, tf.IndexedSlices)
         and _find_source(gradient.indices).type in WITHOUT_REPEATS
@@ -43,11 +29,7 @@ def has_each_row_once(gradient: Any) -> bool:
 
 
 def joins_look_ups(gradient: Any) -> bool:
-    """True if a sparse gradient joins several look-ups, some without repeats.
-
-    A look-up without repeats reads each table row once. The joined slices can't be merged, because
-    on one device the slices of different look-ups stay apart. `gradient` is a tensor of a graph.
-    """
+    """Return whether the gradient joins several lookups, each with unique rows."""
     return isinstance(gradient, tf.IndexedSlices) and _joins_look_ups(gradient.indices)
 
 
@@ -62,7 +44,7 @@ def _joins_look_ups(indices: Any) -> bool:
 
 
 def _find_source(indices: Any) -> Any:
-    """Return the operation of the graph that computed these indices."""
+    """Return the operation that computes the indices."""
     made = indices.op
     while made.type in SAME_VALUES:
         made = made.inputs[0].op
@@ -70,10 +52,7 @@ def _find_source(indices: Any) -> Any:
 
 
 def merge_slices(gradients: Sequence[Any], places: Sequence[int]) -> list[Any]:
-    """Sum the slices of each table row in the sparse gradients at `places`.
-
-    Return all gradients.
-    """
+    """Add up slices of the same row in the sparse gradients at `places`."""
     return [
         _merge(gradient) if place in places and isinstance(gradient, tf.IndexedSlices) else gradient
         for place, gradient in enumerate(gradients)
@@ -87,10 +66,7 @@ def _merge(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def without_filler(gradient: Any, rows: Any) -> Any:
-    """Return the gradient without slices that come from a filler row.
-
-    If `rows` is 0, all slices of a sparse gradient come from the filler row.
-    """
+    """Remove all slices of a sparse gradient if the device has no rows."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     count = tf.where(rows > 0, tf.shape(gradient.indices, tf.int64)[0], 0)
@@ -98,10 +74,7 @@ def without_filler(gradient: Any, rows: Any) -> Any:
 
 
 def spec_of(tensor: Any) -> Any:
-    """Return the spec (type and shape) to trace a tensor or gradient with.
-
-    A sparse gradient may have any number of slices.
-    """
+    """Return the spec of a tensor or of a sparse gradient with any number of slices."""
     if not isinstance(tensor, tf.IndexedSlices):
         return tf.TensorSpec(tensor.shape, tensor.dtype)
     shape = tf.TensorShape([None, *tensor.values.shape[1:]])
@@ -111,11 +84,7 @@ def spec_of(tensor: Any) -> Any:
 
 
 def fill_gradients(model: Any, group: Any, gradients: Sequence[Any]) -> list[Any]:
-    """Return an eager step's gradients, with zeros for weights that only other processes used.
-
-    A gradient becomes dense if it is dense in any process. Every process of `group` must call this
-    (a collective).
-    """
+    """Replace a missing gradient by zeros if another process has one."""
     # Python code may choose weights by a process's own rows. Without the zeros, processes would sum
     # tensors of different lengths and wait for each other forever.
     sparse = [float(isinstance(each, tf.IndexedSlices)) for each in gradients]
@@ -138,18 +107,14 @@ def fill_gradients(model: Any, group: Any, gradients: Sequence[Any]) -> list[Any
 
 
 class PassGradient:
-    """A weight's gradient, accumulated over the passes of a loop in a graph.
-
-    Dense gradients are summed, and the slices of sparse gradients are collected. `of_one_pass` is
-    the gradient of a single pass.
-    """
+    """Accumulates one weight's gradient over passes; sparse ones are concatenated."""
 
     def __init__(self, weight: Any, of_one_pass: Any) -> None:
         self._weight = weight
         self._one = of_one_pass
 
     def begin(self, slots: Any) -> Any:
-        """Return the value of the loop variable before the first of `slots` passes."""
+        """Return the initial value for `slots` passes."""
         if not isinstance(self._one, tf.IndexedSlices):
             return tf.zeros_like(self._weight)
         return [
@@ -160,10 +125,7 @@ class PassGradient:
         ]
 
     def add(self, before: Any, gradient: Any, slot: Any) -> Any:
-        """Return the loop variable's value after pass number `slot`; `before` is its value before.
-
-        `gradient` is the gradient of the pass.
-        """
+        """Return the value after another pass."""
         if not isinstance(gradient, tf.IndexedSlices):
             summed = before + gradient
             summed.set_shape(before.shape)  # unknown if an axis of length 1 meets an open one
@@ -172,7 +134,7 @@ class PassGradient:
         return [array.write(slot, leaf) for array, leaf in zip(before, leaves, strict=True)]
 
     def finish(self, after: Any) -> Any:
-        """Return the gradient over all passes; `after` is the loop variable's last value."""
+        """Return the accumulated gradient."""
         if not isinstance(self._one, tf.IndexedSlices):
             return after
         values, indices = (array.concat() for array in after)
@@ -180,13 +142,7 @@ class PassGradient:
 
 
 class SharedSlices:
-    """The slices of a group's sparse gradients, prepared for an all-reduce.
-
-    The slices of all processes have to be concatenated, but an all-reduce can only add. Therefore
-    each process makes tensors with room for the slices of all processes (`own`). The tensors
-    contain the process's own slices, and are 0 elsewhere. Every process must create this object at
-    the same point of the step (a collective).
-    """
+    """Exchanges sparse gradients between processes by sums of padded tensors."""
 
     def __init__(self, group: Any, gradients: Sequence[tf.IndexedSlices]) -> None:
         self._gradients = gradients
@@ -206,10 +162,7 @@ class SharedSlices:
             self._totals.append(total)
 
     def join(self, sums: Sequence[Any]) -> list[tf.IndexedSlices]:
-        """Return the group's gradients, with the slices in the order of the processes.
-
-        `sums` are the tensors in `own`, summed over the processes.
-        """
+        """Return the gradients with the slices of all processes."""
         pairs = zip(sums[::2], sums[1::2], strict=True)
         return [
             tf.IndexedSlices(values[:total], indices[:total], gradient.dense_shape)
@@ -220,11 +173,7 @@ class SharedSlices:
 
 
 class SharedGradients:
-    """A process's dense and sparse gradients, to be summed over its group.
-
-    - `gradients`: for each trainable weight, its gradient or None.
-    - `values`: for each gradient, the dense gradient or the slices of the sparse one.
-    """
+    """Exchanges dense and sparse gradients between processes."""
 
     def __init__(self, gradients: Sequence[Any]) -> None:
         self._count = len(gradients)
@@ -240,13 +189,13 @@ class SharedGradients:
         self._slices: Any = None
 
     def prepare(self, group: Any) -> list[Any]:
-        """Return the tensors that the group has to sum (a collective)."""
+        """Return the tensors to sum over all processes."""
         # dense gradients from the last layer to the first, as the backward pass computes them
         self._slices = SharedSlices(group, list(self._sparse.values()))
         return [*self._slices.own, *reversed(self._dense.values())]
 
     def join(self, sums: Sequence[Any]) -> list[Any]:
-        """Return the whole batch's gradients; `sums` are the tensors from `prepare`, summed."""
+        """Return the summed gradients in their original order; None stays None."""
         end = len(self._slices.own)
         joined = self._slices.join(sums[:end])
         whole = dict(zip(self._sparse, joined, strict=True))

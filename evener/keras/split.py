@@ -1,7 +1,4 @@
-"""`Split` makes a Keras model train on several devices.
-
-Its arguments are a plan, or `gpus` (or `devices`) with `ratios`.
-"""
+"""`Split`: train a Keras model with each batch divided unequally among devices."""
 
 from __future__ import annotations
 
@@ -38,25 +35,21 @@ ONE_PROCESS = (
 
 
 class Split:
-    """Divides the training of a Keras model among several devices.
+    """Divides the batches of Keras models among devices.
 
-    Create the Split before the model, then pass the model to `build` or `model`.
+    - `plan`: a Plan or its file; None takes the one of `evener launch`.
+    - `gpus`: number of GPUs, or their indices, instead of a plan.
+    - `devices`: TensorFlow device names, such as "GPU:0", instead of a plan.
+    - `ratios`: relative shares of `gpus` or `devices`; equal by default.
+    - `global_batch`: rows of a training step; by default the plan's.
+    - `engine`: "towers" (one process), "multiworker" (a process for each device) or "auto".
+    - `strict`: raise an error instead of a warning, for example if the plan is for another
+      model.
+    - `rebalance`: change the shares during training; only with "multiworker".
+    - `noise`: not available in Keras.
 
-    - `Split("plan.toml")` reads devices and shares from a plan. `Split()` uses the plan of `evener
-      launch`.
-    - `gpus` and `ratios` mean the same as in Keras's former `multi_gpu_model`: `Split(gpus=2)`,
-      `Split(gpus=[0, 1], ratios=[768, 560])`.
-    - `devices` are TensorFlow's device names, instead of `gpus`.
-    - `global_batch` is the number of samples per step. The default is the plan's.
-    - `engine` is one of ENGINES. "auto" chooses multiworker if TF_CONFIG names several processes,
-      and otherwise towers.
-    - With `strict`, differences between the plan and this training raise PlanError instead of
-      issuing a SplitWarning.
-    - With `rebalance`, the shares of a group of processes follow each process's compute time (own
-      work) during training.
-    - `noise` is refused, because only PyTorch's ranks measure a noise scale.
-
-    Raises PlanError, RequestError or DeviceError if the devices can't train as requested.
+    Raises RequestError if the arguments don't fit each other, PlanError if the plan doesn't fit,
+    and DeviceError if a device is missing.
     """
 
     def __init__(
@@ -96,7 +89,7 @@ class Split:
             self._warn_of_engine(self.plan.layout.engine)
 
     def _check_processes(self) -> None:
-        """Raise an error unless the devices and the number of processes fit."""
+        """Raise an error if the group's size differs, or if a device is missing."""
         if self.engine == "multiworker" and len(self.devices) != self.required_group.size:
             raise RequestError(
                 f"TF_CONFIG names {self.required_group.size} processes, the split"
@@ -107,7 +100,10 @@ class Split:
             tf_devices.check_present(self.devices)
 
     def _make_changing_cut(self, rebalance: bool) -> ChangingCut | None:
-        """Return a cut that adapts to compute times; None without `rebalance`."""
+        """Return the cut for changing shares, or None if they don't change.
+
+        Raises RequestError if they can't change with this engine.
+        """
         if self.engine == "multiworker":
             check_options({"rebalance": rebalance}, self.required_group)
         # a single device has nothing to divide
@@ -142,34 +138,24 @@ class Split:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """The number of samples of a full global batch for each computing device.
-
-        Without a global batch, these are the ratios as whole numbers.
-        """
+        """Rows of each device in a step, or the ratios if there is no global batch."""
         return self.cut.sizes(self.global_batch) if self.global_batch else self.cut.weights
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return the scope in which to create the model and its optimizer.
-
-        It is the scope of the first device or, in a group of processes, an empty one.
-        """
+        """Return a context manager in which to create the model."""
         return nullcontext() if self.group else tf.device(self.devices[0])
 
     def build(self, make_model: Callable[[], Any] | keras.Model) -> Any:
-        """Create a model, and make it train on the split's devices.
-
-        `make_model` is a function that returns a compiled model. It is called in the context of
-        `scope()`. A compiled model may be given instead.
-        """
+        """Return a model, or the result of a function that makes one, attached to this split."""
         if isinstance(make_model, keras.Model) or not callable(make_model):
             return self.model(make_model)
         with self.scope():
             return self.model(make_model())
 
     def model(self, model: Any) -> Any:
-        """Make this model train, evaluate and predict on the split's devices, and return it.
+        """Make `fit` and `evaluate` of this compiled model use the split; return the model.
 
-        Saving and loading the model work as before.
+        Raises PlanError, or warns, if the plan was made for another model.
         """
         check_model(model)
         self._check_against_plan(model)
@@ -189,19 +175,15 @@ class Split:
         seed: int = 0,
         lengths: Any = None,
     ) -> Any:
-        """Return a dataset of global batches of these arrays.
+        """Return a dataset whose batches the split can divide.
 
-        - Each epoch contains every sample once. Its last batch may be shorter.
-        - `x` may also be a tf.data.Dataset of single samples, or of batches of any size. Its order
-          is kept.
-        - `sample_weight` and `class_weight` mean the same as in Keras' `fit`.
-        - `batch_size` is the split's global batch by default.
-        - With `shuffle`, the order differs by epoch and depends on `seed`. It is the same in all
-          processes of a group.
-        - `lengths` are the numbers of tokens in the padded rows. With them, each tower gets rows of
-          similar length, cut to its longest row.
+        - `x`: arrays, or a `tf.data.Dataset` that already has its labels and weights.
+        - `batch_size`: rows in a batch; by default the global batch.
+        - `shuffle`: use another order in each epoch, from `seed`.
+        - `lengths`: token count of each row. Rows are then assigned so that devices finish
+          together, and padding is cut off.
 
-        Raises RequestError if there is no batch size, or if these arguments can't be combined.
+        Raises RequestError if the arguments don't fit each other.
         """
         size = batch_size or self.global_batch
         if size is None:
@@ -239,7 +221,10 @@ class Split:
         return x if batch_rows(x) == size else x.rebatch(size)
 
     def _assign_rows(self, arrays: ArrayBatches, x: Any, lengths: Any) -> Any:
-        """Return global batches whose rows are assigned to devices by length."""
+        """Return a dataset with rows assigned to devices by their token counts.
+
+        Raises RequestError if the engine can't do that.
+        """
         # `arrays` are the batches of x and its labels. `lengths` are the rows' numbers of tokens.
         # with engine solo, there is nothing to assign
         if self.engine not in ("solo", "towers") or self.cut.in_passes:
@@ -262,7 +247,7 @@ class Split:
 
     @property
     def required_group(self) -> Group:
-        """The group of processes of engine multiworker; raises RequestError if there is none."""
+        """The group of processes. Raises RequestError if this is a single process."""
         if self.group is None:
             raise RequestError(
                 "engine='multiworker' needs a process for each device.",
@@ -271,7 +256,7 @@ class Split:
         return self.group
 
     def _make_engine(self, model: Any) -> Engine:
-        """Return an engine of the chosen kind for this model."""
+        """Return the engine for a model."""
         if self.engine == "solo":
             return Solo(model, self.devices, self.cut)
         if self.engine == "towers":
@@ -295,7 +280,7 @@ class Split:
         ratios: Sequence[float] | None,
         global_batch: int | None,
     ) -> tuple[tuple[str, ...], Cut, int | None]:
-        """Return the computing devices, the batch's cut and the global batch."""
+        """Return the devices, the division of batches and the global batch."""
         # The global batch is None if neither the plan nor the caller specifies it.
         if self.plan is None:
             chosen = (
@@ -309,7 +294,7 @@ class Split:
     def _divide_by_plan(
         self, plan: Plan, global_batch: int | None
     ) -> tuple[tuple[str, ...], Cut, int]:
-        """Return the devices, the cut and the global batch of a plan."""
+        """Return the plan's devices, division of batches and global batch."""
         active = plan.layout.active
         size = plan.layout.global_batch
         if global_batch is not None:
@@ -326,7 +311,7 @@ class Split:
         return tuple(share.device for share in self.rank_shares), cut, size
 
     def _check_against_plan(self, model: Any) -> None:
-        """Warn about each difference from the plan; with `strict`, raise PlanError."""
+        """Warn, or raise PlanError if strict, if the plan was made for other conditions."""
         plan = self.plan
         if plan is None:
             return
@@ -357,7 +342,7 @@ class Split:
 
 
 def _warn_of_limits(plan: Plan) -> None:
-    """Warn if the plan was measured with device limits."""
+    """Warn if devices had limits when the plan was measured."""
     # A limit is, for example, the memory in `gpu:0@24GiB`.
     # this training has no such limits, so another split may be faster
     limited = ", ".join(
@@ -383,7 +368,7 @@ def _check_arguments(engine: str, noise: bool) -> None:
 
 
 def _read_plan(plan: Any, gpus: object, devices: object, ratios: object) -> Plan | None:
-    """Return the given plan, or the plan from `evener launch`."""
+    """Return the plan. Raises RequestError unless exactly one source of devices is given."""
     # Return None if devices are given instead.
     if not isinstance(plan, Plan) and gpus is None and devices is None:
         plan = launched_plan(plan)
@@ -402,7 +387,7 @@ def _read_plan(plan: Any, gpus: object, devices: object, ratios: object) -> Plan
 def _choose_engine(
     asked: str, plan: Plan | None, group: Group | None, is_whole: bool
 ) -> tuple[str, str]:
-    """Return the engine's name, and why it was chosen."""
+    """Return the name of the engine, and the reason for it."""
     # `asked` is the requested engine. `is_whole` is True if one device computes each batch in one
     # pass.
     if asked != "auto":
@@ -417,14 +402,17 @@ def _choose_engine(
 
 
 def _cut_in_passes(shares: list[int], micros: list[int]) -> Cut:
-    """Return the cut by these shares and rows per pass."""
+    """Return a division of batches in which devices may compute their shares in passes."""
     # `micros` has the maximum rows per pass of each device.
     # without passes if each share is a single one
     return Cut(shares, micros=() if micros == shares else micros)
 
 
 def _cut_by_ratios(devices: Sequence[str], ratios: Sequence[float] | None) -> Cut:
-    """Return a cut of batches in proportion to `ratios`, by default equal."""
+    """Return a division of batches by ratios.
+
+    Raises RequestError if there isn't one positive ratio for each device.
+    """
     # Each device's rows are rounded down, and the last device gets the rest.
     chosen = [1.0] * len(devices) if ratios is None else list(ratios)
     if len(chosen) != len(devices):

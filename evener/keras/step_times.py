@@ -1,9 +1,4 @@
-"""Measure the parts of a `fit`'s steps.
-
-The thread that calls Keras' train function measures them. A step waits for input until its rows are
-available; the step's graph records that time. The time between two calls counts as callbacks.
-Validation and files are counted separately. evener's own checks aren't counted.
-"""
+"""Times of Keras' training steps: waiting for input, computing, and in between."""
 
 from __future__ import annotations
 
@@ -28,7 +23,7 @@ Steps = Callable[[Any], Any]  # Keras' train function, which takes an iterator o
 
 
 class FitStep(NamedTuple):
-    """The durations of a step's parts, in seconds per step."""
+    """Times of one training step, in seconds."""
 
     input_s: float  # 0 if Keras runs several steps in one call
     work_s: float  # from the arrival of the rows until the call returns
@@ -36,12 +31,12 @@ class FitStep(NamedTuple):
 
     @property
     def whole_s(self) -> float:
-        """The duration of the step in seconds, including input and the time between steps."""
+        """Duration of the step, in seconds."""
         return self.input_s + self.work_s + self.between_s
 
 
 class StepTimes:
-    """Measures the durations of the steps of a model's `fit` calls."""
+    """Measures the steps of `fit`, leaving out warm-up, validation and saving."""
 
     def __init__(self) -> None:
         self.sums = RunningSums()
@@ -55,7 +50,7 @@ class StepTimes:
         self._apart: dict[str, float] = {}  # seconds spent since the last step's end, by activity
 
     def note_rows(self, data: Any) -> None:
-        """Record, by an op in the step's graph, when the step's rows `data` are available."""
+        """Record in the step's graph when its rows are available."""
         self._notes = True
         every = tf.nest.flatten(data, expand_composites=True)
         leaves = [leaf for leaf in every if leaf is not None]
@@ -63,15 +58,12 @@ class StepTimes:
             self._ready.assign(tf.timestamp())
 
     def begin(self) -> None:
-        """Start the clock for a `fit`; the time before its first step doesn't count."""
+        """Start a new `fit`, with warm-up steps."""
         self._left_out = WARM_STEPS
         self._ended_s = 0.0
 
     def around_call(self, run: Steps) -> Steps:
-        """Return a function that records the current time and then calls `run`.
-
-        `run` is Keras' train function together with evener's checks before it.
-        """
+        """Wrap the train function to record when Keras calls it."""
         # so these checks don't count as callbacks
 
         def run_called(batches: Any) -> Any:
@@ -81,10 +73,7 @@ class StepTimes:
         return run_called
 
     def around_steps(self, run: Steps, steps: Callable[[], int]) -> Steps:
-        """Return a function that calls `run`, Keras' train function, and measures its duration.
-
-        `steps` returns the number of steps per call.
-        """
+        """Wrap the train function to measure its steps; `steps()` is their number in a call."""
 
         def run_timed(batches: Any) -> Any:
             began_s = time.time()
@@ -96,10 +85,7 @@ class StepTimes:
 
     @contextmanager
     def apart(self, name: str) -> Iterator[None]:
-        """Count a `with` block's duration as `name` instead of as callbacks.
-
-        `name` is "validation" or "files".
-        """
+        """Context manager for "validation" or "files", which don't count as part of a step."""
         began_s = time.time()
         try:
             yield
@@ -132,15 +118,12 @@ class StepTimes:
         self.sums.add(astuple(step), whole_s)
 
     def read_input_s(self) -> float | None:
-        """Return how many seconds all counted steps together waited for input.
-
-        Return None if the steps don't record this, for example with XLA.
-        """
+        """Return the total time spent waiting for input, in seconds; None if it isn't measured."""
         # nor with passes in engine multiworker
         return self.sums.whole.input_s if self._notes else None
 
     def medians(self) -> FitStep:
-        """Return the medians of the last steps' parts; zeros if there are no steps."""
+        """Return the medians of the latest steps; zeros before the first."""
         if not self.kept:
             return FitStep(0.0, 0.0, 0.0)
         return FitStep(*(median(each) for each in zip(*self.kept, strict=True)))

@@ -1,11 +1,4 @@
-"""A step that continues if memory runs out in one of its passes.
-
-The step has two graphs. The first runs the passes. The second sums over the processes and updates
-the weights.
-
-If memory runs out in the first graph, the states are restored, and the graph runs again with more
-passes. Meanwhile, the other processes wait in the all-reduces of the second graph.
-"""
+"""A training step in passes that is retried with smaller ones after running out of memory."""
 
 from __future__ import annotations
 
@@ -29,11 +22,10 @@ TOO_LONG = "larger than max"  # gRPC reports messages that are too long as Resou
 
 
 class SurvivingStep:
-    """Replaces Keras' train function, for the engine `Workers` with passes.
+    """Training step in which a process computes its rows in passes, and retries failed ones.
 
-    - `limit`: the maximum rows per pass, which is reduced when memory runs out. None in a probe,
-      where a step fails if memory runs out.
-    - `report_retry`: called with a report of each retry.
+    `limit` counts retries; with None, an error is raised at once. `report_retry` is called for each
+    retry.
     """
 
     def __init__(
@@ -52,9 +44,9 @@ class SurvivingStep:
         self._reached: list[int] = []  # indices of the trainable weights with a gradient
 
     def __call__(self, batches: Any) -> Any:
-        """Train on the next batch and return its logs.
+        """Train on the next batch and return the logs.
 
-        Raises DeviceError if memory runs out while the weights are updated.
+        Raises DeviceError if memory runs out in the weight update, or with the smallest passes.
         """
         data = next(iter(batches))
         self._trace_graphs(getattr(batches, "element_spec", None), data)
@@ -77,7 +69,7 @@ class SurvivingStep:
             ) from None
 
     def _run_with_retries(self, data: Tensors, before: list[Any]) -> Any:
-        """Run the passes, in smaller ones if memory runs out."""
+        """Run the passes; if memory runs out, restore the states and use smaller passes."""
         # `before` has the states' values before the step, which are restored for a retry.
         cut, rank, limit = self._engine.cut, self._engine.group.rank, self._limit
         size = cut.sizes(int(data.rows if isinstance(data, OwnRows) else count_rows(data)))[rank]
@@ -106,7 +98,7 @@ class SurvivingStep:
         self._report_retry(Retreat(limit.step, rows, smaller, time.monotonic() - began, 0))
 
     def _trace_graphs(self, spec: Any, data: Tensors) -> None:
-        """Trace both graphs for batches of the type `spec`."""
+        """Trace the graphs for this type of batch."""
         # They may already be traced for that type. If `spec` is None, the type of the batch `data`
         # is used, with any number of rows.
         spec = tf.nest.map_structure(open_rows, data) if spec is None else spec
@@ -126,10 +118,7 @@ class SurvivingStep:
         self._spec = spec
 
     def as_one(self, data: Tensors) -> dict[str, Any]:
-        """Run the whole step in the graph being traced, instead of in two.
-
-        In a single graph, the step fails if memory runs out.
-        """
+        """Run the step within a graph that is being traced, without retries."""
         self._states = list_states(self._engine.model)
         before = [tf.convert_to_tensor(state) for state in self._states]
         own = self._engine.own_rows(data)
@@ -173,10 +162,7 @@ class SurvivingStep:
 
 
 def list_states(model: Any) -> list[Any]:
-    """Return the variables that the model's call or its loss may assign, without duplicates.
-
-    Trainable weights aren't included, because passes don't change them.
-    """
+    """Return the variables that a training step may change, other than weights."""
     every = [
         *model.non_trainable_variables,
         *model.metrics_variables,
@@ -186,7 +172,7 @@ def list_states(model: Any) -> list[Any]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if TensorFlow, or a library that it calls, ran out of memory."""
+    """Return whether TensorFlow's error means that memory ran out."""
     if isinstance(error, tf.errors.ResourceExhaustedError):
         return TOO_LONG not in str(error)
     return isinstance(
@@ -195,7 +181,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def describe_memory(device: str) -> str:
-    """Return, as text, how much device memory the training holds."""
+    """Return how much memory the training holds, as text."""
     if not device.startswith("GPU"):
         return "the memory of this machine's CPU"
     held = tf.config.experimental.get_memory_info(device)

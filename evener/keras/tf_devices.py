@@ -1,4 +1,4 @@
-"""TensorFlow's names for the devices of a plan and of `Split`'s arguments."""
+"""TensorFlow's names of devices: of a plan, of the driver, and of the user."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ import tensorflow as tf
 
 
 def name_plan_devices(plan: Plan) -> tuple[str, ...]:
-    """Return TensorFlow's name for each device that computes in the plan.
+    """Return TensorFlow's names of the plan's devices.
 
-    GPUs are named like "GPU:0". For CPU slices, the CPU is divided into logical devices like
-    "CPU:1".
+    If they aren't all GPUs, logical CPUs are created. Raises DeviceError if a GPU isn't visible.
     """
     active = plan.layout.active
     if all(share.on_gpu for share in active):
@@ -30,10 +29,9 @@ def name_plan_devices(plan: Plan) -> tuple[str, ...]:
 
 
 def name_gpus(gpus: int | Sequence[int]) -> tuple[str, ...]:
-    """Return the names of these GPUs.
+    """Return the names of GPUs, such as "GPU:0", from a number or a list of indices.
 
-    `gpus` is a number of GPUs (the first ones) or a list of GPU numbers, as in `multi_gpu_model`.
-    Raises RequestError if it names no GPU.
+    Raises RequestError if there are none.
     """
     numbers = list(range(gpus)) if isinstance(gpus, int) else list(gpus)
     if not numbers or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
@@ -44,9 +42,9 @@ def name_gpus(gpus: int | Sequence[int]) -> tuple[str, ...]:
 
 
 def name_devices(devices: Sequence[str]) -> tuple[str, ...]:
-    """Return device names such as "/device:CPU:1" and "gpu:2" in short form: "CPU:1", "GPU:2".
+    """Return TensorFlow's short names of the devices, such as "GPU:0".
 
-    Raises RequestError unless `devices` is a non-empty sequence of strings.
+    Raises RequestError if `devices` isn't a list of names.
     """
     if (
         isinstance(devices, str)
@@ -60,7 +58,7 @@ def name_devices(devices: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_present(names: Sequence[str]) -> None:
-    """Raise DeviceError if TensorFlow doesn't see a device, RequestError if a name is repeated."""
+    """Raise DeviceError if TensorFlow lacks a device, RequestError if one is named twice."""
     if len(set(names)) != len(names):
         raise RequestError(f"{', '.join(names)} names a device twice.", "Name each device once.")
     present = [short_name(device.name) for device in tf.config.list_logical_devices()]
@@ -80,10 +78,7 @@ def check_present(names: Sequence[str]) -> None:
 
 
 def compare_gpus(names: Sequence[str], plan: Plan) -> list[str]:
-    """Return a message for each GPU whose product name differs from the plan's.
-
-    `names` are TensorFlow's names for the plan's devices.
-    """
+    """Return a sentence for each GPU that is another product than in the plan."""
     gpus = {
         short_name(gpu.name).removeprefix("physical_device:"): gpu
         for gpu in tf.config.list_physical_devices("GPU")
@@ -101,16 +96,12 @@ def compare_gpus(names: Sequence[str], plan: Plan) -> list[str]:
 
 
 def short_name(name: str) -> str:
-    """Return the short form of a device name, such as "GPU:1" for "/job:worker/device:GPU:1"."""
+    """Return, for example, "GPU:0" for "/job:localhost/device:GPU:0"."""
     return name.rpartition("/")[2].removeprefix("device:").removeprefix("DEVICE:")
 
 
 def driver_name(name: str) -> str | int:
-    """Return the number or UUID by which the monitor identifies TensorFlow's device `name`.
-
-    A GPU is identified by its entry in CUDA_VISIBLE_DEVICES, if that is set. A CPU is identified by
-    its name in lower case.
-    """
+    """Return the driver's index or UUID of a GPU, or "cpu:0" for "CPU:0"."""
     kind, _, number = name.partition(":")
     if kind != "GPU":
         return name.lower()
@@ -120,10 +111,9 @@ def driver_name(name: str) -> str | int:
 
 
 def make_logical_cpus(count: int) -> None:
-    """Divide TensorFlow's CPU into `count` logical devices.
+    """Divide TensorFlow's CPU into `count` logical devices, unless it is divided already.
 
-    Does nothing if `count` is below 2 or the CPU is already divided. Raises DeviceError if
-    TensorFlow has already started.
+    Raises DeviceError if TensorFlow has started.
     """
     (cpu, *_) = tf.config.list_physical_devices("CPU")
     if count < 2 or tf.config.get_logical_device_configuration(cpu):
@@ -140,13 +130,13 @@ def make_logical_cpus(count: int) -> None:
 
 
 def _visible_gpus() -> list[str] | None:
-    """Return CUDA_VISIBLE_DEVICES' entries in order; None if it isn't set."""
+    """Return the entries of CUDA_VISIBLE_DEVICES, or None if it isn't set."""
     text = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if text is None else [entry.strip() for entry in text.split(",") if entry.strip()]
 
 
 def _index_among_visible(share: Share, visible: list[str] | None) -> int:
-    """Return the index of a plan's GPU among TensorFlow's visible GPUs."""
+    """Return TensorFlow's index of the share's GPU. Raises DeviceError if it isn't visible."""
     # The index is the GPU's position among the visible GPUs. `visible` has the entries of
     # CUDA_VISIBLE_DEVICES; None if all GPUs are visible.
     if visible is None:

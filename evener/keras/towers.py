@@ -1,13 +1,4 @@
-"""The engine `towers`: one process and one graph for all devices.
-
-Each device runs the model on its own rows, with a copy of the weights (a tower). The first device
-gets all outputs, and computes the loss and the metrics of the whole batch. Each device then gets
-the loss's gradient for its outputs, and computes gradients of the weights, which are summed.
-
-Therefore losses, masks, sample weights, clipping and gradient accumulation are the same as on one
-device. Only layers that combine the rows of a batch (BatchNormalization) see just their device's
-rows.
-"""
+"""Engine for several devices in one process, which computes the loss on the whole batch."""
 
 from __future__ import annotations
 
@@ -42,7 +33,7 @@ from .sparse_gradients import merge_slices
 
 
 class Tower(NamedTuple):
-    """The result of a call of the model on one device's rows."""
+    """Forward pass of one device's rows."""
 
     outputs: Tensors
     losses: list[Any]  # losses from activity regularizers and add_loss
@@ -54,10 +45,7 @@ class Tower(NamedTuple):
     attributes: Leaves  # tensors that the call stored in attributes
 
     def heads(self) -> list[Any]:
-        """Return the tensors that a loss may use, without duplicates.
-
-        They are the floating-point outputs, logits and attributes, and the layers' losses.
-        """
+        """Return the tensors from which gradients flow back into this device."""
         logits = [logits_of(leaf) for leaf in keras.tree.flatten(self.outputs)]
         every = [
             *_floats(self.outputs),
@@ -69,30 +57,31 @@ class Tower(NamedTuple):
 
 
 class Towers(OneProcess):
-    """The engine that divides the rows of a batch among several local devices."""
+    """Engine in which one process runs the model on several devices.
+
+    Each device computes the outputs of its rows. The loss is computed from all outputs on the first
+    device, unless passes are used.
+    """
 
     name = "towers"
 
     def check_model(self) -> None:
-        """Raise RequestError if no engine can split the model."""
+        """Raise RequestError if the model isn't compiled or has stateful layers."""
         check_step(self.model)
 
     def check_step(self) -> None:
-        """Raise RequestError if towers can't train the model.
-
-        Also warn if batch normalization will see only the rows of one device.
-        """
+        """Raise RequestError if the model can't train on several devices in one process."""
         check_towers(self.model)
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
-        """Train like `keras.Model.train_step`, with the rows divided among the devices."""
+        """Train on a batch and return the logs."""
         assigned, (x, y, weight) = _open(data)
         if self.cut.in_passes:
             return self._train_in_passes(x, y, weight)
         return self.train_on_pieces(self.pieces(x, assigned), count_rows(x), x, y, weight, assigned)
 
     def _train_in_passes(self, x: Any, y: Any, weight: Any) -> dict[str, Any]:
-        """Train on a batch in passes, and return the logs."""
+        """Train on a batch whose rows each device computes in passes."""
         # each pass has its own loss: the whole batch's outputs aren't known before its backward
         # pass
         model, rows = self.model, count_rows(x)
@@ -125,11 +114,9 @@ class Towers(OneProcess):
         weight: Any,
         assigned: AssignedArrays | None = None,
     ) -> dict[str, Any]:
-        """Train on a batch divided among the devices, and return the logs.
+        """Train on each device's inputs and return the logs.
 
-        - `pieces`: for each device, its rows of x, and the number of them that aren't filler rows.
-        - `rows`: number of rows of the batch (x, y, weight).
-        - `assigned`: how rows were assigned by length; None if they weren't.
+        `pieces` are the inputs and row counts; `rows`, `x`, `y` and `weight` are the whole batch.
         """
         model, left = self.model, CallTensors(self.model)
         towers = self._run(pieces, rows, True, left)
@@ -145,7 +132,7 @@ class Towers(OneProcess):
             return update_metrics(model, loss, rows, x, y, outputs, weight)
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
-        """Evaluate like `keras.Model.test_step`, with the rows divided among the devices."""
+        """Evaluate a batch and return the logs."""
         assigned, (x, y, weight) = _open(data)
         rows, left = count_rows(x), CallTensors(self.model)
         towers = self._run(self.pieces(x, assigned), rows, False, left)
@@ -156,9 +143,9 @@ class Towers(OneProcess):
             return update_metrics(self.model, loss, rows, x, y, outputs, weight)
 
     def predict_step(self, data: Tensors) -> Tensors:
-        """Return the model's outputs for the whole batch, in its order.
+        """Return the outputs of a batch.
 
-        Raises RequestError for rows that were assigned by length, because their order is lost.
+        Raises RequestError if its rows are assigned by length.
         """
         assigned, (x, _, _) = _open(data)
         if assigned is not None:
@@ -175,10 +162,7 @@ class Towers(OneProcess):
     def pieces(
         self, x: Tensors, assigned: AssignedArrays | None = None
     ) -> list[tuple[Tensors, Any]]:
-        """Return each device's rows of x, and their number without filler rows.
-
-        `assigned` says how rows were assigned by length; None if they weren't.
-        """
+        """Return each device's inputs and row count."""
         # cut on the host, so that only a device's own rows are sent to it
         if assigned is not None:
             return cut_pieces(x, assigned)
@@ -215,7 +199,7 @@ class Towers(OneProcess):
         states: StepStates,
         starts: list[Any],
     ) -> Tower:
-        """Run the model on one device's rows, and return the result."""
+        """Compute one device's rows."""
         # `part` has these rows, and `size` is their number without filler rows. `rows` is the
         # number of rows of the whole batch. `starts` has the states with their values before the
         # call.
@@ -233,7 +217,7 @@ class Towers(OneProcess):
     def _join_attributes(
         self, towers: Sequence[Tower], x: Tensors, assigned: AssignedArrays | None, training: bool
     ) -> Leaves:
-        """Return the tensors that all towers stored in attributes, joined by rows."""
+        """Join the tensors that the devices' calls have stored in attributes."""
         # The rows are in the order of x.
         every = [tower.attributes for tower in towers]
         sizes, parts = [tower.size for tower in towers], [tower.part for tower in towers]
@@ -244,7 +228,7 @@ class Towers(OneProcess):
     def _whole_loss(
         self, x: Any, y: Any, outputs: Any, weight: Any, towers: list[Tower], training: bool
     ) -> Any:
-        """Return the model's loss on the whole batch."""
+        """Return the loss of the whole batch."""
         # It includes the losses that layers added. `outputs` are the joined outputs of all towers.
         model, found = self.model, self.kinds[training]
         added = [
@@ -261,7 +245,7 @@ class Towers(OneProcess):
         )
 
     def _apply(self, gradients: Sequence[Any]) -> None:
-        """Update the weights with the whole batch's gradients."""
+        """Update the weights."""
         apply_gradients(self.model, merge_slices(gradients, self.kinds[True].merged))
 
     def _gradients(self, tape: Any, scaled: Any, towers: list[Tower]) -> list[Any]:
@@ -283,7 +267,7 @@ class Towers(OneProcess):
 
 
 def _open(data: Tensors) -> tuple[AssignedArrays | None, tuple[Any, Any, Any]]:
-    """Return a batch as (assigned, (x, y, weight))."""
+    """Return the batch if its rows are assigned by length, and (x, y, weight)."""
     # None unless rows are assigned by length
     assigned = data if isinstance(data, AssignedArrays) else None
     return assigned, keras.utils.unpack_x_y_sample_weight(
@@ -292,7 +276,10 @@ def _open(data: Tensors) -> tuple[AssignedArrays | None, tuple[Any, Any, Any]]:
 
 
 def _join_outputs(towers: Sequence[Tower], x: Tensors, assigned: AssignedArrays | None) -> Tensors:
-    """Return the outputs of the whole batch, in the order of x."""
+    """Concatenate the devices' outputs, padded if rows are assigned by length.
+
+    Raises RequestError if padding would count in losses that layers add.
+    """
     # the layers' losses would count padding
     if assigned is None:
         return join_rows([tower.outputs for tower in towers])
@@ -313,7 +300,7 @@ def _floats(outputs: Tensors) -> list[Any]:
 
 
 def _sum(gradients: Sequence[Any]) -> Any:
-    """Return the sum of the gradients that aren't None, or None."""
+    """Add up gradients, None left out; return None if there is none."""
     # sparse gradients are concatenated, as in TensorFlow
     present = [gradient for gradient in gradients if gradient is not None]
     if not present:

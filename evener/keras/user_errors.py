@@ -1,4 +1,4 @@
-"""One-line descriptions of errors that a user's program raises in a step."""
+"""Finds the user's line and the essential message in an error from Keras or TensorFlow."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def find_users_line(error: BaseException) -> str:
-    """Return the last line of user code in an error's traceback.
+    """Return the last line of the user's code in a traceback, such as " (train.py, line 12)".
 
-    It is like ` (train.py, line 3)`; "" if the traceback has no user code.
+    The result is "" if there is none.
     """
     own = str(Path(__file__).parents[1])
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
@@ -26,10 +26,7 @@ PLACES = re.compile(
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of a Keras or TensorFlow error that says what is wrong.
-
-    Return the error's class if all lines only name a location.
-    """
+    """Return the first line of an error message that says what is wrong."""
     plain = re.sub(r"\x1b\[\d+m| ?\[Op:.*|\{\{.*?\}\} ?", "", str(error))
     lines = [re.sub(r"^\(\d+\) [A-Z_]+:", "", line.strip()).strip() for line in plain.splitlines()]
     own_lines = [line for line in lines if line and not PLACES.search(line)]
