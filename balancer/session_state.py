@@ -260,7 +260,8 @@ def plan_rivals(
         found.setdefault(evidence.kind, []).append(evidence)
     evens, splits = found.get("equal_shares", []), found.get("other_shares", [])
     if plan.layout.traits.alone:
-        split = max([*evens, *splits], key=_speed, default=None)
+        # a split whose gain is too uncertain to compare comes last, as in the verdict
+        split = max([*evens, *splits], key=_rank_split, default=None)
     else:
         split = evens[0] if evens else None
     single = find_single(plan)
@@ -272,6 +273,10 @@ def plan_rivals(
         *(_plan_rival(plan, each, labels) for each in shown),
         *_sum([throughput_interval(each.throughput) for each in solos.values()]),
     )
+
+
+def _rank_split(evidence: Evidence) -> tuple[bool, float]:
+    return evidence.gain is not None, _speed(evidence)
 
 
 def find_single(plan: Plan) -> Evidence | None:

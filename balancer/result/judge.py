@@ -132,7 +132,7 @@ def judge(record: JournalContents, report: SearchReport, end: SearchEnd) -> Verd
         stopped=cast(StopCode, end.end.code),
         stopped_detail=end.end.detail,
         failed=sum(isinstance(one, Failed) for one in seen),
-        sum_loss=_find_sum_loss(report, limits) if known else None,
+        sum_loss=_find_sum_loss(report, rivals, limits) if known else None,
         unequal_devices=measurements.find_unequal_devices(seen, devices),
         limits=limits,
     )
@@ -445,14 +445,16 @@ def _is_surely_slower(split: ComparedLayout) -> bool:
 NEARLY = 0.9  # fraction of the sum of all devices alone: anything less is explained
 
 
-def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> SumLoss | None:
+def _find_sum_loss(
+    report: SearchReport, rivals: Sequence[ComparedLayout], limits: Sequence[TrainingLimit]
+) -> SumLoss | None:
     """Find out why the plan is clearly slower than the sum of all devices alone.
 
     None if it reaches 90 % of the sum, if input or busy CPU cores limit it, or if rates are
     missing.
     """
     chosen = report.chosen
-    alone = [compared.throughput.value for compared in list_alone(report)]
+    alone = list(map(_rate, _list_compared_alone(report, rivals)))
     if not chosen.layout.traits.together or not chosen.layout.by_rows:
         return None
     if len(alone) < len(report.solos) or not is_known(chosen.throughput):
@@ -468,6 +470,31 @@ def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> Sum
     return SumLoss(
         _find_cause_of_lost_time(lost, (apart or 0.0) - ideal, sync or 0.0), part, lost, apart, sync
     )
+
+
+def _list_compared_alone(
+    report: SearchReport, rivals: Sequence[ComparedLayout]
+) -> list[ComparedLayout]:
+    """Return one measurement of each device alone, as in the result's column "alone".
+
+    Measurements with the plan's batch come first, then those of the race, then the fastest.
+    """
+    raced = {one.layout: one for one in _list_singles(rivals)}
+    single = choose_single(report, rivals)
+    if single is not None:
+        raced.setdefault(single.layout, single)
+    found: dict[tuple[int, ...], ComparedLayout] = {}
+    batch = report.chosen.layout.global_batch
+
+    def prefer(one: ComparedLayout) -> tuple[bool, bool, float]:
+        return one.layout.global_batch == batch, one.layout in raced, _rate(one)
+
+    alone = (raced.get(one.layout, one) for one in list_alone(report))
+    for one in (*raced.values(), *alone):
+        best = found.get(one.layout.active)
+        if best is None or prefer(one) > prefer(best):
+            found[one.layout.active] = one
+    return list(found.values())
 
 
 def _find_cause_of_lost_time(
