@@ -1,5 +1,5 @@
-"""Finds and samples the devices of this machine, and assigns them to child processes.
+"""Devices to train on: requests for them, their discovery, and their readings.
 
-`types` defines the terms, and `discover` shows how a request is resolved. The sources in `nvidia`,
-`cpu` and `simulated` sample the devices.
+`types` defines the data, and `discover` resolves a request. The sources in `nvidia`, `cpu`,
+`simulated` and `cluster` read the devices.
 """

@@ -1,7 +1,6 @@
-"""CPU slices as devices: disjoint sets of cores, each with an equal part of the free memory.
+"""The CPU as a set of devices:
 
-A child process is confined to the cores, threads and memory of its slices. The monitor shows the
-load of the cores, and the temperature and clock of the processor.
+its cores in equal slices, their readings, and the settings of processes on them.
 """
 
 from __future__ import annotations
@@ -42,10 +41,11 @@ MEMORY_STEP = 256 << 20
 
 
 def slices(count: int | None = None) -> tuple[Device, ...]:
-    """Return the CPU cut into `count` equal slices.
+    """Cut the CPU into `count` slices of equal size, by default two.
 
-    If `count` is None, return two slices, or one if the machine has a single logical CPU. Raises
-    RequestError if `count` is below 1 or above the number of logical CPUs.
+    If there is only one logical CPU, the default is one slice. Only cores that this process may use
+    are divided. The slices share 80 % of the free memory equally, each size rounded down to a
+    multiple of 256 MiB. Raises `RequestError` if the CPU can't be cut into that many slices.
     """
     if count is not None and count < 1:
         raise RequestError(f"The CPU can't be cut into {count} slices.", "Ask for cpu/1 or more.")
@@ -60,24 +60,21 @@ def slices(count: int | None = None) -> tuple[Device, ...]:
 
 
 def available_memory_bytes() -> int:
-    """Return the free memory of the machine or of the container, whichever is less, in bytes."""
+    """Return the free memory in bytes, as the kernel or a container's limit allows."""
     free: int = psutil.virtual_memory().available
     left = container_memory_bytes()
     return free if left is None else max(0, min(free, left))
 
 
 def machine_memory_bytes() -> int:
-    """Return the total memory of this machine in bytes."""
+    """Return the machine's installed memory in bytes."""
     total: int = psutil.virtual_memory().total
     return total
 
 
 @cache
 def product_name() -> str:
-    """Return the processor's product name without trademark signs and filler words.
-
-    Return "CPU" if the name is unknown.
-    """
+    """Return the processor's short model name, or "CPU" if it is unknown."""
     with suppress(OSError):
         found = re.search(
             r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
@@ -96,9 +93,10 @@ CPUS = Path("/sys/devices/system/cpu")
 
 
 class CpuSource:
-    """A source that samples CPU slices.
+    """Source of readings for CPU slices.
 
-    Memory readings are for the whole machine, because slices share its memory.
+    A slice's utilization is the mean over its logical CPUs. Memory and temperature are those of the
+    whole machine. Temperature and clocks are read every 5 seconds.
     """
 
     def __init__(
@@ -115,14 +113,11 @@ class CpuSource:
         self._clocks: dict[str, tuple[Reading, Reading]] = {}
 
     def devices(self) -> tuple[Device, ...]:
-        """The slices that this source samples, in order."""
+        """Return the CPU slices."""
         return self._devices
 
     def sample(self) -> Snapshot:
-        """Return a snapshot of all slices.
-
-        Temperature and clocks are read only every `SLOW_PERIOD_SECONDS`.
-        """
+        """Read all slices and the host."""
         started = self._builder.begin()
         host = self._builder.meter.read()
         if started >= self._slow_due:
@@ -133,7 +128,7 @@ class CpuSource:
         return self._builder.snapshot(samples, self._notes, host=host)
 
     def close(self) -> None:
-        """Do nothing, because this source holds nothing open."""
+        """Do nothing: no resource is held."""
 
     def _sample(self, device: Device, host: HostSample) -> DeviceSample:
         by_cpu = self._builder.meter.by_cpu
@@ -152,10 +147,7 @@ class CpuSource:
 
 
 def read_heat() -> tuple[Reading, Reading]:
-    """Return the temperature of the processor's hottest sensor, and its throttling limit, in °C.
-
-    Without a sensor, both are unsupported readings.
-    """
+    """Return the processor's temperature and its limit, in °C, from its hottest sensor."""
     sensors: dict[str, list[Any]] = {}
     with suppress(OSError, AttributeError, RuntimeError):
         sensors = psutil.sensors_temperatures()
@@ -167,10 +159,7 @@ def read_heat() -> tuple[Reading, Reading]:
 
 
 def read_clock(cores: Sequence[int]) -> tuple[Reading, Reading]:
-    """Return the first core's current and highest clock in MHz.
-
-    A clock that the kernel doesn't report is an unsupported reading.
-    """
+    """Return the current and the highest clock of the first of these cores, in MHz."""
     found: list[Reading] = []
     for name in ("scaling_cur_freq", "cpuinfo_max_freq"):
         reading = UNSUPPORTED
@@ -191,11 +180,7 @@ STEADY_MALLOC = {
 
 
 class CpuSlices(Backend):
-    """The backend for CPU slices.
-
-    A limit on compute, in percent, is enforced by the child process itself: it busy-waits before
-    each step.
-    """
+    """Backend of CPU slices, which are requested as `cpu`, `cpu/N` or `cpu/N:I`."""
 
     kind = "cpu"
     own_memory = False
@@ -203,10 +188,10 @@ class CpuSlices(Backend):
     tensorflow_name = "CPU"
 
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-        """Return the slices that the terms name, with a note about unused cores.
+        """Cut the CPU and return the requested slices. A note reports unused logical CPUs.
 
-        No environment variable hides slices. Raises RequestError if the terms cut the CPU into
-        different numbers of slices.
+        Raises `RequestError` if the terms ask for different numbers of slices or for a slice that
+        doesn't exist.
         """
         counts = {term.slices for term in terms}
         if len(counts) > 1:
@@ -225,9 +210,9 @@ class CpuSlices(Backend):
         return Discovery(tuple(chosen), (note,) if spare else ())
 
     def write_term(self, device_id: str) -> str:
-        """Return the term that names a plan's slice in `--devices`, such as cpu/2:0 for cpu-0-of-2.
+        """Return the request term of a slice, such as `cpu/2:0` for `cpu-0-of-2`.
 
-        Raises PlanError if `device_id` isn't the id of a slice.
+        Raises `PlanError` if the id isn't a slice's.
         """
         found = re.fullmatch(r"cpu-(\d+)-of-(\d+)", device_id)
         if not found:
@@ -237,14 +222,18 @@ class CpuSlices(Backend):
         return f"cpu/{found[2]}:{found[1]}"
 
     def open_source(self, discovery: Discovery) -> Source:
-        """Return a source that samples these slices from /proc and /sys."""
+        """Open a source of readings of the discovered slices."""
         return CpuSource(discovery.devices, notes=discovery.notes)
 
     def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
-        """Return the environment of a child process that uses only these slices.
+        """Return the settings of a process that trains on these slices:
 
-        The child gets the slices' logical CPUs, one thread per physical core, and a memory limit.
-        The limit is the sum of the slices' memory. How it is enforced depends on `framework`.
+        variables, cores, memory, threads.
+
+        There is one thread per physical core. Memory limits are added up. TensorFlow gets the total
+        by environment variables, PyTorch as `memory_bytes`. For TensorFlow, oneDNN is turned off if
+        the user set a memory limit, because with oneDNN a step beyond the limit kills the process
+        instead of raising an error.
         """
         cores = tuple(sorted(core for device in devices for core in device.cores))
         threads = max(1, len(core_groups(cores)))

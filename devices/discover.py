@@ -1,8 +1,4 @@
-"""Finds the devices that `--devices` names, and opens the source that samples them.
-
-`find_others` reports devices that other programs use. What is measured while such a program runs
-may no longer hold once it has ended.
-"""
+"""Find the devices of a request, open their readings, and check what other programs do on them."""
 
 from __future__ import annotations
 
@@ -28,17 +24,12 @@ def discover(
     environ: Mapping[str, str] | None = None,
     ray_address: str = "",
 ) -> Discovery:
-    """Return the devices that `--devices SPEC` names, in the order of `spec`.
+    """Find the devices that a request such as `gpu:0,1` or `ray:HOST/gpu:0` asks for.
 
-    If `only_visible`, the terms `auto` and `gpu` select only devices that CUDA_VISIBLE_DEVICES or
-    another maker's variable allows. On a cluster, they select only devices that Ray reserves for
-    this process. A GPU that is named explicitly is used regardless. `environ` replaces this
-    process's environment.
-
-    Raises RequestError if the spec is malformed, names a device twice or names one that doesn't
-    exist. Raises DeviceError if GPUs were requested and the driver fails, or if the Ray cluster at
-    `ray_address` can't be used. The default for `ray_address` is RAY_ADDRESS or, without it, this
-    machine's cluster.
+    With `only_visible`, environment variables such as CUDA_VISIBLE_DEVICES are obeyed, read from
+    `environ` or else from this process. `ray_address` is the address of the Ray cluster for `ray`
+    requests. Raises `RequestError` for an invalid request, a device that is named twice, or a
+    memory limit above a device's memory.
     """
     terms = parse_request(spec)
     variables: Mapping[str, str] = {}
@@ -59,7 +50,7 @@ def discover(
 
 
 def _check_limit(device: Device) -> None:
-    """Raise RequestError if a device's memory limit exceeds its total memory."""
+    """Raise `RequestError` if a device's memory limit exceeds its memory."""
     wanted = device.limit.memory_bytes
     there = _all_memory(device)
     if wanted is not None and there is not None and wanted > there:
@@ -71,7 +62,7 @@ def _check_limit(device: Device) -> None:
 
 
 def _all_memory(device: Device) -> int | None:
-    """Return the device's or machine's memory in bytes; None if unknown."""
+    """Return a device's total memory in bytes, or None if it isn't known."""
     if not device.on_cpu:
         return device.memory_bytes
     if device.host:
@@ -83,10 +74,7 @@ def _all_memory(device: Device) -> int | None:
 
 
 def open_source(discovery: Discovery) -> Source:
-    """Return a source that samples these devices; the caller must close it.
-
-    Raises DeviceError if the driver has gone since the devices were found.
-    """
+    """Open a source of readings of the discovered devices. The caller must close it."""
     backend = find_backend(discovery.devices[0].kind)
     if discovery.devices[0].host and not backend.simulated:
         from .cluster.discovery import ClusterSource
@@ -108,11 +96,12 @@ SETTLE_READS = 3
 
 
 def find_others(devices: Sequence[Device]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return messages about full devices, and about devices that other programs use now.
+    """Check whether other programs fill the memory of these devices or keep them busy.
 
-    A device is full if its free memory is below a threshold. The threshold is 5 % of the device's
-    memory, but at least 600 MiB and at most 2 GiB. It is never more than a training process may
-    use. Call this before starting child processes, because they would count as other programs.
+    Returns two tuples of messages: about devices with too little free memory to measure on, and
+    about busy devices. Call this before starting processes of your own, which would count as other
+    programs. If a device is full, it is read again after a moment, because a driver takes a while
+    to free the memory of an ended process.
     """
     opened = [(device, find_backend(device.kind).open_vitals(device)) for device in devices]
     readers = [(device, reader) for device, reader in opened if reader]
@@ -128,7 +117,7 @@ def find_others(devices: Sequence[Device]) -> tuple[tuple[str, ...], tuple[str, 
 
 
 def _busy_note(device: Device, seen: Vitals) -> str:
-    """Return a warning if other programs use the device, else ""."""
+    """Return a message if other programs keep the device busy for 20 % of the time, else ""."""
     if seen.busy_percent is None or seen.busy_percent < BUSY_PERCENT:
         return ""
     pids = _name_pids(seen)
@@ -141,7 +130,7 @@ def _busy_note(device: Device, seen: Vitals) -> str:
 
 
 def _full_note(device: Device, seen: Vitals) -> str:
-    """Return a warning if the device lacks free memory, else ""."""
+    """Return a message if the device has too little free memory to measure on, else ""."""
     total = device.memory_bytes
     if total is None or seen.used_bytes is None:
         return ""
@@ -160,6 +149,6 @@ def _full_note(device: Device, seen: Vitals) -> str:
 
 
 def _name_pids(seen: Vitals) -> str:
-    """Return the first few process IDs as text, or ""."""
+    """Return up to three process ids as text, followed by "..." if there are more."""
     pids = [str(pid) for pid in seen.processes]
     return ", ".join([*pids[:MOST_NAMED], *(["..."] if len(pids) > MOST_NAMED else [])])

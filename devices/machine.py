@@ -42,10 +42,9 @@ Curve = Annotated[Points, Meta(min_length=2)]
 
 
 class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The time per step for synchronizing that computation doesn't hide, in ms.
+    """Time of gradient synchronization:
 
-    Within a host, it is `base_ms`, plus `per_device_ms` for each device after the first. With
-    several hosts, `network_ms` is added once, and `per_host_ms` for each host after the first.
+    a fixed cost and a cost per device, within and across hosts.
     """
 
     base_ms: Amount = 0.0
@@ -54,9 +53,9 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per_host_ms: Amount = 0.0
 
     def seconds(self, devices: int, hosts: int = 1) -> float:
-        """Return the seconds per step for synchronizing; 0 for one device.
+        """Return the seconds that one synchronization takes.
 
-        `devices` counts only devices with samples, and `hosts` their hosts.
+        A single device needs none. The network's costs apply from two hosts on.
         """
         within = self.base_ms + self.per_device_ms * (devices - 1) if devices >= 2 else 0.0
         across = self.network_ms + self.per_host_ms * (hosts - 1) if hosts >= 2 else 0.0
@@ -64,9 +63,10 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A `[[device]]` table of a machine file; the fields are the table's keys.
+    """Performance model of one device: its step time, memory use and power by batch size.
 
-    Raises ValueError if the points of a curve aren't in ascending order.
+    `curve` and `memory_curve` are piecewise linear in the number of rows. Raises `ValueError` if a
+    curve's batch sizes don't rise, if `memory_curve` falls, or if the name has no letter or digit.
     """
 
     name: str
@@ -98,15 +98,15 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def slug(self) -> str:
-        """The name as it is used in ids; `GTX 1080 Ti` becomes `gtx1080ti`."""
+        """The name in lowercase letters, digits and hyphens, for device ids."""
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower().replace(" ", "")).strip("-")
 
     @property
     def fixed_ms(self) -> float:
-        """The time of a step without rows, in ms, estimated from the curve.
+        """Part of a step's time that doesn't depend on the batch size, in milliseconds.
 
-        The line through each pair of neighboring points gives an estimate at 0 rows. The lowest of
-        these estimates is used.
+        This is the smallest intercept of the curve's segments, from 0 up to the time of the largest
+        batch.
         """
         begins = (
             t0 - max(0.0, t1 - t0) / (b1 - b0) * b0 for (b0, t0), (b1, t1) in pairwise(self.curve)
@@ -114,9 +114,9 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return max(0.0, min(*begins, self.curve[-1][1]))
 
     def seconds(self, batch: int, passes: int = 1) -> float:
-        """Return the seconds of one step without limit or contention; 0 without rows.
+        """Return the seconds of a step of `batch` rows, divided into `passes` passes.
 
-        The step is computed in `passes` passes of about equal size.
+        Noise, compute limits and contention aren't included; an empty batch takes no time.
         """
         if batch <= 0:
             return 0.0
@@ -132,10 +132,9 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return milliseconds / 1000
 
     def watts(self, busy: float, samples_per_second: float) -> float:
-        """Return the device's power in watts while it trains at this throughput.
+        """Return the power draw in watts, from the busy fraction of the time and the throughput.
 
-        `busy` is the fraction of time in which it computes. Idle power is 8 % of the power
-        at full load.
+        The dynamic part of the power is 0.3 · `busy` + 0.65 · throughput / highest throughput.
         """
         effort = min(1.0, samples_per_second / self.samples_per_second)
         return (self.power_watts or USUAL_WATTS) * (
@@ -144,7 +143,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def samples_per_second(self) -> float:
-        """The highest throughput that the device reaches alone, over all points of its curve."""
+        """Highest throughput over the recorded batch sizes."""
         fastest = 0.0
         for batch, _ in self.curve:
             seconds = self.seconds(batch)
@@ -152,11 +151,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return fastest
 
     def gain(self, processes: int) -> float:
-        """Return the throughput of several runs together, as a multiple of one run's.
-
-        `processes` is the number of training runs. Without a `pack_gain` curve, they share the
-        device's time, so the gain is 1.
-        """
+        """Return the combined throughput of several processes side by side, relative to one."""
         points = self.pack_gain
         if not points or processes <= 1:
             return 1.0
@@ -166,7 +161,10 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return most if processes >= last else interpolate(points, processes)
 
     def memory_bytes(self, batch: int) -> int:
-        """Return the peak memory in bytes of a training process with this batch; 0 without rows."""
+        """Return the memory in bytes for a training step of `batch` rows.
+
+        An empty batch needs none.
+        """
         if batch <= 0:
             return 0
         bent = self.memory_curve
@@ -179,10 +177,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class SimulatedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model whose parts are placed on several devices of a machine file.
-
-    One curve describes the step time of these devices together. The model never runs out of memory.
-    """
+    """Step times of a model whose layers are spread over several devices."""
 
     name: Annotated[str, Meta(min_length=1)]
     curve: Curve  # (batch, step ms)
@@ -193,15 +188,12 @@ class SimulatedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         check_rising("curve", self.curve)
 
     def seconds(self, batch: int) -> float:
-        """Return the seconds of one step with this batch size, without noise."""
+        """Return the seconds of one step of `batch` rows."""
         return max(0.0, interpolate(self.curve, batch)) / 1000
 
 
 class SimulatedShards(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sharded training on a simulated machine: the memory that sharding saves, and its cost.
-
-    Each device holds a part of the model's state.
-    """
+    """Memory and time of a model whose state can be sharded over the devices, as by FSDP."""
 
     # parameters, gradients and optimizer state; part of each device's own memory use
     state_mib: Positive
@@ -216,9 +208,11 @@ class SimulatedShards(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A temporary event on one device of a machine file, such as heat or a failure.
+    """A change of one device for a period:
 
-    Times are in seconds of the session's clock.
+    memory taken by another process, lower speed, or failure.
+
+    Times are seconds from the start. Raises `ValueError` if the event doesn't end after it begins.
     """
 
     at_seconds: Amount
@@ -234,15 +228,12 @@ class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"it ends at {self.until_seconds} s, before it begins")
 
     def applies_to(self, position: int, at_seconds: float) -> bool:
-        """True if the event affects the device with this index at this time."""
+        """Return whether the event affects the device at `position` at this time."""
         return position == self.device and self.at_seconds <= at_seconds < self.until_seconds
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """Simulated devices that train together.
-
-    A `position` is a device's index in the request, from 0.
-    """
+    """A simulated machine: its devices, synchronization costs, limits and scheduled events."""
 
     devices: tuple[SimulatedDevice, ...]
     sync: Sync = Sync()
@@ -252,11 +243,11 @@ class Machine(msgspec.Struct, frozen=True):
     shards: SimulatedShards | None = None
 
     def limit(self, position: int) -> Limit:
-        """Return the limit of the device at `position`, as given after `@` in the request."""
+        """Return the limit of the device at `position`."""
         return self.limits[position] if self.limits else Limit()
 
     def described(self) -> tuple[Device, ...]:
-        """The simulated devices as `Device` objects, the class that describes real devices, too."""
+        """Return the devices as `Device` objects, with ids such as `sim-0-gtx1080`."""
         return tuple(
             Device(
                 id=f"sim-{position}-{device.slug}",
@@ -273,10 +264,9 @@ class Machine(msgspec.Struct, frozen=True):
     def device_seconds(
         self, position: int, share: int, busy_together: bool, passes: int = 1
     ) -> float:
-        """Return how many seconds one device computes in a step of `share` rows.
+        """Return the seconds that a device takes to compute its share, with its compute limit.
 
-        The rows are divided into `passes` passes. If `busy_together`, other devices compute at the
-        same time, which may slow this one down (contention).
+        With `busy_together`, the slow-down by other devices that work at the same time is included.
         """
         device = self.devices[position]
         percent = self.limit(position).percent
@@ -286,10 +276,9 @@ class Machine(msgspec.Struct, frozen=True):
     def pack_seconds(
         self, position: int, share: int, processes: int, busy_together: bool = False
     ) -> float:
-        """Return the step time in seconds of equal training runs on one device.
+        """Return the step time in seconds of several training processes sharing one device.
 
-        `processes` is the number of runs, each with `share` rows. If `busy_together`, other devices
-        compute at the same time.
+        Each process computes `share` rows.
         """
         return (
             processes
@@ -298,19 +287,19 @@ class Machine(msgspec.Struct, frozen=True):
         )
 
     def placement(self, name: str) -> SimulatedPlacement | None:
-        """Return the placement with this name; None if the machine has no such placement."""
+        """Return the placement of this name, or None."""
         return next((placement for placement in self.placements if placement.name == name), None)
 
     def sync_seconds(self, active: Sequence[int]) -> float:
-        """Return the seconds per step for synchronizing the devices at the positions `active`."""
+        """Return the seconds of one gradient synchronization among these devices."""
         return self.sync.seconds(
             len(active), len({self.devices[position].host for position in active})
         )
 
     def step_noise(self, shares: Sequence[int]) -> float:
-        """Return the relative standard deviation of a step's time, by its noisiest device.
+        """Return the relative standard deviation of a step's time:
 
-        `shares` are the rows of each device. Devices without rows don't count.
+        the highest among devices with rows.
         """
         return max(
             (d.noise for d, share in zip(self.devices, shares, strict=True) if share > 0),
@@ -318,15 +307,15 @@ class Machine(msgspec.Struct, frozen=True):
         )
 
     def memory_bytes(self, position: int, rows: int) -> int:
-        """Return the peak memory in bytes of one device that computes these rows in one pass."""
+        """Return the bytes that a device needs to train `rows` rows without sharding."""
         return self.devices[position].memory_bytes(rows)
 
     def part_bytes(self, position: int, rows: int, part: float, in_passes: bool = False) -> int:
-        """Return a device's peak memory in bytes in sharded training, with `rows` per pass.
+        """Return the bytes that a device needs if it holds a fraction `part` of the state.
 
-        The device holds the fraction `part` of the model's state. If `in_passes`, the step has
-        several passes, and the device also holds the accumulated gradients. Raises ValueError if
-        the machine file describes no shards.
+        `rows` is the number of rows of a pass. Without gradient accumulation (`in_passes` is
+        False), gradients and activations aren't in memory at the same time. Raises `ValueError` if
+        the machine's model can't be sharded.
         """
         shards = self.shards
         if shards is None:
@@ -338,16 +327,13 @@ class Machine(msgspec.Struct, frozen=True):
         return max(0, used - min(freed, activations))
 
     def usable_memory_bytes(self, position: int) -> int:
-        """Return the bytes that a training process can use on a device, within its limit."""
+        """Return a device's memory in bytes, at most its limit."""
         own = round(self.devices[position].memory_mib * MIB)
         capped = self.limit(position).memory_bytes
         return own if capped is None else min(own, capped)
 
     def short_bytes(self, position: int, at_seconds: float) -> int:
-        """Return how many of a device's usable bytes other processes hold at this time.
-
-        `usable_memory_bytes` defines which bytes are usable.
-        """
+        """Return how many bytes of a device's usable memory other processes occupy at this time."""
         taken = sum(
             event.memory_taken_mib
             for event in self.events
@@ -357,7 +343,7 @@ class Machine(msgspec.Struct, frozen=True):
         return max(0, self.usable_memory_bytes(position) - left)
 
     def slowed(self, position: int, at_seconds: float) -> float:
-        """Return the fraction of its speed that a device loses to events at this time."""
+        """Return the fraction of its speed that a device has lost at this time."""
         if not self.events:
             return 0.0
         return max(
@@ -366,15 +352,12 @@ class Machine(msgspec.Struct, frozen=True):
         )
 
     def lost(self, position: int, at_seconds: float) -> bool:
-        """True if an event has made the device fail at this time."""
+        """Return whether the device has failed at this time."""
         return any(event.lost and event.applies_to(position, at_seconds) for event in self.events)
 
 
 def check_rising(key: str, points: Points) -> None:
-    """Raise ValueError unless the batch sizes of a curve's points are strictly ascending.
-
-    `key` is the curve's key in the machine file, for the message.
-    """
+    """Raise `ValueError` if the first coordinates of the points aren't strictly increasing."""
     for (size0, _), (size1, _) in pairwise(points):
         if size1 <= size0:
             raise ValueError(
@@ -383,10 +366,10 @@ def check_rising(key: str, points: Points) -> None:
 
 
 def interpolate(points: Points, batch: float) -> float:
-    """Return the value at `batch`, interpolated linearly between the points (batch, value).
+    """Return the value at `batch` on the piecewise linear curve through the points.
 
-    Outside the points, the line through the two nearest points is extended. If that line is
-    falling, the nearest value is used instead.
+    Outside the points the first or last segment is extended, or held constant where the curve
+    falls.
     """
     above = bisect_left(points, batch, key=lambda point: point[0])
     right = min(max(above, 1), len(points) - 1)

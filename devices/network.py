@@ -1,8 +1,4 @@
-"""The network between hosts: interfaces, reachability, and addresses to listen on.
-
-The module finds the interface through which this host reaches another host, and checks whether
-ports can be reached. It also checks whether a request was addressed to this machine's loopback.
-"""
+"""Network interfaces, addresses and ports that training processes on several hosts use."""
 
 from __future__ import annotations
 
@@ -28,18 +24,15 @@ Endpoint = tuple[str, int]  # a host's address, and a port
 
 
 def loopback_interface() -> dict[str, str]:
-    """Return the environment variables that make gloo and NCCL use only the loopback interface.
-
-    They take precedence over inherited variables, which may be meant for other training runs.
-    """
+    """Return variables that make Gloo and NCCL use the loopback interface."""
     return dict.fromkeys(VARIABLES, "lo")
 
 
 def choose_interface(host: str, hosts: Iterable[str]) -> dict[str, str]:
-    """Return variables that make gloo and NCCL use the interface to other hosts.
+    """Return variables that make Gloo and NCCL use the interface that leads to other hosts.
 
-    `host` is this host's name among `hosts`. Variables that are already set are left out. Return an
-    empty dictionary if there are no other hosts or no route to them.
+    `host` is this machine. A variable that is already set in the environment is left out. The
+    result is empty if there is no other host or no route.
     """
     others = [other for other in hosts if other != host]
     interface = find_interface(others[0]) if others else ""
@@ -49,10 +42,7 @@ def choose_interface(host: str, hosts: Iterable[str]) -> dict[str, str]:
 
 
 def find_interface(host: str) -> str:
-    """Return the name of the interface through which packets to `host` leave this machine.
-
-    Return "" if there is no route.
-    """
+    """Return the name of the network interface that leads to a host, or ""."""
     own = find_source_address(host)
     interfaces: dict[str, Any] = psutil.net_if_addrs()
     for name, addresses in interfaces.items():
@@ -62,7 +52,10 @@ def find_interface(host: str) -> str:
 
 
 def find_source_address(host: str) -> str:
-    """Return this machine's source address for packets to `host`; "" if there is no route."""
+    """Return this machine's address on the route to a host, or "" if there is none.
+
+    No packet is sent.
+    """
     for family, kind, protocol, _, address in resolve(host, port=9):
         with suppress(OSError), socket.socket(family, kind, protocol) as sock:
             sock.connect(address)  # on a UDP socket: chooses the route, sends nothing
@@ -71,10 +64,10 @@ def find_source_address(host: str) -> str:
 
 
 def find_own_address(host: str, hosts: Iterable[str]) -> str:
-    """Return the address at which the other hosts can reach this host.
+    """Return the address by which the other hosts can reach `host`, this machine.
 
-    `host` is this host's name among them. If it resolves to loopback, return the source address of
-    packets to the other hosts.
+    If its name resolves only to loopback or not at all, this is its address on the route to another
+    host.
     """
     # a machine's own name often resolves to loopback, such as 127.0.1.1 on Debian
     named = [str(address[0]) for *_, address in resolve(host)]
@@ -86,10 +79,10 @@ def find_own_address(host: str, hosts: Iterable[str]) -> str:
 
 
 class Listener:
-    """Listens on a free port of `address`, and on the rendezvous port if possible.
+    """Accepts connections for a connectivity test between hosts.
 
-    Other hosts connect to check that they can reach this host. Nothing is read from the
-    connections.
+    It listens on a free port and, unless it is taken, on port 29400, PyTorch's rendezvous port.
+    Raises `OSError` if it can't listen at the address.
     """
 
     def __init__(self, address: str) -> None:
@@ -101,17 +94,20 @@ class Listener:
             )
 
     def endpoints(self) -> list[Endpoint]:
-        """Return the pairs of address and port on which this listener listens."""
+        """Return the address and port of each open socket."""
         return [(self._address, sock.getsockname()[1]) for sock in self._sockets]
 
     def close(self) -> None:
-        """Stop listening, and free the ports."""
+        """Close all sockets."""
         for sock in self._sockets:
             sock.close()
 
 
 def find_unreachable(endpoints: Sequence[Endpoint]) -> list[tuple[Endpoint, str]]:
-    """Return the endpoints to which this host can't connect, each with the reason."""
+    """Try to connect to all endpoints at once, and return the failures with their errors.
+
+    The timeout is 3 seconds.
+    """
     with ThreadPoolExecutor(32) as pool:
         faults = list(pool.map(_try_connecting, endpoints))
     return [(endpoint, fault) for endpoint, fault in zip(endpoints, faults, strict=True) if fault]
@@ -126,21 +122,22 @@ def _try_connecting(endpoint: Endpoint) -> str:
 
 
 class Address(NamedTuple):
-    """The IP address and the port on which a server listens."""
+    """An IP address and a port."""
 
     host: str
     port: int
 
     @property
     def authority(self) -> str:
-        """The address as written in a URL: an IPv6 address is in brackets."""
+        """The address as `host:port`, with an IPv6 address in brackets."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def parse_address(text: str, option: str) -> Address:
-    """Parse an address such as `127.0.0.1:9401`, `localhost:9401` or `[::1]:9401`.
+    """Parse `IP:PORT`, `[IPv6]:PORT` or `localhost:PORT`.
 
-    Raises RequestError for any other text; `option` is the option's name, for the message.
+    `option` names the command-line option in the error. Raises `RequestError` if the text is
+    anything else.
     """
     try:
         parts = urlsplit(f"//{text}")
@@ -159,9 +156,9 @@ def parse_address(text: str, option: str) -> Address:
 
 
 def is_loopback(host: str) -> bool:
-    """True if `host`, from a URL or a Host header, is this machine's loopback.
+    """Return whether a Host header or `host:port` names this machine:
 
-    `host` is a name or an address, and may include a port.
+    `localhost` or a loopback address.
     """
     # This check protects a local server: a web page elsewhere can make a browser send a request to
     # this machine, but only under the page's own host name.

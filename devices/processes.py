@@ -1,8 +1,4 @@
-"""Reads the host's CPUs, memory and processes from the kernel, and sends signals to processes.
-
-A process is identified by its pid and start time, so that a signal reaches only the process that
-the user confirmed.
-"""
+"""Load of the host, facts about processes, and signals to them."""
 
 from __future__ import annotations
 
@@ -33,9 +29,9 @@ FIRST_WAIT_SECONDS = 0.03  # a few kernel ticks, so that the first sample doesn'
 
 
 class HostMeter:
-    """Samples the host's CPU and memory use.
+    """Measures the host's CPU and memory use.
 
-    `by_cpu` holds the load of each logical CPU at the latest sample.
+    After each call of `read`, `by_cpu` maps each online logical CPU to its load in percent.
     """
 
     def __init__(self) -> None:
@@ -44,7 +40,10 @@ class HostMeter:
         self.by_cpu: dict[int, float] = {}  # logical CPU -> percent; empty before the first sample
 
     def read(self) -> HostSample:
-        """Return a sample of the host; CPU use is the mean since the previous sample."""
+        """Measure CPU load since the previous call, and memory use.
+
+        The first call waits 30 ms to have an interval to measure.
+        """
         percents = psutil.cpu_percent(None if self.by_cpu else FIRST_WAIT_SECONDS, percpu=True)
         if len(percents) != len(self._cpus):
             self._cpus = tuple(_online_cpus(len(percents)))
@@ -61,17 +60,14 @@ class HostMeter:
 
 
 def _online_cpus(count: int) -> Iterable[int]:
-    """Return the online CPUs' numbers, which may have gaps."""
+    """Return the indices of the online CPUs, or `range(count)` if they can't be read."""
     with suppress(OSError, ValueError):
         return parse_cpu_list(ONLINE.read_text())
     return range(count)
 
 
 class ProcessReading(msgspec.Struct, frozen=True):
-    """What is known about a process: its owner, command, CPU use and memory use.
-
-    Unknown texts are empty.
-    """
+    """Owner, command and resource use of one process; defaults stand for unknown values."""
 
     pid: int
     start_time: float = 0.0  # Unix time in seconds; 0: unknown
@@ -83,7 +79,7 @@ class ProcessReading(msgspec.Struct, frozen=True):
 
 
 class _LastReading(NamedTuple):
-    """A process's previous reading, to compute its CPU use."""
+    """A process's previous reading, to compute its CPU load."""
 
     facts: ProcessReading
     started: bytes  # start in clock ticks since boot, to recognize a reused pid
@@ -92,19 +88,15 @@ class _LastReading(NamedTuple):
 
 
 class ProcessTable:
-    """Reads the owner, command, CPU use and memory use of processes.
-
-    Owner and command are looked up once per process. CPU and memory use are read from
-    /proc/PID/stat alone, because psutil would read three files.
-    """
+    """Reads processes by pid, and caches what doesn't change between readings."""
 
     def __init__(self) -> None:
         self._known: dict[int, _LastReading] = {}
 
     def look(self, pid: int) -> ProcessReading:
-        """Return what is known about the process `pid`.
+        """Read a process. CPU load is measured since the previous call for this process.
 
-        If the process belongs to another container or user, this may be only the pid.
+        A process that has ended or can't be read gives a `ProcessReading` with only its pid.
         """
         before = self._known.pop(pid, None)
         now = time.monotonic()
@@ -133,7 +125,7 @@ class ProcessTable:
         )
 
     def forget_others(self, pids: Iterable[int]) -> None:
-        """Forget all processes except those with these pids, to free their memory."""
+        """Drop the cached readings of all processes except these."""
         self._known = {pid: self._known[pid] for pid in pids if pid in self._known}
 
 
@@ -145,10 +137,7 @@ def _look_up(process: psutil.Process) -> ProcessReading:
 
 
 def clean_text(text: str) -> str:
-    """Return `text` without characters that control a terminal or reverse the text direction.
-
-    It is cut to `LONGEST_COMMAND` characters.
-    """
+    """Replace unprintable characters by spaces, and cut the text at 4096 characters."""
     return "".join(sign if sign.isprintable() else " " for sign in text[:LONGEST_COMMAND]).strip()
 
 
@@ -157,10 +146,10 @@ START_TIME_TOLERANCE_SECONDS = 0.05  # psutil computes it from clock ticks
 
 
 def send_signal(row: ProcessSample, name: str) -> None:
-    """Send the signal `name`, such as "TERM", to the process of this row.
+    """Send INT, TERM or KILL to the process of this row.
 
-    The start time and owner of the process are checked first. Raises RequestError if the process
-    has ended, if its pid now belongs to another process, or if this user may not signal it.
+    Raises `RequestError`, and sends nothing, if the process is on another host, has ended, isn't
+    the same process any more (its pid was reused), or belongs to another user.
     """
     if row.host:
         raise RequestError(

@@ -1,7 +1,4 @@
-"""Samples a source in a separate thread, keeps a history, and notifies a subscriber.
-
-A source that hangs blocks neither the readers of the history nor the subscriber.
-"""
+"""Sampling of a source at a fixed interval in a background thread, with a history of readings."""
 
 from __future__ import annotations
 
@@ -36,10 +33,10 @@ log = logging.getLogger(__name__)
 
 
 class Sampler:
-    """Samples a source at regular intervals, and calls the subscriber with each snapshot.
+    """Samples a source in a background thread, and keeps a history of the readings.
 
-    Both happen in threads of the sampler. The subscriber is never called by two threads at once.
-    Ticks are at whole intervals from the start. Ticks missed by a slow source are skipped.
+    Each snapshot is passed to a subscriber. While the source doesn't answer, the last snapshot is
+    passed on, marked as stale. Raises `ValueError` if the interval is below 0.1 seconds.
     """
 
     def __init__(self, source: Source, interval_seconds: float = 1.0) -> None:
@@ -63,20 +60,19 @@ class Sampler:
         )
 
     def set_loads(self, loads: Mapping[str, tuple[float | None, int]]) -> None:
-        """Set the samples/s and rows per pass of each simulated device.
+        """Set the load of simulated devices: device id -> (samples/s, rows of each pass).
 
-        `loads` is keyed by the devices' ids. The samples/s are None while unknown. A device that
-        isn't in `loads` becomes idle. Does nothing for real devices, whose probes report samples/s.
+        If the samples/s are None, the device works without pauses. Devices that aren't in the
+        mapping become idle. Has no effect on real devices.
         """
         if isinstance(self.source, SimulatedSource):
             for position, device in enumerate(self.source.devices()):
                 self.source.set_load(position, *loads.get(device.id, ()))
 
     def start(self, subscriber: Subscriber | None = None) -> None:
-        """Take the first sample now, and then one at every interval.
+        """Start sampling. A background thread passes each snapshot to the subscriber.
 
-        `subscriber` is called with every snapshot from now on. If sampling has already started,
-        only the subscriber is replaced.
+        Exceptions of the subscriber are logged. A second call only replaces the subscriber.
         """
         self._subscriber = subscriber or self._subscriber
         if self._threads[0].ident is None:
@@ -85,9 +81,9 @@ class Sampler:
                 thread.start()
 
     def close(self, wait_seconds: float = JOIN_SECONDS) -> bool:
-        """Stop sampling, and wait for at most `wait_seconds` until the source is closed.
+        """Stop sampling, and return whether the sampling thread has ended within `wait_seconds`.
 
-        The sampling thread closes it. Return False if the source still hangs after that time.
+        The source is closed when that thread ends, or here if `start` wasn't called.
         """
         self._stop.set()
         deadline = time.monotonic() + wait_seconds
@@ -100,9 +96,9 @@ class Sampler:
         return not self._threads[0].is_alive()
 
     def latest(self) -> Snapshot | None:
-        """Return the newest snapshot; None before the first one.
+        """Return the newest snapshot, or None before the first one.
 
-        If the next snapshot is overdue, the newest one is marked as stale.
+        If it is overdue, its readings are marked as stale.
         """
         with self._lock:
             last = self._last
@@ -114,21 +110,22 @@ class Sampler:
     def history(
         self, key: str, metric: str, newest: int = HISTORY_TICKS
     ) -> tuple[float | None, ...]:
-        """Return a metric's values at the newest ticks, oldest first, at most `newest`.
+        """Return a metric's values in the newest ticks, oldest first. Missing values are None.
 
-        `key` identifies a device or a training run. A tick without a current value is None.
+        `key` is a device's key or a training run's id, `metric` a reading of `DeviceSample` or
+        "noise_scale".
         """
         with self._lock:
             return self._history.values(key, metric, newest)
 
     def times(self, newest: int = HISTORY_TICKS) -> tuple[float, ...]:
-        """Return the Unix times of the newest ticks, at most `newest` of them, the oldest first."""
+        """Return the Unix times in seconds of the newest ticks, oldest first."""
         with self._lock:
             return self._history.times(newest)
 
     @property
     def ticks(self) -> int:
-        """The number of ticks since the start, including ticks that have left the history."""
+        """Number of ticks since the start."""
         with self._lock:
             return self._history.count
 
@@ -156,7 +153,7 @@ class Sampler:
         self._notify(snapshot)
 
     def _watch(self) -> None:
-        """Send a stale snapshot at each interval without a new one."""
+        """Pass stale snapshots to the subscriber while the source is overdue."""
         while not self._stop.wait(self.interval_seconds):
             latest = self.latest()
             if latest is not None and latest is not self._last:
@@ -173,11 +170,7 @@ class Sampler:
 
 
 class History:
-    """The values of the last ticks, in one column per device and metric.
-
-    The last `ticks` ticks are always kept; older ones are dropped from time to time. The class
-    isn't thread-safe.
-    """
+    """Readings of the last `ticks` snapshots, one array per device and metric. Not thread-safe."""
 
     def __init__(self, ticks: int) -> None:
         self._most = ticks
@@ -186,7 +179,7 @@ class History:
         self.count = 0  # number of ticks so far, including dropped ones
 
     def add(self, snapshot: Snapshot) -> None:
-        """Add the readings of a snapshot as one tick."""
+        """Append the readings of a snapshot."""
         before = len(self._times)
         self._times.append(snapshot.at_seconds)
         self.count += 1
@@ -214,7 +207,7 @@ class History:
             column[before] = value  # a second report of the same training
 
     def _forget(self) -> None:
-        """Drop the oldest ticks, and metrics without any remaining value."""
+        """Drop the oldest values, and columns without any value."""
         del self._times[: -self._most]
         for column in self._columns.values():
             del column[: -self._most]
@@ -225,10 +218,7 @@ class History:
     def values(
         self, key: str, metric: str, newest: int = HISTORY_TICKS
     ) -> tuple[float | None, ...]:
-        """Return a metric's values at the newest ticks, at most `newest` of them, the oldest first.
-
-        A tick without a value is None.
-        """
+        """Return the newest values of a metric, oldest first. Missing readings are None."""
         kept = self._kept(newest)
         column = self._columns.get((key, metric))
         if column is None:
@@ -236,7 +226,7 @@ class History:
         return tuple([None if value != value else value for value in column[len(column) - kept :]])
 
     def times(self, newest: int = HISTORY_TICKS) -> tuple[float, ...]:
-        """Return the Unix times of the newest ticks, at most `newest` of them, the oldest first."""
+        """Return the Unix times in seconds of the newest snapshots, oldest first."""
         kept = self._kept(newest)
         return tuple(self._times[len(self._times) - kept :])
 
@@ -247,9 +237,9 @@ class History:
 def stale(
     snapshot: Snapshot, age_seconds: float, why: str = "the driver does not answer"
 ) -> Snapshot:
-    """Mark every value of a snapshot as stale, and add a note.
+    """Return a copy of the snapshot with its readings marked as stale and a note that says why.
 
-    The note contains the snapshot's age in seconds and the reason `why`.
+    `age_seconds` is added to the age of each current reading.
     """
     note = f"No reading for {age_seconds:.0f} s: {why}."
     devices = (_stale_readings(sample, age_seconds) for sample in snapshot.devices)
@@ -272,16 +262,13 @@ def _stale_readings(sample: Sample, age_seconds: float) -> Sample:
 
 
 def open_sampler(devices: str, ray_address: str = "") -> tuple[Sampler, tuple[Device, ...]]:
-    """Return a sampler of the requested devices, and the devices that a search may use.
-
-    `devices` is a value of `--devices`. `ray_address` and the exceptions are as in `discover`.
-    """
+    """Return an unstarted sampler of the requested devices, and the devices usable for training."""
     found = discover(devices, only_visible=False, ray_address=ray_address)
     return Sampler(open_source(found)), _trainable(found.devices)
 
 
 def _trainable(devices: tuple[Device, ...]) -> tuple[Device, ...]:
-    """Return the sampled devices that a search may use."""
+    """Return the devices that CUDA_VISIBLE_DEVICES, or a similar variable, doesn't hide."""
     if not devices or devices[0].host:
         return devices
     # an environment variable may hide some GPUs from frameworks

@@ -1,12 +1,9 @@
-"""Simulated devices: machines described by a TOML file or the built-in catalogue.
+"""Simulated devices, from the catalogue or a machine file, with computed readings.
 
-Their readings are computed; nothing is measured. Files are read strictly: every fault raises a
-RequestError that names the file, the device and the key.
-
-Readings follow from two properties of a load. `busy` is the fraction of time that the device
-computes, and `effort` its samples/s relative to its maximum. `busy` determines the utilization,
-`effort` most of the power. The temperature follows the power with a lag. So a small batch shows
-95 % utilization at half the power, as on real GPUs.
+The readings depend on two quantities: `busy`, the fraction of time in which the device computes,
+and `effort`, its throughput relative to its maximum. Utilization is busy^0.2, so that small batches
+also show about 95 %, as on real GPUs. Power depends mostly on effort, and temperature follows it
+with a lag.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ Table = TypeVar("Table", bound=msgspec.Struct)
 
 
 class MachineFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The contents of a machine file; its fields are the file's keys."""
+    """Contents of a machine file in TOML."""
 
     device: tuple[SimulatedDevice, ...] = ()
     sync: Sync = Sync()  # absent: synchronization costs nothing
@@ -61,18 +58,15 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 def load_machine(path: str | PathLike[str]) -> Machine:
-    """Return the machine that the TOML file at `path` describes.
-
-    Raises RequestError with the fault and its place if the file can't be read or is invalid.
-    """
+    """Read a machine file. Raises `RequestError` if it can't be read or is invalid."""
     text = read_whole(path, "machine file", "Name an existing TOML file with [[device]] tables.")
     return parse_machine(text, str(path))
 
 
 def parse_machine(text: bytes, source: str = "machine.toml") -> Machine:
-    """Return the machine that a file's contents describe; `source` names the file in errors.
+    """Parse the text of a machine file.
 
-    Raises RequestError if the contents are invalid.
+    `source` names the file in errors. Raises `RequestError` if the text isn't a valid machine.
     """
     data = _decode(text, source)
     file = _convert(data, MachineFile, source)
@@ -96,7 +90,7 @@ def parse_machine(text: bytes, source: str = "machine.toml") -> Machine:
 
 
 def _check_positions(file: MachineFile, source: str) -> None:
-    """Raise RequestError for missing devices or duplicate placement names."""
+    """Raise `RequestError` if a placement's name is repeated, or a device index is out of range."""
     devices = len(file.device)
     for i, placement in enumerate(file.placement):
         where = f"{source}: placement {i}"
@@ -117,10 +111,10 @@ def _check_positions(file: MachineFile, source: str) -> None:
 
 
 def catalogue(names: Sequence[str]) -> Machine:
-    """Return a machine with these devices of the built-in catalogue.
+    """Return a machine of devices from the catalogue, by name, such as `gtx1080ti`.
 
-    If the devices have different synchronization costs, the highest cost applies to all of them.
-    Raises RequestError for an unknown name, or if no name is given.
+    Its synchronization cost is the highest among the named devices. Raises `RequestError` for an
+    unknown name or an empty list.
     """
     entries, default = _entries()
     for name in names:
@@ -184,7 +178,7 @@ def _convert(table: Any, kind: type[Table], where: str) -> Table:
 
 
 def _explain_decoding_error(message: str, table: Any, where: str) -> str:
-    """Put the table, key and value before msgspec's error message."""
+    """Turn msgspec's error into a message that names the table, the key and the wrong value."""
     text, _, path = message.partition(" - at `$")
     seen = table
     for key, position in re.findall(r"\.(\w+)|\[(\d+)\]", path):
@@ -227,7 +221,7 @@ FULL_LINK_BYTES = 9e9
 
 
 class SimulatedLoad(msgspec.Struct, frozen=True):
-    """The load of a simulated device at a point in time, which determines its readings."""
+    """Load of a simulated device at one moment, or its mean over an interval."""
 
     samples_per_second: float
     busy: float  # fraction of time in which the device computes
@@ -237,7 +231,7 @@ class SimulatedLoad(msgspec.Struct, frozen=True):
 
 
 class _LoadMeter:
-    """Averages a device's load over all work between two readings."""
+    """Averages a device's load over the time between readings."""
 
     def __init__(self, load: SimulatedLoad, now: float) -> None:
         self._load = load
@@ -245,12 +239,12 @@ class _LoadMeter:
         self._past: list[tuple[float, SimulatedLoad]] = []  # (seconds, load) since the last reading
 
     def change(self, load: SimulatedLoad, now: float) -> None:
-        """Set the device's load from the time `now` on."""
+        """Set the load from `now` on."""
         self._note(now)
         self._load = load
 
     def read(self, now: float) -> SimulatedLoad:
-        """Return the mean load, with peak memory, since the last reading."""
+        """Return the mean load since the previous reading, with the peak memory."""
         self._note(now)
         past = self._past
         self._past = []
@@ -285,9 +279,9 @@ class _State(msgspec.Struct):
 
 
 class SimulatedSource:
-    """A source that samples the devices of a simulated machine.
+    """Source of computed readings for simulated devices.
 
-    The same seed and times give the same readings. `set_load` is thread-safe.
+    `seed` fixes the noise of the readings. `set_load` is thread-safe.
     """
 
     def __init__(
@@ -313,15 +307,15 @@ class SimulatedSource:
         ]
 
     def devices(self) -> tuple[Device, ...]:
-        """The devices of the machine, in order."""
+        """Return the simulated devices."""
         return self._devices
 
     def set_load(
         self, position: int, samples_per_second: float | None = 0.0, share: int = 0
     ) -> None:
-        """Make a device train from now on at this rate, with `share` samples per step.
+        """Set the load of a device: its throughput, and the rows of each pass.
 
-        If the rate is None, it trains at its own speed; at 0 samples/s, it is idle.
+        If `samples_per_second` is None, the device works without pauses. The defaults make it idle.
         """
         if samples_per_second is not None:
             rate = max(0.0, samples_per_second)
@@ -333,7 +327,7 @@ class SimulatedSource:
             )
 
     def sample(self) -> Snapshot:
-        """Return a snapshot of all devices, with their mean loads since the last snapshot."""
+        """Compute the readings of all devices from their load since the previous sample."""
         now = self._builder.begin()
         with self._lock:
             loads = [state.meter.read(now) for state in self._states]
@@ -343,10 +337,10 @@ class SimulatedSource:
         return self._builder.snapshot(samples, notes)
 
     def close(self) -> None:
-        """Do nothing, because this source holds nothing open."""
+        """Do nothing: no resource is held."""
 
     def _make_load(self, position: int, samples_per_second: float, share: int) -> SimulatedLoad:
-        """Return the load of a device training with `share` rows per step."""
+        """Return the load of a device that computes passes of `share` rows at this throughput."""
         physics = self.machine.devices[position]
         busy = 0.0
         if samples_per_second and share:
@@ -362,7 +356,10 @@ class SimulatedSource:
         )
 
     def _sample_device(self, position: int, load: SimulatedLoad, together: bool) -> DeviceSample:
-        """Simulate a device's sample; `together` is True if several devices train."""
+        """Compute the readings of one device, and advance its temperature and energy.
+
+        `together` is True if several devices have work, so that they exchange gradients.
+        """
         device = self._devices[position]
         state = self._states[position]
         interval = self._builder.interval_seconds
@@ -412,17 +409,16 @@ def _noisy(share: float, jitter: float) -> float:
 
 
 class SimulatedDevices(Backend):
-    """The backend for devices of the catalogue and of machine files."""
+    """Backend of simulated devices, which are requested as `sim:NAME` or `sim:FILE`."""
 
     kind = "sim"
     own_memory = False
     simulated = True
 
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-        """Return the catalogue's devices that the terms name, or all devices of a machine file.
+        """Return the devices of a machine file, or those named in the catalogue.
 
-        Raises RequestError for an unknown name, an invalid file, or a file together with other
-        terms.
+        Raises `RequestError` if a machine file is combined with other devices.
         """
         files = [
             term.pick for term in terms if term.pick.lower().endswith(".toml") or "/" in term.pick
@@ -443,12 +439,12 @@ class SimulatedDevices(Backend):
         return Discovery(machine.described(), (), machine)
 
     def write_term(self, device_id: str) -> str:
-        """Raise DeviceError, because no training can be launched on a simulated device."""
+        """Raise `DeviceError`: a plan for simulated devices can't be used for training."""
         raise DeviceError(
             f"The plan is for a simulated device, {device_id}.", "Make one for real devices."
         )
 
     def open_source(self, discovery: Discovery) -> Source:
-        """Return a source that computes the readings of a simulated machine's devices."""
+        """Open a source of readings of the simulated machine."""
         assert discovery.machine is not None
         return SimulatedSource(discovery.machine)

@@ -1,8 +1,4 @@
-"""Builds the parts of a snapshot that every source needs: the host's sample and the processes.
-
-Training processes write reports of their samples/s. The builder assigns these rates to the devices
-of this machine.
-"""
+"""Completes device readings to a snapshot, with processes and the speed of training runs."""
 
 from __future__ import annotations
 
@@ -29,7 +25,7 @@ from .types import (
 
 
 class DeviceUse(msgspec.Struct, frozen=True):
-    """A process on one device, with its memory and load, as the driver reports it."""
+    """A process's use of one device, as the driver reports it."""
 
     pid: int
     memory_bytes: Reading = UNSUPPORTED
@@ -37,10 +33,7 @@ class DeviceUse(msgspec.Struct, frozen=True):
 
 
 class SnapshotBuilder:
-    """Builds a snapshot from a source's samples at each tick. It isn't thread-safe.
-
-    `rates` reads the reports of training processes. `clock` returns the time in seconds.
-    """
+    """Builds snapshots from device readings, processes and training reports. Not thread-safe."""
 
     def __init__(
         self, rates: TrainingRates | None = None, clock: Callable[[], float] = time.monotonic
@@ -53,7 +46,7 @@ class SnapshotBuilder:
         self._rates = rates or TrainingRates()
 
     def begin(self) -> float:
-        """Begin a tick, and return its time on the clock."""
+        """Start a tick and return its monotonic time in seconds."""
         now = self.clock()
         self.interval_seconds = max(0.0, now - self._started)
         self._started = now
@@ -67,10 +60,10 @@ class SnapshotBuilder:
         driver: str = "",
         host: HostSample | None = None,
     ) -> Snapshot:
-        """Return the snapshot of this tick.
+        """Finish a tick: return the snapshot of these readings, with processes and the host.
 
-        `notes` are shown to the user. `seen` has the processes that the driver reports, by device
-        id. `host` is the sample of the host; None to take it now.
+        `seen` maps device ids to the processes that the driver reports. The host is measured here
+        if it isn't given.
         """
         devices, processes = self.complete(samples, seen or {})
         self._book.forget_others(process.pid for process in processes)
@@ -89,10 +82,7 @@ class SnapshotBuilder:
     def complete(
         self, samples: Sequence[DeviceSample], seen: Mapping[str, Sequence[DeviceUse]]
     ) -> tuple[tuple[DeviceSample, ...], tuple[ProcessSample, ...]]:
-        """Fill in samples/s, and return a row for each process on each device.
-
-        The driver reports some processes (`seen`, by device id); others write reports themselves.
-        """
+        """Add training throughput to the device readings, and list the processes on each device."""
         devices = [sample.device for sample in samples]
         pids = {identity: [each.pid for each in there] for identity, there in seen.items()}
         rates = self._rates.by_process(devices, pids)
@@ -113,7 +103,7 @@ class SnapshotBuilder:
 
 
 def _list_processes_on(device: Device, seen: Sequence[DeviceUse], rates: Rates) -> list[DeviceUse]:
-    """List the driver's processes, then others that report samples/s."""
+    """Return the processes on a device: from the driver, and from training reports."""
     known = {each.pid for each in seen}
     reported = [pid for pid, identity in rates if identity == device.id]
     return [*seen, *(DeviceUse(pid) for pid in reported if pid not in known)]
@@ -142,7 +132,7 @@ def _row(
 
 
 def _serves_others(device: Device, command: str) -> bool:
-    """True if a process of this command runs other processes' kernels on the device."""
+    """Return whether the command is a server that runs other processes' kernels, such as MPS."""
     program, *_ = command.split(maxsplit=1) or [""]
     return program.rpartition("/")[2] in find_backend(device.kind).server_programs
 
@@ -162,10 +152,7 @@ Rates = dict[tuple[int, str], tuple[float, float]]
 
 
 class TrainingRates:
-    """Finds the samples/s of each training process on each device in the processes' reports.
-
-    `read` returns these reports. It is called at most every `READ_PERIOD_SECONDS`.
-    """
+    """Reads the reports of running training processes, and assigns their throughput to devices."""
 
     def __init__(
         self,
@@ -182,10 +169,10 @@ class TrainingRates:
         self.reports: tuple[Training, ...] = ()
 
     def by_process(self, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]) -> Rates:
-        """Return the samples/s of each training process on each device.
+        """Return samples/s by process and device, and how many seconds each report is overdue.
 
-        `pids` has the pids that the driver reports, by device id. If a report names no device, its
-        samples/s are divided equally among the devices on which the driver reports the process.
+        `pids` maps device ids to processes that the driver sees there, for reports that don't name
+        a device. Reports are read at most every 0.5 seconds.
         """
         if self._clock() >= self._next_read:
             self._next_read = self._clock() + READ_PERIOD_SECONDS
@@ -215,10 +202,10 @@ class TrainingRates:
         self._ended = [each for each in left if each.training in going]
 
     def tokens(self, pid: int) -> tuple[Reading, Reading]:
-        """Return the tokens/s of a process, and the percentage of its tokens that are padding.
+        """Return a process's tokens/s without padding, and the padding in percent of all tokens.
 
-        Both are from the reports that the last call of `by_process` used. They are unsupported
-        readings if the process reports no tokens.
+        Both readings are unsupported if its reports contain no token counts, and stale if the
+        report is more than 5 seconds overdue.
         """
         found = [each for each in self._trainings if each.pid == pid and each.tokens_per_second]
         if not found:
@@ -232,10 +219,10 @@ class TrainingRates:
 
 
 def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
-    """Return the sum of the samples/s that aren't too old, as a reading.
+    """Return the sum of rates, leaving out those more than 5 seconds overdue.
 
-    Each of the `parts` is a pair of samples/s and their age in seconds. If all of them are too old,
-    return a stale reading with their sum.
+    If all are overdue, their sum is returned as a stale reading; without rates the reading is
+    unsupported.
     """
     if not parts:
         return Reading(State.UNSUPPORTED)
@@ -246,7 +233,7 @@ def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
 
 
 def _with_device_id(live: LiveDevice, by_index: Mapping[int, Device]) -> LiveDevice:
-    """Fill in the device's id from its index, if possible."""
+    """Return the device report with a device id, if its index is known."""
     if live.id or live.index not in by_index:
         return live
     return msgspec.structs.replace(live, id=by_index[live.index].id)
@@ -255,7 +242,11 @@ def _with_device_id(live: LiveDevice, by_index: Mapping[int, Device]) -> LiveDev
 def _with_local_ids(
     training: Training, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]
 ) -> Training:
-    """Fill in this machine's device ids in a training's report."""
+    """Return a training report with the ids of this machine's devices filled in.
+
+    An id that can't be found stays empty. If a report has no devices, its throughput is divided
+    equally over the devices where the driver sees its process.
+    """
     seen = [device for device in devices if training.pid in pids.get(device.id, ())]
     if not training.devices:
         # the report names no device: divide its samples/s over the driver's devices
@@ -275,7 +266,11 @@ def _with_local_ids(
 def _number_devices(
     bare: Sequence[int], seen: Sequence[Device], devices: Sequence[Device]
 ) -> dict[int, Device]:
-    """Map a framework's device indices to this machine's devices."""
+    """Map the device indices of a report to devices.
+
+    If the driver sees the process on as many devices, they are matched in order; otherwise the
+    indices are taken as the driver's.
+    """
     if len(bare) == len(seen):
         in_order = sorted(seen, key=lambda device: device.index)
         return dict(zip(bare, in_order, strict=True))

@@ -56,9 +56,11 @@ _LIMIT_WITHOUT_AT = re.compile(  # a machine file may have such a name
 
 
 def parse_request(spec: str) -> tuple[Term, ...]:
-    """Return the terms of a request, which are all of one kind.
+    """Parse a device request, a comma-separated list such as `gpu:0@60%,gpu:1`, into its terms.
 
-    Raises RequestError, which names the term that can't be parsed or combined with the others.
+    Whether the devices exist is not checked. Raises `RequestError` if the text isn't a valid
+    request, or if its devices can't train together: devices of several kinds, or local devices and
+    devices of a Ray cluster.
     """
     terms: list[Term] = []
     for text in spec.split(","):
@@ -68,7 +70,7 @@ def parse_request(spec: str) -> tuple[Term, ...]:
 
 
 def _check_together(terms: Sequence[Term], spec: str) -> None:
-    """Raise RequestError if these terms can't be combined in one request."""
+    """Raise `RequestError` if the terms of one request can't be combined."""
     if len({term.host is None for term in terms}) > 1:
         raise RequestError(
             f"{spec!r} mixes this machine with the Ray cluster.",
@@ -129,7 +131,10 @@ def _parse_device(body: str, limit: Limit, before: Term | None) -> Term:
 
 
 def _parse_pick(body: str, limit: Limit, before: Term | None) -> Term:
-    """Parse an index, name or id whose kind isn't written."""
+    """Parse a part without a kind:
+
+    a device id, or the next pick of the term before, as in `gpu:0,2`.
+    """
     if "-" in body:
         # an id's prefix names its kind; anything else has the kind of the term before
         for backend in all_backends():
@@ -155,9 +160,11 @@ _PART = re.compile(r"(\d{1,30}(?:\.\d{1,30})?|\.\d{1,30})\s*(%|[a-zA-Z]{1,3})", 
 
 
 def parse_limit(text: str) -> Limit:
-    """Return the limit that `text`, the text after `@`, specifies.
+    """Parse a limit such as `60%`, `8GiB` or `60%+8GiB`.
 
-    Raises RequestError, which names the part that can't be parsed.
+    The percentage limits compute, the size limits memory. Raises `RequestError` for a malformed or
+    repeated part, a percentage that isn't above 0 and at most 100, or a size below 1 byte or above
+    1 EiB.
     """
     found: dict[str, Decimal] = {}
     for part in text.split("+"):
@@ -183,7 +190,7 @@ def parse_limit(text: str) -> Limit:
 
 
 def write_limit(limit: Limit) -> str:
-    """Return a limit as text that `parse_limit` can parse; "" if there is no limit."""
+    """Return a limit as text that `parse_limit` reads back; "" if nothing is limited."""
     parts = []
     if limit.percent is not None:
         # the shortest decimal, without an exponent

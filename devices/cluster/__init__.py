@@ -1,1 +1,1 @@
-"""The hosts of a Ray cluster: their devices, and an actor on each that works for this process."""
+"""Devices on the hosts of a Ray cluster."""

@@ -1,7 +1,6 @@
-"""Starts an actor on each host. The actor reserves the host's GPUs and runs evener's code there.
+"""Ray actors that run evener's functions and hold its objects on the hosts of a cluster.
 
-An agent is this process's handle to such an actor. A call to a host that has gone or doesn't answer
-raises HostLostError.
+An actor also reserves the GPUs of its host. `Agent` is the handle of an actor in this process.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ _agents: dict[str, Agent] = {}  # the agents of this process, by host
 
 
 class HostLostError(DeviceError):
-    """Raised if a host has left the cluster or no longer answers.
-
-    `why` continues a sentence that begins with the host's name, such as "has left the cluster".
-    """
+    """A host has left the cluster, doesn't answer, or can't run evener."""
 
     def __init__(self, host: str, why: str) -> None:
         super().__init__(f"its host {host} {why}", "Check it with ray status.")
@@ -51,15 +47,11 @@ class HostLostError(DeviceError):
 
 
 class ActorLostError(HostLostError):
-    """Raised if the actor on a host has ended.
-
-    Ray's memory monitor may have killed it. The host itself may be alive, so a new actor can be
-    started there.
-    """
+    """An actor of evener has died, but its host is still in the cluster."""
 
 
 class HostActor:
-    """The object that runs inside an actor: it calls functions, and keeps objects between calls."""
+    """Ray actor on one host, which calls functions and keeps objects for another machine."""
 
     def __init__(self) -> None:
         # Ray sets it to 1 for itself, and child processes would inherit that
@@ -68,36 +60,32 @@ class HostActor:
         threading.Thread(target=_end_with_parent, name="raylet", daemon=True).start()
 
     def gpu_ids(self) -> tuple[str, ...]:
-        """Return the GPUs that Ray reserves for this actor, as CUDA_VISIBLE_DEVICES names them."""
+        """Return the ids of the GPUs that Ray has assigned to this actor."""
         import ray
 
         return tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function on this host, and return its result."""
+        """Call a function on this host."""
         return function(*arguments)
 
     def keep(self, name: str, make: Callable[..., Any], *arguments: Any) -> None:
-        """Create an object by calling `make`, and keep it under `name`."""
+        """Create an object on this host, and keep it under a name."""
         self._kept[name] = make(*arguments)
 
     def ask(self, name: str, method: str, *arguments: Any) -> Any:
-        """Call a method of the object kept under `name`, and return its result.
-
-        `method` may have a dot: "local.read" calls the method `read` of the object's attribute
-        `local`.
-        """
+        """Call a method of a kept object. A dotted name reaches a method of an attribute."""
         return attrgetter(method)(self._kept[name])(*arguments)
 
     def drop(self, name: str) -> None:
-        """Close and forget the object kept under `name`; do nothing if there is none."""
+        """Close the kept object of this name and forget it. Does nothing for an unknown name."""
         kept = self._kept.pop(name, None)
         if kept is not None:
             kept.close()
 
 
 def _end_with_parent() -> None:
-    """Exit once the Ray process that started this one ends."""
+    """Exit this process, and with it its child processes, when the parent process has ended."""
     parent = os.getppid()
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_SECONDS)
@@ -106,10 +94,9 @@ def _end_with_parent() -> None:
 
 
 class Agent:
-    """This process's handle to the actor on one host.
+    """Handle of evener's actor on one host, which can restart the actor if it dies.
 
-    If `reserves`, the actor reserves the host's free GPUs. `generation` is the number of times that
-    the actor has been restarted.
+    If `reserves` is True, the actor holds the free GPUs of its node in Ray.
     """
 
     def __init__(self, node: Node, actor: Any, reserves: bool = True) -> None:
@@ -125,16 +112,17 @@ class Agent:
         self._group: Any = None  # the placement group that holds the reserved CPUs
 
     def begin(self, method: str, *arguments: Any) -> Any:
-        """Start a call of the actor's method; return a handle to pass to `finish`."""
+        """Call a method of the actor, and return Ray's reference to the result without waiting."""
         return getattr(self._actor, method).remote(*arguments)
 
     def finish(
         self, call: Any, seconds: float = ANSWER_SECONDS, stop: threading.Event | None = None
     ) -> Any:
-        """Return the result of a call; an exception on the host is raised here.
+        """Wait for the result of a call of `begin`.
 
-        Return None if `stop` is set before the call ends. Raises HostLostError if the host has gone
-        or doesn't answer within `seconds`, and ActorLostError if only its actor has ended.
+        Returns None if `stop` is set meanwhile. Exceptions of the called function are raised again
+        here. Raises `HostLostError` after `seconds` without a result or if the host is gone, and
+        `ActorLostError` if only the actor has died.
         """
         import ray
 
@@ -165,27 +153,24 @@ class Agent:
         return cast(T, self.finish(self.begin("call", function, *arguments)))
 
     def keep(self, make: Callable[..., Any], *arguments: Any) -> RemoteObject:
-        """Create an object on the host by calling `make` there, and return a handle to it.
-
-        Closing the handle closes the object.
-        """
+        """Create an object on the host, and return a handle to it."""
         name = uuid.uuid4().hex
         self.finish(self.begin("keep", name, make, *arguments))
         self._kept[name] = make, arguments
         return RemoteObject(self, name)
 
     def drop(self, name: str) -> None:
-        """Close the object kept under `name` on the host; do nothing if the host has gone."""
+        """Close a kept object on the host. A lost host is ignored."""
         self._kept.pop(name, None)
         with suppress(HostLostError):
             self.finish(self.begin("drop", name), CLOSE_SECONDS)
 
     def restart(self, generation: int) -> bool:
-        """Replace the host's dead actor, and recreate the objects that it kept.
+        """Start a new actor after a failure, and create the kept objects again.
 
-        `generation` is the dead actor's. If another thread has already replaced that actor, nothing
-        is done. Return False if the host has gone, if no new actor can be started, or after
-        `MOST_RESTARTS` restarts.
+        `generation` is the agent's value when the failed call began: if another thread has
+        restarted the actor since, nothing is done. Returns False if the host has left the cluster,
+        its GPUs are taken, or the actor has been restarted five times.
         """
         with self._restarting:
             if self.generation != generation:  # another thread has restarted it
@@ -205,7 +190,7 @@ class Agent:
             return True
 
     def alive(self) -> bool:
-        """True if the actor answers within `ALIVE_SECONDS`."""
+        """Return whether the actor answers within 12 seconds."""
         try:
             self.finish(self.begin("gpu_ids"), ALIVE_SECONDS)
         except HostLostError:
@@ -213,9 +198,9 @@ class Agent:
         return True
 
     def hold_cpus(self, wanted: float) -> float:
-        """Reserve `wanted` CPUs of the node, or as many as other jobs leave free.
+        """Reserve logical CPUs of the node in Ray, and return how many of `wanted` are missing.
 
-        Return the number of wanted CPUs that couldn't be reserved.
+        The request is capped at the CPUs that the node has in Ray.
         """
         wanted = min(wanted, self.node.cpus)
         free = self.node.free_cpus + self._held_cpus
@@ -238,7 +223,7 @@ class Agent:
                 self._held_cpus = cpus
 
     def end(self) -> None:
-        """Kill the actor and the processes it started, and end its reservations."""
+        """Kill the actor and release what it has reserved."""
         import ray
 
         self._reserve(0.0)
@@ -246,7 +231,7 @@ class Agent:
 
 
 class RemoteObject:
-    """A handle to an object that an actor keeps on its host."""
+    """Handle of an object kept by a host's actor."""
 
     def __init__(self, agent: Agent, name: str) -> None:
         self._agent = agent
@@ -254,19 +239,19 @@ class RemoteObject:
 
     @property
     def generation(self) -> int:
-        """The number of restarts of the actor that keeps the object; see `Agent`."""
+        """How often the actor has been restarted."""
         return self._agent.generation
 
     def restart(self, generation: int) -> bool:
-        """Recreate the object in a new actor; return False if that fails. See `Agent.restart`."""
+        """Restart the actor after a failure; see `Agent.restart`."""
         return self._agent.restart(generation)
 
     def begin(self, method: str, *arguments: Any) -> Any:
-        """Start a call of the object's method; return a handle to pass to `finish`."""
+        """Call a method of the object, and return Ray's reference to the result without waiting."""
         return self._agent.begin("ask", self._name, method, *arguments)
 
     def finish(self, call: Any, seconds: float) -> Any:
-        """Return the result of a call that `begin` started; see `Agent.finish`."""
+        """Wait for the result of a call of `begin`, at most `seconds`; see `Agent.finish`."""
         return self._agent.finish(call, seconds)
 
     def ask(
@@ -276,22 +261,23 @@ class RemoteObject:
         seconds: float = ANSWER_SECONDS,
         stop: threading.Event | None = None,
     ) -> Any:
-        """Call a method of the object and return its result.
+        """Call a method of the object, and return its result.
 
-        `seconds`, `stop` and the exceptions are as in `Agent.finish`.
+        Returns None if `stop` is set meanwhile. Raises `HostLostError` after `seconds` without a
+        result.
         """
         return self._agent.finish(self.begin(method, *arguments), seconds, stop)
 
     def close(self) -> None:
-        """Close the object on its host; do nothing if the host has gone."""
+        """Close the object on its host."""
         self._agent.drop(self._name)
 
 
 def start_agents(nodes: Iterable[Node], reserve: bool = True) -> tuple[Agent, ...]:
-    """Return an agent for each node, reusing agents that still answer.
+    """Start evener's actor on each node, or reuse the one that runs there.
 
-    If `reserve`, each agent reserves all GPUs of its node that no other job holds. Raises
-    DeviceError, which names the host, if no actor can be started on it.
+    If `reserve` is True, each actor holds the free GPUs of its node. Raises `DeviceError` if an
+    actor doesn't start within a minute.
     """
     agents = []
     for node in nodes:
@@ -320,11 +306,10 @@ def start_agents(nodes: Iterable[Node], reserve: bool = True) -> tuple[Agent, ..
 def ask_each(
     agents: Sequence[Agent], function: Callable[..., Any], given: Mapping[str, Any], held: bool
 ) -> dict[Agent, Any]:
-    """Run a function on every host at the same time; return the results by agent.
+    """Call a function on all hosts at once, and return the results by agent.
 
-    The function gets the host's value in `given`, and the ids of the GPUs that the agent reserves.
-    The ids are None if `held` is False. A RequestError from the function is raised here with the
-    name of the host.
+    The function gets the host's entry of `given`, and the ids of the GPUs that Ray has assigned to
+    its actor, or None if `held` is False.
     """
     ids = [agent.finish(agent.begin("gpu_ids")) if held else None for agent in agents]
     calls = [
@@ -335,7 +320,7 @@ def ask_each(
 
 
 def _finish(agent: Agent, call: Any) -> Any:
-    """Wait for a call's result; put the host before a RequestError's message."""
+    """Wait for a call, and add the host's name to a `RequestError`."""
     try:
         return agent.finish(call)
     except RequestError as fault:
@@ -348,10 +333,7 @@ REMEDY = (
 
 
 def find_agent(host: str) -> Agent:
-    """Return the agent that was started on the host.
-
-    Raises HostLostError if there is none.
-    """
+    """Return this process's agent of a host. Raises `HostLostError` if there is none."""
     agent = _agents.get(host)
     if agent is None:
         raise HostLostError(host, "has no actor of evener")
@@ -359,7 +341,7 @@ def find_agent(host: str) -> Agent:
 
 
 def start_actor(node: Node, gpus: int) -> Any:
-    """Start an actor on the node, which reserves `gpus` of its GPUs; return Ray's handle."""
+    """Start an actor on a node, with this many GPUs reserved, without waiting for it."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -376,7 +358,7 @@ def start_actor(node: Node, gpus: int) -> Any:
 
 
 def _explain_failure(error: Exception) -> str:
-    """Return a clause like "has left the cluster" for a failed call."""
+    """Return why an actor failed, as the end of a sentence about its host."""
     missing = [line.strip() for line in str(error).splitlines() if _MISSING.search(line)]
     if missing:
         return f"can't run evener: {missing[-1].rstrip('.')}"

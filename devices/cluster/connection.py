@@ -1,7 +1,4 @@
-"""Connects this process to a Ray cluster, and lists the cluster's nodes.
-
-Every connection problem is reported within seconds, in one message.
-"""
+"""Connection of this process to a Ray cluster."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ _HTTP2_SETTINGS = 4  # type of the first frame of every HTTP/2 server, such as a
 
 
 class Node(msgspec.Struct, frozen=True):
-    """A live node of the cluster."""
+    """A node of the Ray cluster, with its resources."""
 
     id: str
     host: str  # its address within the cluster, which plans use
@@ -38,11 +35,11 @@ class Node(msgspec.Struct, frozen=True):
 
 
 def connect(address: str = "") -> None:
-    """Connect this process to the cluster at `address`, unless it is already connected.
+    """Join the Ray cluster at `address`, unless this process has already joined one.
 
-    The default for `address` is RAY_ADDRESS or, without it, this machine's cluster. Raises
-    RequestError if Ray isn't installed. Raises DeviceError if the cluster doesn't exist or this
-    process can't use it.
+    Without an address, RAY_ADDRESS is used, or else the cluster that runs on this machine. Raises
+    `RequestError` if Ray isn't installed or the address is malformed, and `DeviceError` if this
+    machine isn't a node of a cluster or the cluster can't be joined.
     """
     if find_spec("ray") is None:
         raise RequestError("Ray is not installed.", "Install it: pip install 'evener[ray]'.")
@@ -63,10 +60,7 @@ def connect(address: str = "") -> None:
 
 
 def list_nodes() -> tuple[Node, ...]:
-    """Return one live node for each host, sorted by address.
-
-    A node that has only just ended may still be listed.
-    """
+    """Return the living nodes of the cluster, one per address, sorted by address."""
     import ray
     from ray._private.state import available_resources_per_node
 
@@ -89,7 +83,7 @@ def list_nodes() -> tuple[Node, ...]:
 
 
 def check_head() -> None:
-    """Raise DeviceError if the cluster's head node no longer accepts connections."""
+    """Raise `DeviceError` if the head node of the cluster can't be reached."""
     import ray
 
     host, _, port = str(ray.get_runtime_context().gcs_address).rpartition(":")
@@ -104,7 +98,10 @@ def check_head() -> None:
 
 
 def _join(address: str) -> None:
-    """Connect to the cluster within `CONNECT_SECONDS`, or raise DeviceError."""
+    """Join the cluster in a background thread.
+
+    Raises `DeviceError` after 10 seconds or on failure.
+    """
     import ray
     from ray._private import worker
 
@@ -150,7 +147,11 @@ def _explain(address: str, error: Exception) -> DeviceError:
 
 
 def _check_listener(address: str) -> None:
-    """Raise DeviceError unless a gRPC server listens at HOST:PORT."""
+    """Check that a Ray cluster listens at this address, because Ray itself would retry for long.
+
+    Raises `RequestError` for a malformed address, and `DeviceError` if nothing listens there or the
+    answer isn't HTTP/2, which gRPC uses.
+    """
     host, colon, port = address.rpartition(":")
     if (
         "://" in address

@@ -1,8 +1,4 @@
-"""Finds the devices of a Ray cluster that a request or a plan names, and samples them.
-
-On each host, evener's actor finds and samples the devices, with the same code as on a single
-machine.
-"""
+"""Discovery and readings of devices on the hosts of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -43,7 +39,7 @@ PACKAGES = ("ray", "tensorflow", "keras", "torch", "numpy")
 
 
 class HostDevices(msgspec.Struct, frozen=True):
-    """The devices and package versions of a host, as the host itself reports them."""
+    """The devices found on one host, with the package versions there."""
 
     found: Discovery
     versions: dict[str, str]
@@ -52,11 +48,11 @@ class HostDevices(msgspec.Struct, frozen=True):
 
 
 def discover_cluster(terms: Sequence[Term], address: str = "", reserve: bool = True) -> Discovery:
-    """Return the devices that the terms name on the cluster's hosts.
+    """Find the devices of a request on the hosts of a Ray cluster.
 
-    If `reserve`, GPUs that other jobs hold are left out, and the returned GPUs are reserved for
-    this process. Raises RequestError if a host or device doesn't exist. Raises DeviceError if the
-    cluster or one of its hosts can't be used.
+    If `reserve` is True, free GPUs and the CPUs of CPU slices are reserved in Ray, so that no other
+    job of the cluster uses them. Raises `RequestError` for an unknown host, and `DeviceError` if
+    the cluster can't be joined, or if a named host lacks a requested device.
     """
     connect(address)
     nodes = list_nodes()
@@ -70,7 +66,7 @@ def discover_cluster(terms: Sequence[Term], address: str = "", reserve: bool = T
 
 
 def _hold_cpus(agents: Sequence[Agent], devices: Sequence[Device]) -> tuple[str, ...]:
-    """Reserve the slices' CPUs, and return notes about CPUs that others hold."""
+    """Reserve the CPUs of CPU slices, and return messages about CPUs that other jobs hold."""
     notes = []
     for agent in agents:
         slices = [device for device in devices if device.on_cpu]
@@ -85,9 +81,11 @@ def _hold_cpus(agents: Sequence[Agent], devices: Sequence[Device]) -> tuple[str,
 
 
 def assign_terms(terms: Sequence[Term], nodes: Sequence[Node]) -> dict[str, list[Term]]:
-    """Return each host's terms by the host's address, in the request's order.
+    """Return the terms for each host, by address.
 
-    Raises RequestError if the host of a term isn't in the cluster.
+    A term for all hosts is assigned to every node.
+
+    Raises `RequestError` if the cluster has no host of a term's name.
     """
     wanted: dict[str, list[Term]] = {}
     for term in terms:
@@ -97,9 +95,9 @@ def assign_terms(terms: Sequence[Term], nodes: Sequence[Node]) -> dict[str, list
 
 
 def find_node(host: str, nodes: Sequence[Node]) -> Node:
-    """Return the node whose address or host name is `host`.
+    """Return the node with this address or host name.
 
-    Raises RequestError if there is no such node or more than one.
+    Raises `RequestError` if there is none, or if several nodes have the name.
     """
     found = [node for node in nodes if host in (node.host, node.name)]
     there = ", ".join(
@@ -115,9 +113,9 @@ def find_node(host: str, nodes: Sequence[Node]) -> Node:
 
 
 def find_on_host(terms: Sequence[Term], gpu_ids: Sequence[str] | None) -> HostDevices:
-    """Return this host's devices that the terms name. The function runs on the host.
+    """Find the requested devices on this host, as a function that runs in the host's actor.
 
-    If `gpu_ids` isn't None, only these GPUs, which Ray reserves for this process, are returned.
+    `gpu_ids` are the GPUs that Ray has assigned to the actor; None allows all.
     """
     versions = describe_versions()
     every, usable, held = _list_accelerators(terms[0].kind, gpu_ids)
@@ -136,17 +134,14 @@ def find_on_host(terms: Sequence[Term], gpu_ids: Sequence[str] | None) -> HostDe
 
 
 def name_gpus(gpu_ids: Sequence[str]) -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs that Ray reserves for this process.
-
-    The function runs on the GPUs' host. `gpu_ids` are Ray's own names for these GPUs.
-    """
+    """Return the driver's ids of GPUs that Ray names by index or UUID."""
     return tuple(device.id for device in _list_accelerators("auto", gpu_ids)[1])
 
 
 def _list_accelerators(
     kind: str, held: Sequence[str] | None
 ) -> tuple[Devices, Devices, dict[str, str]]:
-    """Return this host's devices, the usable ones, and variables that hide others."""
+    """Return this host's accelerators, the usable ones, and variables that select them."""
     # "auto" stands for the first kind of accelerator found on this host
     # `held` are Ray's names of the usable devices; None if all are usable
     for backend in all_backends():
@@ -159,7 +154,12 @@ def _list_accelerators(
 
 
 def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Discovery:
-    """Join all hosts' devices; raise DeviceError if requested ones are missing."""
+    """Combine the devices that the hosts found.
+
+    Hosts without a usable device are left out with a note.
+
+    Raises `DeviceError` if no device is left, or if a host that the request names lacks one.
+    """
     kind = _choose_kind(answers.values())
     devices: list[Device] = []
     notes: list[str] = []
@@ -192,7 +192,7 @@ def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Disco
 
 
 def _join_notes(found: Mapping[str, Discovery]) -> list[str]:
-    """List each note once, after the names of its hosts."""
+    """Return each note once, preceded by the hosts that reported it."""
     hosts_by_note: dict[str, list[str]] = {}
     for host, discovery in found.items():
         for note in discovery.notes:
@@ -201,13 +201,16 @@ def _join_notes(found: Mapping[str, Discovery]) -> list[str]:
 
 
 def _choose_kind(answers: Iterable[HostDevices]) -> str:
-    """Prefer accelerators: return "cpu" only if no host has any."""
+    """Return the kind of device to use on all hosts:
+
+    CPU slices only if no host has an accelerator.
+    """
     kinds = {device.kind for answer in answers for device in answer.found.devices}
     return next((kind for kind in BACKENDS if kind in kinds), "cpu")
 
 
 def _check_named(agent: Agent, terms: Sequence[Term], own: int, answer: HostDevices) -> None:
-    """Raise DeviceError if a requested host has too few usable devices."""
+    """Raise `DeviceError` if a host that the request names lacks a requested device."""
     named = [term for term in terms if term.host in (agent.node.host, agent.node.name)]
     if not named:
         return
@@ -226,9 +229,9 @@ def _check_named(agent: Agent, terms: Sequence[Term], own: int, answer: HostDevi
 
 @cache
 def describe_versions() -> dict[str, str]:
-    """Return the versions of packages that affect speed or results, by name.
+    """Return the versions of Python, evener and the machine-learning packages on this host.
 
-    The version of evener includes a digest of its code.
+    evener's version includes a digest of its code.
     """
     found = {"python": platform.python_version()}
     for name in PACKAGES:
@@ -240,7 +243,7 @@ def describe_versions() -> dict[str, str]:
 
 
 def digest_code() -> str:
-    """Return a digest of all of evener's Python files, to compare the code on different hosts."""
+    """Return a digest of evener's Python files, to detect hosts with different code."""
     home = evener.__path__[0]
     digest = blake2b(digest_size=4)
     # in a checkout, some directories are symbolic links
@@ -255,7 +258,7 @@ def digest_code() -> str:
 def explain_versions(by_host: dict[str, dict[str, str]]) -> tuple[str, ...]:
     """Return a message for each package whose version differs between hosts.
 
-    `by_host` holds each host's versions by package.
+    `by_host` maps a host to its versions by package name.
     """
     names = dict.fromkeys(name for versions in by_host.values() for name in versions)
     lines = []
@@ -272,10 +275,10 @@ def explain_versions(by_host: dict[str, dict[str, str]]) -> tuple[str, ...]:
 
 
 def find_plan_nodes(plan: Plan, address: str) -> dict[str, Node]:
-    """Return the node of each host with a share in the plan, by the host's name.
+    """Return the nodes that a plan's hosts stand for, by the host's name in the plan.
 
-    Raises PlanError if the plan names no hosts. Raises RequestError or DeviceError if a host isn't
-    in the cluster at `address`.
+    Raises `PlanError` if the plan is for a single machine, and `RequestError` if a host isn't in
+    the cluster.
     """
     hosts = list(dict.fromkeys(share.host for share in plan.layout.active))
     if not hosts[0]:
@@ -289,10 +292,10 @@ def find_plan_nodes(plan: Plan, address: str) -> dict[str, Node]:
 
 
 def hold_other_gpus(node: Node, wanted: Collection[str]) -> list[Agent]:
-    """Reserve a node's free GPUs except the `wanted` ones, so that Ray assigns only these.
+    """Occupy a node's other free GPUs, so that Ray can assign only the wanted ones.
 
-    `wanted` are UUIDs. Return the agents that hold the other GPUs; the reservations end when the
-    agents are garbage-collected. Raises DeviceError if a wanted GPU isn't free.
+    Returns the agents that hold these GPUs; end them when the wanted GPUs are taken. Raises
+    `DeviceError` if a wanted GPU isn't free.
     """
     if node.gpus == node.free_gpus == len(wanted):
         return []
@@ -319,11 +322,9 @@ OpenHost = Callable[[tuple[Device, ...]], Source]
 
 
 class ClusterSource:
-    """A source that samples devices on several hosts.
+    """Source of readings of devices on several hosts, each read by an actor there.
 
-    `open_host`, which is called on each host, opens the source for that host's devices. Raises
-    HostLostError if a host doesn't answer at creation. A host that stops answering later is shown
-    as lost.
+    `open_host` opens a host's own source, and runs on that host.
     """
 
     def __init__(
@@ -337,11 +338,14 @@ class ClusterSource:
             self._hosts[host] = find_agent(host).keep(open_host, local)
 
     def devices(self) -> tuple[Device, ...]:
-        """The devices of all hosts, host by host."""
+        """Return the devices of all hosts."""
         return self._devices
 
     def sample(self) -> Snapshot:
-        """Return a snapshot of all hosts, which are sampled at the same time."""
+        """Read all hosts at once, and return their readings as one snapshot.
+
+        The devices of a host that doesn't answer within 3 seconds are shown as lost.
+        """
         started = time.monotonic()
         found, lost = self._ask_hosts()
         seen = list(found.values())
@@ -361,7 +365,7 @@ class ClusterSource:
         )
 
     def _ask_hosts(self) -> tuple[dict[str, Snapshot], dict[str, str]]:
-        """Return snapshots by host, and error messages of unreachable hosts."""
+        """Return the snapshots of the hosts that answered, and the errors of the others."""
         calls = {host: kept.begin("sample") for host, kept in self._hosts.items()}
         found: dict[str, Snapshot] = {}
         lost: dict[str, str] = {}
@@ -373,7 +377,7 @@ class ClusterSource:
         return found, lost
 
     def _show_lost(self, lost: Mapping[str, str]) -> list[DeviceSample]:
-        """Return samples without readings for the devices of lost hosts."""
+        """Return samples marked as lost for the devices of these hosts."""
         return [
             DeviceSample(
                 device=device,
@@ -386,13 +390,13 @@ class ClusterSource:
         ]
 
     def close(self) -> None:
-        """Close the source of every host."""
+        """Close the sources on all hosts."""
         for kept in self._hosts.values():
             kept.close()
 
 
 def _merge_reports(seen: Sequence[Snapshot]) -> tuple[Training, ...]:
-    """Return the reports of training processes from all hosts' snapshots, without duplicates."""
+    """Return the training reports of all hosts, without duplicates."""
     # hosts that are on one machine read the same files
     every = [report for each in seen for report in each.reports]
     keys = [(each.training, each.rank, each.pid, each.updated_at) for each in every]
@@ -422,7 +426,7 @@ def _place(live: LiveDevice, host: str) -> LiveDevice:
 
 
 def _add_hosts(hosts: Sequence[HostSample]) -> HostSample:
-    """Combine the hosts' samples: sums, but the mean of CPU use."""
+    """Return the totals of several hosts as one sample, with CPU load weighted by cores."""
     cores = sum(host.cores for host in hosts)
     return HostSample(
         cpu_percent=sum(host.cpu_percent * host.cores for host in hosts) / max(1, cores),

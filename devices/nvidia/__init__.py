@@ -1,1 +1,1 @@
-"""NVIDIA GPUs, read through NVML."""
+"""NVIDIA GPUs: discovery and readings through NVML."""

@@ -1,4 +1,4 @@
-"""The backend for NVIDIA GPUs. The library NVML is loaded only when it is first used."""
+"""Backend of NVIDIA GPUs: NVML lists and reads them, CUDA_VISIBLE_DEVICES selects, MPS limits."""
 
 from __future__ import annotations
 
@@ -32,10 +32,7 @@ P2P_WORKS = 0
 
 
 class NvmlVitals:
-    """Reads the vitals of a GPU through NVML.
-
-    NVML is opened at the first reading, and reopened after a failure.
-    """
+    """Reads the health and use of one GPU through NVML, for probes."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -44,9 +41,10 @@ class NvmlVitals:
         self._reader: GpuReader | None = None
 
     def read(self, full: bool) -> Vitals:
-        """Return one reading; memory, processes and load are read only if `full`.
+        """Return the GPU's vitals; with `full`, also its memory, processes and utilization.
 
-        Failures of the driver aren't raised but reported in the reading.
+        Raises nothing if the GPU or the driver fails: `trouble` then says why, and the next call
+        tries to open NVML again.
         """
         nvml = self._nvml
         try:
@@ -66,7 +64,7 @@ class NvmlVitals:
         return Vitals(time.monotonic(), trouble=words)
 
     def close(self) -> None:
-        """Shut NVML down; the next reading opens it again."""
+        """Close NVML. A later `read` opens it again."""
         self._reader = None
         if self._open:
             self._open = False
@@ -75,9 +73,9 @@ class NvmlVitals:
 
 
 class NvidiaGpus(Backend):
-    """The backend for NVIDIA GPUs and MIG instances.
+    """Backend of NVIDIA GPUs and MIG instances, which are requested as `gpu` or `gpu:N`.
 
-    NVML lists them, CUDA_VISIBLE_DEVICES selects them, and MPS enforces limits in percent.
+    MPS enforces a limit of compute, in percent.
     """
 
     kind = "gpu"
@@ -102,24 +100,21 @@ class NvidiaGpus(Backend):
     settle_seconds = 0.12  # the driver's profiler needs at least 0.1 s between samples
 
     def has_started_driver(self, files: Collection[str]) -> bool:
-        """True if this process has started CUDA. NVML opens the same files."""
+        """Return whether CUDA has been initialized in this process."""
         return cuda_library.has_started()
 
     def list_devices(self) -> Listing:
-        """Return every GPU that NVML lists; a GPU in MIG mode is replaced by its instances.
-
-        Raises DeviceError if no GPU answers.
-        """
+        """Return all GPUs that answer. Raises `DeviceError` if there is none."""
         listing = list_gpus()
         if not listing.devices:
             raise DeviceError("The NVIDIA driver lists no GPU that answers.", self.remedy)
         return listing
 
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-        """Return the GPUs that the terms name; a note says if CUDA numbers them differently.
+        """Find the requested GPUs; see `Backend.find`.
 
-        CUDA numbers the fastest GPU first unless CUDA_DEVICE_ORDER is set. nvidia-smi and evener
-        number GPUs by PCI bus.
+        A note warns if the machine has GPUs of several models and CUDA_VISIBLE_DEVICES selects them
+        by index, because CUDA's default order may differ from nvidia-smi's.
         """
         found = super().find(terms, variables)
         named = variables.get(self.visible_variable, "")
@@ -138,24 +133,21 @@ class NvidiaGpus(Backend):
         return msgspec.structs.replace(found, notes=(*found.notes, note))
 
     def open_source(self, discovery: Discovery) -> Source:
-        """Return a source that samples these GPUs, and keeps NVML open until it is closed."""
+        """Open an NVML source of readings of the discovered GPUs."""
         return NvmlSource(discovery.devices, notes=discovery.notes)
 
     def show_by_number(self, devices: Sequence[Device]) -> dict[str, str]:
-        """Return variables that select the GPUs by nvidia-smi's numbers.
-
-        MIG instances have no such numbers, so they are selected by their ids.
-        """
+        """Return variables that make only these GPUs visible, by index; MIG instances by UUID."""
         if any(device.id.startswith("MIG-") for device in devices):
             return super().show_by_number(devices)
         numbers = ",".join(str(device.index) for device in devices)
         return {self.visible_variable: numbers, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
     def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
-        """Return variables that select GPUs by UUID, and limit their percentage through MPS.
+        """Return the environment of a process that trains on these GPUs.
 
-        Raises DeviceError if there is a limit in percent and no MPS daemon is running. Raises
-        ValueError if the GPUs have different percentages.
+        A compute limit becomes MPS's percentage of active threads. Raises `DeviceError` if there is
+        a limit but no MPS daemon runs, and `ValueError` if the GPUs have different limits.
         """
         grown = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
         variables = {**QUIET, **grown, **self.show([device.id for device in devices])}
@@ -176,13 +168,13 @@ class NvidiaGpus(Backend):
         return ChildEnvironment(variables)
 
     def open_vitals(self, device: Device) -> VitalsReader:
-        """Return a reader of the GPU's throttling, energy, memory and processes."""
+        """Return a reader of the GPU's health and use."""
         return NvmlVitals(device)
 
     def bus_address(self, device: Device) -> str:
-        """Return the GPU's PCI address in sysfs notation; "" if unknown.
+        """Return the GPU's PCI address such as `0000:3b:00.0`, or "" if it is unknown.
 
-        A MIG instance has none, because different users may use instances of one GPU.
+        A MIG instance has none.
         """
         if device.id.startswith("MIG-"):
             return ""
@@ -200,9 +192,9 @@ class NvidiaGpus(Backend):
             return ""
 
     def name_path(self, first: Device, second: Device) -> str:
-        """Return the path between two GPUs: "NVLink", "PCIe, P2P" or "PCIe, no P2P".
+        """Return the connection of two GPUs: "NVLink", "PCIe, P2P" or "PCIe, no P2P".
 
-        Return "" for MIG instances, and if the driver doesn't report the path.
+        "" if it can't be found out, and for MIG instances.
         """
         if any(device.id.startswith("MIG-") for device in (first, second)):
             return ""
@@ -218,7 +210,7 @@ class NvidiaGpus(Backend):
         return "PCIe, no P2P"
 
     def daemon_runs(self) -> bool:
-        """True if an MPS control daemon is running where CUDA programs look for it."""
+        """Return whether an MPS daemon runs, by the pid file in its pipe directory."""
         folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or MPS_FOLDER)
         with suppress(OSError, ValueError, OverflowError):
             pid = int((folder / f"{MPS_PROGRAM}.pid").read_text().strip("\0 \n"))

@@ -1,4 +1,4 @@
-"""Asks CUDA's own library whether this process has started CUDA."""
+"""Whether CUDA runs in this process, found out without starting it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NOT_INITIALIZED = 3  # cuda.h: CUDA_ERROR_NOT_INITIALIZED
 
 
 def has_started() -> bool:
-    """True if this process has started CUDA, or may have."""
+    """Return whether this process has loaded and initialized the CUDA driver."""
     try:
         # only if it is loaded already
         library = ctypes.CDLL(NAME, mode=os.RTLD_NOW | os.RTLD_NOLOAD)

@@ -1,7 +1,6 @@
-"""A program that checks whether this process's GPU works; it exits with 0 if the GPU does.
+"""Test program: write and read memory of the first visible GPU.
 
-Run it as `python -m evener.devices.nvidia.device_check`. It uses only the CUDA driver, which takes
-about a second, whereas importing PyTorch may take ten.
+It exits with 0 if the GPU works. It calls the CUDA driver only, so that no framework is loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ VALUE = 0x5EED
 
 
 def check_gpu(cuda: ctypes.CDLL) -> bool:
-    """True if 4 MiB can be written to the first visible GPU and read back."""
+    """Fill 4 MiB of the first visible GPU's memory, and return whether they can be read back."""
     # `cuda` is the driver
     device = ctypes.c_int()
     context = ctypes.c_void_p()

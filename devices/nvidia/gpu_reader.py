@@ -95,11 +95,10 @@ LEAST_NAMED_PERCENT = 0.5  # a reason for a smaller part of a tick isn't named
 
 
 class GpuReader:
-    """Reads one GPU or MIG instance through one NVML handle.
+    """Reads one GPU or MIG instance through NVML.
 
-    The monitor calls `sample`, and a probe calls `vitals`. These methods and `processes.read` raise
-    only GpuGoneError and DriverGoneError. After such an error, a new reader is needed. For a MIG
-    instance, `parent` is its GPU's handle.
+    `parent` is the GPU of a MIG instance. Metrics that change slowly or cost much are read less
+    often than at each call.
     """
 
     def __init__(
@@ -141,10 +140,9 @@ class GpuReader:
         self._metrics = {name: Metric(nvml, call, period) for name, call, period in self._calls()}
 
     def sample(self, now: float) -> DeviceSample:
-        """Return every metric of the GPU at the monotonic time `now`, in seconds.
+        """Return all readings of the GPU; `now` is the monotonic time in seconds.
 
-        A metric that rarely changes is read again only when its period is over. Until then, its
-        last value is returned.
+        Raises `GpuGoneError` or `DriverGoneError` if the GPU or the driver is gone.
         """
         read = {
             name: metric.read_one(now)
@@ -184,9 +182,11 @@ class GpuReader:
         )
 
     def vitals(self, full: bool) -> Vitals:
-        """Return one reading for a probe, with memory, processes and load if `full`.
+        """Return what a probe needs: throttling times, clock and energy.
 
-        Raises GpuGoneError or DriverGoneError if the GPU or the driver has gone.
+        With `full`, memory, processes and utilization are read too; otherwise they are those of the
+        last full call. `clock_fraction` is read only if the throttling times have changed since the
+        previous call. Raises `GpuGoneError` or `DriverGoneError`.
         """
         now = time.monotonic()
         counters = dict(self._probe_fields.read(now))
@@ -209,7 +209,7 @@ class GpuReader:
         )
 
     def _clock_fraction(self, now: float) -> float | None:
-        """Return the clock as a fraction of its highest; None if unknown."""
+        """Return the current clock as a fraction of the highest clock, or None if it is unknown."""
         clock = self._note_clock(self._metrics["clock"].read_one(now))
         highest = self._metrics["clock_max"].read_one(now).current
         if clock is None or not highest:
@@ -221,14 +221,17 @@ class GpuReader:
         return min(1.0, clock / highest)
 
     def _note_clock(self, read: Reading) -> float | None:
-        """Update the highest clock seen, and return this one in MHz."""
+        """Return the clock in MHz, and remember the highest one so far."""
         clock = read.current
         if clock is not None:
             self._reached_mhz = max(self._reached_mhz, clock)
         return clock
 
     def _used_joules(self, now: float, counted: Reading) -> float | None:
-        """Return the joules used since a fixed time; None if unknown."""
+        """Return the energy used in joules, by the GPU's counter or else by integrating power.
+
+        None if neither can be read.
+        """
         if counted.state is not State.UNSUPPORTED:
             return None if counted.current is None else counted.current / 1000
         # a chip without a counter: integrate the power over the calls of this method
@@ -244,7 +247,10 @@ class GpuReader:
     def _slowed(
         self, now: float, found: Mapping[int, Reading]
     ) -> tuple[float | None, float | None]:
-        """Return seconds throttled by heat or power brake, and by power cap."""
+        """Return the seconds throttled by heat or a power brake, and those at the power cap.
+
+        Both count from a fixed time, so that only differences mean something. None: unknown.
+        """
         # the driver counts nanoseconds since a fixed time
         counts = {
             field: reading.current / 1e9
@@ -259,7 +265,7 @@ class GpuReader:
         return self._estimate_slowed(now)
 
     def _estimate_slowed(self, now: float) -> tuple[float | None, float | None]:
-        """Estimate seconds throttled by heat or power brake, and by power cap."""
+        """Estimate both times from the throttle reasons, for a GPU without counters."""
         reasons = self._metrics["reasons"].read_one(now).current
         if reasons is None:
             return None, None
@@ -273,7 +279,7 @@ class GpuReader:
         return self._held, self._capped
 
     def _read_full(self, now: float) -> Vitals:
-        """Read the GPU's memory and load, in total and by process."""
+        """Return memory use, processes and utilization; the other fields keep their defaults."""
         used, percent = (
             self._metrics[name].read_one(now).current for name in ("memory_used", "utilization")
         )
@@ -291,10 +297,7 @@ class GpuReader:
         )
 
     def close(self) -> None:
-        """Free the GPM samples that the driver holds for this reader, and ignore driver errors.
-
-        The reader can't be used afterwards.
-        """
+        """Free NVML's sample buffers."""
         with suppress(self.nvml.NVMLError):
             self._activity.close()
 
@@ -342,7 +345,7 @@ class GpuReader:
         return used
 
     def _current(self, field: Reading, fallback: str, now: float) -> Reading:
-        """Return `field`, or read `fallback` if `field` has no current value."""
+        """Return the field's reading, or else the result of the equivalent NVML call."""
         return (
             field
             if field.current is not None
@@ -361,7 +364,7 @@ class GpuReader:
         return Reading(joules.state, joules.value - self.first_joules, joules.age_seconds)
 
     def _read_throttling(self, now: float) -> tuple[Reading, tuple[str, ...]]:
-        """Return the percentage of throttled time, and the reasons, longest first."""
+        """Return the throttled time in percent, and the reasons, the longest first."""
         fields = self._throttle_fields.read(now)
         rates = {field: self._counters[field].rate(fields[field], now) for field in THROTTLING}
         shares = {
@@ -384,7 +387,7 @@ class GpuReader:
     def _estimate_throttling(
         self, rate: Reading, reasons: tuple[str, ...] | None
     ) -> tuple[Reading, tuple[str, ...]]:
-        """Estimate throttled time from two readings: 0, 50 or 100 %."""
+        """Estimate the throttled time from two readings, for a GPU without counters."""
         # a chip with counters isn't estimated, even if they have no value yet
         if rate.state is not State.UNSUPPORTED or reasons is None:
             return rate, reasons or ()
@@ -393,7 +396,7 @@ class GpuReader:
         return value(50.0 * (before + bool(reasons))), reasons
 
     def _reasons_now(self, now: float) -> tuple[str, ...] | None:
-        """Return the current reasons for reduced clocks; None if unknown."""
+        """Return the current reasons for throttling, or None if they can't be read."""
         current = self._metrics["reasons"].read_one(now).current
         if current is None:
             return None
@@ -401,7 +404,7 @@ class GpuReader:
         return tuple(words for bit, words in EVENT_REASONS.items() if mask & bit)
 
     def _read_traffic(self, activity: Mapping[int, Reading], now: float) -> dict[str, Any]:
-        """Return the PCIe and NVLink traffic in bytes/s, by field name."""
+        """Return the PCIe and NVLink traffic in bytes per second, by field of `DeviceSample`."""
         found = {name: activity[metric].scaled(MIB) for name, metric, _ in _TRAFFIC.values()}
         if all(reading.current is not None for reading in found.values()):
             return found
@@ -433,11 +436,10 @@ FIRST_WINDOW_MICROSECONDS = 3_000_000  # how much of the driver's buffer is read
 
 
 class GpuProcesses:
-    """Reads the processes on one GPU, with their memory and multiprocessor use.
+    """Lists the processes on a GPU, with their memory and use of the multiprocessors.
 
-    The driver's last answer is kept between calls and during temporary failures. The driver samples
-    the processes' use at intervals. `since` is the time of the newest sample, in microseconds of
-    the driver's clock.
+    `since` is the time on the driver's clock, in microseconds, after which use is counted. NVML
+    can't report it for MIG instances.
     """
 
     def __init__(self, nvml: Library, handle: Handle, is_mig: bool, since: int = 0) -> None:
@@ -453,9 +455,9 @@ class GpuProcesses:
         self._seen: tuple[DeviceUse, ...] = ()
 
     def read(self, now: float) -> Sequence[DeviceUse]:
-        """Return the GPU's processes; the driver is called only every `PERIOD_SECONDS`.
+        """Return the processes on the GPU, sorted by pid. The list is renewed every 2.5 seconds.
 
-        Raises GpuGoneError or DriverGoneError if the GPU or the driver has gone.
+        Raises `GpuGoneError` or `DriverGoneError`.
         """
         if now < self._due:
             return self._seen
@@ -479,7 +481,7 @@ class GpuProcesses:
         return self._seen
 
     def _list(self, kind: str, call: Callable[[Handle], Sequence[Any]]) -> None:
-        """Store the GPU memory of all "compute" or "graphics" processes."""
+        """Update the memory use by process. If the call fails, the previous values remain."""
         try:
             self._memory[kind] = {int(each.pid): each.usedGpuMemory for each in call(self._handle)}
         except self._nvml.NVMLError as error:
@@ -487,7 +489,7 @@ class GpuProcesses:
             raise_if_gone(error_code(error))
 
     def _ask_use(self) -> tuple[dict[int, float], Reading]:
-        """Return multiprocessor percentages by pid, and the reading for other processes."""
+        """Return the multiprocessor use by pid, in percent, and a reading for all others."""
         try:
             samples: Sequence[Any] = self._nvml.nvmlDeviceGetProcessUtilization(
                 self._handle, self.since

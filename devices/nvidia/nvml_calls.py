@@ -43,27 +43,21 @@ Outcome = tuple[int, float]  # NVML's return code, and the value if the code is 
 
 
 class GpuGoneError(Exception):
-    """Raised if the GPU fell off the bus or needs a reset.
-
-    Its text is a message for the user.
-    """
+    """The GPU is lost, needs a reset, or is no longer listed by the driver."""
 
     def __init__(self, code: int = 0) -> None:
         super().__init__(GONE_WORDS.get(code, "The driver no longer lists this GPU."))
 
 
 class DriverGoneError(Exception):
-    """Raised if the driver was unloaded or replaced, which makes every handle invalid.
-
-    Its text is a message for the user.
-    """
+    """The driver was unloaded or replaced."""
 
     def __init__(self) -> None:
         super().__init__("The NVIDIA driver was unloaded or replaced.")
 
 
 def raise_if_gone(code: int) -> None:
-    """Raise GpuGoneError or DriverGoneError if NVML's return code says that the device has gone."""
+    """Raise `GpuGoneError` or `DriverGoneError` if NVML's return code means that."""
     if code in GPU_GONE:
         raise GpuGoneError(code)
     if code in DRIVER_GONE:
@@ -71,9 +65,9 @@ def raise_if_gone(code: int) -> None:
 
 
 class Schedule:
-    """Decides when to call NVML again for a metric, and keeps the last reading until then.
+    """Decides when to read a metric again, and keeps its last value.
 
-    The period is the time between two successful calls.
+    A metric that isn't supported is retried after 60 seconds, one without permission after 10.
     """
 
     __slots__ = ("_at", "_due", "_last", "_period")
@@ -85,18 +79,18 @@ class Schedule:
         self._last = PENDING
 
     def is_due(self, now: float) -> bool:
-        """True if the metric must be read again at the time `now`."""
+        """Return whether the metric should be read now."""
         return now >= self._due
 
     def kept(self, now: float) -> Reading:
-        """Return the last reading, with its age at the time `now`."""
+        """Return the last reading, with its age."""
         return self._last if now <= self._at else self._last.aged(now - self._at)
 
     def record(self, now: float, code: int, number: float) -> Reading:
-        """Turn a call's return code and value into a reading.
+        """Store the result of a call, and return it as a reading.
 
-        After a temporary failure, return the last value, marked as stale. Raises GpuGoneError or
-        DriverGoneError if the GPU or the driver has gone.
+        After a temporary failure this is the last value, marked as stale. Raises `GpuGoneError` or
+        `DriverGoneError`.
         """
         if code == SUCCESS and math.isfinite(number):
             self._last = value(number)
@@ -115,17 +109,17 @@ class Schedule:
 
 
 class Batch:
-    """Reads several metrics of one device by one call; each may fail by itself.
-
-    Metrics that the device doesn't support are left out of later calls, and retried once a minute.
-    """
+    """Metrics that one NVML call can read together, each with its own schedule."""
 
     def __init__(self, nvml: Library, ids: Iterable[int], period: float = 0.0) -> None:
         self._nvml = nvml
         self._schedules = {each: Schedule(period) for each in ids}
 
     def read(self, now: float) -> Mapping[int, Reading]:
-        """Return the readings at the time `now` by id, each in its metric's own unit."""
+        """Read the metrics that are due, and return the readings of all, by id.
+
+        Raises `GpuGoneError` or `DriverGoneError`.
+        """
         schedules = self._schedules
         due = [each for each, schedule in schedules.items() if schedule.is_due(now)]
         readings = {each: schedule.kept(now) for each, schedule in schedules.items()}
@@ -143,19 +137,22 @@ class Batch:
         return dict.fromkeys(due, (code, 0.0))
 
     def _ask(self, due: Sequence[int], now: float) -> Mapping[int, Outcome]:
-        """Call NVML for these metric ids; omit metrics without new values."""
+        """Read these metrics; subclasses implement it.
+
+        Metrics that are left out keep their last value.
+        """
         raise NotImplementedError
 
 
 class Metric(Batch):
-    """Reads one metric of one device by calling `call`, which returns its value."""
+    """A single value that one NVML call returns."""
 
     def __init__(self, nvml: Library, call: Callable[[], float], period: float = 0.0) -> None:
         super().__init__(nvml, (0,), period)
         self._call = call
 
     def read_one(self, now: float) -> Reading:
-        """Return the metric's reading at the time `now`."""
+        """Return the reading, which is renewed if it is due."""
         return self.read(now)[0]
 
     def _ask(self, due: Sequence[int], now: float) -> Mapping[int, Outcome]:
@@ -163,9 +160,9 @@ class Metric(Batch):
 
 
 class Fields(Batch):
-    """Reads several metrics of one device by NVML's GetFieldValues.
+    """Values of a GPU that NVML reads by field id, several in one call.
 
-    `scopes` has the scope of each field that needs one. It says which NVLinks are counted.
+    `scopes` maps a field id to its scope, such as a link's number.
     """
 
     def __init__(
@@ -190,10 +187,9 @@ class Fields(Batch):
 
 
 class Counter:
-    """Turns readings of a counter into a rate per second.
+    """Computes a rate from successive readings of a counter.
 
-    The first reading, a wraparound and a reset give no rate. Rates are taken over at least
-    `shortest_seconds`.
+    Windows are at least `shortest_seconds` long, because drivers update some counters rarely.
     """
 
     __slots__ = ("_at", "_number", "_rate", "_shortest")
@@ -208,8 +204,7 @@ class Counter:
     def rate(self, reading: Reading, now: float) -> Reading:
         """Return the counter's increase per second since its previous reading.
 
-        If the counter can't be read, the result says why. If it hasn't been read again since the
-        last call, return the last rate.
+        Pending at the first reading, and after the counter has been reset.
         """
         number = reading.current
         if number is None and reading.state is not State.STALE:
@@ -237,7 +232,7 @@ class Counter:
 def first_value(*readings: Reading) -> Reading:
     """Return the first reading that has a value.
 
-    If no reading has a value, return the first that isn't UNSUPPORTED, or UNSUPPORTED if all are.
+    Without any, return the first that isn't unsupported, or `UNSUPPORTED`.
     """
     for reading in readings:
         if reading.value is not None:
@@ -263,9 +258,10 @@ LARGEST = 1e12  # larger values are invalid
 
 
 class Activity(Batch):
-    """Reads the GPM metrics of one device, which are computed from two samples.
+    """NVML's GPU performance metrics (GPM), such as multiprocessor use, occupancy and traffic.
 
-    For a MIG device, `instance` is the id of its GPU instance, and `handle` the handle of its GPU.
+    Each reading is a mean between two samples. `instance` is the id of a MIG instance, whose parent
+    is `handle`.
     """
 
     def __init__(self, nvml: Library, handle: Handle, instance: int | None = None) -> None:
@@ -278,7 +274,7 @@ class Activity(Batch):
         self._request: Any = None
 
     def close(self) -> None:
-        """Free the samples that the driver has allocated."""
+        """Free NVML's sample buffers."""
         while self._samples:
             with suppress(self._nvml.NVMLError):
                 self._nvml.nvmlGpmSampleFree(self._samples.pop())
@@ -305,7 +301,7 @@ class Activity(Batch):
         return {slot.metricId: _outcome(slot) for slot in self._request.metrics[: len(METRICS)]}
 
     def _set_up(self) -> None:
-        """Allocate the samples; raise NVMLError if GPM isn't supported."""
+        """Allocate the sample buffers and the request. Raises `NVMLError` if the GPU has no GPM."""
         nvml = self._nvml
         if not nvml.nvmlGpmQueryDeviceSupport(self._handle).isSupportedDevice:
             raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)

@@ -1,4 +1,4 @@
-"""Access to NVML, NVIDIA's management library: loading, opening, errors, and listing GPUs."""
+"""NVML: loading and opening it, its return codes, and listing GPUs and MIG instances."""
 
 from __future__ import annotations
 
@@ -65,10 +65,7 @@ FIRST_WITH_BFLOAT16 = 8  # major compute capability
 
 
 class GpuHandle(NamedTuple):
-    """A GPU or MIG instance: its NVML handle and its number.
-
-    MIG instances are numbered after all whole GPUs. `parent` is the handle of an instance's GPU.
-    """
+    """NVML's handle of a GPU or MIG instance, with its index."""
 
     handle: Handle
     number: int
@@ -76,39 +73,36 @@ class GpuHandle(NamedTuple):
 
 
 def load() -> Library:
-    """Import and return the module that wraps NVML."""
+    """Import NVML's Python binding, only when it is needed."""
     import pynvml
 
     return pynvml
 
 
 def error_code(error: Exception) -> int:
-    """Return the NVML return code of an exception; UNKNOWN for an exception that isn't NVML's."""
+    """Return NVML's return code of an exception, or `UNKNOWN`."""
     number = getattr(error, "value", UNKNOWN)
     return number if isinstance(number, int) else UNKNOWN
 
 
 def failed_reading(code: int) -> Reading:
-    """Return the reading for a failed call: unsupported, denied, or pending.
-
-    A temporary failure is pending, because the call will be retried.
-    """
+    """Return a reading for a failed call: unsupported, denied, or pending if it may work later."""
     if code in _NEVER:
         return UNSUPPORTED
     return DENIED if code == NO_PERMISSION else PENDING
 
 
 def driver_fault(error: Exception) -> DeviceError:
-    """Return the DeviceError that explains why the driver can't be used."""
+    """Return a `DeviceError` that explains why the driver can't be used."""
     unknown = (f"The NVIDIA driver does not answer: {error}.", "Check nvidia-smi and dmesg.")
     return DeviceError(*_FAULTS.get(error_code(error), unknown))
 
 
 @contextmanager
 def opened(library: Library | None = None) -> Iterator[Library]:
-    """Return a context in which NVML is initialized; it yields the module that wraps NVML.
+    """Context manager: NVML, initialized and shut down at the end.
 
-    Raises DeviceError if the driver can't be used.
+    Raises `DeviceError` if the driver can't be used.
     """
     chosen = load() if library is None else library
     try:
@@ -123,9 +117,9 @@ def opened(library: Library | None = None) -> Iterator[Library]:
 
 
 def list_gpus() -> Listing:
-    """Return every GPU in NVML's order, or its instances in MIG mode.
+    """Return all GPUs and MIG instances with their memory use. A note names each silent GPU.
 
-    A note names each GPU that doesn't answer. Raises DeviceError if the driver doesn't answer.
+    Raises `DeviceError` if the driver can't be used.
     """
     devices: list[Device] = []
     used: dict[str, int | None] = {}
@@ -149,10 +143,10 @@ def list_gpus() -> Listing:
 
 
 def enumerate_gpus(nvml: Library) -> tuple[list[GpuHandle], dict[int, Exception]]:
-    """Return all GPUs' handles in NVML's order, and errors by GPU index.
+    """Return the handles of all GPUs and MIG instances, and the errors of silent GPUs.
 
-    A GPU in MIG mode is replaced by its instances, which come last. The errors are of GPUs that
-    don't answer. Raises NVMLError if the driver doesn't answer at all.
+    A GPU in MIG mode is replaced by its instances, which are numbered after the whole GPUs. Raises
+    `NVMLError` if the GPUs can't be counted.
     """
     whole: list[GpuHandle] = []
     instances: list[tuple[Handle, Handle]] = []
@@ -174,7 +168,7 @@ def enumerate_gpus(nvml: Library) -> tuple[list[GpuHandle], dict[int, Exception]
 
 
 def mig_instances(nvml: Library, handle: Handle) -> tuple[Handle, ...] | None:
-    """Return the handles of a GPU's MIG instances; None if the GPU isn't in MIG mode."""
+    """Return the MIG instances of a GPU, or None if it isn't in MIG mode."""
     try:
         if nvml.nvmlDeviceGetMigMode(handle)[0] != 1:
             return None
@@ -189,10 +183,9 @@ def mig_instances(nvml: Library, handle: Handle) -> tuple[Handle, ...] | None:
 
 
 def find_gpu(nvml: Library, uuid: str) -> GpuHandle | None:
-    """Return the GPU or MIG instance with this UUID, or None.
+    """Return the handle of the GPU or MIG instance with this UUID, or None if there is none.
 
-    Raises NVMLError if the UUID isn't found but some GPU doesn't answer, because that GPU may have
-    it.
+    Raises `NVMLError` if it isn't found while a GPU doesn't answer, which may be the one.
     """
     # not NVML's lookup by UUID: for a lost GPU, it would say that there is no such GPU
     handles, silent = enumerate_gpus(nvml)
@@ -208,10 +201,7 @@ def find_gpu(nvml: Library, uuid: str) -> GpuHandle | None:
 
 
 def describe(nvml: Library, handle: Handle, index: int) -> Device:
-    """Return the device with this handle; `index` is its number.
-
-    Raises NVMLError if its identity can't be read.
-    """
+    """Return the `Device` of an NVML handle. Raises `NVMLError` if the GPU doesn't answer."""
     uuid = str(nvml.nvmlDeviceGetUUID(handle))
     total, _ = memory(nvml, handle)
     name = str(nvml.nvmlDeviceGetName(handle))
@@ -219,7 +209,7 @@ def describe(nvml: Library, handle: Handle, index: int) -> Device:
 
 
 def _has_bfloat16(nvml: Library, handle: Handle) -> bool | None:
-    """True if the GPU computes in bfloat16; None if unknown."""
+    """Return whether the GPU supports bfloat16 in hardware, or None if unknown."""
     with suppress(nvml.NVMLError):
         major, _ = nvml.nvmlDeviceGetCudaComputeCapability(handle)
         # 8.0 (Ampere) or higher: CUDA C++ programming guide, arithmetic instructions
@@ -228,10 +218,10 @@ def _has_bfloat16(nvml: Library, handle: Handle) -> bool | None:
 
 
 def memory(nvml: Library, handle: Handle) -> tuple[int | None, int | None]:
-    """Return the memory available to programs, and the memory in use, in bytes.
+    """Return the usable and the used memory in bytes, or None if NVML can't report them.
 
-    Both are None for a chip without its own memory. Raises NVMLError if the numbers can't be read
-    now.
+    The driver's reserved memory isn't counted as usable. Raises `NVMLError` if the GPU doesn't
+    answer.
     """
     try:
         found = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)

@@ -1,7 +1,4 @@
-"""A source that samples NVIDIA GPUs and recovers from lost GPUs and drivers.
-
-It keeps a reader for each GPU. A daemon thread watches for XID errors, ECC errors and lost GPUs.
-"""
+"""Readings and error events of NVIDIA GPUs through NVML."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ SILENT_WORDS = (
 
 
 class _Slot:
-    """A GPU with its reader, or a note why it doesn't answer."""
+    """One GPU of the source, with its reader while the GPU answers."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -60,10 +57,10 @@ class _Slot:
 
 
 class NvmlSource:
-    """A source that samples the given NVIDIA GPUs; all GPUs if `devices` is None.
+    """Source of readings of NVIDIA GPUs, which survives the loss of a GPU or of the driver.
 
-    It isn't thread-safe. Raises DeviceError if the driver can't be used at creation. Later failures
-    are shown in the samples, and the source recovers from them.
+    If `devices` is None, all GPUs are read. Not thread-safe. Raises `DeviceError` if the driver
+    can't be opened at first; later failures appear in the samples.
     """
 
     def __init__(
@@ -88,11 +85,11 @@ class NvmlSource:
         self._open(self._builder.begin())
 
     def devices(self) -> tuple[Device, ...]:
-        """The GPUs of the source in order; GPUs that were added later come last."""
+        """Return the GPUs, including lost ones."""
         return tuple(slot.device for slot in self._slots.values())
 
     def sample(self) -> Snapshot:
-        """Return a snapshot of all GPUs, after trying to recover a lost driver or GPU."""
+        """Read all GPUs and their processes. Lost GPUs are tried again every few seconds."""
         now = self._builder.begin()
         self._reopen_if_lost(now)
         self._watch_events()
@@ -104,7 +101,7 @@ class NvmlSource:
         )
 
     def close(self) -> None:
-        """Release the driver; this takes at most one or two seconds."""
+        """Close NVML and stop the event thread."""
         if not self._is_open:
             return
         self._is_open = False
@@ -116,7 +113,7 @@ class NvmlSource:
         self._events = None
 
     def _open(self, now: float) -> None:
-        """Open NVML and all GPUs; raise DeviceError if NVML fails."""
+        """Initialize NVML and attach a reader to each GPU. Raises `DeviceError`."""
         nvml = self._nvml
         try:
             nvml.nvmlInit()
@@ -133,7 +130,7 @@ class NvmlSource:
                 self._attach(gpu)
 
     def _watch_events(self) -> None:
-        """Start the thread that watches for errors, from the third sample on."""
+        """Start the thread that waits for events at the third sample."""
         # a program that takes one sample then doesn't wait for the thread when it ends
         self._looks += 1
         if self._is_open and self._events is None and self._looks > 2:
@@ -152,7 +149,7 @@ class NvmlSource:
         slot.note = ""
 
     def _reopen_if_lost(self, now: float) -> None:
-        """Reopen the driver after losing it or one of its GPUs."""
+        """Reopen NVML if the driver is gone, or periodically while a GPU is lost."""
         lost = [slot for slot in self._slots.values() if slot.reader is None]
         # a GPU that was reset is listed again only after the driver has been reopened
         if self._is_open and lost and now >= self._reopen_at:
@@ -206,10 +203,7 @@ class NvmlSource:
 
 
 def lost_sample(device: Device, note: str, events: tuple[str, ...] = ()) -> DeviceSample:
-    """Return a sample in which every metric is marked as lost; `note` says why.
-
-    `events` are the device's latest events, such as an XID error.
-    """
+    """Return a sample with all readings marked as lost, except the training throughput."""
     lost = {
         field.name: LOST
         for field in msgspec.structs.fields(DeviceSample)
@@ -219,7 +213,7 @@ def lost_sample(device: Device, note: str, events: tuple[str, ...] = ()) -> Devi
 
 
 def explain_unreadable(sample: DeviceSample) -> str:
-    """Return a message if nothing can be read from a device at present; otherwise, ""."""
+    """Return a message if none of a GPU's main metrics can be read, otherwise ""."""
     vital = (
         sample.utilization_percent,
         sample.memory_used_bytes,
@@ -277,10 +271,7 @@ XIDS = {  # NVIDIA's "XID errors" document
 
 
 class EventWatch:
-    """Records the events of all GPUs, such as XID errors, from its creation until `close`.
-
-    A thread waits for them, because NVML's call blocks.
-    """
+    """Collects XID and ECC errors of GPUs in a background thread."""
 
     def __init__(self, nvml: Library, handles: Sequence[Handle]) -> None:
         self._nvml = nvml
@@ -297,14 +288,11 @@ class EventWatch:
             self._thread.start()
 
     def recent(self, handle: Handle) -> tuple[str, ...]:
-        """Return the latest events of the GPU with this handle, up to `KEPT`, the newest last."""
+        """Return up to five of the GPU's latest events, the newest last."""
         return tuple(self._events.get(address(handle), ()))
 
     def close(self) -> bool:
-        """Stop the thread, and free NVML's event set.
-
-        Return False if the thread is still blocked in the driver; NVML can't be shut down then.
-        """
+        """Stop the thread, and return whether it has ended, so that NVML may be shut down."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(JOIN_SECONDS)
@@ -352,17 +340,14 @@ class EventWatch:
 
 
 def describe_event(kind: int, data: int) -> str:
-    """Return a description of an event of NVML's type `kind`.
-
-    `data` is the number of an XID error.
-    """
+    """Return an event as text, such as "XID 79: GPU has fallen off the bus"."""
     if kind == XID:
         return f"XID {data}" + (f": {XIDS[data]}" if data in XIDS else "")
     return KINDS.get(kind, f"event 0x{kind:x}")
 
 
 def address(handle: Handle) -> int:
-    """Return the address to which an NVML handle points, which identifies the GPU."""
+    """Return a handle as an integer, to compare handles of different calls."""
     try:
         return ctypes.cast(handle, ctypes.c_void_p).value or 0
     except (ctypes.ArgumentError, TypeError):
