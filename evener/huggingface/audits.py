@@ -66,7 +66,7 @@ class TrainerAudit:
 
 
 class TrainerComputations:
-    """Computes a Trainer's loss for a few rows: at once, by shares, or in equal parts."""
+    """Computes a Trainer's loss for a few rows: at once, or in equal or unequal parts."""
 
     def __init__(self, trainer: Any, gathering: Gathering) -> None:
         self._trainer = trainer
@@ -92,10 +92,10 @@ class TrainerComputations:
         return sketcher
 
     def make(self, few: FewRows, loss: TrainerLoss, follows_launcher: bool = False) -> Computations:
-        """Return the computations to compare: the reference, the one by shares, and variants.
+        """Return the computations whose gradients have to agree, with variants to find a cause.
 
-        Variants change one possible cause of a difference, to find it. With `follows_launcher`, the
-        reference is the mean over equal parts.
+        The reference computes all rows at once. With `follows_launcher`, it is the mean over equal
+        parts, as by the program's own launcher.
         """
         micro = FEW if max(self._trainer._shares.passes) > 1 else 0
         excess = follows_launcher and self._trainer.excess > 1

@@ -35,7 +35,7 @@ def pretend_processes(accelerator: Any, number: int) -> Iterator[None]:
 
 
 class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
-    """Tensor of a scalar from each pass, whose `mean` is weighted by rows."""
+    """Scalars gathered from all ranks and passes, whose `mean` is weighted by rows."""
 
     # `sums` has the value of each pass. If memory ran out and a pass was computed in pieces, `sums`
     # has the sum of the pieces' values.
@@ -44,7 +44,7 @@ class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
     sums: torch.Tensor  # for each value, the sum over the pieces of its pass
 
     def sum(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the sum over passes."""
+        """Return the sum over ranks and passes."""
         return self.sums.sum(*args, **kwargs)
 
     def mean(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -118,8 +118,8 @@ class Gathering:
     ) -> Iterator[None]:
         """Context manager for computing one pass of `rows` rows, or a piece of it.
 
-        `full_batch` is the batch size before filler rows are removed, 0 if there are none. Only the
-        last piece of a pass exchanges values.
+        In an evaluation, `full_batch` is the batch size: tensors of this length are cut to `rows`.
+        Only the last piece of a pass exchanges values.
         """
         outer, self._piece = self._piece, _Piece(rows, full_batch, is_last_piece)
         self._call = 0
@@ -178,7 +178,7 @@ class Gathering:
         return self._gather_pieces(self._pieces[call], piece.is_last)
 
     def _join_earlier_passes(self, call: int, gathered: Any, is_scalar: bool) -> Any:
-        """Join the value with those of earlier passes of the same batch."""
+        """Concatenate the value with the values from earlier passes of the batch."""
         if call == len(self._earlier):
             self._earlier.append([])
         every = self._earlier[call]

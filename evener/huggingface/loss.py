@@ -58,7 +58,10 @@ def assume_loss(trainer: Any, world: int) -> TrainerLoss:
 
 
 def is_scaled(trainer: Any, items: Any = 0) -> bool:
-    """Return whether the Trainer divides its loss by `num_items_in_batch`."""
+    """Return whether the Trainer takes its loss as divided by `num_items_in_batch` already.
+
+    `items` is this number, or None if the Trainer couldn't count.
+    """
     own = getattr(trainer, "loss_is_scaled_for_ga", None)
     takes = (
         trainer.model_accepts_loss_kwargs and items is not None

@@ -1,4 +1,4 @@
-"""Finds out by computing what a Trainer's loss is a mean over."""
+"""Finds out whether a Trainer's loss is a mean over rows, labels or items, by computing it."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def find_loss(
 
 
 class LossFinder:
-    """Compares gradients of a few rows, at once and in parts, to find the loss's weights.
+    """Compares gradients of a few rows, at once and in parts, to find how the loss is averaged.
 
     `gathering_in_passes` is given if batches are split into passes.
     """
@@ -221,7 +221,7 @@ class LossFinder:
         )
 
     def _find_fitting(self, names: list[str], multiplied: int, reference: Sketch) -> list[str]:
-        """Return the kinds of mean whose weighted parts give the gradient of all rows."""
+        """Return the kinds of mean for which weighted parts give the gradient of all rows."""
         # If only losses can be compared, the name that fits best comes first.
         few = self._few
         fitting = []
@@ -302,7 +302,7 @@ class LossFinder:
         raise RequestError(describe(difference, cause, self._few.sizes), remedies[cause])
 
     def _audit_shares(self, loss: TrainerLoss) -> tuple[GradientDifference, str] | None:
-        """Compare the computation by shares with all rows at once."""
+        """Compare the gradient from unequal parts with the gradient from all rows at once."""
         # Return the difference and its cause, or None. The difference is between the gradients or,
         # if these agree, between the losses.
         computations = self._computations.make(self._few, loss)

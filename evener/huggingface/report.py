@@ -12,10 +12,10 @@ from ..live.step_clock import ClockedReports
 
 
 def report(trainer: Trainer) -> None:
-    """Add speed metrics of evener to what `trainer` logs.
+    """Report a trainer's speed to evener's monitor and to its trackers.
 
-    They go to the trackers, not to the console. A Trainer without a plan is timed as well, for the
-    monitor.
+    Call it once, before `train`. The trackers, as listed in `report_to`, get samples/s and step
+    times; they aren't printed to the console.
     """
     callbacks = trainer.callback_handler.callbacks
     console = next(

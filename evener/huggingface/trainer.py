@@ -71,22 +71,25 @@ def with_plan(
     noise: bool = False,
     check: bool = True,
 ) -> type[Any]:
-    """Return a subclass of `trainer_class` that trains with the shares of a plan.
+    """Return a subclass of `trainer_class` that divides its batches by a plan.
 
-    The training result is that of the global batch on one device.
+    Use it like the class itself. The plan, not `per_device_train_batch_size`, determines how many
+    rows each process computes, and the training equals that of the whole batch on one device. With
+    `gradient_accumulation_steps=A`, an optimizer step has A global batches.
 
     - `plan`: a Plan or its file; None takes the plan of `evener launch`.
-    - `ratios`: relative shares of the ranks instead of a plan.
-    - `global_batch`: rows of all ranks in one batch; None takes the plan's, or the equal
-      batches of all ranks if `ratios` is given.
-    - `strict`: raise an error if the devices differ from the plan's.
-    - `journal`: write the steps to a file for evener's monitor.
+    - `ratios`: relative shares of the processes, instead of a plan.
+    - `global_batch`: rows of all processes in one batch. The default is the plan's, or with
+      `ratios`, `per_device_train_batch_size` times the number of processes.
+    - `strict`: raise an error instead of a warning if the plan was measured on other devices.
+    - `journal`: record the training run for `evener runs`.
     - `rebalance`: change shares during training if step times differ.
-    - `noise`: estimate the gradient noise scale.
-    - `check`: find out whether the loss is a mean over rows or labels, and check gradients
-      during training.
+    - `noise`: measure the gradient noise scale.
+    - `check`: find out from a few rows whether the loss is a mean over rows or labels, and
+      compare gradients during training. If False, trust transformers' settings.
 
-    Raises RequestError if the class or the arguments don't fit.
+    Raises RequestError or PlanError, when the trainer is created or before its first step, if it
+    can't train with the plan.
     """
     check_trainer_class(trainer_class)
     if plan is not None and ratios is not None:

@@ -79,7 +79,7 @@ class CallTensors:
             _fill(container, content)
 
     def put(self, leaves: Leaves) -> None:
-        """Replace tensors in the attributes by those of the same names."""
+        """Store tensors in the attributes and containers named by `leaves`."""
         for slot in self._find_slots([]):
             flat = [leaves.get(name, leaf) for name, leaf in slot.leaves().items()]
             value = tf.nest.pack_sequence_as(slot.container[slot.key], flat)

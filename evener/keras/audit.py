@@ -1,4 +1,4 @@
-"""Compares steps by shares with Keras' own step on one device, while the model trains."""
+"""Compares an engine's training steps with Keras' own step on one device."""
 
 from __future__ import annotations
 
@@ -318,7 +318,7 @@ class StepAudit:
         self._warn_once(f"the {name} can't be traced{find_users_line(error)}: {first_line(error)}")
 
     def _none_if_random(self, steps: StepPair | None) -> StepPair | None:
-        """Return None, with a warning, if a step draws random numbers not by Keras."""
+        """Return None, with a warning, if a step draws random numbers outside of keras.random."""
         # a row's random numbers depend on the device or pass that computes it
         if steps is not None and any(step.draws for step in steps):
             self._warn_once("it draws random numbers that aren't Keras'; use keras.random")
@@ -695,7 +695,7 @@ class StepAudit:
         return compare(one, other) is not None
 
     def _compare_decisions(self, steps: StepPair, rows: Tensors) -> Finding | None:
-        """Return a finding if a branch in the user's code may go another way for parts."""
+        """Return a finding if an `if` in the user's code may turn out differently for parts."""
         # It may if user code decides something by a comparison that isn't made for each row
         # (see `decisions.py`), the compared values are different for parts of the rows, and the
         # gradient depends on the decision.

@@ -508,7 +508,7 @@ def _without_graph_optimization() -> Iterator[None]:
 
 @contextmanager
 def kept_attributes(model: Any) -> Iterator[dict[str, Any]]:
-    """Context manager that restores the model's attributes, and yields those that changed."""
+    """Context manager that restores the model's attributes and yields a dict of changes."""
     left = CallTensors(model)
     every = [each for each in (model, *all_layers(model), model.loss) if hasattr(each, "__dict__")]
     before = [
@@ -525,7 +525,7 @@ def kept_attributes(model: Any) -> Iterator[dict[str, Any]]:
 
 
 def _restore_plain(owner: Any, plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Restore numbers, strings and bools in attributes, and return the changed values."""
+    """Restore attributes that are numbers, strings, bools or None, and return their changes."""
     holder = vars(owner)
     changed = {}
     for name, value in plain.items():

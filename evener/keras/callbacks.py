@@ -146,7 +146,7 @@ def _save_backup(backup: Any) -> None:
 
 
 def _match_epoch(backup: Any) -> None:
-    """Set the start epoch to the one of the restored weights."""
+    """Set the start epoch to match the restored weights."""
     # `backup` has restored the weights.
     with suppress(OSError):
         note = json.loads(Path(backup._training_metadata_path).read_text())

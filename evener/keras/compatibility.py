@@ -1,4 +1,4 @@
-"""Checks whether a Keras model can train by shares, and the messages if it can't."""
+"""Checks whether a Keras model can train with divided batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from ..training.launched import ask_for_processes
 
 
 def model_digest(model: Any) -> str:
-    """Return a digest of the model's input and weight shapes and types."""
+    """Return a digest of the shapes of the model's inputs and weights, 16 hex digits.
+
+    Types and `trainable` of the weights count too, names don't.
+    """
     inputs = [str(tuple(each.shape)) for each in getattr(model, "inputs", None) or []]
     weights = [
         f"{tuple(weight.shape)}:{weight.dtype}:{weight.trainable}" for weight in model.weights
@@ -129,9 +132,10 @@ def check_assigned(weights: Sequence[Any]) -> None:
 
 
 def refuse_in_one_process(seen: str, other: str) -> NoReturn:
-    """Raise RequestError that recommends several processes, or `other`.
+    """Raise RequestError: several processes are needed, or the change that `other` names.
 
-    In a search, several processes are tried instead.
+    If `evener launch` started this script as one process, exit instead, so that it starts one for
+    each device.
     """
     ask_for_processes(seen)
     raise RequestError(seen, f"Start a process for each device (engine='multiworker'), or {other}.")
@@ -170,7 +174,7 @@ def overrides(model: Any, name: str) -> bool:
 def list_normalizations(model: Any, synchronized: bool | None = False) -> list[Any]:
     """Return the batch normalization layers.
 
-    With `synchronized` None, all of them; else those whose `synchronized` option has this value.
+    `synchronized` selects layers by their option of this name; None selects all.
     """
     found = [
         each for each in all_layers(model) if isinstance(each, keras.layers.BatchNormalization)

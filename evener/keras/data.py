@@ -391,7 +391,7 @@ def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
 
 
 def _are_samples(x: Sequence[Any], inputs: Sequence[Any]) -> bool:
-    """Return whether the shapes are those of single samples."""
+    """Return whether tensors of these shapes are single samples, given the model's inputs."""
     # A sample has each input's shape without the batch axis.
     missing = sum(len(each.shape) for each in inputs) - sum(shape.rank for shape in x)
     if missing != len(inputs):

@@ -89,7 +89,7 @@ class Shifts:
 
 
 def find_apart(whole: Margins, others: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """Return, by place, how far the margins of parts are from those of the whole batch.
+    """Return how far apart the margins of parts and of the whole batch are, by place.
 
     Places without a difference are left out.
     """

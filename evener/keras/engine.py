@@ -1,4 +1,4 @@
-"""Interface of the engines that run a model's steps by shares."""
+"""Interface of the engines that run training and test steps on divided batches."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ class FitHooks:
         return self.times.around_call(function) if training else function
 
     def fit(self, *arguments: Any, **keywords: Any) -> Any:
-        """Train as `Model.fit` does, with batches divided by shares."""
+        """Train as `Model.fit` does, with batches divided among devices."""
         self.engine.check_model()
         call = self._bind("fit", arguments, keywords)
         chosen = call.arguments
@@ -210,7 +210,7 @@ class FitHooks:
         return type(self.model).fit(*call.args, **call.kwargs)
 
     def evaluate(self, *arguments: Any, **keywords: Any) -> Any:
-        """Evaluate as `Model.evaluate` does, with batches divided by shares."""
+        """Evaluate as `Model.evaluate` does, with batches divided among devices."""
         call = self._bind("evaluate", arguments, keywords)
         chosen = call.arguments
         self.engine.build(chosen["x"])

@@ -65,9 +65,9 @@ class Group:
     def sum(self, tensors: Sequence[Any], apart: int = 0) -> list[Any]:
         """Return each tensor's sum over all processes, by few all-reduces.
 
-        Every process has to call this with tensors of the same shapes, those that are ready first
-        in front. The last `apart` tensors are summed separately, so that no other sum waits for
-        them.
+        Every process has to call this, with tensors of the same shapes. List tensors in the order
+        in which they are computed. The last `apart` tensors are summed separately, so that no other
+        sum waits for them.
         """
         if tf.executing_eagerly():
             return self.sum_now(tensors)
@@ -213,7 +213,7 @@ MOST = 251  # number of different digests; every float type represents them exac
 
 
 def digest(leaves: Sequence[Any], most: int = MOST) -> Any:
-    """Return a hash of the tensors below `most`."""
+    """Return a hash of the tensors, a number below `most`."""
     parts = [tf.io.serialize_tensor(leaf) for leaf in leaves]
     return tf.strings.to_hash_bucket_fast(tf.strings.join(parts), most)
 

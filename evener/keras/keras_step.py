@@ -29,7 +29,7 @@ class OwnRows(NamedTuple):
 
 
 def from_frame(leaf: Any) -> Any:
-    """Return a pandas object as an array, a Series as a column; other values unchanged."""
+    """Convert a pandas object to an array; a Series becomes a column. Return others unchanged."""
     array = leaf.to_numpy() if hasattr(leaf, "to_numpy") else leaf
     return array[:, None] if array is not leaf and array.ndim == 1 else array
 
@@ -153,7 +153,7 @@ HEADROOM = 16.0  # a power of two, so that scaling doesn't round
 
 @contextmanager
 def calls_of_steps() -> Iterator[None]:
-    """Context manager that marks calls of the model as those of an engine's step."""
+    """Context manager for an engine's calls of the model, which need no warning."""
     token = in_step.set(True)
     try:
         yield
@@ -240,6 +240,7 @@ def call_on_copies(
     """Call the model on copies of its weights.
 
     Returns the outputs, the losses that layers added, the regularizers' losses, and the scope.
+    Raises RequestError if the call assigns a trainable weight.
     """
     with CopiesScope(model, copies, states) as scope:
         outputs, added, regularizers = call_in_scope(model, x, training)
@@ -255,7 +256,7 @@ def call_in_scope(model: Any, x: Tensors, training: bool) -> tuple[Tensors, list
 
 
 def split_losses(model: Any, losses: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Divide a model's losses into those that layers added and those of regularizers."""
+    """Return the losses that layers added and the losses of regularizers, as two lists."""
     # Keras lists the regularizers' losses last
     regularized = sum(
         getattr(weight, "regularizer", None) is not None for weight in model.trainable_weights

@@ -1,4 +1,4 @@
-"""Measures how losses and variables of parts add up to those of a whole batch.
+"""Measures how the losses and variables of a batch's parts combine into those of the batch.
 
 A model runs on a few rows at once and in two parts. Comparing the results shows, for example,
 whether its loss is a mean over rows or over labels.
@@ -69,7 +69,10 @@ UNITS = {
 def measure_first(
     engine: Engine, plain: PlainSteps, training: bool, audited: bool, run: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
-    """Return a train or test function that measures its first batch before it runs."""
+    """Return a train or test function that first measures how parts of a batch combine.
+
+    Raises RequestError on the first call if the engine can't combine the parts' losses.
+    """
     is_first = True
 
     def run_measured(batches: Any) -> Any:
@@ -87,10 +90,10 @@ def measure_first(
 def measure_batch(
     engine: Engine, plain: PlainSteps, first: Tensors, training: bool, audited: bool
 ) -> None:
-    """Measure how parts of this batch add up, and give the result to the engine.
+    """Measure how parts of this batch combine, and store the result in the engine.
 
-    In a group, one process measures for all. Raises RequestError if passes can't have exact
-    weights.
+    In a group, one process measures for all. Raises RequestError if the plan has passes, and the
+    loss can't be weighted exactly in passes.
     """
     # audits of the other processes need Keras' own step, so they trace it meanwhile
     model, group = engine.model, engine.group
@@ -153,9 +156,9 @@ def build_variables(model: Any, data: Tensors, training: bool = True) -> None:
 def measure(
     model: Any, step: TracedStep, data: Tensors, training: bool, partial: bool
 ) -> PartKinds:
-    """Return how parts add up, measured on up to 8 rows.
+    """Return how losses, variables and attributes of parts combine, measured on up to 8 rows.
 
-    `partial` says whether the engine computes the loss in parts; else it needn't be measured.
+    If `partial` is False, the engine computes the loss on whole batches, so it isn't measured.
     """
     if int(count_rows(data)) < 2:
         data = tf.nest.map_structure(_add_row, data)
@@ -191,7 +194,7 @@ class Measured(NamedTuple):
     sizes: tuple[int, ...]  # rows of each part
 
     def find_added(self) -> list[str]:
-        """Return how each added loss adds up: "rows", a sum, or "" if unknown."""
+        """Return for each loss that layers add whether it is a mean over rows or a sum, or ""."""
         # A loss of 0 reveals nothing: its coefficient may start from 0, or it may not concern these
         # rows. It is measured again with nonzero variables, then with other weights and inputs.
         found = self._read_added(self.results)
@@ -233,7 +236,7 @@ class Measured(NamedTuple):
         return values, [(tf.nest.map_structure(_negate, x), *others) for x, *others in self.every]
 
     def find_states(self) -> dict[int, str]:
-        """Return how each non-trainable variable adds up, by its index."""
+        """Return how each non-trainable variable combines, by its index."""
         # a sum that decays looks like a plain sum while it is 0
         variables = self.model.non_trainable_variables
         keys = {
@@ -263,7 +266,7 @@ class Measured(NamedTuple):
         return found
 
     def find_attributes(self) -> dict[str, str]:
-        """Return how each tensor stored in an attribute adds up, by name."""
+        """Return how each tensor stored in an attribute combines, by name."""
         whole, *parts = [
             result.call.attributes for result in self.results if result.call is not None
         ]
@@ -279,10 +282,7 @@ class Measured(NamedTuple):
         return found
 
     def find_loss(self, training: bool) -> str:
-        """Return what the compiled loss is a mean over, or whether it is a sum.
-
-        The result is "" if no kind fits.
-        """
+        """Return which mean or sum the compiled loss is, such as "rows"; "" if unknown."""
         # The rows may not distinguish all kinds: labels without padding don't show whether padding
         # counts. So the loss is also computed with changed masks, weights and labels.
         calls = [result.call for result in self.results if result.call is not None]
@@ -301,7 +301,10 @@ class Measured(NamedTuple):
     def _find_possible_loss_kinds(
         self, batch: Sequence[Tensors], calls: Sequence[StepCall], training: bool
     ) -> list[str] | None:
-        """Return the kinds that fit the losses of this batch, or None if they can't be computed."""
+        """Return which sums or means explain this batch's losses; None if one isn't finite.
+
+        The result is also None if the user's loss raises an error.
+        """
         # None also if the loss isn't finite. A kind is possible if it gives the loss of all rows
         # when applied to the losses of their parts. `batch` is (x, y, outputs, weight). `calls` are
         # the model's calls on all rows, then on each part.
@@ -328,7 +331,7 @@ class Measured(NamedTuple):
 
 
 def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> str:
-    """Return how a variable's values after parts add up to its value after all rows."""
+    """Return how a variable's values after each part combine into its value after all rows."""
     # `start` is the state's value before the step. `whole` is the value after a step on all rows,
     # and `parts` are the values after a step on each part. `sizes` are the parts' numbers of rows.
     if whole.dtype.kind not in "iuf":
@@ -347,7 +350,7 @@ def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[i
 def _predict_whole_state(
     before: Any, parts: Sequence[Any], sizes: Sequence[int], near: float
 ) -> dict[str, Any]:
-    """Return the value that each kind predicts for the whole batch."""
+    """Return the variable's expected value after the whole batch, for each way to combine."""
     # The value after the whole batch is predicted. `before` is the value before the batch, and
     # `parts` are the values after each part. `sizes` are the parts' numbers of rows.
     changes = [part - before for part in parts]

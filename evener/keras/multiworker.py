@@ -67,8 +67,8 @@ from .surviving_step import SurvivingStep, describe_memory, is_out_of_memory
 class Workers:
     """Engine in which each process computes its own rows of every batch.
 
-    `rebalancing` changes the shares during training. `device` names this process's device in
-    messages.
+    `rebalancing` changes the shares during training, or is None. `device` names this process's
+    device in messages.
     """
 
     name = "multiworker"
@@ -168,7 +168,10 @@ class Workers:
         return int(self.group.sum_now([drawn])[0])
 
     def begin_fit(self, callbacks: Any) -> list[Any]:
-        """Return the callbacks for this process, and compare the next first batch."""
+        """Return the callbacks to use on this process.
+
+        The next batch will be compared between processes.
+        """
         self.unchecked = True
         self._forget_data()
         return group_callbacks(callbacks, self, self.share_weights)
@@ -196,7 +199,10 @@ class Workers:
         return type(self.model).predict_step(self.model, data)
 
     def around_training(self, run: Steps) -> Steps:
-        """Wrap the train function: retries, data checks and rebalancing."""
+        """Wrap the train function: retries, data checks and rebalancing.
+
+        Without passes, running out of memory raises DeviceError.
+        """
         step = run
         if self.cut.in_passes and not overrides(self.model, "train_step"):
             step = SurvivingStep(self, self.limit, self.note_retreat)

@@ -1,4 +1,4 @@
-"""How losses and variables of a batch's parts add up to those of the whole batch."""
+"""How the losses and variables of a batch's parts combine into those of the batch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ OTHER = ""  # none of these kinds
 
 
 class PartKinds(msgspec.Struct, frozen=True):
-    """Kinds by which a model's losses, states and attributes add up.
+    """How the parts of a batch combine: as means over rows or other units, or as sums.
 
-    - `loss`: what the compiled loss is a mean over, or a sum; "" if unknown.
-    - `added`: the same for each loss that layers add.
-    - `states`: for each non-trainable variable, by index.
-    - `attributes`: for each tensor stored in an attribute, by name.
-    - `merged`: indices of weights with a sparse gradient that has every row once.
+    - `loss`: the compiled loss; "" if unknown.
+    - `added`: each loss that layers add.
+    - `states`: each non-trainable variable, by index.
+    - `attributes`: each tensor that a call stores in an attribute, by name.
+    - `merged`: indices of the weights whose sparse gradients have every row at most once.
     """
 
     loss: str = ROWS
@@ -32,7 +32,7 @@ class PartKinds(msgspec.Struct, frozen=True):
     merged: tuple[int, ...] = ()
 
     def added_kind(self, place: int) -> str:
-        """Return the kind of an added loss; "rows" if it wasn't measured."""
+        """Return how an added loss combines; "rows" if it wasn't measured."""
         return self.added[place] if place < len(self.added) else ROWS
 
 
@@ -42,7 +42,10 @@ def main_part(kind: str, part: Any) -> Any:
 
 
 def count_units(model: Any, y: Any, outputs: Any, weight: Any) -> dict[str, Any]:
-    """Return what a loss may be a mean over: steps, labels and weights, each with its count."""
+    """Return the counts of units that a loss may be a mean over: steps, labels and weights.
+
+    Only units that occur in the tensors are counted.
+    """
     found = {}
     masks = [getattr(leaf, "_keras_mask", None) for leaf in keras.tree.flatten(outputs)]
     mask = next((each for each in masks if each is not None), None)

@@ -30,7 +30,7 @@ SEED_STEP = 1 << 20  # seeds reserved for each device, so that no two devices dr
 
 
 class StateUpdate(NamedTuple):
-    """New value of a variable, and how it combines with those of other parts."""
+    """New value of a variable, and how it combines with the values of other parts."""
 
     state: Any
     value: Any
@@ -145,17 +145,20 @@ def assign_updates(calls: Sequence[tuple[Any, Sequence[StateUpdate]]]) -> None:
 
 
 def adds_up(kind: str) -> bool:
-    """Return whether the parts' changes are added, possibly with weights."""
+    """Return whether changes of this kind are summed, possibly with weights."""
     return kind in (ROWS, SUM)
 
 
 def change(update: StateUpdate, start: Any, part: Any) -> Any:
-    """Return a part's contribution to the change of a variable."""
+    """Return a part's contribution to a variable's change since `start`.
+
+    `part` is its fraction of the rows.
+    """
     return (update.value - start) * tf.cast(main_part(update.kind, part), start.dtype)
 
 
 def kinds_of_states(model: Any, found: PartKinds) -> dict[int, str]:
-    """Return how each non-trainable variable adds up, by id."""
+    """Return how each non-trainable variable combines, by id."""
     kinds, drawn = {}, SAME if are_alike.get() else CHAINED
     for place, state in enumerate(model.non_trainable_variables):
         unknown = ROWS if tf.as_dtype(state.dtype).is_floating else SAME
@@ -181,7 +184,7 @@ class PassSums(NamedTuple):
 class DevicePasses:
     """Computes a device's rows in passes, as a loop in a TensorFlow graph.
 
-    `number` is the device's place, `size` its row count and `rows` that of the whole batch.
+    `number` is the device's index, `size` its row count, and `rows` the row count of the batch.
     """
 
     def __init__(

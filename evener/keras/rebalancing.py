@@ -128,7 +128,7 @@ class GroupRebalancer:
         self._next = 0  # the first step of the next window
 
     def after_steps(self, steps: int, times: WorkTimes) -> None:
-        """Change the shares if the latest steps show that others are faster.
+        """Change the shares if the latest steps show that other shares would be faster.
 
         All processes see the same times, so they make the same change.
         """

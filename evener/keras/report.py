@@ -21,11 +21,14 @@ from .tf_devices import driver_name
 
 
 class Report(keras.callbacks.Callback):  # type: ignore[misc]
-    """Callback that reports speed and step times to evener's monitor.
+    """Callback that reports samples/s and step times to evener's monitor.
+
+    In a group of processes, the first one reports for all.
 
     - `split`: the Split that built the model.
     - `rows`: rows of a step, for a model without a split.
-    - `log`: add the metrics to the logs of each epoch, for callbacks such as TensorBoard.
+    - `log`: add the metrics to the logs at the end of each epoch. Callbacks that read them,
+      such as TensorBoard's, must come later in the list.
 
     Raises RequestError if neither `split` nor `rows` is given.
     """

@@ -173,7 +173,7 @@ class SharedSlices:
 
 
 class SharedGradients:
-    """Exchanges dense and sparse gradients between processes."""
+    """Exchanges dense and sparse gradients between processes; a gradient may be None."""
 
     def __init__(self, gradients: Sequence[Any]) -> None:
         self._count = len(gradients)

@@ -37,19 +37,20 @@ ONE_PROCESS = (
 class Split:
     """Divides the batches of Keras models among devices.
 
-    - `plan`: a Plan or its file; None takes the one of `evener launch`.
+    Create it before the model, then pass the model to `build` or `model`.
+
+    - `plan`: a Plan or its file; None takes the plan of `evener launch`.
     - `gpus`: number of GPUs, or their indices, instead of a plan.
     - `devices`: TensorFlow device names, such as "GPU:0", instead of a plan.
     - `ratios`: relative shares of `gpus` or `devices`; equal by default.
     - `global_batch`: rows of a training step; by default the plan's.
-    - `engine`: "towers" (one process), "multiworker" (a process for each device) or "auto".
-    - `strict`: raise an error instead of a warning, for example if the plan is for another
-      model.
-    - `rebalance`: change the shares during training; only with "multiworker".
-    - `noise`: not available in Keras.
+    - `engine`: "towers" for one process, "multiworker" for a process per device, or "auto",
+      which follows TF_CONFIG.
+    - `strict`: raise PlanError instead of a SplitWarning if the plan is for other conditions.
+    - `rebalance`: change the shares during training; needs "multiworker".
+    - `noise`: refused, as only PyTorch measures a noise scale.
 
-    Raises RequestError if the arguments don't fit each other, PlanError if the plan doesn't fit,
-    and DeviceError if a device is missing.
+    Raises RequestError, PlanError or DeviceError if the devices can't train as requested.
     """
 
     def __init__(
@@ -142,11 +143,15 @@ class Split:
         return self.cut.sizes(self.global_batch) if self.global_batch else self.cut.weights
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return a context manager in which to create the model."""
+        """Return a context manager in which to create the model and its optimizer."""
         return nullcontext() if self.group else tf.device(self.devices[0])
 
     def build(self, make_model: Callable[[], Any] | keras.Model) -> Any:
-        """Return a model, or the result of a function that makes one, attached to this split."""
+        """Make a model train on the split's devices, and return it.
+
+        `make_model` is a compiled model, or a function that returns one and is called within
+        `scope()`.
+        """
         if isinstance(make_model, keras.Model) or not callable(make_model):
             return self.model(make_model)
         with self.scope():
@@ -175,15 +180,17 @@ class Split:
         seed: int = 0,
         lengths: Any = None,
     ) -> Any:
-        """Return a dataset whose batches the split can divide.
+        """Return a dataset of global batches.
 
-        - `x`: arrays, or a `tf.data.Dataset` that already has its labels and weights.
+        - `x`: arrays, or a `tf.data.Dataset` that includes labels and weights.
+        - `sample_weight`, `class_weight`: as in `Model.fit`.
         - `batch_size`: rows in a batch; by default the global batch.
-        - `shuffle`: use another order in each epoch, from `seed`.
-        - `lengths`: token count of each row. Rows are then assigned so that devices finish
-          together, and padding is cut off.
+        - `shuffle`: use another order of rows in each epoch, from `seed`; the same in all
+          processes.
+        - `lengths`: token count of each padded row. Each device then gets rows of similar
+          length, cut to its longest one.
 
-        Raises RequestError if the arguments don't fit each other.
+        Raises RequestError without a batch size, or if the arguments can't be combined.
         """
         size = batch_size or self.global_batch
         if size is None:

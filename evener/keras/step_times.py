@@ -118,7 +118,7 @@ class StepTimes:
         self.sums.add(astuple(step), whole_s)
 
     def read_input_s(self) -> float | None:
-        """Return the total time spent waiting for input, in seconds; None if it isn't measured."""
+        """Return the total time spent waiting for input, in seconds; None if unknown."""
         # nor with passes in engine multiworker
         return self.sums.whole.input_s if self._notes else None
 

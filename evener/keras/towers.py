@@ -117,6 +117,7 @@ class Towers(OneProcess):
         """Train on each device's inputs and return the logs.
 
         `pieces` are the inputs and row counts; `rows`, `x`, `y` and `weight` are the whole batch.
+        `assigned` says how rows were assigned by length, or is None.
         """
         model, left = self.model, CallTensors(self.model)
         towers = self._run(pieces, rows, True, left)

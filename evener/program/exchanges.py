@@ -109,9 +109,10 @@ class ExchangeCall(msgspec.Struct, frozen=True):
 
 
 class Exchanges:
-    """Records the program's collectives and finds the first one that rules out unequal shares.
+    """Checks the collectives that the program calls while it trains.
 
-    `note` is called with each `ExchangeCall`. `fault` is the reason against unequal shares, or "".
+    `fault` says why one of them rules out unequal shares, or is "". `note` is called with each
+    `ExchangeCall`.
     """
 
     def __init__(self, note: Callable[[ExchangeCall], None]) -> None:
@@ -162,8 +163,8 @@ class Exchanges:
     def find_place(self, guard: Guard | None) -> str:
         """Return the line of the user's code that called the collective.
 
-        The result is "" for collectives of known libraries, and for those inside another collective
-        or a replayed step.
+        The result is "" if a known library called it, or if it is part of another collective or of
+        a replayed step.
         """
         if self._nested or (guard is not None and guard.is_replaying):
             return ""
@@ -269,7 +270,7 @@ def _depends_on_rows(call: ExchangeCall, guard: Guard) -> bool:
 
 
 def _sums_rows(call: ExchangeCall, guard: Guard) -> bool:
-    """Return whether the call adds up, over all ranks, sums over their rows."""
+    """Return whether the call adds up sums over rows, from all ranks."""
     # such results are the same however the rows are divided among the ranks
     every = _tensors(call)
     if call.name == "all_reduce":
@@ -464,6 +465,6 @@ def _gather_to_tensor(call: ExchangeCall, counts: list[int]) -> None:
 
 
 def _fill(place: torch.Tensor, rows: torch.Tensor) -> None:
-    """Replace the tensor's storage and shape by those of `rows`."""
+    """Make the tensor share the storage and shape of `rows`."""
     with torch.no_grad():
         place.set_(rows)

@@ -1,7 +1,7 @@
-"""Checks in a real step whether unequal shares would change the program's gradients.
+"""Checks in a training step whether unequal shares would change the program's gradients.
 
-The guard records the calls from the batch to the loss, then repeats them on a few rows: at once, as
-with the program's own launcher, and in unequal parts. The gradients must agree.
+The guard records the calls from the batch to the loss, then repeats them on a few rows: in equal
+parts, as with the program's own launcher, and in unequal parts. The gradients must agree.
 """
 
 from __future__ import annotations
@@ -70,10 +70,13 @@ MakeSketcher = Callable[..., GradientSketcher]  # creates a GradientSketcher for
 class Guard(Recorder):
     """Recorder of one step that checks whether the loss allows unequal shares.
 
-    `fault` is the reason why it doesn't, or "". `few` fetches and collates a few rows of the batch;
-    `origins` are the values exchanged between ranks; `agree` exchanges faults between ranks and is
-    given if ranks communicate inside the model, as under FSDP. `are_sums` says whether losses are
-    sums over rows; None finds it out.
+    After the backward pass, `fault` says why it doesn't, or is "".
+
+    - `few`: returns a few rows of the batch, collated by the loader, or None.
+    - `origins`: follows values that ranks exchange.
+    - `agree`: returns the first error message of any rank; given if ranks communicate inside
+      the model, as under FSDP.
+    - `are_sums`: whether losses are sums over rows; None finds it out.
     """
 
     def __init__(
@@ -235,7 +238,7 @@ class Guard(Recorder):
             self._busy = False
 
     def _are_parts_added(self, record: LossRecord, tensor: torch.Tensor) -> bool:
-        """Return whether the results of two parts of the batch add up to the result of both."""
+        """Return whether the results of two parts, added, are the result of both together."""
         # The whole batch must give the tensor again, and two parts of a few rows must add up. A sum
         # of 0 proves nothing.
         few = next(iter(self._list_rows()), None)
@@ -327,7 +330,7 @@ class Guard(Recorder):
         return record
 
     def _judge_on_all_ranks(self, record: LossRecord | str, agree: Callable[[str], str]) -> str:
-        """Compare losses on all ranks together and return the first rank's fault, or ""."""
+        """Compare losses on all ranks together; return the first rank's error message, or ""."""
         # All ranks run the same passes to find out. `record` has the calls that computed the loss
         # on this rank, or says why there are none. `agree` gathers the ranks' reasons and returns
         # the first.
@@ -401,9 +404,9 @@ class Guard(Recorder):
         return describe(difference, audited.cause, audited.sizes, self._step, IN_EQUAL_PARTS)
 
     def _find_random_count(self, record: LossRecord, counts: int) -> str:
-        """Return a fault if the loss is divided by a count that goes by random numbers, or "".
+        """Return an error message if the loss is divided by a random count, or "".
 
-        `counts` is that of `LossRecord.compute`.
+        Such a count is, for example, the number of tokens that the program has masked at random.
         """
         # the audit has drawn the same numbers for every row, so that all rows count equally
         few = None if self._is_ragged else choose_few_rows(self.batch, self.rows)

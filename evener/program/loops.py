@@ -194,8 +194,8 @@ _OTHER_ROWS = "its sampler draws other rows each time that it is asked"
 class SharedBatches:
     """Batch sampler that yields shares of the global batch instead of equal batches.
 
-    It replaces the loader's own sampler, `given`, and takes effect in loops that set `opens`.
-    `fault` says why the rows can't be divided, or is "".
+    It replaces the loader's own sampler, `given`, and takes effect in loops that set `opens`. If
+    the rows can't be divided, `fault` says why.
     """
 
     # in other loops, the original batches are yielded

@@ -46,7 +46,7 @@ class Origins:
         self.totals.write_gathered(data, place)
 
     def write_objects(self, data: Any, place: str) -> None:
-        """Mark gathered Python objects; numbers among them count as read."""
+        """Mark the tensors in gathered Python objects; plain numbers count as read."""
         # what the program does with Python numbers can't be tracked, so it counts as having read
         # them
         self.write(data, place)

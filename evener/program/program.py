@@ -75,7 +75,7 @@ class Program:
         self._begin_undecided()
 
     def _begin_undecided(self) -> None:
-        """Set the state as it is before a loop's first step."""
+        """Reset the state to that of a program before its first step."""
         self.training: PlannedTraining | None = None
         self._loop: Any = None  # the loop that yielded the latest batch
         self._other_loop: Any = None  # another loop whose batch belongs to the same step
@@ -102,7 +102,7 @@ class Program:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Rows of each rank in a step; empty before training with shares."""
+        """Rows of each rank in a step; empty while evener hasn't taken over the batches."""
         return () if self.training is None else self.training.ranks.batches
 
     @property
@@ -193,7 +193,7 @@ class Program:
         return self._uneven > 0 or len(set(self.sizes)) > 1
 
     def note_own_iteration(self, loader: Any) -> None:
-        """Record a loader whose class iterates in a way that can't be followed."""
+        """Record a loader whose own `__iter__` evener can't follow."""
         self._own_iteration = type(loader).__name__
 
     def note_loader(self, loader: Any) -> None:
@@ -376,7 +376,7 @@ class Program:
         self._begin_undecided()
 
     def _note_later_model(self, model: Any, training: PlannedTraining) -> None:
-        """Record a model that was wrapped after training with shares began."""
+        """Record a model that was wrapped after shares became unequal."""
         # in a loop, the model's gradients are weighted at once, because it may be trained on the
         # current batch already
         self._later_models.add(model)
@@ -428,7 +428,7 @@ class Program:
         return is_first_uneven or self._steps == self._look
 
     def _begin_step(self, loop: Any, training: PlannedTraining) -> None:
-        """Start a step with shares: weight gradients, and check the loss if it has changed."""
+        """Start a step with unequal shares: set gradient weights, and check a changed loss."""
         # The loss needs a check if it has just changed, or if a setting that affects the loss has.
         # A guard disturbs the step's time, which isn't used for rebalancing.
         if self._loader_steps is None or loop.origin is None:
@@ -549,7 +549,7 @@ class Program:
             )
 
     def _compare_records(self, loop: Any) -> None:
-        """Compare the ranks' records, and return to equal shares if one has a fault.
+        """Compare what the ranks saw, and return to equal shares if one reports a problem.
 
         Raises RequestError if ranks have trained with different row orders or learning rates.
         """
@@ -630,14 +630,14 @@ class Program:
         return [msgspec.msgpack.decode(each, type=type(own)) for each in every]
 
     def _agree(self, fault: str) -> str:
-        """Return the first fault that any rank has, or ""."""
+        """Return the first error message of any rank, or ""."""
         # Ranks agree before they run passes together, in which they communicate layer by layer. If
         # a rank doesn't answer, that is a reason, too.
         every = self.exchange(RankView(fault), EXCHANGE_SECONDS)
         return next((each.fault for each in every if each.fault), "") if every else views.ALONE
 
     def _train_loop_by_shares(self, loop: Any) -> None:
-        """Decide after a step, together with all ranks, whether this loop trains with shares."""
+        """Decide after a step, together with all ranks, whether shares may differ from now on."""
         # All ranks call this after the same step. If the program has exchanged values, wait one
         # more step, which may use them.
         every = self.exchange(self._make_record(loop), EXCHANGE_SECONDS)
@@ -680,7 +680,10 @@ class Program:
         return training
 
     def choose_plan(self, models: Sequence[Any], global_batch: int) -> Plan | None:
-        """Return a plan to use instead of the one from the environment, or None to use that."""
+        """Return a plan with equal shares if the launched plan was for another model or batch.
+
+        Otherwise return None.
+        """
         # If the shares of that plan were determined for another model or batch size, the result is
         # a copy with equal shares.
         self.notebook.model = "+".join(sorted(map(model_digest, models)))
@@ -746,7 +749,7 @@ class Program:
         )
 
     def _view_shares(self, loop: Any, guard: Guard | None) -> RankView:
-        """Return this rank's record while it trains with shares."""
+        """Return this rank's record of a step with unequal shares."""
         # `guard` has checked the last step; None if there was no check
         order = loop.shared_batches.digest
         if guard is None:
@@ -756,7 +759,7 @@ class Program:
         return RankView(fault or guard.local_use, order, self._rates, guard.numbers, guard.uses)
 
     def _find_fault(self, loop: Any, guard: Guard | None) -> str:
-        """Return the first reason on this rank against unequal shares, or ""."""
+        """Return why this rank needs equal shares, or ""."""
         # `guard` has checked the latest batch; None if there was no check
         sampler = loop.sampler
         if sampler is not None and sampler.global_batch == dist.get_world_size():
@@ -806,7 +809,7 @@ class Program:
 
 
 def _find_common_fault(every: list[RankView]) -> str:
-    """Return the first fault of any rank, or how their records differ; "" if nothing is wrong."""
+    """Return the first rank's reason for equal shares, or how the ranks differ, or ""."""
     if not every:
         # a rank is missing
         return views.ALONE
@@ -817,7 +820,7 @@ def _find_common_fault(every: list[RankView]) -> str:
 
 
 def share_state(trainer: Any, kind: type[Any]) -> Any:
-    """Return an object of class `kind` with the same attribute dict as `trainer`."""
+    """Return an object of class `kind` that shares its attributes with `trainer`."""
     made = object.__new__(kind)
     made.__dict__ = vars(trainer)
     return made

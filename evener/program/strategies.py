@@ -82,7 +82,10 @@ def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
 
 
 def _switch_to_shares(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
-    """Replace the Trainer's strategy by one with shares, unless a rank has a fault."""
+    """Replace the Trainer's strategy by one for unequal shares, if every rank agrees.
+
+    `fault` is this rank's reason against it, or "".
+    """
     if fault := next(filter(None, PROGRAM.exchange(fault)), ""):
         PROGRAM.stay_even(fault)
         return

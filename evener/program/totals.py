@@ -126,7 +126,7 @@ class Totals:
 
 
 def _find_places(marks: TensorMarks, tensors: list[torch.Tensor]) -> list[str]:
-    """Return the marks of those tensors that have one."""
+    """Return the marks of the tensors, without unmarked ones."""
     return [place for place in map(marks.find, tensors) if place]
 
 

@@ -30,7 +30,7 @@ _LOGGED = (
 
 
 def train(wrapped: Any, trainer: Any, arguments: Any, keywords: Any) -> Any:
-    """Hook of `Trainer.train`: train with shares, or unchanged if that is impossible."""
+    """Hook of `Trainer.train`: train with unequal shares if that is possible."""
     new = not hasattr(trainer, "_planned")
     if new and dist.is_available() and dist.is_initialized() and _trains_as_loop(trainer):
         PROGRAM.remarks = [_LOGGED]
@@ -65,7 +65,7 @@ def _trains_as_loop(trainer: Any) -> bool:
 
 
 def _plan(trainer: Any) -> None:
-    """Create a Trainer with shares from the same attributes, and check its loss."""
+    """Create a Trainer for unequal shares from the program's own, and check its loss."""
     # the new Trainer is used in place of `trainer`
     own, settings = type(trainer), PROGRAM.notebook.settings
     world = trainer.args.world_size

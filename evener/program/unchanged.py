@@ -42,7 +42,7 @@ MOST_SEARCHED, MOST_ITEMS = 100, 16
 
 
 class _Iteration:
-    """One pass over a loader, with its count of backward passes."""
+    """One loop over a loader, with the number of batches that weren't trained on."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = None if loader is None else weakref.ref(loader)

@@ -94,7 +94,10 @@ DIFFERENCES = {  # differences between the views of the ranks, the most serious 
 
 
 class RankView(msgspec.Struct, frozen=True):
-    """What one rank saw in a training step, to compare with other ranks."""
+    """What one rank saw in a training step, to compare with other ranks.
+
+    Shares may differ if all ranks agree and no `fault` is set.
+    """
 
     fault: str = ""
     order: tuple[int, ...] = ()  # digest of the order of rows, and the number of batches
@@ -118,7 +121,7 @@ def find_difference(every: list[RankView]) -> str:
 
 
 def _have_other_numbers(every: list[RankView]) -> bool:
-    """Return whether ranks used different numbers in their loss or optimizer steps."""
+    """Return whether the ranks' losses or optimizer steps use different scalars."""
     # Such a number is, for example, a factor of the loss. The `uses` are compared only if all ranks
     # have equally many: one rank may compute something alone, for example to log it.
     looked = [each for each in every if each.numbers is not None]
@@ -145,7 +148,7 @@ def _are_near(one: Any, other: Any) -> bool:
 
 
 def read_numbers(optimizer: Any, names: tuple[str, ...] = ()) -> list[float]:
-    """Return the single numbers in the optimizer's settings, or only those named `names`."""
+    """Return the scalars in the optimizer's settings, or only those called `names`."""
     groups = optimizer.param_groups
     chosen = [
         one
@@ -173,9 +176,10 @@ def find_fault(model: Any) -> str:
 
 
 def find_obstacle(optimizer: Any, models: Any, of_loader: str) -> str:
-    """Return why no loop trains this optimizer's model with shares, or "".
+    """Return why the batches of this optimizer's model can't have unequal shares, or "".
 
-    `of_loader` is the reason to give if the model itself is suitable.
+    `of_loader` is the reason to give if the model itself is suitable. The result is also "" if the
+    optimizer trains none of `models`.
     """
     weights = [each for group in optimizer.param_groups for each in group["params"]]
     if not models:
