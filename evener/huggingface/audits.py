@@ -1,4 +1,4 @@
-"""Checks during training that a Trainer's gradients are those of the whole batch."""
+"""Checks during training that a Trainer's gradients equal the gradients of the whole batch."""
 
 from __future__ import annotations
 
@@ -131,8 +131,9 @@ class TrainerComputations:
     ) -> Computation:
         """Return the computation of parts whose losses are weighted by their rows or labels.
 
-        `sizes` are the parts' row counts. `micro` is the most rows per pass; 0 doesn't cut. With
-        `excess`, a loss multiplied by the number of processes isn't divided.
+        `sizes` are the parts' row counts. `micro` is the largest pass in rows; 0 doesn't cut the
+        parts. If transformers multiplies the loss by the number of processes, that is undone unless
+        `excess` is set.
         """
         parts: list[tuple[Any, int]] = []
         for batch, rows in zip(batches, sizes, strict=True):

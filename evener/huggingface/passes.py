@@ -158,11 +158,11 @@ class TrainerPasses:
         return total
 
     def no_sync(self) -> Any:
-        """Context manager without gradient synchronization."""
+        """Context manager that accumulates gradients without exchanging them."""
         return self._trainer.accelerator.no_sync(self._model)
 
     def note(self, loss: Any) -> None:
-        """Notice when the backward pass of `loss` begins."""
+        """Register a hook that runs when the backward pass of `loss` begins."""
         # such a backward pass can't be retried in pieces, because its gradients can't be undone
         if loss.requires_grad:
             loss.register_hook(lambda _: self._passes.note_backward())

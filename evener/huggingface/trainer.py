@@ -364,7 +364,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     @property
     def excess(self) -> int:
-        """Factor by which the loss is too large, kept as by the program's own launcher."""
+        """Factor by which the program's own launcher makes the loss too large; 1 if corrected."""
         # The program's own launcher leaves the loss too large. Without `keeps_launcher`, the
         # weights of the passes correct the loss.
         return self._loss.excess if self.keeps_launcher and self._loss is not None else 1

@@ -431,7 +431,7 @@ class StepAudit:
         return bool(np.allclose(one, other, rtol=0, atol=near, equal_nan=True))
 
     def _needs_all_rows(self, plain: TracedStep, batch: Tensors, error: Exception) -> bool:
-        """Return whether the step fails on a few rows only."""
+        """Return whether the step works on the whole batch, but not on a few rows."""
         if self._group is not None:  # no process has all rows
             return isinstance(error, tf.errors.InvalidArgumentError)
         return not isinstance(self._try(plain, read_triple(batch)), Exception)
@@ -791,7 +791,7 @@ class StepAudit:
         return steps if self._all(steps is not None) else None
 
     def _all(self, fine: bool) -> bool:
-        """Return whether all processes pass True."""
+        """Return whether `fine` is True in all processes."""
         # All processes have to call this method.
         if self._group is None:
             return fine

@@ -210,7 +210,7 @@ class TracedStep:
             yield
 
     def _read_margins(self) -> list[Any]:
-        """Return how far each comparison in the user's code is from changing its result."""
+        """Return the difference between both sides of each comparison in the user's code."""
         # A margin is the left side minus the right side.
         found = list(list_decisions(tf.compat.v1.get_default_graph()))
         self._places[:] = [place for place, _ in found]

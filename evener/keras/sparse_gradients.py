@@ -29,7 +29,7 @@ def has_each_row_once(gradient: Any) -> bool:
 
 
 def joins_look_ups(gradient: Any) -> bool:
-    """Return whether the gradient joins several lookups, each with unique rows."""
+    """Return whether the gradient concatenates lookups, any of them with unique indices."""
     return isinstance(gradient, tf.IndexedSlices) and _joins_look_ups(gradient.indices)
 
 

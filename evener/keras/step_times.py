@@ -36,7 +36,10 @@ class FitStep(NamedTuple):
 
 
 class StepTimes:
-    """Measures the steps of `fit`, leaving out warm-up, validation and saving."""
+    """Measures the steps of `fit`, after a few warm-up steps.
+
+    Validation and saving files count separately.
+    """
 
     def __init__(self) -> None:
         self.sums = RunningSums()

@@ -79,7 +79,7 @@ class EvenStart:
             self._exchanged = f"{name} ({place})"
 
     def _after_batch(self, _: Sequence[int]) -> None:
-        """Decide about unequal shares once the audits have finished or took too long."""
+        """Decide about unequal shares once the audits have finished, or are overdue."""
         # the training then switches to the plan's shares or stays equal
         if self.is_over:
             return
@@ -120,9 +120,9 @@ def _find_fault(every: list[RankStart]) -> str:
 
 
 def find_callback() -> str:
-    """Return file and line of the user's callback that calls a collective, or "".
+    """Return the user's callback that calls a collective, as file and line.
 
-    The result is "" if the collective isn't called from a callback of a trainer.
+    The result is "" if the call doesn't come from a trainer's callback.
     """
     # Call this from the hook of the collective. evener counts as a library, too. A trainer runs if
     # it is on the call stack.

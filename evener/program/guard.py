@@ -502,7 +502,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def _judge(guard: Any, loss: torch.Tensor) -> None:
-    """Judge the step's first loss, when its backward pass begins."""
+    """Check the step's first loss, when its backward pass begins."""
     if guard.losses > 1:
         return
     if guard._origins is not None:

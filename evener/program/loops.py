@@ -137,7 +137,7 @@ class Loop:
         return name_own_sampler(self.shared_batches.given)
 
     def follow(self, training: Any) -> None:
-        """Take this loop's shares from a training run from now on."""
+        """Divide this loop's batches by the shares of a training run."""
         assert self.sampler is not None
         training.follow(self.sampler, self.ahead)
         self.sampler.changes = True

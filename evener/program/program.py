@@ -164,7 +164,7 @@ class Program:
         return result
 
     def _count_passes(self) -> None:
-        """Report, before the first optimizer step, if many backward passes came without one."""
+        """Print why shares stay equal if backward passes go by without an optimizer step."""
         # the hooks don't see the steps of optimizers other than PyTorch's, such as fastai's
         has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if self._stepped or not self.models or not has_group or self.notebook.pending_reason:
@@ -490,7 +490,7 @@ class Program:
             self._compare_records(loop)
 
     def _drop_guard(self) -> None:
-        """Stop a guard that has seen no loss."""
+        """Close the guard if it has seen no loss."""
         if self._guard is not None and not self._guard.done:
             self._guard.close()
             self._guard = None
@@ -611,10 +611,10 @@ class Program:
         self.notebook.watch(training, hooks)
 
     def exchange(self, own: Any, seconds: float = 0) -> list[Any]:
-        """Gather a value of every rank, by the process group's store.
+        """Return the values that all ranks pass, in rank order.
 
-        `own` must be serializable by msgspec. The result is empty if a rank doesn't answer within
-        `seconds`; 0 uses the default timeout.
+        They are exchanged through the process group's store. `own` must be serializable by msgspec.
+        The result is empty if a rank doesn't answer within `seconds`; 0 uses the default timeout.
         """
         # values are exchanged through the process group's store
         self._exchanges += 1

@@ -47,7 +47,7 @@ def run(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 
 
 def begin_epoch(wrapped: Any, loop: Any, arguments: Any, keywords: Any) -> Any:
-    """Hook at the start of an epoch: switch to shares, or give a new loader the shares."""
+    """Hook at the start of an epoch: switch to unequal shares, or apply them to a new loader."""
     # If the Trainer already trains by shares, and has created a new loader for the epoch, that
     # loader is replaced by one that divides rows by shares.
     loop.setup_data()  # called again in case the trainer reloads its loaders each epoch

@@ -204,7 +204,7 @@ class UnchangedTraining:
         return batch
 
     def _begin_fetch(self, timer: StepTimer, iterator: Any) -> _Iteration | None:
-        """Return the iteration that asks for a batch, or None if it is for validation."""
+        """Finish the previous step, and return the iteration; None if it is for validation."""
         iteration = self._newest
         if iteration is None or self._newest_iterator() is not iterator:
             iteration = self._find_iteration(iterator)
@@ -243,7 +243,7 @@ class UnchangedTraining:
             self._timer.pause()
 
     def _is_validation(self, iteration: _Iteration) -> bool:
-        """Return whether the iteration is for validation."""
+        """Update the iteration's counts, and return whether it is for validation."""
         # It is if several batches of this iteration, or of an earlier one over the same loader,
         # weren't followed by a backward pass.
         passes, iteration.passes = iteration.passes, self._passes
@@ -297,7 +297,7 @@ class UnchangedTraining:
         return self._thread in (0, get_ident())
 
     def end_update(self, optimizer: Any, *_: Any) -> None:
-        """Optimizer hook after a step."""
+        """Optimizer hook after a step: count it, and end a training step without a DataLoader."""
         if self._is_over or not self._is_own_thread:
             return
         timer = self._timer
@@ -373,7 +373,7 @@ class UnchangedTraining:
         self._reporter.report(rows)
 
     def _find_owner(self) -> Literal["nobody", "other", "undecided"]:
-        """Return who else reports this process's steps."""
+        """Return whether another part of evener reports this process's steps."""
         # "other" also if it isn't known how many processes train together; "undecided" while the
         # processes may still begin to train by shares
         own = None if self._reporter is None else self._reporter.reporter
@@ -410,7 +410,7 @@ def _follow_forks() -> None:
 
 
 def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
-    """Hook of `DataLoader.__iter__`."""
+    """Hook of `DataLoader.__iter__`: record the new iterator."""
     UNCHANGED.begin_loop(loader)
     iterator = wrapped(*arguments, **keywords)
     UNCHANGED.note_loop(loader, iterator)
