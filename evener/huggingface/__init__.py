@@ -1,5 +1,10 @@
 """Train with a plan by transformers' Trainer, TRL's trainers and other subclasses.
 
+    trainer = with_plan(Trainer, "plan.toml")(model=model, args=args, train_dataset=data)
+
+Start the script with torchrun or accelerate launch, one process per device of the plan.
+docs/training_huggingface.md lists the supported losses and features.
+
 Raises RequestError on import if transformers is missing or older than 4.56.
 """
 

@@ -1,4 +1,12 @@
-"""Checks during training that a Trainer's gradients equal the gradients of the whole batch."""
+"""Audits of a Trainer: compare gradients computed at once and by shares.
+
+An audit computes the gradient of a few rows in one pass and by shares, with the trainer's own
+`compute_loss`. The rows of each share are collated separately. Their losses are weighted as in a
+training step.
+
+Under `evener run`, the gradient by shares is compared with the gradient of the program's own
+launcher: the mean of the gradients of equal parts.
+"""
 
 from __future__ import annotations
 

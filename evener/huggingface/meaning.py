@@ -1,4 +1,12 @@
-"""Finds out whether a Trainer's loss is a mean over rows, labels or items, by computing it."""
+"""Determine what a Trainer's loss is a mean over, before the first step.
+
+A model's signature doesn't tell: many models accept `num_items_in_batch` but compute a mean of
+their own. Therefore a few rows are computed together and in parts. Then their gradients are
+compared as in an audit.
+
+For example, the gradients of the parts may add up to the gradient of all rows if they are weighted
+by labels. Then the loss is a mean over labels.
+"""
 
 from __future__ import annotations
 

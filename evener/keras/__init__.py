@@ -1,4 +1,13 @@
-"""Train Keras models by unequal shares, on TensorFlow."""
+"""Train a Keras model on unequal devices with the shares of a plan, as if on one device.
+
+    from evener.keras import Split
+
+    split = Split("plan.toml")
+    model = split.build(make_model)          # make_model returns a compiled Keras model
+    model.fit(x, y, epochs=5)                # uses the plan's global batch
+
+There are two engines: towers (one process, the default) and multiworker (one process per device).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Tensors that a model's call stores in attributes of its layers.
+"""Tensors that a model's call stores in attributes, such as `self.z_mean`.
 
-A call may save a tensor for the loss to read. When parts of a batch are computed one by one, these
-tensors have to be collected and joined.
+A loss may read such tensors, as in a VAE. The call on one device (a tower) stores only tensors
+computed from this device's rows. Therefore the tensors are collected after each call, joined in the
+order of the rows, and written back before the loss is computed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,12 @@
-"""Compares an engine's training steps with Keras' own step on one device."""
+"""Audits: check that an engine computes the same gradient as one device.
+
+Before an audited step, a few rows of its batch are trained on twice, in graphs without side
+effects. One graph is Keras' own step on one device. The other is the engine's step, with its shares
+and passes.
+
+`evener/training/audit.py` decides when to audit, which differences exceed rounding, and whether to
+warn or to raise an error.
+"""
 
 from __future__ import annotations
 

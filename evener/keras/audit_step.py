@@ -1,4 +1,8 @@
-"""Traces a training or test step and runs it on a few rows without changing the model."""
+"""Traces a training or test step and runs it on a few rows without changing the model.
+
+Gradients are intercepted before the optimizer applies them, and reduced to random sums. All
+variables that the step assigns are restored.
+"""
 
 from __future__ import annotations
 
@@ -73,9 +77,13 @@ class StepVariable(NamedTuple):
 class TracedStep:
     """A step as a TensorFlow graph, which leaves the weights and variables as they were.
 
-    - `spec`: element spec of a batch.
+    - `spec`: element spec of a batch, with any row count.
     - `shifted`: comparisons in the user's code can be shifted (see `run_shifted`).
-    - `plain`: the step is Keras' own, so that the model's outputs can be read.
+    - `plain`: the step is Keras' own, so that results include a `StepCall`.
+
+    After tracing, `variables` are the variables that the step uses, by key, and `assigned` the keys
+    of those it may assign. `draws` is True if it draws random numbers outside of keras.random.
+    `merged` and `joined` describe sparse gradients (see `sparse_gradients.py`).
     """
 
     def __init__(

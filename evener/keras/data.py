@@ -1,4 +1,8 @@
-"""Batches for `fit` and `evaluate`: from arrays, from datasets, and by token lengths."""
+"""Batches for `fit` and `evaluate`: from arrays, from datasets, and by token lengths.
+
+One random number determines an epoch's order, so the rows of any step can be computed directly, and
+a process gathers only its own rows of a global batch.
+"""
 
 from __future__ import annotations
 

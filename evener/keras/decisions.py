@@ -1,4 +1,12 @@
-"""Finds comparisons in a step's graph that may come out differently for parts of a batch."""
+"""Find decisions in the graph of a step: comparisons across rows.
+
+An example is the comparison of a batch's mean confidence with a threshold. A part of the batch has
+another mean, so it may take a different branch from the whole. Most batches don't reveal this,
+because the means of the batch and of its parts lie on the same side of the threshold.
+
+Therefore an audit compares the margins (left minus right side) of the batch and of its parts. If
+they differ, it forces the decision to each side and compares the gradients of both branches.
+"""
 
 from __future__ import annotations
 

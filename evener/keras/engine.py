@@ -1,4 +1,12 @@
-"""Interface of the engines that run training and test steps on divided batches."""
+"""The interface of an engine, a way to train a Keras model.
+
+- `Solo` trains on one device as Keras itself does.
+- `Towers` trains on several devices in one process.
+- `Workers` trains on one device in each of several processes.
+
+`FitHooks` puts an engine behind Keras' own `fit`. It gets three things from the engine: the steps,
+the form of the data and the wrappers of Keras' functions.
+"""
 
 from __future__ import annotations
 

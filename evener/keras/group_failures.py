@@ -1,4 +1,10 @@
-"""Reports one process's error to the others, so that they end instead of waiting."""
+"""Stop all processes of a group when one fails, and report why.
+
+Otherwise, the others would wait for the failed process in collectives forever. The process that
+fails notifies them through TensorFlow's coordination service. If only some fail, the collectives of
+the others are aborted with the error's text. If all fail, for example because a model is refused,
+each raises its own error, and the group stays usable.
+"""
 
 from __future__ import annotations
 

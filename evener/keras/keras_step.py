@@ -296,8 +296,11 @@ def part_of_loss(
 ) -> Any:
     """Return the contribution of some rows to the loss of the whole batch.
 
-    `batch` is (x, y, outputs, weight). `losses` are the model's own losses for these rows. `parts`
-    has the fraction of the batch's rows, and the weight of the compiled loss.
+    - `losses`: losses that layers added, then the regularizers' losses.
+    - `batch`: (x, y, outputs, weight) of these rows.
+    - `parts`: weights of `losses` and of the compiled loss. The first is the fraction of the
+      batch's rows, the second the fraction of the tokens or other units that the loss is a mean
+      over. Both are 0 for a filler row.
     """
     own = own_loss(model, losses, batch, training)
     total = own * tf.cast(parts[1], own.dtype)

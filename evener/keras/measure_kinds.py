@@ -1,7 +1,11 @@
-"""Measures how the losses and variables of a batch's parts combine into those of the batch.
+"""Measure how the losses, states and attributes of a batch's parts combine.
 
-A model runs on a few rows at once and in two parts. Comparing the results shows, for example,
-whether its loss is a mean over rows or over labels.
+A loss may be a mean over rows, a mean over tokens, or a sum (its kind, see `part_kinds.py`). An
+engine has to know the kind to combine the results of its devices.
+
+Therefore Keras' own step computes a few rows before the first step, first together and then in two
+unequal parts. It runs in a graph without side effects. Audits check whether the combination is
+exact; this module doesn't.
 """
 
 from __future__ import annotations

@@ -1,4 +1,12 @@
-"""Engine with one process for each device, which exchange gradients by all-reduce."""
+"""The engine `multiworker`: each process computes its own rows on one device.
+
+Gradients are summed over the group (all-reduce). Clipping, loss scaling and gradient accumulation
+act on the whole batch's gradient, because model and optimizer are outside TensorFlow's strategy.
+
+Outputs are sent together with the gradients. Each process then updates its metrics with the whole
+batch, so any metric is exact. If the outputs are too large, each process updates its metrics with
+its own rows, and the changes of the metrics' states are summed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""How the losses and variables of a batch's parts combine into those of the batch."""
+"""Combine the losses, states and attributes of a batch's parts.
+
+The kind of a value says how: as a mean weighted by rows, as a sum, and so on. `measure_kinds.py`
+determines a model's kinds.
+
+The whole batch's loss can't simply be computed at once. The activations of a pass are freed before
+the next pass. Processes would have to wait for each other between their forward and backward
+passes.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +31,8 @@ class PartKinds(msgspec.Struct, frozen=True):
     - `states`: each non-trainable variable, by index.
     - `attributes`: each tensor that a call stores in an attribute, by name.
     - `merged`: indices of the weights whose sparse gradients have every row at most once.
+
+    Values of unknown kind combine as means over rows; audits show whether that is exact.
     """
 
     loss: str = ROWS

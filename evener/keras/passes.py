@@ -1,4 +1,9 @@
-"""Gradient-accumulation passes on one device, and the states that a step changes."""
+"""Micro-batches (passes) of a device's rows.
+
+Each pass runs the forward and backward computation on some of the rows. Then gradients and states
+are combined. Losses are exact if they are means or sums over rows. The passes are a loop in the
+graph, so memory holds the activations of one pass, and one trace serves any number of passes.
+"""
 
 from __future__ import annotations
 

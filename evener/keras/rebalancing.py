@@ -1,4 +1,8 @@
-"""Measures each process's work in a step, and changes shares while the model trains."""
+"""Changes the shares of a group of processes while a Keras model trains.
+
+Work times are measured in the step's graph and sent with the all-reduce of the gradients. All
+processes thus see the same times after the same step, and make the same change.
+"""
 
 from __future__ import annotations
 

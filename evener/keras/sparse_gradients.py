@@ -1,4 +1,14 @@
-"""Sparse gradients (`tf.IndexedSlices`) of embeddings, in passes and sums over processes."""
+"""Sparse gradients, such as the gradient of an embedding table.
+
+A sparse gradient consists of slices, one for each use of a table row. Keras' optimizers square and
+clip each slice separately. If the slices were summed first, the model would learn something else.
+On one device, nothing sums them before the optimizer. Therefore passes and processes only
+concatenate them.
+
+There is one exception. `tf.nn.embedding_lookup_sparse`, by which Keras also multiplies a sparse
+input, reads each table row once, so on one device the gradient has one slice per row. The slices of
+such a gradient are merged after they were concatenated.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Times of Keras' training steps: waiting for input, computing, and in between."""
+"""Times of Keras' training steps: waiting for input, computing, and in between.
+
+The step's graph records when its rows are available. Time between two calls of the train function
+counts as callbacks; validation, saving files and evener's own checks are left out.
+"""
 
 from __future__ import annotations
 

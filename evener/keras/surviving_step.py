@@ -1,4 +1,11 @@
-"""A training step in passes that is retried with smaller ones after running out of memory."""
+"""A step that continues if memory runs out in one of its passes.
+
+The step has two graphs. The first runs the passes. The second sums over the processes and updates
+the weights.
+
+If memory runs out in the first graph, the states are restored, and the graph runs again with more
+passes. Meanwhile, the other processes wait in the all-reduces of the second graph.
+"""
 
 from __future__ import annotations
 

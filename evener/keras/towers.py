@@ -1,4 +1,13 @@
-"""Engine for several devices in one process, which computes the loss on the whole batch."""
+"""The engine `towers`: one process and one graph for all devices.
+
+Each device runs the model on its own rows, with a copy of the weights (a tower). The first device
+gets all outputs, and computes the loss and the metrics of the whole batch. Each device then gets
+the loss's gradient for its outputs, and computes gradients of the weights, which are summed.
+
+Therefore losses, masks, sample weights, clipping and gradient accumulation are the same as on one
+device. Only layers that combine the rows of a batch (BatchNormalization) see just their device's
+rows.
+"""
 
 from __future__ import annotations
 

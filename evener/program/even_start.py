@@ -1,9 +1,10 @@
-"""First steps of a library's trainer:
+"""The steps with equal shares with which a library's trainer begins under `evener run`.
 
-equal shares while evener checks that unequal ones are safe.
-
-A trainer such as transformers' or Lightning's calls the user's callbacks between steps. If these
-exchange values that depend on a rank's rows, unequal shares could change the result.
+In a plain loop, evener can compute a loss again to test whether unequal shares change it. In a
+library's trainer, it can't. Therefore the first steps have equal shares, and two checks are made.
+Audits check whether the plan's shares give the same gradient. The program's collectives are
+observed, because their results may affect a later loss. If neither check finds a reason to keep
+shares even, the plan's shares take effect.
 """
 
 from __future__ import annotations

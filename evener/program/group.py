@@ -1,7 +1,9 @@
-"""Hooks for process groups: which ranks run the program, and on which device.
+"""Prepare a process for the process group that its program creates.
 
-A program may join the process group of `evener run`, or start its own processes, by spawn or a
-launcher such as torchrun. These hooks find out which, when `init_process_group` is called.
+The group consists of the ranks that `evener run` started, or of processes that the program itself
+started. Some programs never create a group. Therefore evener's first rank runs the program alone
+until it creates a group with the others. A process that evener didn't start gets the plan's device
+for its rank.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Checks in a training step whether unequal shares would change the program's gradients.
+"""Audit the program's own loss for one batch.
 
-The guard records the calls from the batch to the loss, then repeats them on a few rows: in equal
-parts, as with the program's own launcher, and in unequal parts. The gradients must agree.
+An audit runs before shares become unequal, and at intervals afterwards. It records the functions
+with which the program computes the loss. Then it runs these functions and their backward pass twice
+on a few rows. The first run has equal parts, like the program's own launcher. The second has parts
+in proportion to the shares. The program's own code runs only once, and its state is restored.
 """
 
 from __future__ import annotations
@@ -68,14 +70,18 @@ MakeSketcher = Callable[..., GradientSketcher]  # creates a GradientSketcher for
 
 
 class Guard(Recorder):
-    """Recorder of one step that checks whether the loss allows unequal shares.
+    """Records how a batch's loss is computed, and checks whether unequal shares would change it.
 
-    After the backward pass, `fault` says why it doesn't, or is "".
+    After the first backward pass, `fault` says why they would, or why that is unknown; it is "" if
+    they change nothing. `measured` is True if computed gradients or losses differ.
 
-    - `few`: returns a few rows of the batch, collated by the loader, or None.
-    - `origins`: follows values that ranks exchange.
-    - `agree`: returns the first error message of any rank; given if ranks communicate inside
-      the model, as under FSDP.
+    - `few`: returns a few rows of the batch, collated by the loader, or None to cut the batch.
+    - `rows`: rows that the loader took, for batches whose tensors differ in length.
+    - `origins`: follows values that ranks exchange; None ignores them.
+    - `sketcher`: makes a GradientSketcher; by default for the models' gradients alone.
+    - `step`: number of the training step, for messages.
+    - `agree`: returns the first error message of any rank. Pass it if ranks communicate inside
+      the model, as under FSDP; then losses are compared instead of gradients.
     - `are_sums`: whether losses are sums over rows; None finds it out.
     """
 

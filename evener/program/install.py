@@ -1,7 +1,8 @@
 """Hooks that `evener run` and `evener launch` install in the program's process.
 
-They wrap functions of PyTorch and other libraries when these are imported, and load their own code
-on the first call.
+They let PyTorch's processes rendezvous without a port, check under `evener launch` that the script
+reads its plan, and wrap functions of libraries under `evener run`. Their own code is imported on
+the first call.
 """
 
 from __future__ import annotations

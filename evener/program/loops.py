@@ -1,4 +1,10 @@
-"""Hooks of loops over a data loader, which give each rank its share of every batch."""
+"""Follow a plain PyTorch loop, and divide its rows by shares.
+
+Such a loop has a DataLoader whose sampler divides rows evenly, and a DistributedDataParallel model.
+Each rank draws every rank's batches from copies of its batch sampler. So it knows the global
+batches, and divides their rows without communication. Nothing changes before one whole step has
+been observed.
+"""
 
 from __future__ import annotations
 

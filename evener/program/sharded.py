@@ -1,4 +1,8 @@
-"""Models sharded by FSDP or DeepSpeed, whose losses are weighted instead of their gradients."""
+"""Unequal shares for models whose gradients FSDP or DeepSpeed averages over ranks.
+
+Each rank's loss is multiplied by `rows * ranks / all rows` before its backward pass, so that the
+mean over ranks is the mean over all rows.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Hooks of transformers' Trainer, which make it train with a plan's shares."""
+"""Hooks of transformers' Trainer, which make it train with a plan's shares.
+
+When the program calls `Trainer.train`, a second Trainer with the same attributes trains instead.
+`evener run --balance` runs the program up to that call, to measure its Trainer.
+"""
 
 from __future__ import annotations
 

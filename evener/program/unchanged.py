@@ -1,7 +1,11 @@
-"""Measures and reports the steps of a program that trains without unequal shares.
+"""Time the steps of a program that evener leaves unchanged, for the summary after it exits.
 
-The monitor thus shows every training run: on one device, by DDP with equal shares, or in a loop
-without a DataLoader. Errors in here never reach the program.
+Such a program trains in a single process, or in several processes with equal shares.
+`evener.program.install` calls these functions when a DataLoader yields a batch, after a backward
+pass, and when an optimizer steps.
+
+A step usually begins with a batch of a DataLoader. If the program's rows come from no DataLoader, a
+step is the time between two updates of the same optimizer, and its rows are unknown.
 """
 
 from __future__ import annotations
