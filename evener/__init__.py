@@ -1,7 +1,4 @@
-"""The API for a training script: load a plan, report steps, and read metrics such as samples/s.
-
-Importing `evener` loads no framework: each name is imported when it is first used.
-"""
+"""Train one model on devices of unequal speed: read plans and report steps to the monitor."""
 
 from __future__ import annotations
 

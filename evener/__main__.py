@@ -1,7 +1,4 @@
-"""The entry point of `evener` and `python -m evener`.
-
-It is the only module at the package's top level that imports `tui`.
-"""
+"""The command line: `evener` and `python -m evener`."""
 
 from __future__ import annotations
 
@@ -9,9 +6,9 @@ import sys
 
 
 def main() -> None:
-    """Run the command line, and exit with its exit code.
+    """Run the command in `sys.argv` and exit with its status, 130 after Ctrl-C.
 
-    `--version` alone is handled before any other import, so that it is fast.
+    `evener --version` imports nothing else.
     """
     if sys.argv[1:] == ["--version"]:
         from . import __version__

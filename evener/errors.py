@@ -1,9 +1,4 @@
-"""Errors that users can act on: each says what is wrong and what to do.
-
-An error's class shows what is at fault: the request, the plan or a device. If memory runs out or a
-child process is lost during a measurement, no error is raised; it is part of the measurement's
-result.
-"""
+"""The exceptions that evener raises for faults a user can correct."""
 
 from __future__ import annotations
 
@@ -15,10 +10,9 @@ from .printable import printable
 
 
 class EvenerError(Exception):
-    """Base class of evener's errors; only subclasses are raised.
+    """Base class of evener's errors, with a message, a remedy and an exit code.
 
-    The message says what is wrong, and the remedy what to do. `kind` names the class in JSON
-    output, and `exit_code` is evener's exit code after this error.
+    `str()` joins the message and the remedy.
     """
 
     # terminal control characters are replaced in the message and the remedy
@@ -38,7 +32,7 @@ class EvenerError(Exception):
 
 
 class RequestError(EvenerError):
-    """A name, number or file in the request is invalid."""
+    """A request, option or file that the user gave is invalid."""
 
     kind = "request"
     exit_code = 2
@@ -48,10 +42,9 @@ class RequestError(EvenerError):
 def as_request_error(
     what: str, remedy: str, kind: type[RequestError] = RequestError
 ) -> Iterator[None]:
-    """Return a context that converts an OSError or ValueError into a RequestError.
+    """Context manager: turn an OSError or ValueError into an error of class `kind`.
 
-    `what` says what failed; the system's reason is added. `remedy` tells the user what to do.
-    `kind` is the class of the new error.
+    `what` says what failed; the system's reason is added to it.
     """
     try:
         yield
@@ -60,20 +53,20 @@ def as_request_error(
 
 
 class PlanError(RequestError):
-    """The plan can't be read, or doesn't fit the training run that uses it."""
+    """A plan is invalid, or doesn't match the devices or the model."""
 
     kind = "plan"
 
 
 class DeviceError(EvenerError):
-    """A device or its driver is missing or has failed."""
+    """A device or a host is missing, or doesn't work."""
 
     kind = "device"
     exit_code = 3
 
 
 class NoLayoutError(EvenerError):
-    """No layout could be measured on the requested devices."""
+    """No layout of the model can be trained on the requested devices."""
 
     kind = "no_layout"
     exit_code = 1

@@ -1,4 +1,4 @@
-"""Import a package's names on first use, so that importing the package is cheap."""
+"""Import the names of a package when they are first used."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a module-level `__getattr__` that imports the names of a package on first use.
-
-    `homes` maps each name of `package` to the module that defines it. The returned function raises
-    AttributeError for other names.
-    """
+    """Return a `__getattr__` for `package` that imports each name from its module in `homes`."""
 
     def find(name: str) -> Any:
         if name not in homes:

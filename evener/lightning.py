@@ -49,12 +49,11 @@ except ImportError as error:
 
 
 class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't followed
-    """DistributedDataParallel with unequal shares, created by `Split.strategy`.
+    """Strategy for a Lightning Trainer that trains with the shares and passes of a plan.
 
-    - `passes`: number of passes per batch.
-    - `count`, `check`: the arguments of `Split.strategy`.
-    - `options`: passed to DDPStrategy.
-    - `loaders_in_checkpoints`: True if checkpoints contain the loader's position.
+    It extends DDPStrategy. Losses are weighted by rows, or by `count` if one is given, so that the
+    gradient is the global batch's. `passes` is the number of passes per batch. `check` audits the
+    losses of some batches.
     """
 
     loaders_in_checkpoints = True
@@ -73,10 +72,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def set_plan(
         self, planned: PlannedTraining, passes: int, count: OfPart | None, check: bool
     ) -> None:
-        """Set the PlannedTraining and its options, and reset the strategy's state.
-
-        See the class for the arguments.
-        """
+        """Set the plan's state on this strategy."""
         # also called by code that creates a strategy without `__init__`
         self._planned, self._passes, self._count, self._checks = planned, passes, count, check
         planned.weights.weigh = "trainer"
@@ -96,7 +92,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def trains(self) -> bool:
-        """True while `Trainer.fit` runs with this strategy, including its hooks before training."""
+        """True while the trainer that uses this strategy runs `fit`."""
         module = self.lightning_module
         trainer = None if module is None else module._trainer
         if trainer is None or trainer.strategy is not self:
@@ -105,28 +101,25 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def planned(self) -> PlannedTraining:
-        """This strategy's PlannedTraining."""
+        """The plan in use, with this rank's shares and timers."""
         return self._planned
 
     @property
     def count(self) -> OfPart | None:
-        """A function that counts what the loss averages over; None for rows.
-
-        An example is the number of tokens.
-        """
+        """The function that counts what the loss is a mean over, such as tokens; None for rows."""
         return self._count
 
     @property
     def root_device(self) -> Any:
-        """The device of this rank's share."""
+        """The device of this rank."""
         return self._planned.device
 
     def make_loader(
         self, dataset: Any, rows: UnevenBatchSampler, options: dict[str, Any]
     ) -> StepLoader:
-        """Return the loader of this rank's training data.
+        """Return the DataLoader that gives this rank its rows of each global batch.
 
-        `rows` samples this rank's rows of each global batch. `options` are passed to DataLoader.
+        `options` are DataLoader arguments.
         """
         loader = StepLoader(
             dataset,
@@ -147,23 +140,25 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return loader
 
     def _begin_loop(self, rows: UnevenBatchSampler) -> None:
-        """Turn off shuffling for `overfit_batches` when a training loop starts."""
+        """Turn shuffling off if the trainer overfits batches."""
         if self.trains and self.lightning_module.trainer.overfit_batches and rows.order is None:
             # the user has given no order of rows, which would stay
             rows.shuffle = False  # as Lightning does with its own loaders
 
     def _end_batch(self) -> None:
-        """End the previous step when the trainer requests its next batch."""
+        """End the step before the next batch is drawn.
+
+        Raises RequestError if the trainer uses another strategy.
+        """
         # another strategy wouldn't weight losses
         if not self.trains:
             raise _other_strategy()
         self._planned.end()
 
     def setup(self, trainer: Any) -> None:
-        """Set up training.
+        """Check the trainer's options, and prepare the model for weighted gradients.
 
-        Raises RequestError if the trainer would divide the loader's rows among ranks again, or if
-        manual optimization is used with several passes.
+        Raises RequestError for an option that the plan doesn't support.
         """
         if self.trains:
             self._check(trainer)
@@ -173,11 +168,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self.sum_by_shares()
 
     def prepare_metrics(self) -> None:
-        """Create the object that reduces logged metrics over ranks and passes.
-
-        Also set the check that decides whether a pass that runs out of memory may be cut into
-        smaller ones.
-        """
+        """Prepare the averaging of metrics over passes, and the check of retried passes."""
         self._metrics = PassMetrics(
             self.lightning_module, self.root_device, super().reduce, self._planned.timer
         )
@@ -185,7 +176,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self._recovery.check = partial(check_module_part, self)
 
     def sum_by_shares(self) -> None:
-        """Sum gradients with evener's exchange instead of DistributedDataParallel's all-reduce."""
+        """Replace DDP's all-reduce by evener's weighted sum of gradients."""
         # DistributedDataParallel's all-reduce can't be resumed after an error
         rows = (rows for share in self._planned.ranks.batches for rows in even(share, self._passes))
         check_normalization(self.model, "loss", self._planned.world, rows)
@@ -195,7 +186,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._rendezvous_on_hosts()
 
     def _rendezvous_on_hosts(self) -> None:
-        """Make the first rank tell the others of SIGTERM before each batch."""
+        """Before each batch, let the first rank decide whether all ranks stop for a SIGTERM."""
         # If another rank receives SIGTERM but the first doesn't, that rank stops by itself one
         # batch later. Lightning's own handler would synchronize with the other ranks immediately,
         # while they may be in a step's all-reduce; the one installed here only records the signal.
@@ -227,12 +218,12 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         setattr(loop, private.ASKS, ask)
 
     def configure_ddp(self) -> None:
-        """Wrap the model in DistributedDataParallel if there is more than one rank."""
+        """Wrap the model in DistributedDataParallel if there are several ranks."""
         if self._planned.world > 1:
             super().configure_ddp()
 
     def teardown(self) -> None:
-        """After training, release the gradient exchanges and the passes, and unwrap the model."""
+        """Drop references to the model and its passes at the end of a run."""
         self._exchanges, self._turns, self._part = [], iter(()), None
         vars(self._trainer.fit_loop.epoch_loop).pop(private.ASKS, None)
         self.model = self.lightning_module
@@ -257,10 +248,10 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             )
 
     def on_train_start(self) -> None:
-        """Check loaders and optimizers before the first step, once they exist.
+        """Check that all batches come from one loader of this strategy.
 
-        Raises RequestError if data don't come from one `split.loader`, or if training_step fetches
-        batches. Several passes with LBFGS or a learning-rate finder also raise it.
+        Raises RequestError if they don't, or if LBFGS or a learning-rate finder is used with
+        several passes.
         """
         self._note_searches()
         given = private.loaders(self._trainer.fit_loop)
@@ -296,30 +287,30 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def _searches(self) -> bool:
-        """True if LBFGS or a learning-rate finder is used."""
+        """True if the learning-rate finder or LBFGS runs."""
         # both decide by the value of the loss, so all ranks must see the same loss
         finds_rate = any(map(private.searches_rate, self._trainer.callbacks))
         return finds_rate or self._has_lbfgs
 
     def _note_searches(self) -> None:
-        """Forbid passes if LBFGS or a rate finder needs whole batches' losses."""
+        """Turn off retries of failed passes if the learning-rate finder or LBFGS is used."""
         if self._searches:
             self._planned.weights.computes_at_once = True
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch to the device as Lightning does, unless it is cut into passes."""
+        """Move a batch to the device, unless it is divided into passes."""
         # passes are moved when they are computed
         if self._passes > 1 and self._trainer.training:
             return batch
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def validation_step(self, *arguments: Any, **keywords: Any) -> Any:
-        """Compute a validation batch, and tell the step timer that a validation is running."""
+        """Run a validation step, and keep its time out of the training step's."""
         self._planned.timer.note_validation()
         return super().validation_step(*arguments, **keywords)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Begin a step with the trainer's next batch, cut into this rank's passes."""
+        """Begin a step: divide the batch into passes, and report the previous step."""
         loader: StepLoader = private.loaders(self._trainer.fit_loop)[0]
         loader.done = batch_idx + 1
         self._newest = batch_idx
@@ -332,7 +323,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self._rows, self._parts, self._begins = sum(sizes), self._cut(batch, sizes), True
 
     def _cut(self, batch: Any, sizes: tuple[int, ...]) -> list[Part]:
-        """Return the passes of this rank's share, with their weights."""
+        """Divide a batch into weighted passes."""
         # `sizes` are the ranks' row counts. A pass without rows gets one row with weight 0. The
         # weights are those in the global batch's loss.
         rank = self._planned.rank
@@ -347,7 +338,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return self._count(part) if part.rows and self._count else 0
 
     def training_step(self, *arguments: Any) -> Any:
-        """Compute the first pass of the batch, and return the module's result for it."""
+        """Compute the loss of the batch's first pass."""
         # `backward` computes the other passes, each after the previous one's memory is freed
         self._arguments = arguments
         self._metrics.begin()
@@ -364,20 +355,20 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return result
 
     def find_difference(self, loader: Any) -> str:
-        """Audit the loader's first batch, to find out if shares would change the gradient.
+        """Compare the gradients of shares and of the whole batch, for the loader's first batch.
 
-        Return a message about the difference, or "" if there is none or checks are turned off.
+        Returns how they differ, or "" if they agree or checks are off.
         """
         return self._audit.find_difference(loader) if self._checks else ""
 
     def _audit_step(self) -> None:
-        """Audit the current batch if an audit is due."""
+        """Audit the step that has just been computed, if checks are on."""
         if self._checks and self.trains:
             loader = private.loaders(self._trainer.fit_loop)[0]
             self._audit.after_step(loader, self._newest, self._arguments[1:])
 
     def _compute_next_pass(self) -> Any:
-        """Compute the next pass, or a piece that replaces a failed one."""
+        """Compute the next pass that succeeds, and return what training_step returned."""
         for part in self._turns:
             self._part, self._put_back = part, self._metrics.keep()
             with part:
@@ -402,17 +393,17 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._planned.weights.in_pass = False
 
     def _share_loss(self, result: Any) -> Any:
-        """Replace a loss's value by the global batch's; gradients stay local."""
+        """Return the result with the mean loss of all ranks as its value, and its own gradient."""
         # code that decides by the loss thus decides the same on all ranks
         loss = loss_of(result)
         loss = self.reduce(loss.detach().clone()) + (loss - loss.detach())
         return {**result, "loss": loss} if isinstance(result, Mapping) else loss
 
     def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the batch's backward passes, and its forward passes after the first.
+        """Run the backward pass, then the forward and backward passes of all remaining passes.
 
-        `closure_loss` is the first pass's loss. Raises RequestError if training_step returns None
-        in a later pass.
+        Raises RequestError if training_step returns None after another pass of the batch had a
+        loss.
         """
         # Each loss is weighted by its part of the batch, so that the mean of the ranks' gradients
         # is the global batch's gradient. In manual optimization, only one backward pass runs.
@@ -450,7 +441,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return precision.post_backward(weighed, module)
 
     def pre_backward(self, closure_loss: Any) -> None:
-        """Prepare the gradient exchanges for a backward pass from this loss."""
+        """Prepare the sum of gradients before a backward pass."""
         # needed only in manual optimization, whose backward pass runs within training_step
         if not self._exchanges:
             super().pre_backward(closure_loss)
@@ -461,10 +452,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Run the optimizer's step, and audit it if an audit is due.
+        """Take an optimizer step, with an audit of the gradients if one is due.
 
-        `closure` computes the batch. Before the first step changes any weight, raises DeviceError
-        if the optimizer's state won't fit in memory.
+        Raises DeviceError before the first step if the optimizer's state won't fit in memory.
         """
 
         # has an entry after this step's audit, because LBFGS calls the closure several times
@@ -488,11 +478,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return super().optimizer_step(optimizer, compute, *args, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over ranks as DDPStrategy does.
-
-        Within a pass, the tensor is a logged metric. The result then includes the passes of the
-        global batch that have been computed so far.
-        """
+        """Reduce a tensor over ranks; a mean in training is weighted by rows."""
         if not self._has_metrics:
             return super().reduce(tensor, group, reduce_op)
         return self._metrics.reduce(tensor, group, reduce_op)

@@ -1,9 +1,4 @@
-"""Audits of a LightningModule: compare training_step's gradients with and without shares.
-
-An audit computes a few rows of the batch. In manual optimization, training_step calls its
-optimizers and manual_backward itself. During an audit, these optimizers do nothing, and the losses
-passed to manual_backward are audited.
-"""
+"""Check that a LightningModule's loss gives the same gradient with shares as with whole batches."""
 
 from __future__ import annotations
 
@@ -34,7 +29,7 @@ REMEDIES = {
 
 
 class ModuleAudit:
-    """Audits the steps of a module that a PlanStrategy trains."""
+    """Compares gradients of divided and whole batches, for the module of a PlanStrategy."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
@@ -43,20 +38,17 @@ class ModuleAudit:
         self._audits.question = " Is it a mean over rows?"
 
     def after_step(self, loader: Any, step: int, others: Sequence[Any]) -> None:
-        """Audit the gradients of a step if an audit is due.
+        """Audit the gradients of batch number `step` if an audit is due.
 
-        The audit computes a few rows of batch number `step` of the epoch, from `loader`. `others`
-        are training_step's arguments after the batch. Raises RequestError if the gradients differ.
+        `others` are training_step's arguments after the batch. Raises RequestError if gradients
+        differ.
         """
         # the loader is the training loader
         own = self._strategy.lightning_module.training_step
         self._audits.after_batch(partial(self._find, loader, step, others), own)
 
     def find_difference(self, loader: Any) -> str:
-        """Audit the epoch's first batch before it is trained.
-
-        Return a message if shares change the gradient, and "" otherwise.
-        """
+        """Audit a batch now, and return "" or a text on the difference."""
         found: str = self._audits.find_difference(partial(self._find, loader, 0, None, True))
         return found
 
@@ -94,7 +86,7 @@ class ModuleAudit:
     def _compute_manually(
         self, others: Sequence[Any], sketcher: GradientSketcher, part: Part
     ) -> None:
-        """Run training_step, and give `sketcher` each loss passed to manual_backward."""
+        """Run a training_step with manual optimization, and sketch the gradients of its losses."""
         # weights that training_step itself changes are restored
         module = self._strategy.lightning_module
         counted = []
@@ -122,7 +114,10 @@ def _list_weights(module: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def _kept_steps(strategy: Any) -> Iterator[None]:
-    """Keep optimizers, schedules and counters as they are within a `with` block."""
+    """Context manager: optimizer steps do nothing, and gradients are restored at the end.
+
+    Raises RequestError if the weights are too large to be copied.
+    """
     # the audit copies them
     weights = _list_weights(strategy.lightning_module)
     if sum(weight.nbytes for weight in weights) > MOST_BYTES:
@@ -144,7 +139,7 @@ def _kept_steps(strategy: Any) -> Iterator[None]:
 
 
 def _list_stubs(strategy: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield (object, method, stub) for methods that advance optimizers or schedules."""
+    """Yield an object, a method's name and a stub for each call that would take a step."""
     # the stub replaces the method during an audit
     yield strategy, "optimizer_step", lambda _, closure, *__, **___: closure()
     for optimizer in strategy.optimizers:

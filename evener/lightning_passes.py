@@ -1,7 +1,4 @@
-"""The loss and the logged metrics of a LightningModule whose batch is computed in several passes.
-
-Metrics are combined over the passes, and over the pieces of a pass that ran out of memory.
-"""
+"""Run training_step on parts of a batch, and average the metrics that it logs."""
 
 from __future__ import annotations
 
@@ -36,10 +33,9 @@ DummyLogger = import_module(f"{LIGHTNING}.loggers.logger").DummyLogger
 
 
 def check_module_part(strategy: Any, part: Part, rows: int) -> None:
-    """Check that the pass `part` may be cut into parts of `rows` rows.
+    """Check that a pass may be computed again in smaller parts of `rows` rows.
 
-    Raises RequestError, on this rank only, if the parts' gradients don't add up. It is also raised
-    if an optimizer is LBFGS.
+    Raises RequestError if its gradient would differ, or for LBFGS.
     """
     # The pass has run out of memory. The parts' gradients must add up to the pass's.
     module = strategy.lightning_module
@@ -59,10 +55,9 @@ def check_module_part(strategy: Any, part: Part, rows: int) -> None:
 
 
 def compute_part(strategy: Any, part: Part, others: Sequence[Any] | None = None) -> Any:
-    """Return the loss that training_step computes for a part's batch; None if it returns none.
+    """Return training_step's loss for a part, or None if it returns none.
 
-    `others` are training_step's arguments after the batch. By default, they are the arguments for
-    an epoch's first batch.
+    `others` are the arguments after the batch; None passes a batch index of 0 if one is required.
     """
     module, precision = strategy.lightning_module, strategy.precision_plugin
     converted = precision.convert_input(part.batch)
@@ -74,7 +69,7 @@ def compute_part(strategy: Any, part: Part, others: Sequence[Any] | None = None)
 
 
 def _step(strategy: Any, batch: Any) -> Any:
-    """Return the loss of a batch that is already on the device."""
+    """Return training_step's loss for a batch on the device."""
     module = strategy.lightning_module
     step = module.training_step
     # as Lightning does, because the argument for the batch index may have any name
@@ -84,13 +79,13 @@ def _step(strategy: Any, batch: Any) -> Any:
 
 
 def loss_of(result: Any) -> Any:
-    """Return the loss in the result of training_step: the result itself, or its item "loss"."""
+    """Return the loss in a result of training_step, which is a tensor, a mapping or None."""
     return result["loss"] if isinstance(result, Mapping) else result
 
 
 @contextmanager
 def silent(module: Any) -> Iterator[None]:
-    """Stop the module from logging within a `with` block."""
+    """Context manager: nothing that the module logs is recorded."""
     trainer = module.trainer
     loggers, trainer.loggers = trainer.loggers, [DummyLogger() for _ in trainer.loggers]
     module.log = module.log_dict = lambda *_, **__: None
@@ -113,11 +108,7 @@ Sums = tuple[torch.Tensor, ...]
 
 
 class PassMetrics:
-    """Combines the logged metrics of a batch over its passes and over ranks.
-
-    `reduce` is the strategy's own reduction over ranks. `timer` excludes the time of reductions
-    from compute time (own work).
-    """
+    """Averages the metrics that training_step logs or reduces over passes and ranks."""
 
     # A pass that ran out of memory is computed in pieces. Ranks reduce each metric once per pass,
     # in its last piece.
@@ -139,21 +130,17 @@ class PassMetrics:
         return private.logged(self._module.trainer)
 
     def begin(self) -> None:
-        """Discard the metrics of the previous batch."""
+        """Start a new batch."""
         self._earlier, self._pieces, self._reduced = {}, {}, {}
 
     def end(self, part: Part) -> None:
-        """If `part` is a pass's last piece, add the pass's metrics to earlier passes' metrics."""
+        """End a part; after its last part, the pass is added to the batch's metrics."""
         if part.turn.ends:
             self._earlier |= self._reduced
             self._pieces, self._reduced = {}, {}
 
     def keep(self) -> Callable[[], None]:
-        """Save the module's attributes and logged metrics; return a function that restores them.
-
-        Call the returned function before a pass is repeated. Metrics that ranks have already
-        reduced aren't restored.
-        """
+        """Save the metrics' state, and return a function that restores it."""
         attributes = keep_attributes(
             self._module, *self._metrics, apart=(own_buffers(self._module),)
         )
@@ -181,9 +168,9 @@ class PassMetrics:
 
     @contextmanager
     def counting(self, part: Part, rows: Any) -> Iterator[None]:
-        """Give metrics the weight `rows` during a part's forward pass, in a `with` block.
+        """Context manager for a part's forward pass: metrics count `rows` rows.
 
-        Metrics don't count if the part's weight is 0.
+        A part with weight 0 leaves no trace in the metrics.
         """
         module, logged = self._module, self._logged
         before = module._current_fx_name, logged.batch_size
@@ -201,7 +188,7 @@ class PassMetrics:
             self._part, (module._current_fx_name, logged.batch_size) = None, before
 
     def _average_steps(self, before: dict[str, Any]) -> None:
-        """Replace step metrics that ranks don't reduce by means over passes."""
+        """Average the metrics logged per step over the passes computed so far."""
         # `before` holds the metrics' values before this pass. Metrics that the pass didn't log are
         # skipped.
         for name, metric in self._logged.items():
@@ -218,10 +205,7 @@ class PassMetrics:
                 ).to(own.dtype)
 
     def reduce(self, tensor: Any, group: Any, op: Any) -> Any:
-        """Reduce a metric over all ranks; within a pass, include the batch's earlier passes.
-
-        `op` is the name of the reduction, such as "mean". `group` is the process group.
-        """
+        """Reduce a metric over all ranks, and in training_step also over the batch's passes."""
         # Lightning divides by the mean number of rows, so a truncated integer would be wrong
         whole = isinstance(tensor, torch.Tensor) and not tensor.is_floating_point()
         metric = tensor.double() if whole else tensor
@@ -246,7 +230,7 @@ class PassMetrics:
     def _join_earlier_parts(
         self, key: Any, op: str, own: Sums, reduce: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Return a metric combined with its values in earlier parts."""
+        """Combine a metric with its values in earlier parts of the batch."""
         # The parts are pieces and passes. `own` is the metric's value in this piece. `key`
         # identifies the metric within a pass, and `reduce` reduces a tensor over ranks, once per
         # pass and metric.

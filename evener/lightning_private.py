@@ -1,9 +1,4 @@
-"""The private attributes and methods of Lightning that evener uses, each with its purpose.
-
-tests/evener/test_lightning_private.py checks each of them, so that a new version of Lightning fails
-there first. This module doesn't import Lightning, which has two names: lightning and
-pytorch_lightning.
-"""
+"""All private names of Lightning that evener uses."""
 
 from __future__ import annotations
 
@@ -17,65 +12,62 @@ AROUND_STEPS = ("_on_before_step", "_on_after_step")
 
 
 def loaders(fit_loop: Any) -> list[Any]:
-    """Return the loaders that a fit loop fetches its batches from."""
+    """Return the DataLoaders of a fit loop."""
     found: list[Any] = fit_loop._combined_loader.flattened
     return found
 
 
 def replace_loader(fit_loop: Any, loader: Any) -> None:
-    """Replace a fit loop's loaders with one, before any batch is fetched."""
+    """Make a running fit loop take its batches from `loader`."""
     fit_loop._combined_loader.flattened = [loader]
     fit_loop._data_fetcher.setup(fit_loop._combined_loader)
     iter(fit_loop._data_fetcher)
 
 
 def searches_rate(callback: Any) -> bool:
-    """True if the callback belongs to Lightning's learning-rate finder."""
+    """Return True if the callback belongs to the learning-rate finder."""
     return any(kind.__name__ == "_LRCallback" for kind in type(callback).__mro__)
 
 
 def shares_out_rows(trainer: Any) -> bool:
-    """True if the trainer replaces the loaders' samplers with DistributedSampler."""
+    """Return True if the trainer would add a DistributedSampler to loaders."""
     return bool(trainer._accelerator_connector.use_distributed_sampler)
 
 
 def set_strategy(trainer: Any, strategy: Any) -> None:
-    """Set the strategy of a trainer and of its wrapped optimizers."""
+    """Make the trainer and its wrapped optimizers use `strategy`."""
     trainer._accelerator_connector.strategy = strategy
     for each in wrapped_optimizers(strategy):
         each._strategy = weakref.proxy(strategy)
 
 
 def wrapped_optimizers(strategy: Any) -> list[Any]:
-    """Return the wrapped optimizers that `training_step` uses in manual optimization."""
+    """Return the LightningOptimizer wrappers of a strategy's optimizers."""
     return list(strategy._lightning_optimizers)
 
 
 def logged(loop: Any) -> Any:
-    """Return the metrics that were logged in a loop.
-
-    For a trainer, it is the loop that is running.
-    """
+    """Return the collection of metrics that a loop has logged."""
     return loop._results
 
 
 def default_states(metric: Any) -> dict[str, Any]:
-    """Return the initial values of a torchmetrics metric's states, by name."""
+    """Return a metric's states and their default values."""
     found: dict[str, Any] = metric._defaults
     return found
 
 
 def move_batch(module: Any, batch: Any, device: Any) -> Any:
-    """Move a batch to a device, with the module's hooks before and after."""
+    """Move a batch to a device, with the module's and data module's transfer hooks."""
     batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
     return module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=0)
 
 
 def signal_connector(trainer: Any) -> Any:
-    """Return the object that handles a trainer's signals; SIGTERM sets its `received_sigterm`."""
+    """Return the trainer's signal connector."""
     return trainer._signal_connector
 
 
 def sigterm_handler(trainer: Any) -> Any:
-    """Return Lightning's own handler for SIGTERM."""
+    """Return the trainer's handler for SIGTERM."""
     return trainer._signal_connector._sigterm_notifier_fn

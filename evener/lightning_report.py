@@ -1,7 +1,4 @@
-"""A callback that reports a Lightning training run to evener's monitor and the trainer's loggers.
-
-It works with or without a plan.
-"""
+"""A Lightning callback that reports training to evener's monitor."""
 
 from __future__ import annotations
 
@@ -17,10 +14,7 @@ extract_batch_size = import_module(f"{LIGHTNING}.utilities.data").extract_batch_
 
 
 class Report(Callback):  # type: ignore[misc]  # lightning isn't followed
-    """Reports steps to evener's monitor, and speed metrics to the trainer's loggers.
-
-    Every `log_every_n_steps` steps, loggers receive samples/s, the step time and the wait for data.
-    """
+    """Callback: show training in evener's monitor, and log its metrics to the trainer's loggers."""
 
     # With a plan or `evener run`, they receive compute time (own work), waiting time, shares and
     # samples/s. With a plan, the monitor gets the steps even without this callback.
@@ -31,7 +25,7 @@ class Report(Callback):  # type: ignore[misc]  # lightning isn't followed
         self._rows = self._steps = 0  # rows of the current optimizer step; optimizer steps so far
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start a clock for the steps, unless a plan's strategy already reports them."""
+        """Start reporting, unless the strategy already does."""
         if not hasattr(trainer.strategy, "planned"):
             name = type(pl_module).__name__
             self._clock = ClockedReports("torch", name, trainer.global_rank, trainer.world_size)
@@ -40,7 +34,7 @@ class Report(Callback):  # type: ignore[misc]  # lightning isn't followed
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the rows of a batch, and begin an optimizer step with its first batch."""
+        """Mark the start of a step, and count the batch's rows."""
         if self._clock is not None:
             if not self._rows:
                 self._clock.begin()
@@ -49,7 +43,7 @@ class Report(Callback):  # type: ignore[misc]  # lightning isn't followed
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Report an optimizer step if this batch completes it, and log its metrics if due."""
+        """After an optimizer step, report it, and log metrics every `log_every_n_steps` steps."""
         if trainer.global_step == self._steps:
             return
         if self._clock is not None:
@@ -63,11 +57,11 @@ class Report(Callback):  # type: ignore[misc]  # lightning isn't followed
                 logger.log_metrics(found, step=trainer.global_step - 1)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Exclude the validation from the time of the next step."""
+        """Keep the time of validation out of the step's time."""
         if self._clock is not None:
             self._clock.interrupt()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Remove this training run from the monitor."""
+        """Stop reporting."""
         if self._clock is not None:
             self._clock.close()

@@ -1,4 +1,4 @@
-"""Text for a terminal: sanitize external text, print evener's own lines and align columns."""
+"""Make text safe for the terminal, and print messages."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ CONTROLS = ("Cc", "Cf", "Zl", "Zp")  # Unicode's control, format and separator c
 
 
 def printable(text: str) -> str:
-    """Return the text with terminal control characters replaced by spaces.
-
-    Lone surrogates, which no encoding can represent, become question marks.
-    """
+    """Return the text with spaces for control characters and "?" for invalid ones."""
     if text.isprintable():
         return text
     return "".join(map(_replace, text))
@@ -27,24 +24,21 @@ def _replace(sign: str) -> str:
 
 
 def plain(text: str, limit: int = 500) -> str:
-    """Return the text sanitized for a terminal and cut to at most `limit` characters.
-
-    A text that was cut ends with an ellipsis.
-    """
+    """Return printable text of at most `limit` characters, ending in "…" if it was cut."""
     clean = printable(text)
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"
 
 
 def print_notice(*lines: str) -> None:
-    """Print evener's own lines on standard error, each with the prefix `evener: `."""
+    """Print lines to standard error, each after "evener: "."""
     for line in lines:
         print(f"evener: {plain(line, 1000)}", file=sys.stderr, flush=True)
 
 
 def align(rows: Sequence[Sequence[str]], numbers_from: int) -> list[str]:
-    """Return a table as lines of text, with its columns aligned and two spaces apart.
+    """Format rows as lines with aligned columns.
 
-    `rows` has the cells of each line. Columns from index `numbers_from` on are right-aligned.
+    Columns from index `numbers_from` on are aligned to the right. Raises IndexError without rows.
     """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []

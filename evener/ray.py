@@ -1,8 +1,4 @@
-"""Train with a plan in Ray Train: `trainer("plan.toml", train_loop).fit()`.
-
-The training loop calls `Split()` without arguments. Each worker runs on the host and device of its
-share. Ray assigns ranks, creates the process group and keeps checkpoints.
-"""
+"""Train by a plan in Ray Train."""
 
 from __future__ import annotations
 
@@ -45,16 +41,11 @@ def trainer(
     ray_address: str = "",
     **options: Any,
 ) -> TorchTrainer:
-    """Return a TorchTrainer with one worker per share, on the share's host and device.
+    """Return a Ray TorchTrainer with one worker on each device of the plan.
 
-    - `plan`: a Plan or the path of its file.
-    - `train_loop`: called by each worker.
-    - `torch_config`: configures the process group.
-    - `ray_address`: the address of the Ray cluster; "" for Ray's default.
-    - `options`: passed to TorchTrainer.
-
-    A host's other GPUs stay reserved for as long as the trainer exists. Raises PlanError,
-    RequestError or DeviceError if the plan, the options or the cluster are unsuitable.
+    `options` go to TorchTrainer, and `ray_address` is the Ray cluster's address. In `train_loop`,
+    `evener.torch.Split()` finds the plan. Raises PlanError if the plan doesn't fit, and
+    RequestError for an option that the plan decides, such as `scaling_config`.
     """
     chosen = plan if isinstance(plan, Plan) else load_plan(plan)
     _check(chosen, options)
@@ -82,7 +73,7 @@ def trainer(
 
 
 def _hold_other_gpus(plan: Plan, nodes: dict[str, Node]) -> list[Any]:
-    """Reserve the GPUs that the plan leaves unused on its hosts."""
+    """Reserve the GPUs that the plan doesn't use, so that no worker gets one."""
     # The returned handles keep the reservations. Ray might assign an unused GPU to a worker.
     held = []
     for host, node in nodes.items():
@@ -109,7 +100,7 @@ def _check(plan: Plan, options: dict[str, Any]) -> None:
 
 
 def _choose_resources(plan: Plan, nodes: dict[str, Node]) -> dict[str, float]:
-    """Return the resources of each worker on `nodes`, by resource name."""
+    """Return the Ray resources for each worker."""
     # Ray requires all workers to have the same resources. A worker gets one CPU, or a fraction if a
     # host has fewer CPUs than workers. If the plan uses GPUs, it also gets one GPU.
     shares = [share.host for share in plan.layout.active]
@@ -118,7 +109,7 @@ def _choose_resources(plan: Plan, nodes: dict[str, Node]) -> dict[str, float]:
 
 
 def _with_plan(plan: Plan, train_loop: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the training loop wrapped so that `Split()` finds the plan."""
+    """Return the training function with the plan available to `Split()`."""
     # `Split()` also finds the worker's device. Both are passed by the environment variables that
     # `evener launch` uses.
     text = to_toml(plan)
@@ -140,19 +131,19 @@ def _with_plan(plan: Plan, train_loop: Callable[..., Any]) -> Callable[..., Any]
 
 @dataclass
 class PlanConfig(TorchConfig):  # type: ignore[misc]  # Ray isn't followed
-    """Ray's PyTorch configuration, with the plan's host for each Ray node."""
+    """A TorchConfig that also selects each host's network interface."""
 
     hosts: dict[str, str] = field(default_factory=dict)  # by node id
 
     @property
     def backend_cls(self) -> type:
-        """The backend class whose methods Ray calls when workers start."""
+        """The backend class that sets up the workers."""
         return _PlanBackend
 
 
 class _PlanBackend(TorchConfig().backend_cls):  # type: ignore[misc]
     def on_start(self, worker_group: Any, backend_config: PlanConfig) -> None:
-        """Make gloo and NCCL use the interface that reaches other hosts."""
+        """Select the network interfaces, then start PyTorch's process group."""
         worker_group.execute(_set_network_interface, backend_config.hosts)
         super().on_start(worker_group, backend_config)
 

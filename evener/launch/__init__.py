@@ -1,4 +1,1 @@
-"""Start a training run with a plan, one process per share.
-
-The processes are started by this process itself, or by PyTorch's elastic agent.
-"""
+"""Start the processes of a training run, and restart them after failures."""

@@ -1,8 +1,4 @@
-"""Launch a training run on all hosts of a plan, through Ray.
-
-On each host, an actor of evener runs `evener launch`. If restarts are allowed, training starts
-again without a lost host.
-"""
+"""Launch one training run on all hosts of a plan, through Ray."""
 
 from __future__ import annotations
 
@@ -52,18 +48,14 @@ def launch_on_cluster(
     grace_seconds: float = GRACE_SECONDS,
     more: Sequence[str] = (),
 ) -> int:
-    """Launch a training run on all hosts; return its exit code.
+    """Run `command` on every host of the plan at `path`, and return the exit code.
 
-    - `path`: the plan file.
-    - `command`: the script and its arguments.
-    - `max_restarts`: how often training may start again without lost hosts.
-    - `rendezvous`: the HOST:PORT at which the hosts meet; None for a free port of the first host.
-    - `address`: Ray's address.
-    - `wait_seconds`: how long each host waits for the others to join.
-    - `grace_seconds`: how long processes have to exit after SIGTERM.
-    - `more`: further options for the launch on each host.
-
-    Raises EvenerError if training can't start.
+    After a host is lost, the processes on all remaining hosts restart, at most `max_restarts`
+    times. The shares of a lost host go to the others unless Ray can start a new actor there.
+    `address` is the Ray cluster's. `rendezvous` is a HOST:PORT for the first start; None takes a
+    free port of the first host. `more` holds further options of `evener launch`. Times are in
+    seconds. The exit code is 128 plus the signal's number after a signal. Raises EvenerError if
+    training can't start.
     """
     # the plan, the script and the Python files beside it are sent to each host
     planned = plan = load_plan(path)
@@ -106,7 +98,7 @@ def launch_on_cluster(
 
 
 def _restart_actors(agents: Sequence[Agent], lost: set[str]) -> set[str]:
-    """Restart evener's actor on lost hosts; return the hosts that failed."""
+    """Restart the actors on the lost hosts, and return the hosts on which that failed."""
     gone = set()
     for agent in agents:
         if agent.host in lost and not agent.restart(agent.generation):
@@ -117,7 +109,7 @@ def _restart_actors(agents: Sequence[Agent], lost: set[str]) -> set[str]:
 
 
 def _leave_out_hosts(planned: Plan, agents: Sequence[Agent]) -> Plan:
-    """Return the plan without devices of hosts that have no agent."""
+    """Return the plan with the rows of all other hosts moved to the hosts of `agents`."""
     left = {agent.host for agent in agents}
     others = [share for share in planned.layout.share if share.host not in left]
     return leave_out(planned, {(share.host, share.device) for share in others})
@@ -131,7 +123,7 @@ def _train_once(
     caught: Sequence[int],
     end_seconds: float,
 ) -> tuple[int, set[str]]:
-    """Start one training run on all hosts and wait until it ends."""
+    """Start a launch on each host, and wait until all have ended."""
     # Return the exit code and the names of the lost hosts. `make` creates a HostLaunch on a host. A
     # signal in `caught` ends the wait. A launch that doesn't stop within `end_seconds` is killed.
     parts: list[RemoteLaunch] = []
@@ -157,12 +149,9 @@ def _train_once(
 
 
 class RemoteLaunch:
-    """The training run's launch on one host, as seen from this process.
+    """The launch on one host: prints its output here and keeps its exit code.
 
-    - `training`: the HostLaunch on that host.
-    - `end_seconds`: how long the launch has to exit after `end`.
-    - `code`: the launch's exit code; None until it ends.
-    - `lost`: True if the host can no longer be reached.
+    `code` is None while it runs. `lost` is True if the host no longer answered.
     """
 
     # a thread prints the launch's output
@@ -177,7 +166,7 @@ class RemoteLaunch:
         self._thread.start()
 
     def end(self) -> None:
-        """Stop the launch if it is still running, and release its objects on the host."""
+        """Stop the launch, wait until its last output is printed, and release it."""
         if not self.lost:
             with suppress(HostLostError):
                 self._training.ask("stop", seconds=self._end_seconds + END_SECONDS)
@@ -201,9 +190,10 @@ class RemoteLaunch:
 
 
 def wait_for_hosts(parts: Sequence[RemoteLaunch], caught: Sequence[int]) -> int:
-    """Wait until all launches end or one fails; return the exit code.
+    """Wait until all launches have ended, and return the first exit code other than 0.
 
-    A signal in `caught` also ends the wait. Raises DeviceError if Ray's head node is lost.
+    A lost host or a signal in `caught` ends the wait early. Returns 0 if no launch has failed.
+    Raises DeviceError if Ray's head no longer answers.
     """
     # After a failure, the other launches get PEER_SECONDS to end by themselves. If a host is lost,
     # the others can't continue.
@@ -223,13 +213,16 @@ def wait_for_hosts(parts: Sequence[RemoteLaunch], caught: Sequence[int]) -> int:
 
 
 def _find_failure(parts: Sequence[RemoteLaunch]) -> int:
-    """Return the first failed launch's exit code; 0 if none has failed."""
+    """Return the exit code of the first failed launch, or 0 if none has failed."""
     codes = (part.code for part in parts)
     return next((code for code in codes if code), 0)
 
 
 def _check_head(answered: float) -> float:
-    """Check Ray's head node, and return when it last answered."""
+    """Check from time to time that Ray's head answers, and return the time of its last answer.
+
+    Raises DeviceError after too long a silence.
+    """
     # `answered` is the time of the previous answer, by the monotonic clock. A silence of
     # HEAD_SILENT_SECONDS is too long.
     now = time.monotonic()
@@ -249,13 +242,11 @@ END_SECONDS = 5.0  # time for a host's launch to exit after its own processes
 
 
 class HostLaunch:
-    """Runs `evener launch` on this host, for a RemoteLaunch that reads its output.
+    """`evener launch` as a subprocess on this host, whose output another host reads.
 
-    - `plan`: the content of the plan file.
-    - `planned`: the plan file's original path; a script that opens it gets this plan.
-    - `script`: copies of the script and the files beside it; None for a module.
-    - `end_seconds`: how long the launch has to exit after SIGTERM.
-    - `folder`: the working folder, if it exists on this host.
+    `plan` is the content of the plan file and `planned` its original path. `script` holds copies of
+    the script and the files beside it, None for a module. `end_seconds` is the timeout of a stop.
+    The subprocess runs in `folder` if that exists here.
     """
 
     # the launch is terminated together with this process
@@ -286,9 +277,9 @@ class HostLaunch:
         threading.Thread(target=self._run_launch, name="launch", daemon=True).start()
 
     def read(self) -> tuple[list[bytes], int | None]:
-        """Return the lines written since the last call, and the exit code.
+        """Return new output lines, and the exit code once all lines have been read.
 
-        The exit code is None until the process has ended and all lines have been returned.
+        Waits up to a second for a line. The exit code is None before the end.
         """
         lines: list[bytes | None] = []
         with suppress(queue.Empty):
@@ -302,7 +293,7 @@ class HostLaunch:
         return written, self._code if ended and not written else None
 
     def stop(self) -> None:
-        """Send SIGTERM to the launch; kill it if it doesn't exit within `end_seconds`."""
+        """Stop the launch by SIGTERM, then by SIGKILL if it doesn't exit in time."""
         self._started.wait()
         process = self._process
         if process is None or process.poll() is not None:
@@ -314,7 +305,7 @@ class HostLaunch:
         os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Stop the launch, and remove the files that were written for it."""
+        """Stop the launch, and delete the temporary plan and script."""
         self.stop()
         self._plan.unlink()
         self._plan.parent.rmdir()
@@ -322,7 +313,7 @@ class HostLaunch:
             self._written.close()
 
     def _run_launch(self) -> None:
-        """Start the launch, and read its output until it exits."""
+        """Run the launch and queue its output lines, then None."""
         # the thread that starts the launch has to live as long as the launch: when it ends, the
         # kernel signals the process that it started (PR_SET_PDEATHSIG)
         try:

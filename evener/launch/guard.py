@@ -1,7 +1,4 @@
-"""Start the watcher, a process that kills leftover processes of a training run.
-
-The watcher is separate from the launcher, so that it works even if the launcher is killed.
-"""
+"""Clean up after a launcher, even if the launcher itself is killed."""
 
 from __future__ import annotations
 
@@ -20,11 +17,9 @@ from . import watcher
 
 
 class GuardedTraining:
-    """A training run's name and its temporary folder.
+    """A training run under guard: its name, its temporary folder, and whether it succeeded.
 
-    - `run`: the name, which all processes of the run have in their environment.
-    - `folder`: removed when training ends.
-    - `succeeded`: set it to True to keep leftover processes from being killed.
+    Set `succeeded` before the context ends; otherwise the remaining processes are killed.
     """
 
     def __init__(self, run: str, folder: Path) -> None:
@@ -35,10 +30,12 @@ class GuardedTraining:
 
 @contextmanager
 def start_guard(prefix: str) -> Iterator[GuardedTraining]:
-    """Return a context that kills a training run's leftover processes on exit.
+    """Context manager:
 
-    Its value is a GuardedTraining with a private folder. Raises RequestError if the folder can't be
-    created.
+    create a temporary folder, and clean up at the end or if this process dies.
+
+    A separate watcher process deletes the folder. Unless the run succeeded, it first kills the
+    run's remaining processes. Raises RequestError if no temporary folder can be made.
     """
     # the folder's name is unpredictable, and begins with `prefix`
     run = new_run_id()

@@ -1,4 +1,4 @@
-"""Determine this host's part of a training run from a plan: shares, devices and rendezvous."""
+"""Determine the processes that a host starts for a plan, with their devices and environment."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FRAMEWORKS = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 
 
 class HostJob(msgspec.Struct, frozen=True):
-    """This host's part of a training run: its plan, script, devices and rendezvous."""
+    """Everything that one host needs to start its processes of a training run."""
 
     plan: Plan
     framework: str  # the plan's framework, or the script's if the plan names none
@@ -73,7 +73,7 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def release(self) -> Path | None:
-        """The file that all ranks but the first wait for; None if unused."""
+        """File that lets the ranks after the first start, or None if all start at once."""
         # the first rank creates the file when its program creates a process group with the other
         # ranks
         several = self.executable and len(self.processes) > 1
@@ -81,7 +81,7 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def has_several(self) -> bool:
-        """True if this host runs several processes of a training run."""
+        """True if more than one process of this host trains."""
         # ranks that still wait for the first one (see `release`) don't count
         if self.release is None:
             return len(self.processes) > 1
@@ -89,15 +89,14 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The hosts that take part, in the plan's order."""
+        """Names of the hosts that take part, in the plan's order."""
         return tuple(dict.fromkeys(share.host for share in self.plan.layout.active))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of this host's processes in their output.
+        """A prefix for each process's output lines:
 
-        They are "rank 0" and so on; with several hosts, they are device labels. Empty for a single
-        process.
+        its rank or its device; empty for a single process.
         """
         # a host of several doesn't know the ranks of its processes
         if len(self.processes) < 2:
@@ -109,11 +108,11 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def identity(self) -> str:
-        """A name of the job that is the same on every host with this plan."""
+        """Name of the rendezvous, a checksum of the plan, which is the same on all hosts."""
         return f"evener-{zlib.crc32(to_json(self.plan)):08x}"
 
     def with_a_process_each(self) -> HostJob:
-        """Return a copy of the job with one process per device, for Keras' engine "multiworker"."""
+        """Return the same job with one process per device, as TensorFlow's workers."""
         layout = msgspec.structs.replace(self.plan.layout, engine="multiworker")
         processes = assign_devices(
             [device for process in self.processes for device in process], one_process=False
@@ -122,10 +121,9 @@ class HostJob(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, plan=plan, processes=processes)
 
     def environment(self, more: Sequence[dict[str, str]] = ()) -> dict[str, str]:
-        """Return the environment variables for starting this host's processes.
+        """Return the environment variables for all processes of this host.
 
-        All processes get the same variables. `more` holds further variables for each process, which
-        are passed in the variable STARTS.
+        `more` adds variables to single processes, in order.
         """
         # the variable STARTS has all settings that differ between processes, and `start_rank` reads
         # it
@@ -154,7 +152,7 @@ class HostJob(msgspec.Struct, frozen=True):
         return {**variables, STARTS: json.dumps(starts)}
 
     def _make_start_settings(self, devices: tuple[Device, ...]) -> dict[str, Any]:
-        """Return the settings with which `start_rank` starts a process on `devices`."""
+        """Return the settings of one process: variables, CPU cores and files."""
         # a PyTorch process sees all GPUs with a share, and uses the one with the index LOCAL_RANK
         child = child_environment(devices, self.framework)
         variables = {**child.variables, DEVICE: devices[0].id if len(devices) == 1 else ""}
@@ -182,19 +180,13 @@ def make_job(
     executable: str = "",
     check_use: bool = False,
 ) -> HostJob:
-    """Return this host's part of a training run.
+    """Read a plan and prepare what this host starts for it.
 
-    - `path`: the plan file.
-    - `command`: a script, or `-m` and a module, followed by arguments.
-    - `host`: this host's name in the plan; None to find it.
-    - `rendezvous`: HOST:PORT; None to take it from the plan.
-    - `wait_seconds`: how long the hosts have to join.
-    - `grace_seconds`: how long processes have to exit after SIGTERM.
-    - `executable`: a program that trains with PyTorch, to run with `command` as its arguments; ""
-      for Python.
-    - `check_use`: stop a script that doesn't read its plan.
-
-    Raises EvenerError if the training run can't start on this host.
+    `host` is this host's name in the plan; None looks for it. `rendezvous` is a HOST:PORT, or None
+    for the plan's first host. The hosts have `wait_seconds` to join, and processes `grace_seconds`
+    to exit after SIGTERM. `executable` is a program to run in place of Python. `check_use` makes a
+    file that shows later whether the processes read the plan. Raises PlanError, RequestError or
+    DeviceError if the plan, the command or the devices don't fit.
     """
     if path.exists() and not path.is_file():
         raise PlanError(
@@ -226,7 +218,10 @@ def make_job(
 
 
 def _is_one_process(plan: Plan, framework: str, own: Sequence[Share]) -> bool:
-    """True if one process trains on all devices of this host."""
+    """Return True if one TensorFlow process uses all devices.
+
+    Raises PlanError if these devices are on several hosts.
+    """
     if framework == "torch" or plan.layout.engine == "multiworker":
         return False
     if len(own) < len(plan.layout.active):
@@ -240,7 +235,7 @@ def _is_one_process(plan: Plan, framework: str, own: Sequence[Share]) -> bool:
 
 
 def _choose_rendezvous(plan: Plan, rendezvous: str | None) -> tuple[str, int]:
-    """Return the host and port at which the ranks meet."""
+    """Return the host and port where the processes meet."""
     # None stands for the plan's first host and the default port; a host is unknown if its name
     # can't be resolved
     if rendezvous:
@@ -256,15 +251,15 @@ def _choose_rendezvous(plan: Plan, rendezvous: str | None) -> tuple[str, int]:
 
 
 def assign_devices(devices: Sequence[Device], one_process: bool) -> tuple[tuple[Device, ...], ...]:
-    """Return each process's devices: all of them, or one per process."""
+    """Return the devices of each process: all in one process, or one device each."""
     return (tuple(devices),) if one_process else tuple((device,) for device in devices)
 
 
 def check_plan(plan: Plan, command: Sequence[str]) -> None:
-    """Check that a plan can be launched, and that there is a script.
+    """Check that `evener launch` can start the plan and the command.
 
-    Raises PlanError for several model parts in one process, or several training runs on one device.
-    Raises RequestError if the script doesn't exist or -m names no module.
+    Raises PlanError for a plan whose layout isn't launched, such as several training runs on one
+    device, and RequestError if there is no script or no module.
     """
     if plan.layout.traits.placed:
         raise PlanError(
@@ -289,7 +284,10 @@ def check_plan(plan: Plan, command: Sequence[str]) -> None:
 
 
 def _choose_framework(plan: Plan, script: str) -> str:
-    """Return the plan's framework, or the one that `script` imports."""
+    """Return the framework of the plan or, if the plan names none, of the script.
+
+    Raises PlanError if the script imports another framework.
+    """
     imported = script_framework(Path(script)) if script != "-m" else ""
     if plan.framework not in FRAMEWORKS:
         # PyTorch, if neither names one
@@ -331,7 +329,7 @@ def _find_devices(shares: Sequence[Share]) -> tuple[Device, ...]:
 
 
 def _request(share: Share) -> str:
-    """Return the part of a `--devices` option that selects the share's device."""
+    """Return the text with which a user would request a share's device."""
     kind = kind_of(share.device)
     return find_backend(kind).write_term(share.device) if kind in BACKENDS else share.device
 
@@ -347,10 +345,9 @@ def _parse_rendezvous(text: str) -> tuple[str, int]:
 
 
 def find_imports(job: HostJob) -> frozenset[str]:
-    """Return the job's framework and the packages that its script imports.
+    """Return the top-level packages that the script imports, and the framework.
 
-    Only the script's own import statements count. If its source can't be read, the result has only
-    the framework.
+    Returns only the framework if the script can't be read or parsed.
     """
     script = Path(job.command[0])
     with suppress(OSError, SyntaxError, ValueError):

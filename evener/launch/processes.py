@@ -1,7 +1,4 @@
-"""Start this host's training processes, copy their output and wait until they exit.
-
-The processes are started by this process itself, or by PyTorch's elastic agent.
-"""
+"""Start the processes of one host, copy their output, and wait until they end."""
 
 from __future__ import annotations
 
@@ -35,10 +32,7 @@ from .job import HostJob
 
 
 class GroupExit(msgspec.Struct, frozen=True):
-    """How a launch's processes ended.
-
-    All succeeded if there is neither a signal nor a failure.
-    """
+    """How a group of processes ended: by a signal, by failures, or with success."""
 
     signal: int = 0  # the signal that the launcher received; 0: none
     # exit codes by rank, for ranks that failed by themselves; -N: killed by signal N
@@ -48,7 +42,7 @@ class GroupExit(msgspec.Struct, frozen=True):
 
     @property
     def is_loss(self) -> bool:
-        """True if a process was killed or aborted; False if the script raised an exception."""
+        """True if signals killed the processes, as when a device or memory fails."""
         # SIGTERM doesn't count: it is sent to the other processes after one has failed
         codes = set(self.failures.values())
         return bool(codes) and (
@@ -57,11 +51,7 @@ class GroupExit(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """A message about the rank that probably made the others fail.
-
-        It says how that rank ended. It also names a rank that exited with code 0 before, because
-        that may be the cause, too.
-        """
+        """Name the rank that failed first, and a rank that exited with code 0 before it."""
         # unless SIGKILL explains the failure
         rank, code = min(self.failures.items(), key=lambda each: (_order(each[1]), each[0]))
         left = (
@@ -75,7 +65,7 @@ class GroupExit(msgspec.Struct, frozen=True):
 
 
 def _order(code: int) -> int:
-    """Return the key that sorts exit codes, likely causes before consequences."""
+    """Return a sort key for an exit code."""
     # The lowest key is the most likely cause of all failures. A killed process makes others abort
     # or raise an error, and then the launcher sends SIGTERM to the rest.
     return {-signal.SIGKILL: 0, -signal.SIGTERM: 3}.get(code, 1 if code < 0 else 2)
@@ -99,10 +89,10 @@ def _always() -> bool:
 def named_output(
     names: Sequence[str], has_several: Callable[[], bool] = _always
 ) -> Iterator[tuple[tuple[str, str], ...]]:
-    """Return a context with each process's output files (standard output, standard error).
+    """Context manager: give processes pipes for output, and print their lines with a prefix.
 
-    The lines that a process writes to them are printed, with its name in `names` as a prefix once
-    `has_several` has returned True.
+    Yields the paths for standard output and standard error of each process. A line has no prefix
+    while `has_several` returns False.
     """
     # All output is printed by the end of the context. A marker ends each pipe, because descendants
     # of the processes may keep the pipes open.
@@ -126,7 +116,7 @@ def named_output(
 
 
 class _LineNames:
-    """Provides the prefix of a process's output lines."""
+    """The prefix for a process's output lines."""
 
     # The prefix is the process's name, or empty until `has_several` returns True.
 
@@ -136,13 +126,13 @@ class _LineNames:
         self._is_named = False
 
     def find(self) -> bytes:
-        """Return the process's name; b"" if there has been only one process."""
+        """Return the prefix, which stays once there is one."""
         self._is_named = self._is_named or self._has_several()
         return self._name if self._is_named else b""
 
 
 def _end_copy(write: int, end: bytes, thread: threading.Thread) -> None:
-    """Stop the thread that copies a pipe, once the pipe is empty."""
+    """End a copying thread and close its pipe."""
     with suppress(OSError):
         # the thread stops at the marker `end`
         os.write(write, end)
@@ -151,7 +141,7 @@ def _end_copy(write: int, end: bytes, thread: threading.Thread) -> None:
 
 
 def _copy_output(read: int, end: bytes, names: _LineNames, stream: int) -> None:
-    """Copy lines, with a prefix, from a pipe to a stream."""
+    """Copy lines from a pipe to a stream, each with a prefix."""
     # `read` and `stream` are file descriptors. The end is a marker in the pipe. If the stream is
     # closed, reading stops, so that the process gets an error when it writes.
     begun = found = b""
@@ -177,10 +167,10 @@ POLL_SECONDS = 0.1
 
 
 def run_children(job: HostJob) -> GroupExit:
-    """Start the job's processes as children; return how they ended.
+    """Start the processes of a job, without an agent, and wait until all exit or one fails.
 
-    If a process fails, the others get SIGTERM. Signals are forwarded to all. Processes that still
-    run after `grace_seconds` are killed.
+    After a failure, the others get SIGTERM; a signal to this process is passed on to them.
+    Processes that run longer than the job's `grace_seconds` after that are killed.
     """
     with caught_signals() as caught:
         running = _start(job)
@@ -211,7 +201,7 @@ def _start(job: HostJob) -> list[subprocess.Popen[bytes]]:
 
 
 def _single_rank_environment(job: HostJob) -> dict[str, str]:
-    """Return the environment variables of PyTorch's agent for a single rank."""
+    """Return the variables with which a single PyTorch process starts without torchrun's agent."""
     # importing the agent takes two seconds
     address = _find_address()
     attempt = str(job.attempt)
@@ -233,20 +223,20 @@ def _single_rank_environment(job: HostJob) -> dict[str, str]:
 
 
 def _find_address() -> str:
-    """Return a HOST:PORT for PyTorch's environment variables on a single host."""
+    """Return a free HOST:PORT on this machine."""
     # PyTorch requires an address, but nothing listens there: processes rendezvous through a file
     return f"127.0.0.1:{reserve_free_ports(1)[0]}"
 
 
 def _describe_rendezvous(address: str) -> str:
-    """Create a rendezvous file; return the value of the variable RENDEZVOUS."""
+    """Return the variable by which processes on one host find their rendezvous."""
     # The value is `address`, a space and the file's path. Without the file, PyTorch would use
     # `address`, a HOST:PORT.
     return f"{address} {make_memory_file()}"
 
 
 def _list_tf_configs(job: HostJob) -> list[dict[str, str]]:
-    """Return TF_CONFIG for each process of this host; [] if unneeded."""
+    """Return the variable `TF_CONFIG` for each process of this host, or [] if it isn't needed."""
     # it is needed for several processes of engine "multiworker", and in the plan's order
     active = job.plan.layout.active
     if len(active) == 1 or job.plan.layout.engine != "multiworker":
@@ -263,7 +253,7 @@ def _list_tf_configs(job: HostJob) -> list[dict[str, str]]:
 
 
 def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> dict[int, int]:
-    """Wait until all processes exit, one fails, or a signal arrives."""
+    """Wait until all processes have exited or one has failed, and return exit codes by index."""
     while not caught:
         polled = enumerate(process.poll() for process in running)
         codes = {i: code for i, code in polled if code is not None}
@@ -277,7 +267,7 @@ def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> dict
 def _end_processes(
     running: Sequence[subprocess.Popen[bytes]], number: int, grace_seconds: float
 ) -> None:
-    """Send a signal to running processes; kill them after `grace_seconds`."""
+    """Signal the running processes, and kill those that don't exit within `grace_seconds`."""
     # a terminal has already sent the signal of Ctrl-C to processes in its foreground
     for process in running:
         if process.poll() is None and not (number == signal.SIGINT and _is_in_foreground()):
@@ -292,7 +282,7 @@ def _end_processes(
 
 
 def _is_in_foreground() -> bool:
-    """True if a terminal sends its signals to this process group."""
+    """Return True if this process is in the terminal's foreground group."""
     with suppress(OSError):
         return os.tcgetpgrp(0) == os.getpgrp()
     return False
@@ -302,7 +292,7 @@ FORCE_SECONDS = 25  # a process that exits this long after the first failure was
 
 
 def _describe_agent(job: HostJob, address: str) -> dict[str, str]:
-    """Return the environment variables for PyTorch's agent and its processes."""
+    """Return the environment for PyTorch's agent and its processes."""
     # ranks meet at this address or, on a single host, through the file
     more = {}
     if job.attempt:
@@ -313,7 +303,7 @@ def _describe_agent(job: HostJob, address: str) -> dict[str, str]:
 
 
 def _read_failures(job: HostJob, failures: Mapping[int, Any]) -> GroupExit:
-    """Return how the processes ended, with the ranks that failed themselves."""
+    """Return the exit codes of the ranks that failed by themselves."""
     # The agent reports these failures. It kills other ranks FORCE_SECONDS after the first failure.
     first = min(failure.timestamp for failure in failures.values())
     ended = {}
@@ -327,10 +317,10 @@ def _read_failures(job: HostJob, failures: Mapping[int, Any]) -> GroupExit:
 
 
 def run_agent(job: HostJob, max_restarts: int) -> GroupExit:
-    """Start the job's processes through PyTorch's agent; return how they ended.
+    """Run the processes of a job under PyTorch's elastic agent, and return how they ended.
 
-    It restarts them up to `max_restarts` times. Raises RequestError without PyTorch, and
-    DeviceError if the hosts don't meet in time.
+    The agent restarts them at most `max_restarts` times. Raises RequestError if PyTorch isn't
+    installed, and DeviceError if the hosts don't meet within the job's `wait_seconds`.
     """
     # such restarts are for several hosts, whose agents have to restart together
     address = _find_address()

@@ -1,8 +1,4 @@
-"""Prepare a user's program for `evener run`, and evaluate its training run at the end.
-
-Before the start, the command is read and the plan is chosen. At the end, all ranks' notes are read,
-and the shares that the run ended with are saved for the next run.
-"""
+"""Prepare `evener run`: read the command, choose the first shares, and save the last ones."""
 
 from __future__ import annotations
 
@@ -46,14 +42,14 @@ LAUNCHER_MODULES = (
 
 
 class SavedShares(msgspec.Struct, frozen=True):
-    """Says which program and training run the plan in the same folder belongs to."""
+    """Command, model and global batch for which a program's shares were saved."""
 
     command: str  # a digest of the program, its arguments and its devices
     origin: SharesOrigin
 
 
 class ChosenPlan(msgspec.Struct, frozen=True):
-    """The plan that a program starts with."""
+    """A program's first plan, and the source of its shares."""
 
     plan: Plan
     given: bool = False  # given by the user, so its shares are kept
@@ -61,11 +57,10 @@ class ChosenPlan(msgspec.Struct, frozen=True):
 
 
 class ProgramCommand(msgspec.Struct, frozen=True):
-    """The command that starts a program.
+    """A command to train, split into its executable and arguments.
 
-    - `words`: the arguments of `executable`.
-    - `identity`: the path of the script or executable, or `-m` and the module.
-    - `arguments`: the program's own arguments.
+    `words` are all arguments of the executable, and `arguments` those of the script. `identity`
+    names the script, module or executable.
     """
 
     executable: str
@@ -75,9 +70,9 @@ class ProgramCommand(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The program's name in messages: the file name of its script.
+        """Short name for messages:
 
-        For a launcher such as torchrun, it is the script that the launcher starts.
+        the script that a launcher such as torchrun starts, or the program.
         """
         started = _find_script(self.arguments) if self._is_launcher else ""
         return Path(started or self.identity).name
@@ -89,7 +84,7 @@ class ProgramCommand(msgspec.Struct, frozen=True):
 
 
 def _find_script(arguments: Sequence[str]) -> str:
-    """Return the script or module in a launcher's arguments, or ""."""
+    """Return the script or `-m MODULE` in a launcher's arguments, or "" if there is none."""
     for word, following in zip(arguments, (*arguments[1:], ""), strict=True):
         if word.endswith(".py"):
             return word
@@ -99,13 +94,10 @@ def _find_script(arguments: Sequence[str]) -> str:
 
 
 def read_command(words: Sequence[str]) -> ProgramCommand:
-    """Return the command given after `--`, such as `python train.py` or `train.py`.
+    """Parse the command after `evener run --`.
 
-    Raises RequestError in these cases:
-
-    - The executable or the script doesn't exist.
-    - The script trains with TensorFlow.
-    - An option of Python disables evener's hooks.
+    A script or `-m` without an interpreter gets this Python. Raises RequestError if the command
+    doesn't exist, trains with TensorFlow, or has Python options that turn off evener's hooks.
     """
     if not words:
         raise RequestError("No command is given.", "Write evener run -- python train.py ARGS.")
@@ -153,7 +145,7 @@ def _refuse_tensorflow(script: Path) -> None:
 
 
 def _refuse_isolation(options: Sequence[str]) -> None:
-    """Raise RequestError if Python's options make it ignore PYTHONPATH or sitecustomize."""
+    """Raise RequestError for options with which Python ignores PYTHONPATH or sitecustomize."""
     # evener installs its hooks by them
     flags = [
         word for word in options if word.startswith("-") and word[:2] not in ("--", "-W", "-X")
@@ -167,7 +159,7 @@ def _refuse_isolation(options: Sequence[str]) -> None:
 
 
 def _skip_options(words: Sequence[str]) -> list[str]:
-    """Return Python's arguments without the interpreter's own options."""
+    """Return the words after Python's own options."""
     # The result begins with the script, `-m` or `-c`; [] if none is there.
     left = list(words)
     while left and left[0].startswith("-") and left[0] not in ("-m", "-c", "-"):
@@ -177,15 +169,11 @@ def _skip_options(words: Sequence[str]) -> list[str]:
 
 
 def choose_plan(given: Path | None, devices: str, command: ProgramCommand) -> ChosenPlan:
-    """Choose the plan that a program starts with.
+    """Return the first shares of a program, from a plan or for the requested devices.
 
-    It is the first of these that exists:
-
-    - the plan in the file `given`;
-    - the plan that was saved after the last run with the same arguments and devices;
-    - a plan with equal shares.
-
-    Raises RequestError for several hosts or limited devices, and DeviceError for simulated devices.
+    Without a plan, the shares are those saved by the last run of the same command on the same
+    devices, or else equal. Raises RequestError for a plan of several hosts or a device with a
+    limit, and DeviceError for simulated devices.
     """
     # `devices` is the option `--devices`
     if given is not None:
@@ -214,10 +202,9 @@ def choose_plan(given: Path | None, devices: str, command: ProgramCommand) -> Ch
 
 
 def measure_plan(command: ProgramCommand, devices: str, path: Path, run: str) -> Path | None:
-    """Measure a split with the program's build() or its Trainer.
+    """Measure the program on the devices, and return the path of the resulting plan.
 
-    Write the plan to `path`, and return `path`. None if the plan leaves out a device. Raises
-    RequestError if no plan could be measured.
+    Returns None if the plan leaves a device out. Raises RequestError if no plan could be measured.
     """
     # A plan must use all devices, because the program's global batch is meant for all. `devices` is
     # the option `--devices`. `run` is the name by which a guard finds the measuring processes.
@@ -271,7 +258,7 @@ def measure_plan(command: ProgramCommand, devices: str, path: Path, run: str) ->
 
 
 def _has_build(path: Path) -> bool:
-    """True if the file is a script that defines a function `build`."""
+    """Return True if the file is a Python script with a function `build`."""
     with suppress(OSError, ValueError, SyntaxError):
         body = ast.parse(path.read_text()).body
         return path.suffix == ".py" and any(
@@ -281,9 +268,9 @@ def _has_build(path: Path) -> bool:
 
 
 def make_plan(identity: str, templates: Sequence[Share], batches: Sequence[int]) -> Plan:
-    """Return an unmeasured plan for the program `identity`.
+    """Return a plan for PyTorch with the given rows for each device.
 
-    `templates` describe the devices, and `batches` are their numbers of rows.
+    `identity` names the program, and `templates` describe the devices.
     """
     layout = make_layout("split" if len(batches) > 1 else "solo", tuple(templates), tuple(batches))
     made = parse_plan(b'[[layout.share]]\ndevice = "cpu-0-of-1"\nbatch = 1\n')
@@ -291,7 +278,7 @@ def make_plan(identity: str, templates: Sequence[Share], batches: Sequence[int])
 
 
 def _find_last_plan(even: Plan, command: ProgramCommand) -> ChosenPlan | None:
-    """Return the plan saved after this command's last training run."""
+    """Return the shares saved by the latest run of the same command, or None."""
     wanted = _digest_command(command, even)
     for path in sorted(runs_folder().glob(f"*/{SAVED_FILE}"), reverse=True):
         with suppress(EvenerError, OSError, msgspec.DecodeError):
@@ -303,7 +290,7 @@ def _find_last_plan(even: Plan, command: ProgramCommand) -> ChosenPlan | None:
 
 
 def _digest_command(command: ProgramCommand, plan: Plan) -> str:
-    """Return a digest of a program, its arguments and its devices."""
+    """Return a digest of the program, its arguments and its devices."""
     # a digest, because arguments may contain secrets
     devices = sorted(share.device for share in plan.layout.active)
     words = json.dumps([command.identity, command.arguments, devices])
@@ -312,16 +299,13 @@ def _digest_command(command: ProgramCommand, plan: Plan) -> str:
 
 
 def set_environment(settings: ProgramSettings) -> None:
-    """Set the environment variables that pass `settings` to processes started later."""
+    """Set the environment variables with which a program's processes train under evener."""
     os.environ[PROGRAM] = msgspec.json.encode(settings).decode()
     os.environ["PYTHONUNBUFFERED"] = "1"
 
 
 def read_notes(folder: Path) -> tuple[RankNote, ...]:
-    """Return the notes that ranks have written to `folder`, sorted by rank.
-
-    Files that can't be read are skipped.
-    """
+    """Read what each rank of a program has reported, in the order of ranks."""
     notes = []
     for path in folder.glob("*.json"):
         with suppress(msgspec.DecodeError):
@@ -330,10 +314,9 @@ def read_notes(folder: Path) -> tuple[RankNote, ...]:
 
 
 def save_plan(plan: Plan, command: ProgramCommand, notes: Sequence[RankNote]) -> Path | None:
-    """Save a training run's last shares as a plan, next to its journal.
+    """Save the shares at the end of a run for the next run of the same command.
 
-    Return the plan's path. Return None if nothing was trained by shares, or if a rank's device
-    isn't known.
+    Returns the plan's path, or None if the shares aren't known or two ranks shared a device.
     """
     # `plan` is the plan at the start, and `notes` are the ranks' notes
     if not notes or not notes[0].run or notes[0].last is None:
@@ -356,10 +339,7 @@ def save_plan(plan: Plan, command: ProgramCommand, notes: Sequence[RankNote]) ->
 
 
 def compare_shares(notes: Sequence[RankNote]) -> FirstShares | None:
-    """Compare the step times under the first and the last shares.
-
-    Return None if a rank has timed too few steps.
-    """
+    """Compare the speed with the first and the last shares, or return None if one is unknown."""
     first = [note.first for note in notes if note.first is not None]
     last = [note.last for note in notes if note.last is not None]
     if not first or len(first) < len(notes) or len(last) < len(notes):
@@ -376,10 +356,7 @@ def compare_shares(notes: Sequence[RankNote]) -> FirstShares | None:
 
 
 def list_events(notes: Sequence[RankNote]) -> list[str]:
-    """Return report lines: how many passes ran out of memory, and the gradient noise scale.
-
-    `notes` are the ranks' notes.
-    """
+    """Return lines on passes that ran out of memory and on the gradient's noise scale, if any."""
     retreats = sum(note.retreats for note in notes)
     lines = [notes[0].noise] if notes and notes[0].noise else []
     if retreats:

@@ -1,8 +1,4 @@
-"""The rendezvous of PyTorch's elastic agents, and the address that they pass to their processes.
-
-A single agent opens no port and waits for nobody. Agents of several hosts meet at a port of one
-address. PyTorch's own rendezvous would open that port on every address of the machine.
-"""
+"""Rendezvous backends for PyTorch's elastic agent."""
 
 from __future__ import annotations
 
@@ -34,11 +30,7 @@ SEVERAL_AGENTS = "evener-several"
 
 
 class SingleAgentRendezvous(RendezvousHandler):  # type: ignore[misc]
-    """The rendezvous of a single agent; it opens no port.
-
-    Its store is in this process. `run_id` is the name of the training run. `address` is the
-    HOST:PORT for the agent's processes.
-    """
+    """Rendezvous for one agent on one host, without a TCP server."""
 
     def __init__(self, run_id: str, address: str) -> None:
         self._run_id = run_id
@@ -52,33 +44,33 @@ class SingleAgentRendezvous(RendezvousHandler):  # type: ignore[misc]
         return SINGLE_AGENT
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the next rendezvous at once; only this agent takes part in it."""
+        """Return the next round, with an empty store for it."""
         self._rounds += 1
         store = PrefixStore(str(self._rounds), self._store)
         return RendezvousInfo(store, 0, 1, self._store_info)
 
     def is_closed(self) -> bool:
-        """True once the agent has closed the rendezvous."""
+        """Return whether the rendezvous has been closed."""
         return self._closed
 
     def set_closed(self) -> None:
-        """Close the rendezvous; PyTorch's agent calls this when it ends."""
+        """Mark the rendezvous as closed."""
         self._closed = True
 
     def num_nodes_waiting(self) -> int:
-        """Return 0, because no other agent ever joins."""
+        """Return 0, because no other node can join."""
         return 0
 
     def get_run_id(self) -> str:
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Return True, because there is nothing to shut down."""
+        """Return True: there is nothing to shut down."""
         return True
 
 
 class OneAddressBackend(C10dRendezvousBackend):  # type: ignore[misc]
-    """PyTorch's c10d rendezvous backend, registered under evener's own name."""
+    """The c10d backend under a name of evener's own, for a store that listens on one address."""
 
     @property
     def name(self) -> str:
@@ -90,7 +82,7 @@ def _make_single_agent(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def _make_several_agents(parameters: RendezvousParameters) -> RendezvousHandler:
-    """Return PyTorch's dynamic rendezvous, whose store listens on one address only."""
+    """Connect to the rendezvous store of all hosts, or open it if this host serves it."""
     host, _, port = parameters.endpoint.rpartition(":")
     serves = bool(parameters.get_as_bool("is_host"))
     timeout = timedelta(seconds=parameters.get_as_int("read_timeout", 60) or 60)
@@ -102,9 +94,9 @@ def _make_several_agents(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def choose_rendezvous(job: HostJob, address: str) -> dict[str, Any]:
-    """Return the rendezvous arguments of PyTorch's LaunchConfig for a job's agents.
+    """Register evener's rendezvous backends, and return the launch settings for `job`.
 
-    `address` is the HOST:PORT for the processes; it is used on a single host only.
+    `address` is the HOST:PORT for processes on a single host.
     """
     way: dict[str, Any] = {
         "rdzv_backend": SINGLE_AGENT,

@@ -1,7 +1,4 @@
-"""Run a training job, and restart it after the loss of a device.
-
-After a process was killed or aborted, all processes start again on the devices that still work.
-"""
+"""Run a job, and restart it without broken devices after a loss."""
 
 from __future__ import annotations
 
@@ -32,11 +29,11 @@ from .processes import GroupExit, named_output, run_children
 
 
 def run_job(first: HostJob, max_restarts: int) -> int:
-    """Train until the processes exit, with restarts after losses; return the exit code.
+    """Run a job with at most `max_restarts` restarts, and return the exit code.
 
-    A process is lost if it was killed or aborted; with several hosts, any failure is a loss.
-    Training then starts again on the devices that work, at most `max_restarts` times. Raises
-    DeviceError if no device works. With several hosts, it is raised if any device doesn't.
+    Before a restart, every device is checked. Broken devices are left out, and devices that work
+    again take part again. The exit code is 128 plus the signal's number after a signal. Raises
+    PlanError if the plan's file has changed, and DeviceError if no device is left.
     """
     # Training ends when all processes succeed, a script raises an exception, or the restarts are
     # used up. After a loss, all devices of the job `first` are checked. With several hosts, no
@@ -69,7 +66,7 @@ def run_job(first: HostJob, max_restarts: int) -> int:
 
 
 def _print_failure(job: HostJob, ended: GroupExit) -> int:
-    """Print how the training run failed, and return its exit code."""
+    """Print why the job failed, and return its exit code."""
     if job.executable and not job.has_several:
         code = ended.failures.get(0, 1)
         alone = GroupExit(failures={0: code}).words
@@ -94,7 +91,10 @@ def _start(job: HostJob, restarts_of_agents: int) -> GroupExit:
 
 
 def _make_job_without(first: HostJob, broken: Sequence[Device]) -> HostJob:
-    """Return the job without its broken devices, with a new plan."""
+    """Return the job without the broken devices, whose rows go to the others.
+
+    Raises PlanError if the plan's file has changed, and DeviceError if no job is possible.
+    """
     # `first` is the job with all devices. No job is possible if no device is left, or if a device
     # of a job with several hosts is broken.
     if load_plan(first.path) != first.plan:
@@ -127,7 +127,7 @@ def _make_job_without(first: HostJob, broken: Sequence[Device]) -> HostJob:
 
 
 def _print_changes(before: Plan, after: Plan) -> None:
-    """Print which devices are left out or used again, with their rows."""
+    """Print each device that stops or starts computing, with the rows of all devices."""
     # the rows are those before and after the change
     rows = compare_rows(before, after)
     for old, new in zip(before.layout.share, after.layout.share, strict=True):
@@ -138,7 +138,7 @@ def _print_changes(before: Plan, after: Plan) -> None:
 
 
 def compare_rows(before: Plan, after: Plan) -> str:
-    """Return the devices' rows before and after a change, like "5+3 → 8+0"."""
+    """Return the rows of both plans as text, such as "300+212 → 512+0"."""
     return " → ".join("+".join(map(str, plan.batches)) for plan in (before, after))
 
 
@@ -149,10 +149,9 @@ POLL_SECONDS = 0.05
 def find_broken(
     devices: Sequence[Device], framework: str, caught: Sequence[int]
 ) -> tuple[Device, ...]:
-    """Return the devices that fail to compute anything with `framework` within 10 s.
+    """Run a short computation on each device, and return the devices on which it failed.
 
-    All devices are checked at the same time. A signal in `caught` ends the check early; unfinished
-    devices then count as broken.
+    A check that takes over ten seconds counts as failed. A signal in `caught` ends the wait.
     """
     checks = [_start_check(device, framework) for device in devices]
     deadline = time.monotonic() + CHECK_SECONDS

@@ -1,7 +1,4 @@
-"""Summarize a training run at its end: its speed, its bottlenecks and their remedies.
-
-The summary is made from each process's last record, and saved in the run's folder as JSON and text.
-"""
+"""Summarize a training run when it ends: its speed, its bottlenecks and its shares."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ End = Literal["finished", "interrupted", "failed"]
 
 
 class RankSummary(msgspec.Struct, frozen=True):
-    """The summary of one device; 0 stands for an unknown value."""
+    """One device at the end of a training run."""
 
     device: str
     share: int  # rows per step at the end
@@ -55,10 +52,7 @@ class RankSummary(msgspec.Struct, frozen=True):
 
 
 class FirstShares(msgspec.Struct, frozen=True, kw_only=True):
-    """The first shares of a training run, compared with the last ones.
-
-    0 stands for an unknown value.
-    """
+    """Speed with the first shares of a training run compared with the last."""
 
     shares: tuple[int, ...]  # rows of every rank
     own_work_s: tuple[float, ...]  # median compute time (own work) of a step with these shares
@@ -69,9 +63,9 @@ class FirstShares(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The summary of a training run from its fourth step on.
+    """Speed, bottlenecks and shares of a training run that has ended.
 
-    0 stands for an unknown value.
+    `of_plan` is the speed as a fraction of the plan's, 0 if unknown.
     """
 
     run: str
@@ -93,15 +87,15 @@ class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_short(self) -> bool:
-        """True if there were too few steps for meaningful metrics."""
+        """True if too few steps were timed for a judgement."""
         fewest = FEWEST_LONG_STEPS if self.seconds >= LONG_SECONDS else FEWEST_STEPS
         return self.steps < fewest
 
 
 def read_records(folder: Path) -> list[LiveRecord]:
-    """Return the last record of each rank of one training run, in rank order.
+    """Read the last record of each rank from `folder`, in the order of ranks.
 
-    If `folder` has records of several runs, the run with the newest record is chosen.
+    Only the newest training run in the folder counts, because a script may train several times.
     """
     records = []
     for path in folder.glob("*.json"):
@@ -128,14 +122,10 @@ def summarize_training(
     competitors: str = "",
     first: FirstShares | None = None,
 ) -> TrainingSummary | None:
-    """Return a training run's summary from its ranks' records, or None without records.
+    """Summarize the last records of a training run's ranks, or return None if there are none.
 
-    - `run`: the run's name.
-    - `end`: how the run ended.
-    - `labels`: devices' names by device id.
-    - `plan_samples_per_second`: used if the records lack the plan's samples/s; 0 means unknown.
-    - `competitors`: names of other programs on the CPU cores that this run needed.
-    - `first`: the first shares compared with the last ones.
+    `labels` maps device ids to names, and `competitors` names other programs that used the CPU
+    cores. `plan_samples_per_second` is used if no record has the speed that the plan expects.
     """
     if not records:
         return None
@@ -166,7 +156,7 @@ def summarize_training(
 
 
 class _MatchedRank(NamedTuple):
-    """One of a rank's devices, with its part of the rank's record."""
+    """A device of a rank, with its record and its metrics."""
 
     # `live` is the device's entry in the rank's record, and `measured` are the device's metrics
 
@@ -175,7 +165,7 @@ class _MatchedRank(NamedTuple):
     measured: MeasuredRank
 
     def summarize(self, step: RankStep | None) -> RankSummary:
-        """Return the device's summary."""
+        """Return the summary of this device."""
         # `step` has the rank's mean times in a step; None if unknown
         live, record = self.live, self.record
         memory = record.memory_bytes, record.memory_of_bytes
@@ -183,12 +173,12 @@ class _MatchedRank(NamedTuple):
 
 
 def _find_plan_rate(records: Sequence[LiveRecord]) -> float:
-    """Return the plan's samples/s from the records; 0 if unknown."""
+    """Return the samples/s that the plan expects, 0 if unknown."""
     return max(record.plan_samples_per_second for record in records)
 
 
 def _find_changes(records: Sequence[LiveRecord]) -> tuple[ShareChange, ...]:
-    """Return the longest list of share changes among the records."""
+    """Return the longest list of share changes in the records."""
     return max((record.changes for record in records), key=len)
 
 
@@ -201,12 +191,12 @@ def _match(record: LiveRecord, live: LiveDevice, labels: Mapping[str, str]) -> _
 
 
 def _speed(record: LiveRecord) -> float:
-    """Return a rank's samples/s over all counted steps, or 0."""
+    """Return the samples/s over all counted steps, 0 if none."""
     return record.counted_samples / record.counted_seconds if record.counted_seconds else 0.0
 
 
 def _measure(record: LiveRecord, live: LiveDevice, name: str) -> MeasuredRank:
-    """Return a rank's step metrics, over the whole run if known."""
+    """Return the metrics of a device over the whole training run if known."""
     # otherwise over the last steps
     sums = record.whole if record.whole.steps else recent_sums(record, live)
     return measure_rank(record, live, name, sums, live.micro, record.starved_so_far)
@@ -218,10 +208,7 @@ def _name(record: LiveRecord, live: LiveDevice, labels: Mapping[str, str]) -> st
 
 
 def describe_summary(summary: TrainingSummary) -> list[str]:
-    """Return the summary as text, in at most six lines.
-
-    After only a few steps, speed and bottlenecks are left out.
-    """
+    """Return the summary as lines of text for the terminal."""
     if summary.is_short:
         steps = f"{count_words(summary.steps)} step{'' if summary.steps == 1 else 's'}"
         few = f"{steps} after the first ones, too few to say more: {FEWEST_STEPS} are needed"
@@ -281,7 +268,7 @@ def _describe_remedies(summary: TrainingSummary) -> str:
 
 
 def _write_gain(gain: float) -> str:
-    """Return a gain as text, like "+43 %" or "over +900 %"."""
+    """Return a gain as text, such as "+12 %"."""
     # gains from MOST_GAIN on are written with "over"
     return f"over +{percent(MOST_GAIN)}" if gain >= MOST_GAIN else f"+{percent(gain)}"
 
@@ -299,14 +286,14 @@ def _describe_ranks(summary: TrainingSummary) -> list[str]:
 
 
 def _describe_share(rank: RankSummary) -> str:
-    """Return text like "48 on GPU:1 (60 ms of own work)"."""
+    """Describe one device's share, or its part of the model's state if it computes no rows."""
     if not rank.share:
         return f"none on {rank.device}, which holds a part of the state"
     return f"{write_share(rank.share, rank.micro)} on {rank.device}{_describe_own_work(rank)}"
 
 
 def _describe_device(rank: RankSummary) -> str:
-    """Return the summary's line about a device with unknown rows."""
+    """Describe one device of a training run without a DataLoader."""
     return f"device: {rank.device}{_describe_own_work(rank)}"
 
 
@@ -316,7 +303,7 @@ def _describe_own_work(rank: RankSummary) -> str:
 
 
 def _describe_changes(summary: TrainingSummary) -> str:
-    """Return how shares have changed as text; "" if they never did."""
+    """Describe how the shares changed, or return "" if they didn't."""
     # this is the first shares, the number of changes and the gain of the last shares
     first = summary.first
     if first is None:
@@ -361,7 +348,7 @@ def _describe_memory(rank: RankSummary) -> str:
 
 
 def _describe_record(summary: TrainingSummary) -> list[str]:
-    """Return a line with the command that shows this run's record."""
+    """Return the command that shows the run's journal."""
     if not (runs_folder() / summary.run / TRAINING_JOURNAL).exists():
         # there is no record
         return []
@@ -369,9 +356,9 @@ def _describe_record(summary: TrainingSummary) -> list[str]:
 
 
 def save_summary(summary: TrainingSummary) -> None:
-    """Write the summary as JSON and text, next to any training journal.
+    """Write the summary beside the run's journal, as JSON and as text.
 
-    Errors such as a full disk are ignored.
+    Does nothing if the run has no journal or the files can't be written.
     """
     folder = runs_folder() / summary.run
     if not (folder / TRAINING_JOURNAL).exists():
@@ -383,7 +370,7 @@ def save_summary(summary: TrainingSummary) -> None:
 
 
 def load_summary(run: str) -> TrainingSummary | None:
-    """Return the summary saved in a run; None if it can't be read."""
+    """Read the summary of a run, or return None if there is none that can be read."""
     with suppress(OSError, msgspec.MsgspecError):
         content = (runs_folder() / run / SUMMARY).read_bytes()
         return msgspec.json.decode(content, type=TrainingSummary)

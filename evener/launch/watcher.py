@@ -24,9 +24,10 @@ MARK = "EVENER_RUN"  # RUN in evener.training.launched; child processes of a ran
 
 
 def main() -> None:
-    """Wait for the launcher to exit, then clean up after its run.
+    """Create a temporary folder, wait for the launcher to end, and delete the folder.
 
-    Leftover processes are killed, and the run's folder is removed.
+    The folder's path goes to standard output. Unless the launcher reports success, processes of the
+    run are killed first.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # only the end of the pipe ends this process
@@ -48,7 +49,7 @@ def main() -> None:
 
 
 def find_and_signal(run: str, kill: bool) -> bool:
-    """True if the run has a process; with `kill`, send SIGKILL to all."""
+    """Return True if processes of the run exist, and send them SIGKILL if `kill` is set."""
     found = False
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError), ExitStack() as stack:  # the process may be another user's, or gone

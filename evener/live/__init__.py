@@ -1,1 +1,1 @@
-"""Reports of a training run's speed: the reporter, its files and the training journal."""
+"""What a training process reports while it runs, and the readers of these reports."""

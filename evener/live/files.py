@@ -1,9 +1,4 @@
-"""The files in which training runs report their speed: format, folders and reading.
-
-Files aren't trusted. A file is read only if it is small, regular and well-formed. It and its folder
-must be accessible to this user only. The process whose id is in its name must be alive. Files of
-dead processes are removed.
-"""
+"""The files in which training processes report their state, one JSON record per reporter."""
 
 from __future__ import annotations
 
@@ -41,7 +36,7 @@ Doing = Literal["", "own work", "sum", "update", "between steps", "input"]
 
 
 class LiveDevice(msgspec.Struct, frozen=True):
-    """A device of a training run, with its rows per batch, samples/s and step times."""
+    """A device of a training process, with its rows and its times in a step."""
 
     id: Text  # the GPU's UUID or a CPU slice's name; empty: known by its index alone
     # the framework's index of the device; -1: unknown
@@ -61,7 +56,7 @@ class LiveDevice(msgspec.Struct, frozen=True):
 
 
 class ShareChange(msgspec.Struct, frozen=True):
-    """A change of shares during a training run."""
+    """A change of the shares during training, with its reason."""
 
     step: Count  # the first step with the new shares
     at: Rate  # Unix time in seconds
@@ -72,10 +67,7 @@ class ShareChange(msgspec.Struct, frozen=True):
 
 
 class LastStep(msgspec.Struct, frozen=True, array_like=True):
-    """How a recent step of a rank spent its time.
-
-    The parts are loading data, computing, waiting and the rest.
-    """
+    """How one step's time was spent."""
 
     number: Count  # the number of the batch
     input_s: Seconds
@@ -85,14 +77,14 @@ class LastStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PendingShares(msgspec.Struct, frozen=True):
-    """How far a training run with rebalancing is from its next change of shares."""
+    """Progress towards the next decision on shares."""
 
     windows: Count  # number of windows observed with the current shares
     needed: Count  # minimum number of windows for a change
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True):
-    """The metrics of a training run that are reported besides its samples/s."""
+    """What a process that knows its rank, its plan or its step times adds to a record."""
 
     training: Text = ""  # the same in all processes of one training
     # rank of this process; -1: a single process, or unknown
@@ -129,10 +121,7 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveRecord(Details, frozen=True):
-    """The content of a report file, version 2.
-
-    The file's name identifies the process. Version 1 had only the first six fields.
-    """
+    """A training process's report of its state."""
 
     framework: Text
     workload: Text
@@ -154,21 +143,24 @@ class LiveRecord(Details, frozen=True):
     counted_seconds: Rate = 0.0
 
     def late_seconds(self, at_seconds: float) -> float:
-        """Return by how many seconds the next record is overdue at `at_seconds` (Unix time)."""
+        """Return by how many seconds the next record is overdue at `at_seconds`, a Unix time.
+
+        Returns 0 if it isn't due yet.
+        """
         return max(0.0, at_seconds - max(self.updated_at, self.due_at))
 
 
 class Training(LiveRecord, frozen=True, kw_only=True):
-    """A running training process that reports its speed."""
+    """A record of a process that is still running, with its process id."""
 
     pid: int
 
 
 def read_trainings(folders: Sequence[Path] | None = None) -> tuple[Training, ...]:
-    """Return every training process of this user that reports its speed, sorted by process id.
+    """Read the records of all running training processes of this user.
 
-    `folders` are the folders to read, by default `live_folders()`. Files of dead processes are
-    removed.
+    `folders` defaults to `live_folders()`. Files of processes that have ended are deleted, and
+    invalid ones are ignored. The order is by process id and time.
     """
     found: list[Training] = []
     for folder in live_folders() if folders is None else folders:
@@ -178,10 +170,10 @@ def read_trainings(folders: Sequence[Path] | None = None) -> tuple[Training, ...
 
 
 def live_folders() -> tuple[Path, ...]:
-    """Return the folders that may hold reports, the preferred one first.
+    """Return the folders where records may be, preferred ones first.
 
-    EVENER_LIVE_DIR overrides the default: the user's runtime folder, which is usually in memory,
-    then the state folder.
+    Only EVENER_LIVE_DIR, if it is set. Otherwise the private runtime folders and a folder for this
+    machine under the user's state folder.
     """
     override = os.environ.get("EVENER_LIVE_DIR")
     if override:
@@ -198,18 +190,17 @@ def live_folders() -> tuple[Path, ...]:
 
 
 def file_name(pid: int, ticks: int, serial: int) -> str:
-    """Return the file name of a reporter of the process `pid`.
+    """Return the name of a record's file.
 
-    `ticks` is the process's start, in clock ticks since boot. `serial` distinguishes the reporters
-    of one process.
+    `ticks` is the process's start time in clock ticks, and `serial` numbers its reporters.
     """
     return f"{pid}.{ticks}.{serial}.json"
 
 
 def prepare_folder(folder: Path) -> None:
-    """Create the folder, accessible to this user only, and remove files of dead processes.
+    """Create a private folder for records, and delete files of processes that have ended.
 
-    Raises OSError if the folder belongs to another user.
+    Raises OSError, or PermissionError if another user owns the folder.
     """
     make_private(folder)
     status = os.lstat(folder)
@@ -222,7 +213,10 @@ def prepare_folder(folder: Path) -> None:
 
 
 def replace_file(target: Path, content: bytes) -> None:
-    """Write `content` to the file atomically, readable by this user only."""
+    """Write a file atomically, readable by this user alone.
+
+    Raises OSError.
+    """
     temporary = target.with_suffix(".tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(temporary, flags, 0o600), "wb") as stream:
@@ -231,19 +225,13 @@ def replace_file(target: Path, content: bytes) -> None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return the start time of the process `pid`, in clock ticks since boot.
-
-    Return None if the process has exited, is a zombie or can't be seen.
-    """
+    """Return a process's start time in clock ticks since boot, or None if it has ended."""
     fields = read_stat(pid)
     return int(fields[19]) if fields and fields[0] not in (b"Z", b"X") else None
 
 
 def read_stat(pid: int) -> list[bytes]:
-    """Return the fields after the name in /proc/PID/stat, beginning with the state.
-
-    The result is empty if the process has exited or can't be seen.
-    """
+    """Return the fields of `/proc/PID/stat` from the state on, or [] if there is no process."""
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as stream:
             return stream.read(4096).rpartition(b")")[2].split()
@@ -252,7 +240,7 @@ def read_stat(pid: int) -> list[bytes]:
 
 
 def clean(text: object) -> str:
-    """Return the text cut to 200 characters, with "?" for unprintable characters."""
+    """Return text of limited length, with "?" in place of unprintable characters."""
     return "".join(sign if sign.isprintable() else "?" for sign in str(text)[:LONGEST_TEXT])
 
 
@@ -276,7 +264,7 @@ def _read_folder(folder: Path) -> Iterator[Training]:
 
 
 def _read_small(name: str, folder: int) -> bytes:
-    """Return a small file's content; b"" if other users can access it."""
+    """Read a regular file of this user, or return b"" for a file that others can access."""
     # Up to one byte over the size limit is read. Pipes and other special files are empty, too.
     # `name` is in the folder with the descriptor `folder`. The file is opened so that a pipe
     # doesn't block the reader.
@@ -288,7 +276,7 @@ def _read_small(name: str, folder: int) -> bytes:
 
 
 def _read_record(name: str, folder: int) -> LiveRecord | None:
-    """Return the record in a file; None if malformed or not private."""
+    """Read a record, or return None if the file is invalid or gone."""
     # `folder` is the folder's descriptor
     try:
         return parse_record(_read_small(name, folder))
@@ -297,7 +285,7 @@ def _read_record(name: str, folder: int) -> LiveRecord | None:
 
 
 def parse_record(content: bytes) -> LiveRecord | None:
-    """Return the record in a file's content; None if too large or malformed."""
+    """Decode a record, or return None if it is too large, invalid or not printable."""
     if len(content) > LARGEST_FILE_BYTES:
         return None
     try:

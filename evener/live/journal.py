@@ -41,7 +41,7 @@ CHUNK_BYTES = 64 << 10  # bytes read at once to find the end of the last complet
 
 
 class StartEntry(msgspec.Struct, frozen=True, tag="started", tag_field="entry"):
-    """The training processes have started, either for the first time or after a restart."""
+    """The start of training, or a restart."""
 
     at: At
     workload: str
@@ -58,7 +58,7 @@ class StartEntry(msgspec.Struct, frozen=True, tag="started", tag_field="entry"):
 
 
 class SpeedEntry(msgspec.Struct, frozen=True, tag="speed", tag_field="entry"):
-    """The training run's speed since the previous speed entry."""
+    """Speed since the previous entry of this kind."""
 
     at: At
     step: Count  # since the processes began
@@ -72,7 +72,7 @@ class SpeedEntry(msgspec.Struct, frozen=True, tag="speed", tag_field="entry"):
 
 
 class StepsEntry(msgspec.Struct, frozen=True, tag="steps", tag_field="entry"):
-    """The number of steps in a time window, and the duration of the window."""
+    """A window of steps, and how the first rank's time in it was spent."""
 
     at: At  # end of the window
     steps: Count
@@ -84,20 +84,20 @@ class StepsEntry(msgspec.Struct, frozen=True, tag="steps", tag_field="entry"):
 
 
 class ChangeEntry(msgspec.Struct, frozen=True, tag="changed", tag_field="entry"):
-    """The shares have changed."""
+    """A change of the shares."""
 
     change: ShareChange
 
 
 class RetreatEntry(msgspec.Struct, frozen=True, tag="retreated", tag_field="entry"):
-    """A pass ran out of memory, and its rows were computed in smaller passes."""
+    """A pass that ran out of memory and was computed again in smaller ones."""
 
     at: At
     line: str  # names the device, the step, the rows before and after, and the seconds it took
 
 
 class NoiseEntry(msgspec.Struct, frozen=True, tag="noise", tag_field="entry"):
-    """The gradient noise scale of the training run at this step."""
+    """The gradient noise scale at a step."""
 
     at: At
     step: Count  # since the processes began
@@ -106,10 +106,7 @@ class NoiseEntry(msgspec.Struct, frozen=True, tag="noise", tag_field="entry"):
 
 
 class EndEntry(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
-    """The training run has finished, or failed with an exception.
-
-    A run that is killed or interrupted by Ctrl-C has no such entry.
-    """
+    """The end of training, with the exception if it failed."""
 
     at: At
     failure: str = ""  # the exception's class and first line; empty: finished
@@ -122,22 +119,21 @@ TrainingState = Literal["running", "finished", "stopped", "failed"]
 
 
 class RecordedTraining(msgspec.Struct, frozen=True):
-    """The content of a training journal; the first entry is always a start."""
+    """A training run as read from its journal."""
 
     run: str
     entries: tuple[TrainingEntry, ...]
 
     @property
     def start(self) -> StartEntry:
-        """The last start, which has the current devices and shares."""
+        """The latest start, after any restarts."""
         return next(entry for entry in reversed(self.entries) if isinstance(entry, StartEntry))
 
     @property
     def state(self) -> TrainingState:
-        """The state of the training run.
+        """ "running", "finished", "stopped" or "failed".
 
-        It is "stopped" if the run was killed or interrupted, or if its first rank isn't on this
-        machine.
+        A run without an end is "stopped" if its first rank's process is gone or on another host.
         """
         last = self.entries[-1]
         start = self.start
@@ -148,28 +144,25 @@ class RecordedTraining(msgspec.Struct, frozen=True):
 
     @property
     def failure(self) -> str:
-        """The exception with which the training run failed; empty if it didn't fail."""
+        """The exception that ended training, or ""."""
         last = self.entries[-1]
         return last.failure if isinstance(last, EndEntry) else ""
 
     @property
     def began_at(self) -> float:
-        """The Unix time of the first start, in seconds."""
+        """Unix time of the first start in seconds, 0 if unknown."""
         first = self.entries[0]
         return first.at if isinstance(first, StartEntry) else 0.0
 
     @property
     def seconds(self) -> float:
-        """The seconds from the first start to the last entry.
-
-        If training continues, they end now.
-        """
+        """Seconds from the first start to the last entry, or to now if training runs."""
         times = [entry.at for entry in self.entries if not isinstance(entry, ChangeEntry)]
         return (time.time() if self.state == "running" else times[-1]) - self.began_at
 
     @property
     def samples_per_second(self) -> float | None:
-        """The last recorded samples/s; None if no speed was recorded."""
+        """The last speed in the journal, or None if there is none."""
         speeds = (
             entry.samples_per_second
             for entry in reversed(self.entries)
@@ -179,11 +172,10 @@ class RecordedTraining(msgspec.Struct, frozen=True):
 
 
 class TrainingJournal:
-    """Writes the journal of a training run, in the run's first rank.
+    """Writes the journal of a training run, from the first rank.
 
-    - `devices`: each rank's device.
-    - `shares`: each rank's share.
-    - `plan_created`: when the plan was created; empty without a plan.
+    `devices` and `shares` have an item for each rank. If the file can't be written, entries are
+    kept and written later, with a warning.
     """
 
     def __init__(
@@ -207,9 +199,9 @@ class TrainingJournal:
         self._noted: list[ChangeEntry | RetreatEntry | StepsEntry] = []  # entries not yet written
 
     def note(self, record: LiveRecord) -> None:
-        """Record what is new in a report of the first rank.
+        """Write what is new in a record:
 
-        The first report begins the journal.
+        the start, share changes, and from time to time the speed.
         """
         if not self._began:
             self._begin(record)
@@ -227,11 +219,10 @@ class TrainingJournal:
         sums: Callable[[], StepSums],
         quick: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """Note that `step` steps have ended; add an entry if a window is full.
+        """Count the steps up to number `step`, which ended at `at_s` monotonic seconds.
 
-        - `at_s`: when the last step ended, in monotonic seconds.
-        - `sums`: returns the first rank's times so far, summed over its steps by activity.
-        - `quick`: returns a low percentile of the step times since its last call, in seconds.
+        When a window of steps ends, `sums` returns the first rank's step totals, and `quick` a low
+        percentile of the step times in seconds since its last call.
         """
         # entries stay in memory until the next report, because writing may be slow
         self._core.sample(at_s)
@@ -257,10 +248,7 @@ class TrainingJournal:
 
     @property
     def window_ends_at(self) -> float:
-        """The monotonic time after which the next counted step ends the current window of steps.
-
-        It is -infinity before the first window.
-        """
+        """When the current window of steps may end, in monotonic seconds; -inf before the first."""
         if self._window is None:
             return -math.inf
         begun_s = self._window[1]
@@ -270,25 +258,22 @@ class TrainingJournal:
 
     @property
     def due_at(self) -> float:
-        """The monotonic time when `count` next has to count a step."""
+        """When `count` next has something to do, in monotonic seconds."""
         return min(self.window_ends_at, self._core.due_at)
 
     def note_change(self, change: ShareChange) -> None:
-        """Record a change of shares, unless it is already recorded."""
+        """Write a change of shares, unless it is already written."""
         if change not in self._changes:
             self._changes.add(change)
             self._noted.append(ChangeEntry(change))
             self._write_noted()
 
     def note_retreat(self, line: str) -> None:
-        """Record that a pass ran out of memory on some rank.
-
-        `line` is the message printed then.
-        """
+        """Note a pass that was computed again in smaller ones, for the next write."""
         self._noted.append(RetreatEntry(time.time(), line[:LONGEST_TEXT]))
 
     def _write_noted(self) -> None:
-        """Write the entries kept in memory, once the journal has begun."""
+        """Write the stored entries, once the journal has begun."""
         if not self._began:
             return
         for entry in self._noted:
@@ -296,7 +281,7 @@ class TrainingJournal:
         self._noted = []
 
     def close(self) -> None:
-        """Record the last speed and how the training run ended, and close the file."""
+        """Write the last entries and the end of training, and close the file."""
         # a run that was interrupted by Ctrl-C counts as stopped and has no end
         if not self._began or self._last is None:
             return
@@ -339,7 +324,7 @@ class TrainingJournal:
         )
 
     def _note_speed(self, record: LiveRecord) -> None:
-        """Record the speed since the last entry, and the noise scale."""
+        """Write the speed since the last speed entry, and the noise scale if known."""
         # the first report only marks the start of the measured time
         earlier = self._from
         self._from = record
@@ -363,7 +348,7 @@ class TrainingJournal:
             )
 
     def _append(self, entry: TrainingEntry) -> None:
-        """Write an entry, after earlier entries that couldn't be written yet."""
+        """Write an entry after all unwritten ones."""
         # of too many unwritten entries, the oldest is dropped, but never the start
         self._unwritten.append(entry)
         if len(self._unwritten) > MOST_UNWRITTEN:
@@ -372,7 +357,7 @@ class TrainingJournal:
         self._flush()
 
     def _flush(self) -> None:
-        """Write the entries in `_unwritten`; if that fails, warn once."""
+        """Write all unwritten entries, and warn if that fails."""
         # entries that couldn't be written are kept for later
         try:
             if self._descriptor < 0:
@@ -390,7 +375,10 @@ class TrainingJournal:
 
 
 def _open_journal(run: str) -> int:
-    """Open a run's journal for appending, and return its file descriptor."""
+    """Open a run's journal for appending, and remove an incomplete last line.
+
+    Raises OSError if it isn't a regular file.
+    """
     # a kill or a full disk may have left an incomplete last line
     path = trusted_folder(runs_folder() / run) / TRAINING_JOURNAL
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -406,7 +394,7 @@ def _open_journal(run: str) -> int:
 
 
 def _cut_incomplete_line(descriptor: int) -> None:
-    """Remove everything after the last newline of a file."""
+    """Truncate the file after its last newline."""
     size = os.fstat(descriptor).st_size
     whole = size
     while whole > 0:
@@ -421,7 +409,10 @@ def _cut_incomplete_line(descriptor: int) -> None:
 
 
 def _write_whole(descriptor: int, line: bytes) -> None:
-    """Append a whole line to the file, or nothing if that fails."""
+    """Append a line whole or not at all.
+
+    Raises OSError if the write fails.
+    """
     before = os.fstat(descriptor).st_size
     try:
         while line:

@@ -1,4 +1,4 @@
-"""Find the metrics in a rank's report that show what limits the training run's speed."""
+"""Convert the records of ranks into the metrics for finding bottlenecks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ from .files import LiveDevice, LiveRecord
 
 
 def recent_sums(record: LiveRecord, live: LiveDevice) -> StepSums:
-    """Return the sums of a device's times over its last steps.
-
-    `live` is the device's entry in `record`. Without sums in the record, its medians count as one
-    step.
-    """
+    """Return the totals of a device's recent steps, or one step of medians if they are unknown."""
     # Without medians either, the sums are empty. The record's sums are the whole process's, not
     # those of one of several devices.
     if record.recent.steps and (len(record.devices) <= 1 or not live.own_work_s):
@@ -34,14 +30,10 @@ def recent_sums(record: LiveRecord, live: LiveDevice) -> StepSums:
 def measure_rank(
     record: LiveRecord, live: LiveDevice, name: str, sums: StepSums, micro: int, starved: float
 ) -> MeasuredRank:
-    """Return a rank's metrics, which show what limits its speed.
+    """Return the metrics of a device for finding bottlenecks.
 
-    - `record`: the process's record.
-    - `live`: the device's entry in it.
-    - `name`: the name to show.
-    - `sums`: the rank's times, summed over its steps by activity.
-    - `micro`: number of rows per pass.
-    - `starved`: fraction of time in which the rank's threads waited for CPU cores.
+    `sums` are its step totals, `micro` its rows per pass, and `starved` the fraction of time in
+    which its threads waited for a core.
     """
     return MeasuredRank(
         name=name,

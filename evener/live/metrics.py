@@ -1,7 +1,4 @@
-"""The metrics of this process's training run, as a flat dict for an experiment tracker.
-
-The app shows the same metrics.
-"""
+"""Metrics of the training run for experiment trackers."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ PREFIX = "evener/"  # prefix of every name; trackers group metrics by it
 
 
 class _Cache:
-    """A reporter's last metrics, and the time until which they are valid."""
+    """The last metrics and the time until which they are valid."""
 
     # `metrics` may be called in every step, while files change only twice a second
 
@@ -33,11 +30,10 @@ _cache: _Cache | None = None
 
 
 def metrics() -> dict[str, float]:
-    """Return the metrics of this process's training run, named `evener/NAME`.
+    """Return metrics of the running training run, by names such as "evener/samples_per_second".
 
-    They cover the ranks on this machine, and can be passed to `wandb.log` and similar functions.
-    Empty until the first report, about half a second after the start. Unmeasured metrics are left
-    out; docs/trackers.md lists all.
+    Includes the ranks on this host, such as "evener/rank0/rows". Metrics that are unknown or 0 are
+    left out. Returns {} before the first report. Times are in milliseconds.
     """
     # files are read at most twice a second
     global _cache
@@ -56,7 +52,7 @@ def metrics() -> dict[str, float]:
 
 
 def _find_local_ranks(own: LiveRecord) -> Sequence[LiveRecord]:
-    """Return the newest record of each rank on this machine."""
+    """Return the records of all ranks on this host."""
     # They belong to the same training run as `own`, this process's record.
     if not own.training:
         return (own,)
@@ -78,7 +74,7 @@ def join_metrics(ranks: Sequence[LiveRecord]) -> dict[str, float]:
 
 
 def _join_training(ranks: Sequence[LiveRecord]) -> dict[str, float]:
-    """Return the whole training run's metrics from its ranks' records."""
+    """Return metrics for the training run as a whole."""
     speed = sum(rank.samples_per_second for rank in ranks)
     plan = max(rank.plan_samples_per_second for rank in ranks)
     seen = len({rank.rank for rank in ranks})
@@ -97,7 +93,7 @@ def _join_training(ranks: Sequence[LiveRecord]) -> dict[str, float]:
 
 
 def _describe_device(device: LiveDevice, rows: int) -> dict[str, float]:
-    """Return a device's metrics; `rows` is the size of a global batch."""
+    """Return the metrics of one device; `rows` are the rows of all devices in a step."""
     own = {
         "rows": device.batch,
         "share": device.batch / rows if rows else 0.0,
@@ -111,12 +107,12 @@ def _describe_device(device: LiveDevice, rows: int) -> dict[str, float]:
 
 
 def _drop_zeros(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics above 0; a metric of 0 was not measured."""
+    """Return the metrics that aren't 0."""
     return {name: metric for name, metric in metrics.items() if metric}
 
 
 def _number_devices(record: LiveRecord) -> Sequence[tuple[int, LiveDevice]]:
-    """Return (number, device) for each device of a process."""
+    """Return each device with its number."""
     devices = record.devices or (LiveDevice("", -1, 0, record.samples_per_second),)
     # a single device gets the rank's number
     first = max(0, record.rank) if len(devices) == 1 else 0

@@ -1,7 +1,6 @@
-"""Report a training run's samples/s to the monitor.
+"""Report the steps of this process to evener's monitor.
 
-The reporter counts each step, and writes a small file at most twice a second. It must not disturb
-training: it takes less than 0.05 % of the time, and ignores a full disk or a missing folder.
+Reports take less than 0.05 % of the time. A full disk or a missing folder doesn't disturb training.
 """
 
 from __future__ import annotations
@@ -49,10 +48,7 @@ from .journal import TrainingJournal
 
 
 class DeviceTimes(NamedTuple):
-    """A device's compute time (own work) and waiting time per step, in seconds.
-
-    The fields are the same as in `LiveDevice`.
-    """
+    """Times of a device in a step, in seconds, as in LiveDevice."""
 
     own_work_s: float = 0.0
     waiting_s: float = 0.0
@@ -61,20 +57,17 @@ class DeviceTimes(NamedTuple):
 
 
 def sum_up(own: Sequence[float], waiting: Sequence[float]) -> DeviceTimes:
-    """Summarize a device's compute times (own work) and waiting times per step, in seconds.
-
-    Return both medians, the first decile of the waiting times and the spread of the compute times.
-    """
+    """Return a device's typical times from the times of its last steps, in seconds."""
     return DeviceTimes(middle(own), middle(waiting), max(0.0, _lowest_tenth(waiting)), spread(own))
 
 
 def middle(values: Sequence[float]) -> float:
-    """Return the median, but at least 0; 0 if there are no values."""
+    """Return the median, at least 0; 0 if there are no values."""
     return max(0.0, median(values)) if values else 0.0
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return the interquartile range divided by the median; 0 for fewer than two values."""
+    """Return the interquartile range over the median, 0 if unknown."""
     low, half, high = quantiles(values) if len(values) > 1 else (0.0, 0.0, 0.0)
     return (high - low) / half if half > 0 else 0.0
 
@@ -106,7 +99,7 @@ NO_RATES = (0.0, 0.0, 0.0)
 
 
 class _Counts(NamedTuple):
-    """The counts of samples and tokens at one point in time."""
+    """Counts of samples and tokens up to a time."""
 
     at: float  # monotonic seconds
     samples: int
@@ -115,7 +108,7 @@ class _Counts(NamedTuple):
 
 
 class _Cores:
-    """Measures how long this process's threads wait for CPU cores."""
+    """Measures how long the threads of this process wait for a CPU core."""
 
     def __init__(self) -> None:
         self._watch = CoreWatch()
@@ -124,12 +117,12 @@ class _Cores:
         self._whole_s = self._starved_s = 0.0
 
     def read_last(self) -> None:
-        """Take the last reading, when the training run ends."""
+        """Take a last reading at the end of the run."""
         # in a short run, it is the only one
         self._update(LAST_CORE_SECONDS)
 
     def _update(self, seconds: float) -> None:
-        """Take another reading if the last one is at least `seconds` ago."""
+        """Take a reading if the last one is at least `seconds` old."""
         now = time.monotonic()
         if now >= self._read_at + seconds:
             self._read_at = now
@@ -139,7 +132,7 @@ class _Cores:
             self._starved_s += seen.starved_s
 
     def read(self) -> tuple[float, float]:
-        """Return the fraction of time spent waiting for cores, recently and overall."""
+        """Return the fraction of time spent waiting for a core, lately and over the whole run."""
         # this is the time of all threads
         self._update(CORE_SECONDS)
         wall_s = sum(each.wall_s for each in self._last)
@@ -149,16 +142,16 @@ class _Cores:
 
 
 class Reporter:
-    """Counts one training run's samples and reports them to the monitor.
+    """Counts the training steps of this process, and writes a record for the monitor.
 
-    A reporter is thread-safe, and safe across forks. Its parameters are optional:
+    Writes are at least half a second apart, and rarer on a slow disk. Safe across threads and
+    forks.
 
-    - `details`: returns further metrics and each device's times, for the file.
-    - `journal`: records each report, too.
-    - `now`: returns the current batch's number, and the process's activity. If no step ends in
-      time, a thread writes them to the file, to show where the process hangs.
-    - `sums`: returns the rank's times summed over all steps, by activity, for the journal.
-    - `quick`: returns a low percentile of the step times since its last call, for the journal.
+    - `details`: returns metrics of this rank and the times of its devices.
+    - `journal`: also receives each record.
+    - `now`: returns the current batch and activity, which are shown when no step ends in time.
+    - `sums`: returns the totals of all steps, for the journal.
+    - `quick`: returns a low percentile of recent step times in seconds, for the journal.
     """
 
     _serials = iter(range(1 << 29))
@@ -214,10 +207,15 @@ class Reporter:
         timed: bool = True,
         tokens: tuple[int, int] = (0, 0),
     ) -> None:
-        """Count an optimizer step on `samples` samples; write a report if due.
+        """Count a step of `samples` samples.
 
-        The arguments up to `batches` are those of `evener.report`. A step that isn't `timed` is
-        left out of samples/s. `tokens` are the step's tokens without and with padding.
+        - `devices`: the devices that computed it, as ids, indexes or shares of a plan.
+        - `batches`: samples of each device; by default as in the plan.
+        - `timed`: False keeps the step out of all rates.
+        - `tokens`: tokens of the step, without and with padding.
+
+        Raises RequestError for a negative number of samples, or `batches` that don't match
+        `devices`.
         """
         # a step that compiles, for example, isn't timed
         if samples.__class__ is not int or samples < 0:
@@ -234,10 +232,10 @@ class Reporter:
             self._note_step(now)
 
     def count(self, samples: int, tokens: tuple[int, int] = (0, 0)) -> bool:
-        """Count a step like the last one that was reported; this is cheaper than `report`.
+        """Count a step like the last one reported, at lower cost than `report`.
 
-        Return False, and count nothing, if no step was reported yet. Only the thread that reports
-        may call this.
+        Returns False and counts nothing before the first report. Call it only from the reporting
+        thread.
         """
         # without the lock, a record that another thread makes may lack the samples of this step
         if self._last_call is None:
@@ -256,7 +254,7 @@ class Reporter:
         return True
 
     def _note_step(self, now: float) -> None:
-        """Record that a step ended at `now`; write the file if due."""
+        """Write the record or the journal if it is time."""
         # `now` is in seconds of the monotonic clock
         self._reported_at = now
         if self._step == FIRST_STEPS:
@@ -272,9 +270,9 @@ class Reporter:
             self._next_check = min(self._next_write, due_at)
 
     def close(self) -> None:
-        """Record the last steps, close the journal and remove this process's file.
+        """Delete the file, and write the end of the journal.
 
-        A later report starts a new file.
+        A later report starts again.
         """
         with self._lock:
             if self._file is not None:
@@ -290,10 +288,7 @@ class Reporter:
                 self._journal.close()
 
     def discard(self) -> None:
-        """Stop reporting, and remove the reports to the monitor and the launcher.
-
-        Call this for a training run that another reporter reports, too. The run's journal stays.
-        """
+        """Close without a last record, and delete the launcher's copy."""
         with self._lock:
             self._last_call = None
             self.close()
@@ -303,7 +298,7 @@ class Reporter:
                     self._kept_file(kept).unlink(missing_ok=True)
 
     def _note_end(self) -> None:
-        """Record the last steps for the journal and the launcher."""
+        """Write the last steps to the journal and the launcher's copy."""
         # they aren't in a file yet
         kept = launched_records()
         if self._last_call is None or self._ticks is None:
@@ -321,7 +316,7 @@ class Reporter:
                 self._keep(record, kept)
 
     def _leave_out(self, seconds: float, *counts: int) -> None:
-        """Exclude a step of `seconds` from the rates."""
+        """Exclude a step's seconds and counts from the rates."""
         # the step's time and samples are added to the earlier counts
 
         def move(then: _Counts) -> _Counts:
@@ -335,7 +330,7 @@ class Reporter:
         return _Counts(now, self._samples, self._tokens, self._padded)
 
     def _recent_rates(self, now: float) -> tuple[float, float, float] | None:
-        """Return recent samples/s, tokens/s and fraction of padding."""
+        """Return samples/s, tokens/s and the fraction of padding over the last seconds, or None."""
         # The first call returns None, because rates need two points in time.
         points = self._points
         points.append(self._count(now))
@@ -355,7 +350,7 @@ class Reporter:
         )
 
     def read(self) -> LiveRecord | None:
-        """Return an up-to-date record; None before there are samples/s to report."""
+        """Return the current record, or None before the first."""
         # this record may be newer than the file, if the disk is slow
         with self._lock:
             if self._record is None or self._last_call is None:
@@ -370,7 +365,7 @@ class Reporter:
         batches: Sequence[int] | None,
         rates: tuple[float, float, float] | None,
     ) -> None:
-        """Record a report in the journal; write it if rates are known."""
+        """Write the record to its file, the journal and the launcher's copy."""
         # This also schedules the next write, and starts the thread that notices steps that hang.
         # Rates are None while they aren't known.
         if rates is None and self._journal is None:
@@ -401,7 +396,7 @@ class Reporter:
                 ).start()
 
     def _note(self, record: LiveRecord) -> None:
-        """Record a report in the journal."""
+        """Add the record to the journal."""
         # a launched run in which this process reports for all devices gets a journal here
         if self._journal is None and _is_launched_alone() and not _has_journal():
             shown = [
@@ -438,17 +433,17 @@ class Reporter:
         )
 
     def _keep(self, record: LiveRecord, folder: Path) -> None:
-        """Copy the record to the launcher's folder."""
+        """Write a copy of the record for the launcher."""
         # the launcher reads the copy after this process has exited
         with contextlib.suppress(OSError):
             replace_file(self._kept_file(folder), msgspec.json.encode(record))
 
     def _kept_file(self, folder: Path) -> Path:
-        """Return the path of the record's copy in the launcher's folder."""
+        """Return the path of the launcher's copy."""
         return folder / f"{self._pid}.{self._serial}.json"
 
     def _write(self, record: LiveRecord) -> None:
-        """Write the record to the first writable folder, replacing the last record."""
+        """Write the record to the first folder that works, and keep using that one."""
         # `_file` stays None if no folder is writable
         self._record = record
         content = msgspec.json.encode(record)
@@ -466,7 +461,7 @@ class Reporter:
     def _report_activity_if_late(
         self, now: Callable[[], tuple[int, Doing]], ended: threading.Event
     ) -> None:
-        """Write what the process does whenever no step ends in time."""
+        """Show the current batch and activity in the record whenever no step ends in time."""
         # until the training run ends
         while not ended.wait(WATCH_SECONDS):
             with self._lock:
@@ -494,16 +489,13 @@ _own: Reporter | None = None
 
 
 def newest_reporter() -> Reporter | None:
-    """Return the reporter of this process's latest step.
-
-    Return None before the first report with samples/s, and after the training run.
-    """
+    """Return the reporter with the most recent step, or None if none has a record."""
     reporting = [reporter for reporter in list(_reporters) if reporter._record is not None]
     return max(reporting, key=lambda each: each._reported_at, default=None)
 
 
 def is_reported_elsewhere(own: Reporter | None) -> bool:
-    """True if a reporter of this process other than `own` has reported a step."""
+    """Return True if another reporter of this process has reported steps."""
     return any(
         reporter is not own and reporter._last_call is not None for reporter in list(_reporters)
     )
@@ -517,15 +509,14 @@ def report(
     framework: str = "",
     batches: Sequence[int] | None = None,
 ) -> None:
-    """Report an optimizer step to the monitor; call this after each step.
+    """Report one training step to evener's monitor, from a training loop of your own.
 
-    - `samples`: the number of samples in the step.
-    - `devices`: UUIDs, slice names, indices, or a plan's shares.
-    - `batches`: the devices' samples per step. By default, they are the plan's shares, or equal
-      parts of the samples.
-    - `workload`, `framework`: names to show.
+    - `samples`: samples of the step.
+    - `devices`: the devices that computed it, as ids, indexes or shares of a plan.
+    - `workload`, `framework`: names to show in the monitor.
+    - `batches`: samples of each device; by default as in the plan.
 
-    Raises RequestError unless `samples` is a non-negative whole number.
+    Raises RequestError for a negative number of samples, or `batches` that don't match `devices`.
     """
     global _own
     if _own is None:
@@ -534,7 +525,7 @@ def report(
 
 
 def _is_launched_alone() -> bool:
-    """True if this process reports for all devices of an evener launch."""
+    """Return True if this process reports for the whole training run."""
     # `evener launch` has then started the training run. Such a process is the run's only one or, in
     # Keras, the first of its group.
     return bool(launched_run()) and os.environ.get("WORLD_SIZE", "1") == "1"
@@ -547,7 +538,10 @@ def _has_journal() -> bool:
 def _describe_devices(
     devices: Devices, batches: Sequence[int] | None, rate: float, times: Sequence[DeviceTimes]
 ) -> tuple[LiveDevice, ...]:
-    """Return the devices that compute, with their samples/s and times."""
+    """Return the devices of a report, with the speed divided by their samples.
+
+    Raises RequestError if the number of batches differs from the number of devices.
+    """
     # `rate` is the samples/s of all devices together. `devices` and `batches` are arguments of
     # `report`.
     named = [_identify_device(device) for device in devices]
@@ -577,7 +571,7 @@ def _describe_devices(
 
 
 def _identify_device(device: str | int | Share) -> LiveDevice:
-    """Return a LiveDevice that identifies `device`, without its samples/s and times."""
+    """Return a device by its id, its index, or a share of a plan."""
     # for a plan's share, it also has the samples per step and per pass, the curve and the limit
     if isinstance(device, Share):
         index = max(-1, device.index)
@@ -611,7 +605,7 @@ def _whole(samples: object) -> int:
 
 
 def _reset_all() -> None:
-    """Reset all reporters in a forked child, which then reports from zero."""
+    """Reset all reporters in a forked process."""
     # the parent's files stay untouched
     for reporter in list(_reporters):
         reporter._reset()
@@ -624,6 +618,6 @@ def _close_all() -> None:
 
 @cache
 def _follow_process() -> None:
-    """Close all reporters at exit, and reset them in forked children."""
+    """Register the hooks for a fork and for the exit of this process, once."""
     os.register_at_fork(after_in_child=_reset_all)
     atexit.register(_close_all)

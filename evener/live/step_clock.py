@@ -1,4 +1,4 @@
-"""Report a training run that has no plan: its samples/s, step time and time waiting for data."""
+"""Report steps with times measured between two calls, for loops that evener doesn't divide."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ KEPT_STEPS = 50  # number of steps stored for medians
 
 
 class ClockedReports:
-    """Measures one process's steps, and reports each to the monitor.
-
-    A trainer calls `begin` once it has its batch, and `end` when the step is done. The time from
-    `end` to the next `begin` counts as input.
-    """
+    """Reports steps with their time, and the time between two steps as waiting for input."""
 
     # In that time, the process waits for the loader or runs callbacks. Times are measured on the
     # host, which runs ahead of its GPU at first. Once the host has to wait for the GPU in each
@@ -35,11 +31,11 @@ class ClockedReports:
         self._reporter = Reporter(self._describe)
 
     def begin(self) -> None:
-        """Record that a batch has arrived and its step begins."""
+        """Mark the start of a step's computation."""
         self._begun = time.perf_counter()
 
     def end(self, rows: int, devices: Devices = ()) -> None:
-        """Record that a step on `rows` rows is done, and report it for these `devices`."""
+        """Mark the end of a step, and report its rows."""
         now = time.perf_counter()
         if self._ended and self._begun > self._ended:
             self._steps.append(now - self._ended)
@@ -50,11 +46,11 @@ class ClockedReports:
         )
 
     def interrupt(self) -> None:
-        """Exclude the time until the next step ends, for example because of an evaluation."""
+        """Leave out the time until the next step, for example a validation's."""
         self._ended = 0.0
 
     def close(self) -> None:
-        """Remove this training run from the monitor."""
+        """Stop reporting."""
         self._reporter.close()
 
     def _describe(self) -> tuple[Details, Sequence[DeviceTimes]]:
@@ -70,10 +66,7 @@ class ClockedReports:
 
 
 def find_group(world: int) -> str:
-    """Return a name that all processes of a training run share.
-
-    It is "" if `world`, their number, is 1.
-    """
+    """Return a name that all processes of the training run share, "" for a single process."""
     # the name consists of the environment variables of the processes' rendezvous
     place = (
         os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")

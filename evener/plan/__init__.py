@@ -1,1 +1,1 @@
-"""Plans: their files, layouts and checks, and new shares for a plan whose devices drop out."""
+"""The plan file: its format, its checks, and changes of its shares."""

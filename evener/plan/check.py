@@ -1,4 +1,4 @@
-"""Check that a plan fits the training run that uses it: devices, model, processes and batch."""
+"""Check that a plan fits the devices, the model and the number of processes."""
 
 from __future__ import annotations
 
@@ -19,18 +19,11 @@ def check_fit(
     global_batch: int | None = None,
     framework: str | None = None,
 ) -> tuple[str, ...]:
-    """Return a warning for each difference between `plan` and this training run.
+    """Check a plan against the training run, and return warnings about differences.
 
-    Arguments that are None aren't checked:
-
-    - `devices`: ids of the available devices.
-    - `world`: number of processes.
-    - `workload_digest`: digest of the model.
-    - `global_batch`: samples per step, if different from the plan's.
-    - `framework`: name of the framework.
-
-    Raises PlanError if the training run can't use the plan at all. With `strict`, any warning
-    raises PlanError, too.
+    None skips a comparison, as does an empty digest in the plan. `world` is the number of
+    processes. Raises PlanError if the plan can't be used here, or for any warning if `strict` is
+    set.
     """
     # a placement has no batches; a pack's batch is that of each of its training runs
     if plan.layout.traits.placed:
@@ -53,9 +46,9 @@ def check_fit(
 
 
 def check_global_batch(global_batch: int, devices: int) -> int:
-    """Return the global batch as an int; NumPy integers are accepted, too.
+    """Return the global batch as an int.
 
-    Raises PlanError if it isn't a whole number or is smaller than the number of `devices`.
+    Raises PlanError if it isn't a whole number with at least one row for each of `devices` devices.
     """
     whole = whole_number(global_batch)
     if whole is None or whole < devices:
@@ -67,7 +60,7 @@ def check_global_batch(global_batch: int, devices: int) -> int:
 
 
 def describe(share: Share) -> str:
-    """Return a device's label and product name for messages, such as CPU:0 (Intel Xeon)."""
+    """Return a device's label, followed by its product name if it has one."""
     named = share.name and share.name not in (share.device, share.label)
     return f"{share.label} ({share.name})" if named else share.label
 
@@ -95,7 +88,7 @@ def _check_world(plan: Plan, world: int | None, framework: str | None) -> None:
 def _list_differences(
     plan: Plan, devices: Sequence[str] | None, workload_digest: str | None, framework: str | None
 ) -> Iterator[str]:
-    """Yield a message for each difference from the measured training run."""
+    """Yield a sentence for each difference in devices, model or framework."""
     # by their ids, as in the plan and in what `evener devices` prints
     missing = [
         f"{share.name} ({share.device})" if share.name else share.device

@@ -1,9 +1,4 @@
-"""The plan file: a layout that a training script applies, and measurements that support it.
-
-Reading is strict: an unknown key, a ratio that doesn't match its batch, or a newer schema raises an
-error that names the key. Writing is atomic. A plan that is read and written again yields the same
-bytes.
-"""
+"""Read and write plans, as TOML or JSON."""
 
 from __future__ import annotations
 
@@ -79,7 +74,7 @@ _PAIR = re.compile(r"\[\n *([0-9.e+-]+),\n *([0-9.e+-]+),\n *\]")
 
 
 class Throughput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Measured samples/s over whole synchronized steps, with their 95 % confidence interval."""
+    """Speed of a layout, with a 95 % interval."""
 
     samples_per_second: float
     low: float
@@ -94,7 +89,7 @@ class Throughput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A layout that was measured for comparison with the plan's layout, and its throughput."""
+    """A layout that was measured for comparison with the plan."""
 
     name: str  # "equal shares", "best single device", "solo GPU:0", ..., for display
     layout: PlanLayout
@@ -112,7 +107,7 @@ class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class SearchSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The cost of the search that found the plan, and why it stopped."""
+    """The search that made the plan: its probes, its duration in seconds and why it stopped."""
 
     probes: Count
     out_of_memory: Count
@@ -122,11 +117,7 @@ class SearchSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Identifies the machine and model on which the plan was measured.
-
-    Another machine or model needs another plan. So a training run compares this fingerprint with
-    its own.
-    """
+    """Devices, versions and model with which a plan was measured."""
 
     devices: tuple[str, ...]  # "name (memory MiB)" of each device
     driver: str
@@ -135,23 +126,20 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A connection between devices, with the bandwidth that an all-reduce achieved over it."""
+    """The measured connection between devices, with its bandwidth."""
 
     devices: tuple[str, ...]  # labels
     path: str  # type of the connection, such as NVLink; empty: unknown
     bytes_per_second: float
 
     def describe(self) -> str:
-        """Return a one-line description, such as "GPU:0 – GPU:1 PCIe, no P2P, 6.1 GB/s"."""
+        """Return the devices, the connection and its speed in GB/s as text."""
         speed = f"{self.bytes_per_second / 1e9:.3g} GB/s"
         return f"{' – '.join(self.devices)}  {', '.join(filter(None, (self.path, speed)))}"
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The fastest layout that was measured, together with the measurements that support it.
-
-    A plan written by hand contains only a layout.
-    """
+    """The fastest layout found by a search, with its measured speed."""
 
     created: str = ""  # UTC, RFC 3339
     workload: str = ""
@@ -169,19 +157,19 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Each device's fraction of the global batch, in the order of the request."""
+        """Each device's fraction of the global batch, 0 for a device that is left out."""
         return self.layout.ratios
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """The number of samples for each device, in the order of the request."""
+        """Rows of each device in a step, 0 for a device that is left out."""
         return self.layout.batches
 
     def shares(self, global_batch: int | None = None) -> tuple[int, ...]:
-        """Return the number of samples of each device; they sum to `global_batch`.
+        """Return the rows of each device for a global batch, by default the plan's.
 
-        The default is the plan's global batch. Shares that are fractions of a batch's cost count as
-        fractions of its samples.
+        For rows of unequal length, the plan's fractions of the cost are used as fractions of the
+        rows. Raises RequestError if `global_batch` isn't a whole number of at least 0.
         """
         # a batch's cost depends on its rows' lengths
         batch = self.layout.global_batch if global_batch is None else global_batch
@@ -190,11 +178,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return apportion(batch, self.ratios)
 
     def micros(self, global_batch: int | None = None) -> tuple[int, ...]:
-        """Return the number of rows per pass of each device at `global_batch`.
-
-        The default is the plan's global batch. A device that needs one pass for the plan's share
-        gets one pass for any share.
-        """
+        """Return the rows per pass of each device for a global batch, by default the plan's."""
         return tuple(
             batch if share.micro in (0, share.batch) else min(batch, share.micro)
             for share, batch in zip(self.layout.share, self.shares(global_batch), strict=True)
@@ -205,9 +189,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         path: str | os.PathLike[str],
         format: Format | None = None,  # noqa: A002 - the public name
     ) -> None:
-        """Write the plan atomically, as JSON if `path` ends in .json, and as TOML otherwise.
+        """Write the plan to a file, as JSON if its name ends with ".json" and otherwise as TOML.
 
-        `format` overrides the choice by file name.
+        `format` overrides the choice. Raises RequestError if the file can't be written.
         """
         target = Path(path)
         chosen = format or ("json" if target.suffix == ".json" else "toml")
@@ -217,8 +201,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read a plan from a TOML or JSON file.
 
-    `evener launch` then knows that the plan is used. Raises PlanError, with the invalid value and
-    its key, if the file isn't a valid plan.
+    Raises PlanError if the file can't be read or the plan is invalid.
     """
     text = read_whole(path, "plan", "Give the file that evener balance --export wrote.", PlanError)
     note_use()
@@ -226,9 +209,9 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def parse_plan(text: bytes, source: str = "plan") -> Plan:
-    """Parse a plan from the bytes of its file; `source` names them in error messages.
+    """Parse a plan in TOML or JSON; `source` names it in messages.
 
-    Raises PlanError if the bytes aren't a valid plan.
+    Raises PlanError if the plan is invalid or from a newer version of evener.
     """
     data = _decode(text, source)
     schema = data.get("schema")
@@ -253,7 +236,7 @@ def parse_plan(text: bytes, source: str = "plan") -> Plan:
 
 
 def _add_missing_kinds(plan: Plan) -> Plan:
-    """Return the plan with missing kinds in its `evidence` filled in."""
+    """Return the plan with a kind for each comparison that has none."""
     # "one_device" is such a kind. Plans of evener 0.1 and 0.2 have only the names of comparisons,
     # from which the kinds follow.
     names: dict[str, EvidenceKind] = {
@@ -277,7 +260,7 @@ def _add_missing_kinds(plan: Plan) -> Plan:
 
 
 def to_toml(plan: Plan) -> bytes:
-    """Return the plan as TOML, with the schema first."""
+    """Return the plan as TOML."""
     import tomli_w
 
     text: str = tomli_w.dumps(_ordered(plan))
@@ -285,7 +268,7 @@ def to_toml(plan: Plan) -> bytes:
 
 
 def to_json(plan: Plan) -> bytes:
-    """Return the plan as indented JSON, with the same keys as the TOML."""
+    """Return the plan as indented JSON."""
     text: bytes = msgspec.json.format(msgspec.json.encode(_ordered(plan)), indent=2)
     return text + b"\n"
 
@@ -303,10 +286,7 @@ def _ordered(plan: Plan) -> dict[str, Any]:
 
 
 def with_current_schema(plan: Plan) -> Plan:
-    """Convert a plan to the schema in which it would be written today.
-
-    Plans with sharded layouts need the newest schema, `SCHEMA`. All others get the one before it.
-    """
+    """Return the plan in the schema in which it is written today."""
     # old journals contain plans of schema 1
     sharded = any(
         layout.traits.sharded
@@ -325,7 +305,7 @@ def with_current_schema(plan: Plan) -> Plan:
 
 
 def _upgrade_layout(layout: PlanLayout) -> PlanLayout:
-    """Return the layout with rows per pass in every share."""
+    """Return the layout with rows per pass for every share."""
     # a share without them gets one pass
     shares = (
         msgspec.structs.replace(share, micro=share.micro or share.batch) for share in layout.share
@@ -334,7 +314,7 @@ def _upgrade_layout(layout: PlanLayout) -> PlanLayout:
 
 
 def as_unicode(data: Any) -> Any:
-    """Return a copy of the data with "?" in place of each undecodable byte."""
+    """Return the data with "?" for characters that UTF-8 can't encode."""
     # file names may contain such bytes, which neither TOML nor JSON can store
     if isinstance(data, str):
         return data.encode("utf-8", "replace").decode()
@@ -358,7 +338,7 @@ def _decode(text: bytes, source: str) -> dict[Any, Any]:
 
 
 def _as_printable(data: Any) -> Any:
-    """Return a copy of nested data whose strings have no control characters."""
+    """Return the data with control characters in its strings replaced."""
     # training runs print such strings, for example device names
     if isinstance(data, str):
         return printable(data)
@@ -368,7 +348,7 @@ def _as_printable(data: Any) -> Any:
 
 
 def _check_whole_numbers(data: Any, where: str) -> None:
-    """Raise PlanError for an integer in `data` that exceeds 64 bits."""
+    """Raise PlanError for an integer of more than 64 bits."""
     # msgspec doesn't check such integers against a field's limits
     if isinstance(data, int) and not -(1 << 63) <= data < 1 << 63:
         raise PlanError(f"{where} is larger than any number of a plan.", "Correct that key.")

@@ -1,4 +1,4 @@
-"""The layout of a plan: each device's share of the global batch, with consistency checks."""
+"""Layouts: the devices that take part in training, with their rows and passes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Knots = tuple[tuple[float, float], ...]
 
 
 class Traits(msgspec.Struct, frozen=True):
-    """The properties shared by all layouts of one kind."""
+    """Properties of a kind of layout."""
 
     alone: bool = False  # one training on one device
     together: bool = False  # one training on several devices that step together
@@ -44,7 +44,7 @@ class Traits(msgspec.Struct, frozen=True):
 
     @property
     def by_shares(self) -> bool:
-        """True if each device of one training run computes a share of every batch."""
+        """True if devices compute shares of a global batch."""
         return self.alone or self.together
 
 
@@ -60,16 +60,15 @@ KINDS: dict[Kind, Traits] = {
 
 
 def _find_gpu_kind(device: str) -> str:
-    """Return "GPU" for a GPU's id, else ""."""
+    """Return the label of a GPU's kind, such as "GPU", or "" if the id isn't a GPU's."""
     upper = device.upper()
     return next((kind for prefix, kind in GPU_IDS.items() if upper.startswith(prefix)), "")
 
 
 def label_device(device: str, index: int) -> str:
-    """Return a device's name for people, such as GPU:1 or CPU:0.
+    """Return a short label for a device, such as "GPU:0" or "CPU:1".
 
-    A GPU's number is its `index`; other devices' ids have it, as cpu-0-of-2. An id of an unknown
-    kind is returned as it is.
+    An id of unknown form is returned unchanged.
     """
     kind, numbered = _find_gpu_kind(device), re.match(r"([a-z]+)-(\d+)-", device)
     if kind:
@@ -78,16 +77,13 @@ def label_device(device: str, index: int) -> str:
 
 
 def check_kind(kind: Kind) -> None:
-    """Raise ValueError if `kind` isn't the name of a kind of layout."""
+    """Raise ValueError if `kind` isn't a kind of layout."""
     if kind not in KINDS:
         raise ValueError(f"{kind!r} isn't a kind of layout: {', '.join(KINDS)}")
 
 
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One device's share of each global batch.
-
-    A device whose `batch` is 0 computes no rows.
-    """
+    """One device of a layout, with its rows per step and per pass."""
 
     # the GPU's UUID, or the name of a CPU slice or simulated device
     device: Annotated[str, msgspec.Meta(min_length=1)]
@@ -113,26 +109,25 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def takes_part(self) -> bool:
-        """True if the device computes rows, or holds a part of a sharded model's state."""
+        """True if the device computes rows or holds a part of the model."""
         return bool(self.batch or self.state)
 
     @property
     def on_gpu(self) -> bool:
-        """True if the device is a GPU, not a CPU slice or simulated."""
+        """True if the device is a GPU."""
         return bool(self.gpu_label)
 
     @property
     def gpu_label(self) -> str:
-        """The GPU's label in the monitor, such as GPU:1; "" for other devices."""
+        """Label of a GPU, such as "GPU:0", or "" for another device."""
         kind = _find_gpu_kind(self.device)
         return f"{kind}:{self.index}" if kind else ""
 
     @property
     def label(self) -> str:
-        """The device's name for people, such as GPU:1, CPU:0 or, with a host, node-1/GPU:1.
+        """Label for messages, such as "GPU:0" or "node1/GPU:0".
 
-        It is the device's id if its kind isn't known. A GPU without a plan has the name that the
-        framework gives it in this process, such as cuda:0.
+        A GPU known to PyTorch alone has the label "cuda:0".
         """
         # there, `index` numbers only the GPUs that this process sees
         is_own = self.on_gpu and self.name == f"cuda:{self.index}"
@@ -141,7 +136,7 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How training is divided among the requested devices: one share per device, in their order."""
+    """The devices of a training run and how they divide its global batch."""
 
     kind: Kind
     global_batch: Rows  # samples per optimizer step, over all devices (pack: per process)
@@ -161,27 +156,27 @@ class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """The samples of each requested device; 0 for a device left out."""
+        """Rows of each device in a step."""
         return tuple(share.batch for share in self.share)
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Each device's fraction of the global batch; the fractions sum to 1."""
+        """Each device's fraction of the global batch."""
         return tuple(share.ratio for share in self.share)
 
     @property
     def active(self) -> tuple[Share, ...]:
-        """The shares of devices that compute rows or hold a model shard."""
+        """The devices that take part."""
         return tuple(share for share in self.share if share.takes_part)
 
     @property
     def by_cost(self) -> bool:
-        """True if shares are fractions of a batch's cost, which depends on its rows' lengths."""
+        """True if ratios are fractions of the batch's cost, because rows have unequal lengths."""
         return any(share.cost is not None for share in self.active)
 
     @property
     def states(self) -> tuple[float, ...]:
-        """The fraction of the model's state on each active device; empty for unsharded layouts."""
+        """Fraction of the model's state on each active device; () unless it is sharded."""
         return tuple(share.state for share in self.active) if self.traits.sharded else ()
 
 
@@ -196,12 +191,9 @@ def make_layout(
     processes: int = 1,
     placement: str = "",
 ) -> PlanLayout:
-    """Return a layout with `batches` samples per device.
+    """Return a layout of the given devices and batches.
 
-    - `devices`: shares whose batch, ratio and micro are replaced.
-    - `micros`: rows per pass, by default all rows of a device.
-    - `ratios`: fractions of cost, by default fractions of samples.
-    - `engine`, `processes`, `placement`: fields of the PlanLayout.
+    `micros` defaults to one pass per device, and `ratios` to the devices' fractions of all rows.
     """
     total = sum(batches)
     chosen = ratios or tuple(batch / total if total else 0.0 for batch in batches)
@@ -215,10 +207,7 @@ def make_layout(
 
 
 def complete_layout(layout: Any) -> Any:
-    """Return a copy of a plan file's decoded `layout` with its missing keys filled in.
-
-    If it has no valid list of shares, return `layout` itself.
-    """
+    """Return a layout as read from a file, with defaults for missing keys."""
     # Missing keys are derived from the devices and batches. Reading a plan without a valid list of
     # shares then raises an error.
     shares = layout.get("share", []) if isinstance(layout, dict) else None
@@ -242,17 +231,14 @@ def complete_layout(layout: Any) -> Any:
 
 
 def _read_batch(share: dict[str, Any]) -> int:
-    """Return a share's rows; 0 if its `batch` isn't valid."""
+    """Return the rows of a share as read from a file, or 0 if they are invalid."""
     # the invalid number is reported when the share itself is read
     batch = share.get("batch")
     return batch if type(batch) is int and 0 <= batch <= MOST_ROWS else 0
 
 
 def check_layout(layout: PlanLayout, where: str) -> None:
-    """Raise PlanError if a value is impossible or contradicts another one.
-
-    The message names the key, with `where` as its prefix.
-    """
+    """Raise PlanError if the layout contradicts itself; `where` names it in the message."""
     if not any(layout.batches):
         raise PlanError(
             f"{where}.share gives no device a sample.", "At least one batch is above 0."
@@ -288,7 +274,7 @@ def check_layout(layout: PlanLayout, where: str) -> None:
 
 
 def _check_named_once(layout: PlanLayout, where: str) -> None:
-    """Raise PlanError if two shares name the same device on one host."""
+    """Raise PlanError if two shares have the same device or index."""
     for key in ("index", "device"):
         seen = set()
         for share in layout.share:
@@ -301,7 +287,7 @@ def _check_named_once(layout: PlanLayout, where: str) -> None:
 
 
 def _check_states(layout: PlanLayout, where: str) -> None:
-    """Raise PlanError if the devices' parts of the model's state are invalid."""
+    """Check the fractions of the model's state, and raise PlanError if they are invalid."""
     states = [share.state for share in layout.share]
     # they sum to 1 in a sharded layout, and are 0 in any other
     if not layout.traits.sharded:
@@ -319,7 +305,7 @@ def _check_states(layout: PlanLayout, where: str) -> None:
 
 
 def _has_valid_state(share: Share) -> bool:
-    """True if the state's part is above 0, or 0 without rows."""
+    """Return True if a device with rows holds a part of the state."""
     if not share.state:
         return not share.batch
     return math.isfinite(share.state) and share.state > 0
@@ -352,10 +338,9 @@ def _check_share(share: Share, where: str) -> None:
 
 
 def is_curve(curve: Knots) -> bool:
-    """True if the knots form a valid curve, or if there are none.
+    """Return True if the points form a valid curve, or if there are none.
 
-    A curve has at least two finite knots. Rows increase, seconds never decrease, and the last
-    seconds are above 0.
+    Points are rows and seconds: rows increase, and seconds never decrease. A curve has two or more.
     """
     if not curve:
         return True
@@ -368,7 +353,10 @@ def is_curve(curve: Knots) -> bool:
 
 
 def cut_curve(curve: Curve, batch: int) -> Knots:
-    """Return the knots below `batch`, and a last knot with the curve's value at `batch`."""
+    """Return the points of a curve up to `batch` rows, for a plan.
+
+    Values are rounded to six digits.
+    """
     bends = len(curve.batches) if curve.bent else 1
     knots = [
         (rows, time)

@@ -1,7 +1,4 @@
-"""Find the shares of a batch that minimize step time, from the curves and limits in a plan.
-
-A curve gives a device's compute time as a function of its rows. This module has no side effects.
-"""
+"""Divide a plan's batch anew by its measured curves, for example without a broken device."""
 
 from __future__ import annotations
 
@@ -19,18 +16,17 @@ from .layout import Knots, Share
 
 
 def read_curves(shares: Sequence[Share]) -> tuple[Curve, ...]:
-    """Return the curve of each share.
+    """Return the step-time curves of a plan's shares.
 
-    If any share has no curve, every device's time is assumed to be proportional to its rows. All
-    devices then take equally long for their shares.
+    Without a curve for every share, times proportional to rows are assumed, equal for all shares.
     """
     return join_curves([share.curve for share in shares], [share.batch for share in shares])
 
 
 def join_curves(curves: Sequence[Knots], rows: Sequence[int]) -> tuple[Curve, ...]:
-    """Return each device's curve, which is piecewise linear through the device's knots.
+    """Return a curve through each list of points.
 
-    If any device has fewer than two knots, return the `proportional_curves` of `rows`.
+    If a list has fewer than two points, all curves are those of `proportional_curves(rows)`.
     """
     if all(len(knots) > 1 for knots in curves):
         return tuple(map(_join_knots, curves))
@@ -38,7 +34,7 @@ def join_curves(curves: Sequence[Knots], rows: Sequence[int]) -> tuple[Curve, ..
 
 
 def proportional_curves(rows: Sequence[float]) -> tuple[Curve, ...]:
-    """Return lines through 0 on which each device takes 1 s for its `rows`."""
+    """Return curves that are proportional to rows, with one second for each device's `rows`."""
     return tuple(Curve((0.0,), (0.0,), 1 / row) for row in rows)
 
 
@@ -56,15 +52,13 @@ def solve_shares(
     quantum: int = 1,
     extras: Sequence[float] = (),
 ) -> tuple[int, ...] | None:
-    """Return the rows per device that minimize the step time.
+    """Return the shares of `batch` rows that make the step fastest, or None if they don't fit.
 
-    None if they don't fit in memory. Shares sum to `batch`, and each is at least `quantum`.
-
-    - `curves`: each device's compute time by rows.
-    - `pass_limits`: the most rows per pass that fit in each device's memory; 0 for no limit.
-    - `passes`: each device's maximum rows per pass if its share may be cut into several passes, and
-      otherwise 0. True stands for `pass_limits`, and False for 0 on every device.
-    - `extras`: seconds that each pass after the first adds to a device's step.
+    - `pass_limits`: maximum rows per pass of each device; 0 for no limit.
+    - `passes`: True if a share may need several passes, or the rows of each of several passes
+      by device.
+    - `quantum`: shares are multiples of it.
+    - `extras`: seconds that each further pass adds, by device.
     """
     count = len(curves)
     more = extras or (0.0,) * count
@@ -84,16 +78,13 @@ def solve_shares(
 
 
 def pass_rows(shares: Sequence[int], pass_limits: Sequence[int]) -> tuple[int, ...]:
-    """Return each share's rows per pass, at most its pass limit.
-
-    A pass limit of 0 means no limit.
-    """
+    """Return the rows per pass of each share, given the limits of a pass; 0 is no limit."""
     pairs = zip(shares, pass_limits, strict=True)
     return tuple(min(share, pass_limit) if pass_limit else share for share, pass_limit in pairs)
 
 
 def _join_knots(knots: Knots) -> Curve:
-    """Return the piecewise linear curve through points (rows, seconds)."""
+    """Return the curve through points of rows and seconds."""
     # the curve continues beyond the last point with the slope of the last segment
     (rows, seconds), (last, end) = knots[-2:]
     batches, times = zip(*knots, strict=True)
@@ -101,10 +92,10 @@ def _join_knots(knots: Knots) -> Curve:
 
 
 def leave_out(plan: Plan, gone: Collection[tuple[str, str]]) -> Plan:
-    """Return the plan without the devices in `gone`, at the same global batch.
+    """Return the plan without the devices in `gone`, given as pairs of host and device.
 
-    `gone` has pairs of a host and a device id. Raises PlanError if no device remains, if the
-    remaining ones compute no rows, or if only one of a sharded plan remains.
+    Raises PlanError if no other device computes rows, or only one device of a sharded model is
+    left.
     """
     # The remaining devices get the shares that are fastest by their curves and fit in memory, in
     # passes if necessary. The throughput is only estimated: the plan's throughput times the
@@ -143,7 +134,7 @@ def leave_out(plan: Plan, gone: Collection[tuple[str, str]]) -> Plan:
 
 
 def _divide_batch(layout: PlanLayout, left: Sequence[Share], part: float) -> PlanLayout:
-    """Return the layout with the whole batch divided among shares in `left`."""
+    """Return the layout with its batch divided among the remaining shares."""
     # `part` is the fraction of the batch that these shares had before
     rows, micros = _divide_rows(layout, left)
     held = sum(share.state for share in left)
@@ -172,7 +163,7 @@ def _divide_batch(layout: PlanLayout, left: Sequence[Share], part: float) -> Pla
 def _divide_rows(
     layout: PlanLayout, left: Sequence[Share]
 ) -> tuple[dict[Share, int], dict[Share, int]]:
-    """Return the rows and rows per pass of the shares in `left`."""
+    """Return the rows per step and per pass of each remaining share, by share."""
     # from the curves; in proportion to the shares if these are costs or the curves give no solution
     computing = [share for share in left if share.batch]
     pass_limits = tuple(_largest_pass(share) for share in computing)
@@ -186,7 +177,7 @@ def _divide_rows(
 
 
 def _largest_pass(share: Share) -> int:
-    """Return a device's most rows per pass; 0 if unknown."""
+    """Return the largest known number of rows that fit in one pass, 0 if unknown."""
     # as many rows certainly fit; the number is unknown if the plan has no limit
     if share.most:
         return share.most
@@ -196,7 +187,7 @@ def _largest_pass(share: Share) -> int:
 def _solve_by_curves(
     layout: PlanLayout, left: Sequence[Share], pass_limits: tuple[int, ...]
 ) -> Sequence[int] | None:
-    """Return the rows with the shortest predicted step; None if none fit."""
+    """Return the fastest shares by the measured curves, or None if there are none."""
     # the shares are those in `left`
     curves = read_curves(left)
     in_passes = any(share.micro < share.batch for share in layout.active)

@@ -1,4 +1,4 @@
-"""Detect scripts that `evener launch` has started with a plan, but that never read the plan."""
+"""Detect scripts that were launched with a plan but don't read it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SAME = {"pytorch_lightning": "lightning", "tensorflow": "keras", "trl": "transf
 
 
 def note_use() -> None:
-    """Record in the launcher's file that this process has read a plan."""
+    """Record for the launcher that this process has read the plan."""
     path = os.environ.get(PLAN_USED)
     if path:
         with suppress(OSError), open(path, "ab") as stream:  # the launcher may have ended
@@ -50,10 +50,7 @@ def note_use() -> None:
 
 
 def is_used(path: str) -> bool:
-    """True if a process has read the plan, or the file is unreadable.
-
-    `path` is the launcher's file, in which processes record that.
-    """
+    """Return True if a process has read the plan, or if that is unknown."""
     try:
         with open(path, "rb") as stream:
             return _READ in stream.read()
@@ -62,9 +59,9 @@ def is_used(path: str) -> bool:
 
 
 def explain_once(path: str, words: str) -> None:
-    """Print the message `words`, unless another process of this host has already printed it.
+    """Print a message to standard error, in only one of the processes that share the file.
 
-    `path` is the launcher's file, which is locked meanwhile.
+    Raises OSError if the file is gone.
     """
     # other processes wait, because the launcher stops all of them once one has exited
     with open(path, "r+b", buffering=0) as stream:
@@ -76,10 +73,9 @@ def explain_once(path: str, words: str) -> None:
 
 
 def describe_unused(imported: Container[str], program: bool) -> str:
-    """Return a message for a script that reads no plan.
+    """Return the message for a script that doesn't read its plan, with the lines to add.
 
-    The message has the lines to add. `imported` are the script's libraries. `program` is True if
-    `evener run` could balance the unchanged script.
+    The lines suit the libraries in `imported`. `program` also suggests `evener run`.
     """
     known = [*_LINES, *_SAME]
     found = [_SAME.get(name, name) for name in known if name in imported]

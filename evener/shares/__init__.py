@@ -1,1 +1,1 @@
-"""Arithmetic for shares: whole rows, passes, step-time curves and the fastest shares."""
+"""Divide batches among devices so that all finish at the same time."""

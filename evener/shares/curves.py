@@ -27,10 +27,7 @@ Amount = Annotated[float, msgspec.Meta(ge=0, le=10**15)]
 
 
 class Work(msgspec.Struct, frozen=True):
-    """The numbers of passes and tokens that a device computes per step, averaged over steps.
-
-    A `Cost` predicts the step's duration from them if rows differ in length.
-    """
+    """Token counts that determine the cost of padded passes."""
 
     tokens: Amount  # without padding
     passes: Amount
@@ -39,39 +36,35 @@ class Work(msgspec.Struct, frozen=True):
 
 
 class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Coefficients that predict the duration of one pass over rows of unequal length.
-
-    A pass of r rows padded to L tokens takes fixed_s + r * L * (per_token_s + per_token_length_s *
-    L) seconds.
-    """
+    """Seconds of a padded pass, as a polynomial in rows and length."""
 
     fixed_s: float
     per_token_s: float
     per_token_length_s: float
 
     def seconds(self, rows: int, length: int) -> float:
-        """Return the duration of a pass of `rows` rows padded to `length` tokens, in seconds."""
+        """Return the seconds of a pass of `rows` rows, padded to `length` tokens."""
         return self.fixed_s + rows * self.row_seconds(length)
 
     def row_seconds(self, length: int) -> float:
-        """Return the seconds that each row adds to a pass padded to `length` tokens."""
+        """Return the seconds that one row of `length` tokens adds to a pass."""
         return length * (self.per_token_s + self.per_token_length_s * length)
 
     def all_row_seconds(self, lengths: Sequence[int]) -> list[float]:
-        """Return `row_seconds` for each of these lengths."""
+        """Return the seconds that each row adds to a pass, by the rows' lengths in tokens."""
         token = self.per_token_s
         token_length = self.per_token_length_s
         return [length * (token + token_length * length) for length in lengths]
 
     def seconds_for(self, work: Work) -> float:
-        """Return the predicted duration of a step with this `work`, in seconds."""
+        """Return the seconds for passes with the given token counts."""
         passes = self.fixed_s * work.passes
         return (
             passes + self.per_token_s * work.padded + self.per_token_length_s * work.padded_lengths
         )
 
     def is_valid(self) -> bool:
-        """True if all coefficients are finite, none is negative and one is positive."""
+        """Return True if all coefficients are finite and at least 0, and one is above 0."""
         # those of a plan may have been edited
         coefficients = (self.fixed_s, self.per_token_s, self.per_token_length_s)
         return all(
@@ -80,20 +73,14 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RankCost(msgspec.Struct, frozen=True):
-    """A rank's coefficients for the duration of a pass, and its size limits per pass.
-
-    A limit of 0 means unlimited.
-    """
+    """A device's cost model and the largest pass that fits in its memory; 0 is no limit."""
 
     cost: Cost
     tokens: int = 0  # maximum padded tokens per pass
     rows: int = 0  # maximum rows per pass
 
     def most_rows(self, length: int) -> float:
-        """Return the maximum number of rows in a pass padded to `length` tokens.
-
-        The result is infinite if the rank has no limits.
-        """
+        """Return the largest number of rows of `length` tokens in a pass, inf without a limit."""
         by_tokens = self.tokens // length if self.tokens and length else math.inf
         return min(by_tokens, self.rows or math.inf)
 
@@ -103,11 +90,7 @@ ROUNDING = 1e-9  # relative tolerance when a time is compared with its own inver
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """Step time as a rising, piecewise linear function of the batch size.
-
-    `batches` and `times` are the coordinates of its knots. `slope` continues the curve beyond the
-    last knot.
-    """
+    """Step time by rows, linear between measured points and beyond the last one."""
 
     batches: tuple[float, ...]  # increasing; the curve isn't evaluated below the first
     times: tuple[float, ...]  # seconds, not decreasing
@@ -117,7 +100,7 @@ class Curve(msgspec.Struct, frozen=True):
     error: float = 0.0  # relative standard error of a typical point
 
     def seconds(self, batch: float) -> float:
-        """Return the predicted step time for `batch` samples, in seconds."""
+        """Return the step time of `batch` rows in seconds."""
         batches = self.batches
         times = self.times
         i = bisect_right(batches, batch)
@@ -129,19 +112,15 @@ class Curve(msgspec.Struct, frozen=True):
         return times[i - 1] + (times[i] - times[i - 1]) * (batch - left) / (batches[i] - left)
 
     def largest(self, seconds: float, ceiling: int, quantum: int) -> int:
-        """Return the largest batch that takes at most `seconds`; 0 if there is none.
+        """Return the largest batch that takes at most `seconds`, or 0.
 
-        The batch is a multiple of `quantum` and at most `ceiling`.
+        The batch is a multiple of `quantum`, and at most `ceiling` rows.
         """
         most = self.most_rows(seconds)
         return (ceiling if most >= ceiling else int(most)) // quantum * quantum
 
     def most_rows(self, seconds: float) -> float:
-        """Return how many samples take at most `seconds`; it may be a fraction.
-
-        Returns 0 below the time of the first knot, and infinity if the curve never exceeds
-        `seconds`.
-        """
+        """Return the rows, including a fraction, that take `seconds`; inf if time never grows."""
         seconds *= 1 + ROUNDING
         times = self.times
         i = bisect_right(times, seconds)
@@ -160,32 +139,26 @@ class Curve(msgspec.Struct, frozen=True):
         )
 
     def breakpoints(self, ceiling: int) -> list[float]:
-        """Return the step times, in seconds, at which this device's samples/s may peak.
-
-        `ceiling` is the maximum number of samples.
-        """
+        """Return the step times at which the curve bends, in seconds."""
         # the times at the knots below `ceiling` samples, and at `ceiling` itself
         knots = zip(self.batches, self.times, strict=True)
         return [time for batch, time in knots if batch < ceiling] + [self.seconds(ceiling)]
 
     @property
     def bent(self) -> bool:
-        """True if the curve isn't a single straight line."""
+        """True if the curve isn't a straight line."""
         return len(self.batches) > 2 or self.flat
 
     @property
     def flat(self) -> bool:
-        """True if the curve's first segment is level.
-
-        Its batch sizes then all take the same time.
-        """
+        """True if small batches all take the same time."""
         return len(self.batches) > 1 and self.times[0] == self.times[1]
 
 
 class PassCurve(msgspec.Struct, frozen=True):
-    """The step-time curve of a device that computes large shares in several passes.
+    """Step time by rows on a device that computes large shares in several passes.
 
-    It has the same methods as `Curve`.
+    `extra` is the time in seconds that each further pass adds.
     """
 
     curve: Curve
@@ -196,20 +169,16 @@ class PassCurve(msgspec.Struct, frozen=True):
 
     @property
     def simple(self) -> bool:
-        """True if the step-time curve of a single pass is simple, as defined by `Curve.simple`."""
+        """True if the curve for one pass is simple."""
         return self.curve.simple
 
     @property
     def error(self) -> float:
-        """The relative standard error of a typical point of the single-pass curve."""
+        """Relative standard error of a typical point of the curve for one pass."""
         return self.curve.error
 
     def passes(self, share: float) -> int:
-        """Return how many passes a share of this size takes.
-
-        It is 1 if the share fits in one pass, or else the smallest number of passes of at most
-        `rows` rows. One pass fewer is used if that fits in memory (`fits`) and is faster.
-        """
+        """Return the fastest number of passes for a share."""
         if share <= self.pass_limit:
             return 1
         many = math.ceil(share / self.rows)
@@ -221,13 +190,13 @@ class PassCurve(msgspec.Struct, frozen=True):
         )
 
     def seconds(self, share: float) -> float:
-        """Return the predicted step time for `share` samples, in seconds."""
+        """Return the step time of a share in seconds."""
         return step_in_passes(self.curve, share, self.passes(share), self.extra)
 
     def largest(self, seconds: float, ceiling: int, quantum: int) -> int:
-        """Return the largest share that takes at most `seconds`; 0 if there is none.
+        """Return the largest share found that takes at most `seconds`, or 0.
 
-        The share is a multiple of `quantum` and at most `ceiling`.
+        The share is a multiple of `quantum`, and at most `ceiling` rows.
         """
         most = self.curve.largest(seconds, min(ceiling, self.pass_limit), quantum)
         if math.isinf(seconds):
@@ -248,10 +217,7 @@ class PassCurve(msgspec.Struct, frozen=True):
         return max(most, int(min(passes * min(each, self.rows), ceiling)) // quantum * quantum)
 
     def breakpoints(self, ceiling: int) -> list[float]:
-        """Return the step times at which this device's samples/s may peak, in rising order.
-
-        `ceiling` is the maximum number of samples.
-        """
+        """Return step times at which the curve bends or jumps, in seconds."""
         # at the knots of the single-pass curve, at shares in full passes, and at `ceiling` samples
         full = range(2 * self.rows, ceiling, self.rows * math.ceil(ceiling / self.rows / MOST_FULL))
         times = [
@@ -263,8 +229,5 @@ class PassCurve(msgspec.Struct, frozen=True):
 
 
 def step_in_passes(curve: Curve, share: float, passes: int, extra: float) -> float:
-    """Return the duration of a step of `share` samples in `passes` equal passes, in seconds.
-
-    `extra` is added for each pass after the first; see the module's docstring.
-    """
+    """Return the seconds of a step in equal passes, with `extra` seconds between passes."""
     return passes * curve.seconds(share / passes) + (passes - 1) * extra

@@ -22,11 +22,10 @@ LARGEST_DENOMINATOR = 10_000  # for converting a ratio from a float to a fractio
 
 
 class Cut:
-    """Cuts batches into consecutive slices for devices, in proportion to weights.
+    """Divides the rows of a batch among devices by weights.
 
-    - `weights`: whole samples, or ratios above 0.
-    - `floors`: True to round each slice down, and give the remaining rows to the last device.
-    - `micros`: maximum rows per pass of each device; empty if each takes one pass.
+    `floors` rounds all slices but the last down. `micros` are the rows per pass of each device,
+    empty for one pass.
     """
 
     # A batch of sum(weights) rows is cut exactly by the weights. Slices are rounded down as in
@@ -42,22 +41,15 @@ class Cut:
 
     @property
     def in_passes(self) -> bool:
-        """True if devices have a maximum number of rows per pass."""
+        """True if devices compute their rows in passes."""
         return bool(self.micros)
 
     def passes(self, device: int, rows: Any) -> Any:
-        """Return how many passes the device at index `device` needs for `rows` rows.
-
-        `rows` is an int or an int64 scalar tensor, and so is the result.
-        """
+        """Return the number of passes in which a device computes `rows` rows."""
         return -(-rows // self.micros[device])
 
     def bounds(self, rows: Any) -> list[Any]:
-        """Return the boundaries of the devices' slices of a batch.
-
-        Device i gets the rows from bounds[i] to bounds[i + 1]. `rows`, the batch's size, is an int
-        or an int64 scalar tensor, and so are the boundaries.
-        """
+        """Return the edges of the devices' slices, from 0 to `rows`, which may be a tensor."""
         if self.floors:
             parts = [rows * weight // self.total for weight in self.weights[:-1]]
             return [rows * 0, *accumulate(parts), rows]
@@ -68,7 +60,7 @@ class Cut:
         return [rows * 0, *inner, rows]
 
     def sizes(self, rows: int) -> tuple[int, ...]:
-        """Return the number of samples for each device in a batch of `rows` samples."""
+        """Return the rows of each device."""
         edges = self.bounds(rows)
         return tuple(stop - start for start, stop in pairwise(edges))
 
@@ -84,10 +76,10 @@ WORTH_BYTES = 8 << 20  # fewer bytes are summed at once, because a second sum wo
 
 
 def divide_sums(tensors: Sequence[tuple[int, Hashable]], apart: int = 0) -> list[list[int]]:
-    """Group the gradient tensors that are summed together; return indices by group.
+    """Group gradient tensors for all-reduce, and return the indices of each group.
 
-    `tensors` are pairs (bytes, type) in the order in which gradients become ready. The last `apart`
-    tensors form further groups, which are summed at the end.
+    `tensors` are pairs of size in bytes and type, in the order in which the gradients are ready.
+    The last `apart` tensors form groups of their own.
     """
     # Tensors of different types are never in the same group. If all tensors have less than 8 MiB in
     # total, each type has one group. Otherwise, each type has an early group, summed during the

@@ -36,12 +36,7 @@ ROUNDS = 8  # how often a quantum is added to such shares
 
 
 class DeviceCurve(msgspec.Struct, frozen=True):
-    """A device's step-time curve and its maximum share.
-
-    - `position`: the device's index in the layout.
-    - `curve`: measured while the other devices compute, too.
-    - `limit`: maximum number of samples per step.
-    """
+    """A device's position among all devices, its step-time curve and its maximum rows."""
 
     position: int
     curve: Curve | PassCurve
@@ -49,23 +44,19 @@ class DeviceCurve(msgspec.Struct, frozen=True):
 
 
 class Allocation(msgspec.Struct, frozen=True):
-    """The devices of a layout, with their shares and the predicted step time.
-
-    - `shares`: pairs of a device's position and its samples per step.
-    - `seconds`: predicted step time, including the gradient exchange.
-    """
+    """Rows of the devices, as pairs of position and rows, and the step time in seconds."""
 
     shares: tuple[tuple[int, int], ...]
     seconds: float
 
     @property
     def global_batch(self) -> int:
-        """The number of samples in one step."""
+        """Total rows."""
         return sum(share for _, share in self.shares)
 
     @property
     def samples_per_second(self) -> float:
-        """The predicted throughput; infinite if the predicted step time is 0."""
+        """Rows per second."""
         return self.global_batch / self.seconds if self.seconds > 0 else math.inf
 
 
@@ -76,10 +67,11 @@ Costs = Sequence[float]
 def split_fixed(
     devices: Sequence[DeviceCurve], costs: Costs, batch: int, quantum: int = 1, fewest: int = 2
 ) -> Allocation | None:
-    """Return the fastest allocation of exactly `batch` samples to at least `fewest` devices.
+    """Return the fastest division of `batch` rows, on at least `fewest` devices.
 
-    Shares are multiples of `quantum`. `costs` are the seconds of gradient exchange by number of
-    devices. Returns None if there are too few devices or their limits are too low.
+    `costs[k]` is the time in seconds of a gradient exchange among k devices. Shares are multiples
+    of `quantum`. Returns None if the batch doesn't fit on the devices or has too few rows for
+    `fewest`.
     """
     devices = [device for device in devices if device.limit >= quantum]
     most = min(len(devices), batch // quantum)
@@ -109,7 +101,7 @@ def _try_fewer(
     least: float,
     shares: dict[int, int],
 ) -> Allocation:
-    """Return the given allocation, or a faster one to fewer devices."""
+    """Return the fastest allocation on the same number of devices or fewer."""
     # `costs` are the seconds of gradient exchange by number of devices. `fewest` is the minimum
     # number of devices. `least` is the finish time of the given shares, without the gradient
     # exchange. `shares` are by index in `devices`. Fewer devices may be faster, because their
@@ -143,10 +135,10 @@ def split_free(
     limit: int | None = None,
     fewest: int = 2,
 ) -> Allocation | None:
-    """Return the allocation with the most samples/s on at least `fewest` devices.
+    """Return the allocation with the most samples/s, of any global batch up to `limit`.
 
-    Shares are multiples of `quantum`, and sum to at most `limit`. `costs` are the seconds of
-    gradient exchange by number of devices. Returns None if no allocation fits.
+    `costs[k]` is the time in seconds of a gradient exchange among k devices. Shares are multiples
+    of `quantum`. Returns None if no allocation has at least `fewest` devices.
     """
     devices = [device for device in devices if device.limit >= quantum]
     found = []
@@ -172,11 +164,11 @@ def smallest_reaching(
     limit: int | None = None,
     fewest: int = 2,
 ) -> Allocation | None:
-    """Return the allocation of the smallest global batch that reaches `rate` samples/s.
+    """Return an allocation with the smallest global batch that reaches `rate` samples/s.
 
-    It has at most `limit` samples, at least `fewest` devices, and multiples of `quantum` as shares.
-    `costs` are the seconds of gradient exchange by number of devices. Returns None if no such
-    allocation reaches `rate`.
+    `costs[k]` is the time in seconds of a gradient exchange among k devices. Shares are multiples
+    of `quantum`. Returns None if no global batch up to `limit` on at least `fewest` devices reaches
+    the rate.
     """
     devices = [device for device in devices if device.limit >= quantum]
     found: list[Allocation] = []
@@ -198,9 +190,9 @@ def smallest_reaching(
 def single_best(
     device: DeviceCurve, quantum: int = 1, limit: int | None = None
 ) -> Allocation | None:
-    """Return the batch size at which a single device reaches its highest samples/s.
+    """Return the batch with the most samples/s on one device, the smallest if several tie.
 
-    The batch is a multiple of `quantum` and at most `limit`. Returns None if no batch fits.
+    Returns None if not even one quantum is allowed.
     """
     limit = device.limit if limit is None else min(device.limit, limit) // quantum * quantum
     if limit < quantum:
@@ -223,11 +215,7 @@ def single_best(
 def single_reaching(
     device: DeviceCurve, rate: float, quantum: int = 1, limit: int | None = None
 ) -> Allocation | None:
-    """Return the smallest batch of a single device that reaches `rate` samples/s.
-
-    The batch is a multiple of `quantum` and at most `limit`. Returns None if no such batch reaches
-    `rate`.
-    """
+    """Return the smallest batch on one device that reaches `rate` samples/s, or None."""
     limit = device.limit if limit is None else min(device.limit, limit) // quantum * quantum
     if limit < quantum or limit < rate * device.curve.seconds(quantum):
         return None  # unreachable even if the limit took only one quantum's time
@@ -257,7 +245,7 @@ def _allocation(
 
 
 def _largest(sizes: Sequence[int], k: int) -> list[int]:
-    """Return the indices of the k largest sizes, without sizes of 0."""
+    """Return the indices of the `k` largest sizes, without sizes of 0."""
     # equal sizes in the order of their indices
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     return [i for i in order[:k] if sizes[i] > 0]
@@ -266,7 +254,10 @@ def _largest(sizes: Sequence[int], k: int) -> list[int]:
 def _samples_by(
     devices: Sequence[DeviceCurve], k: int, seconds: float, quantum: int, active: int = 0
 ) -> int:
-    """Return how many samples the best k devices finish within `seconds`."""
+    """Return how many rows the `k` fastest devices finish within `seconds`.
+
+    Returns 0 if fewer than `active` devices finish any.
+    """
     sizes = _largest_shares(devices, seconds, quantum)
     if active and sum(1 for size in sizes if size) < active:
         # fewer devices than needed can finish a quantum
@@ -277,7 +268,7 @@ def _samples_by(
 def _split_among_count(
     devices: Sequence[DeviceCurve], k: int, batch: int, quantum: int, least: float, active: int
 ) -> tuple[float, dict[int, int]] | None:
-    """Return when k devices can finish a batch earliest, with their shares."""
+    """Return the finish time and the shares of a batch on at most `k` devices."""
     # Return None if the devices' limits don't allow the batch. The finish time is at least `least`.
     # At least `active` devices get samples. Shares are by index in `devices`.
     late = max(device.curve.seconds(device.limit) for device in devices)
@@ -300,7 +291,7 @@ def _split_among_count(
 def _divide_batch(
     devices: Sequence[DeviceCurve], k: int, batch: int, quantum: int, early: float, late: float
 ) -> dict[int, int]:
-    """Return whole shares of at most k devices that sum to `batch`."""
+    """Return shares that add up to the batch and finish between `early` and `late`."""
     # Shares are by index in `devices`. Each device gets what it finishes by `early`, but at least
     # one quantum. Then single quanta are added, up to what the device finishes by `late`. Each of
     # these quanta goes to the device that would finish it first.
@@ -335,9 +326,9 @@ def _divide_batch(
 
 
 def finish_times(devices: Sequence[DeviceCurve], quantum: int) -> list[float]:
-    """Return the finish times that the best allocation may have, in rising order.
+    """Return the step times to try for a free batch, in seconds and ascending.
 
-    At each of them, a curve bends, or a device reaches its limit or finishes its first quantum.
+    They are times at which a curve bends or a device finishes one quantum.
     """
     # At most 400 are returned for up to 32 devices, and fewer for more devices. If there are more
     # finish times, the returned ones are evenly spaced among them.
@@ -358,7 +349,7 @@ def _best_within_seconds(
     limit: int | None,
     fewest: int,
 ) -> Allocation | None:
-    """Return the allocation with the most samples/s that finishes in time."""
+    """Return the allocation with the most samples/s among those of the k largest shares."""
     # The allocation finishes within `seconds`. Return None if fewer than `fewest` devices can
     # finish a quantum, or if the `fewest` largest shares exceed `limit` samples. Each device of the
     # allocation computes as much as it can in that time.
@@ -388,7 +379,7 @@ def _improve_nearby(
     limit: int | None,
     fewest: int,
 ) -> Allocation:
-    """Return `best`, or a faster allocation with one more quantum somewhere."""
+    """Add single quanta to small shares while that raises the samples/s."""
     # with shares of a few quanta, the optimum may lie between two breakpoints
     by_device = {device.position: device for device in devices}
     for _ in range(ROUNDS):
@@ -410,12 +401,7 @@ def _improve_nearby(
 
 
 class _Crossing(NamedTuple):
-    """Where some number of devices first reaches given samples/s.
-
-    - `samples`: the most samples that these devices can compute by `late`.
-    - `early`, `late`: the interval of finish times, in seconds without the gradient exchange.
-    - `devices`: the number of devices.
-    """
+    """An interval of step times, in seconds, in which `devices` devices first reach a rate."""
 
     samples: int
     early: float
@@ -426,7 +412,7 @@ class _Crossing(NamedTuple):
 def _find_crossings(
     devices: Sequence[DeviceCurve], costs: Costs, rate: float, quantum: int, fewest: int
 ) -> list[_Crossing]:
-    """Return the first interval that allows `rate` for each device count."""
+    """Return, for each number of devices, the first interval that reaches the rate."""
     # Numbers of devices that never reach `rate` samples/s are left out. The intervals are of finish
     # times. `costs` are the seconds of gradient exchange by number of devices. Numbers below
     # `fewest` are also left out.
@@ -444,7 +430,7 @@ def _find_crossings(
 def _earliest_reaching(
     devices: Sequence[DeviceCurve], costs: Costs, rate: float, crossing: _Crossing, quantum: int
 ) -> Allocation | None:
-    """Return the allocation that reaches `rate` earliest in an interval."""
+    """Return the allocation at the earliest time in the interval that reaches the rate."""
     # The rate is in samples/s.
     _, earliest, latest, k = crossing
     for _ in range(HALVINGS // 2):

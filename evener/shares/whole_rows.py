@@ -1,8 +1,4 @@
-"""Divide a batch among devices into whole samples, and weight each device's gradient accordingly.
-
-The search and all adapters use this integer arithmetic, so that training uses exactly the measured
-shares.
-"""
+"""Divide batches into whole rows."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from ..errors import RequestError
 
 
 def check_ratios(ratios: Sequence[float]) -> None:
-    """Raise RequestError unless `ratios` are finite, non-negative and not all 0."""
+    """Raise RequestError unless all ratios are finite and at least 0, and one is above 0."""
     if not ratios:
         raise RequestError("The list of ratios is empty.", "Give one ratio for each device.")
     for ratio in ratios:
@@ -29,10 +25,9 @@ def check_ratios(ratios: Sequence[float]) -> None:
 
 
 def check_rank_shares(shares: Sequence[int], rank: int, without_rows: bool = False) -> None:
-    """Raise RequestError unless every rank has a row and `rank` is a valid rank.
+    """Raise RequestError if a rank has no rows or `rank` doesn't exist.
 
-    With `without_rows`, one rank with rows is enough, because the others may hold a part of the
-    model's state.
+    `without_rows` allows ranks with 0 rows, if not all have 0.
     """
     least = 0 if without_rows and any(shares) else 1
     for share in shares:
@@ -46,7 +41,7 @@ def check_rank_shares(shares: Sequence[int], rank: int, without_rows: bool = Fal
 
 
 def is_ratio(ratio: object) -> bool:
-    """True if `ratio` is a finite, non-negative number; bools aren't numbers."""
+    """Return True for a finite number of 0 or above."""
     try:
         return not isinstance(ratio, bool) and math.isfinite(ratio) and ratio >= 0  # type: ignore[arg-type, operator]
     except (TypeError, OverflowError):
@@ -54,10 +49,10 @@ def is_ratio(ratio: object) -> bool:
 
 
 def apportion(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
-    """Divide `batch` samples in proportion to `ratios`, by largest remainder.
+    """Divide a batch in proportion to `ratios`, and return the rows of each device.
 
-    The result sums to `batch`. A device with a ratio above 0 gets at least one sample if there are
-    enough, and other devices get none. Ties go to the earlier device.
+    A ratio of 0 gets no rows. Every other device gets at least one if there are enough. Raises
+    RequestError for an invalid batch or ratio.
     """
     # an empty replica can abort a TensorFlow process
     check_ratios(ratios)
@@ -77,10 +72,7 @@ def apportion(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
 
 
 def whole_number(value: object) -> int | None:
-    """Return the value as an int, or None if it isn't an integer.
-
-    NumPy's and PyTorch's integers are accepted; bools aren't.
-    """
+    """Return the value as an int, or None if it isn't an integer."""
     if isinstance(value, bool):
         return None
     try:
@@ -99,14 +91,14 @@ def _check_batch(batch: int) -> int:
 
 
 def _whole_parts(ratios: Sequence[float]) -> list[int]:
-    """Return integers in exactly the same proportions as the ratios."""
+    """Return integers in exactly the same proportion as the ratios."""
     pairs = [float(ratio).as_integer_ratio() for ratio in ratios]
     common = max(below for _, below in pairs)  # each is a power of two
     return [above * (common // below) for above, below in pairs]
 
 
 def _correct_sum(sizes: list[int], quotas: dict[int, int], unit: int, batch: int) -> None:
-    """Add or remove single samples until `sizes` sum to `batch`."""
+    """Change the sizes in place until they sum to the batch."""
     # Samples are added or removed at the device whose size differs most from its quota. The quotas
     # are the exact sizes by device, multiplied by `unit` so that they are whole numbers.
     while sum(sizes) != batch:
@@ -121,9 +113,9 @@ def _correct_sum(sizes: list[int], quotas: dict[int, int], unit: int, batch: int
 
 
 def even(batch: int, devices: int) -> tuple[int, ...]:
-    """Divide `batch` samples over `devices` devices as evenly as possible.
+    """Divide a batch into equal shares, of which the first may have one row more.
 
-    The first devices get the remainder. Raises RequestError if `devices` is less than 1.
+    Raises RequestError for an invalid batch or no devices.
     """
     if devices < 1:
         raise RequestError(f"A batch can't be split over {devices} devices.", "Name at least one.")
@@ -132,14 +124,14 @@ def even(batch: int, devices: int) -> tuple[int, ...]:
 
 
 def bounds(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return each device's (start, stop) range: its rows are `batch[start:stop]`."""
+    """Return the first row and the end of each share in the batch."""
     return tuple(pairwise(accumulate(sizes, initial=0)))
 
 
 def gradient_weight(sizes: Sequence[int], rank: int) -> float:
-    """Return the weight of a rank's mean gradient in the batch's mean gradient.
+    """Return the weight of a rank's mean gradient in the global batch's gradient.
 
-    Raises RequestError if a size is negative or all sizes are 0.
+    Raises RequestError if a share is negative or all are 0.
     """
     # with n_i rows on device i and N rows in total, the batch's mean is sum_i (n_i / N) * mean_i
     total = sum(sizes)
@@ -152,9 +144,9 @@ def gradient_weight(sizes: Sequence[int], rank: int) -> float:
 
 
 def count_passes(batch: int, micro: int) -> int:
-    """Return how many passes `batch` rows need, with up to `micro` rows each.
+    """Return the number of passes for `batch` rows, with at most `micro` rows in each.
 
-    Raises RequestError unless `micro` is a whole number of at least 1.
+    Raises RequestError if `micro` isn't a whole number of at least 1.
     """
     whole = whole_number(micro)
     if whole is None or whole < 1:
@@ -165,28 +157,25 @@ def count_passes(batch: int, micro: int) -> int:
 
 
 def split_passes(batch: int, micro: int) -> tuple[int, ...]:
-    """Return the rows of each pass, as equal as possible.
+    """Return the rows of each pass, as equal as possible, with the smaller passes first.
 
-    The result is empty for 0 rows. 820 rows at up to 300 per pass become 273, 273 and 274.
+    Raises RequestError if `micro` isn't a whole number of at least 1.
     """
     passes = count_passes(batch, micro)
     return even(batch, passes)[::-1] if passes > 0 else ()
 
 
 def batch_in_one_pass(shares: Sequence[int], micros: Sequence[int]) -> int:
-    """Return the largest global batch that every device computes in one pass.
-
-    The devices' parts are in proportion to `shares`. `micros` are their maximum rows per pass.
-    """
+    """Return the largest global batch that, divided in these shares, needs one pass per device."""
     return min(
         micro * sum(shares) // share for share, micro in zip(shares, micros, strict=True) if share
     )
 
 
 def largest_pass(shares: Sequence[int], micros: Sequence[int]) -> int | None:
-    """Return the rows of the largest pass, among shares in several passes.
+    """Return the rows of the largest pass among devices with several passes.
 
-    `micros` are the ranks' maximum rows per pass. Returns None if every share is a single pass.
+    Returns None if every device needs only one pass.
     """
     several = [
         split_passes(share, micro)
@@ -197,10 +186,7 @@ def largest_pass(shares: Sequence[int], micros: Sequence[int]) -> int | None:
 
 
 def shares_to_evaluate(shares: Sequence[int], micros: Sequence[int]) -> tuple[int, ...]:
-    """Return each rank's rows of a validation batch, computed in one pass.
-
-    `shares` are the ranks' rows in training, and `micros` their maximum rows per pass.
-    """
+    """Return the shares for validation, each small enough for one pass."""
     # the training shares are scaled down only if one of them needs several passes
     if tuple(shares) == tuple(micros):
         return tuple(shares)

@@ -1,1 +1,1 @@
-"""This process's access to the system: CPU cores, memory, files, signals and threads."""
+"""Access to Linux: files, signals, CPU cores and memory limits."""

@@ -22,10 +22,7 @@ SAMPLE_SECONDS = 0.1  # minimum time between two samples
 
 @cache
 def name_product() -> str:
-    """Return the library that computes the product, with its version; "" without numpy.
-
-    Call it once the training's framework is imported, which imports numpy.
-    """
+    """Return the library and version that computes the product, or "" if NumPy isn't loaded."""
     # products of other versions may take another time
     numpy = sys.modules.get("numpy")
     return f"numpy {numpy.__version__}" if numpy is not None else ""
@@ -39,10 +36,7 @@ def _make_product() -> Callable[[], object]:
 
 
 def time_product() -> float:
-    """Compute the product a few times on this CPU core, and return the shortest time in seconds.
-
-    Returns 0 without numpy.
-    """
+    """Return the seconds of the fastest of three products, or 0 if NumPy isn't loaded."""
     if not name_product():
         return 0.0
     product = _make_product()
@@ -55,24 +49,20 @@ def time_product() -> float:
 
 
 class CoreSpeed:
-    """Samples the speed of the CPU core on which a thread runs."""
+    """Samples the time of the product during training."""
 
     def __init__(self) -> None:
         self._least_s = 0.0
         self.due_at = 0.0  # when the next sample is due, in monotonic seconds
 
     def sample(self, now: float) -> None:
-        """Time the product once, unless that was done shortly before `now` (monotonic seconds)."""
+        """Time the product if a sample is due at `now`, in monotonic seconds."""
         if now >= self.due_at:
             self.due_at = now + SAMPLE_SECONDS
             took_s = time_product()
             self._least_s = min(self._least_s or took_s, took_s)
 
     def take(self) -> float:
-        """Return the shortest time of the product since the last call; 0 without samples.
-
-        It can be compared with a low percentile of step times: both show the core's fastest
-        moments.
-        """
+        """Return the shortest time in seconds since the last call, 0 without a sample."""
         least_s, self._least_s = self._least_s, 0.0
         return least_s

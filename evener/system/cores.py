@@ -23,11 +23,9 @@ NO_LIMIT = 1 << 60  # version 1 writes a number near 2^63 for "no limit"
 
 
 def container_memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
-    """Return the bytes that this process's container may still allocate; None without a limit.
+    """Return the bytes that the container's memory limit leaves, or None without a limit.
 
-    If several control groups have limits, the smallest remainder is returned. Inactive cached files
-    count as free memory. `root` is the folder of all control groups, and `membership` is the
-    kernel's file with this process's groups.
+    Cached files that the kernel can drop count as free.
     """
 
     def remaining(folder: Path, version: int) -> float:
@@ -46,10 +44,7 @@ def container_memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) 
 
 
 def free_memory_bytes(meminfo: Path = MEMINFO) -> int:
-    """Return the bytes that this process can still allocate; 0 if unknown.
-
-    Both the machine and the process's container limit them.
-    """
+    """Return the bytes of available memory, within the container's limit; 0 if unknown."""
     with suppress(OSError):
         found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
         if found:
@@ -60,12 +55,7 @@ def free_memory_bytes(meminfo: Path = MEMINFO) -> int:
 
 
 def container_cpus(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
-    """Return the number of CPUs that the container's quota allows; it may be fractional.
-
-    If several control groups have quotas, the smallest is returned. `root` is the folder of all
-    control groups, and `membership` is the kernel's file with this process's groups. Returns None
-    without a quota.
-    """
+    """Return the number of CPUs in the container's quota, such as 1.5, or None without a quota."""
 
     def quota(folder: Path, version: int) -> float:
         if version == 2:
@@ -90,7 +80,7 @@ _MEMORY_FILES = {
 def _least(
     controller: str, read: Callable[[Path, int], float], root: Path, membership: Path
 ) -> float | None:
-    """Return the smallest limit that `read` finds in this process's control groups."""
+    """Return the smallest value over this process's cgroups, or None if none has a limit."""
     found: list[float] = []
     for folder, version in list_groups(controller, root, membership):
         with suppress(OSError, ValueError, ZeroDivisionError):
@@ -100,14 +90,7 @@ def _least(
 
 
 def list_groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the folder and cgroup version of each control group that this process belongs to.
-
-    Parent groups are included.
-
-    - `controller`: name of a version 1 controller, such as "cpu".
-    - `root`: folder of all groups.
-    - `membership`: the kernel's file with this process's groups.
-    """
+    """Yield the folders of this process's cgroups and their version, from the innermost out."""
     lines: list[str] = []
     with suppress(OSError):
         lines = membership.read_text().splitlines()
@@ -135,8 +118,7 @@ Groups = tuple[tuple[int, ...], ...]
 def allowed_cpus() -> tuple[int, ...]:
     """Return the logical CPUs that this process may use.
 
-    If the container's CPU quota allows fewer, only that many are returned, from as few physical
-    cores as possible.
+    A container's CPU quota reduces their number.
     """
     cpus = tuple(sorted(os.sched_getaffinity(0)))
     quota = container_cpus()
@@ -147,10 +129,7 @@ def allowed_cpus() -> tuple[int, ...]:
 
 
 def core_groups(cpus: Iterable[int], topology: Path = TOPOLOGY) -> Groups:
-    """Return the CPUs grouped by physical core.
-
-    Without a known topology, each CPU is a group of its own.
-    """
+    """Group logical CPUs by the physical core that they share."""
     wanted = sorted(set(cpus))
     groups: dict[tuple[int, ...], None] = {}
     for cpu in wanted:
@@ -163,9 +142,9 @@ def core_groups(cpus: Iterable[int], topology: Path = TOPOLOGY) -> Groups:
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """Return the CPUs in the kernel's list format: `0-3,8` is 0, 1, 2, 3, 8.
+    """Parse a kernel list of CPUs such as "0-3,8".
 
-    Raises ValueError for any other text.
+    Raises ValueError.
     """
     cpus: list[int] = []
     for part in text.strip().split(","):
@@ -175,10 +154,9 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 
 
 def slice_cpus(groups: Groups, count: int) -> Groups:
-    """Return `count` sets of CPUs of equal size, for slices.
+    """Divide logical CPUs into `count` slices of equal size, along physical cores if possible.
 
-    `groups` are the CPUs of each physical core, which stay together if there are enough cores.
-    Remaining CPUs are left out. Raises RequestError if there are fewer CPUs than slices.
+    CPUs that remain aren't in any slice. Raises RequestError if there are fewer CPUs than slices.
     """
     cpus = tuple(cpu for group in groups for cpu in group)
     if count > len(cpus):
@@ -200,9 +178,9 @@ def slice_cpus(groups: Groups, count: int) -> Groups:
 
 
 def slice_cores(device: str, allowed: Iterable[int]) -> tuple[int, ...]:
-    """Return the CPUs among `allowed` that belong to the slice `device`, such as "cpu-0-of-2".
+    """Return the logical CPUs of a slice named such as "cpu-0-of-2".
 
-    The result is empty if `device` isn't a slice or if there are too few CPUs.
+    Returns () if the name isn't a slice's or `allowed` has too few CPUs.
     """
     named = _SLICE.fullmatch(device)
     if named is None:
@@ -216,17 +194,14 @@ def slice_cores(device: str, allowed: Iterable[int]) -> tuple[int, ...]:
 
 
 def pin_threads(cores: Iterable[int]) -> None:
-    """Restrict this process's threads, and threads that they start later, to these CPUs."""
+    """Restrict all threads of this process to the given logical CPUs."""
     for thread in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread), cores)
 
 
 def cap_address_space(room_bytes: int) -> None:
-    """Limit this process's address space to its current size plus `room_bytes`.
-
-    Larger allocations then fail with an error that torch can catch.
-    """
+    """Limit this process's address space to its current size and `room_bytes` more."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     soft = pages * resource.getpagesize() + room_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

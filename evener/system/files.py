@@ -1,8 +1,4 @@
-"""Find this user's state folder, read files of limited size, and write files atomically.
-
-Nothing is stored in a folder that other users may write to. If a write fails or is interrupted, the
-previous file stays intact.
-"""
+"""Files and folders in which evener keeps its state."""
 
 from __future__ import annotations
 
@@ -17,9 +13,9 @@ from ..errors import RequestError, as_request_error
 
 
 def state_folder() -> Path:
-    """Return this user's state folder, accessible to this user only; create it if necessary.
+    """Return evener's state folder, and create it if necessary.
 
-    It is in $XDG_STATE_HOME if that is set. Raises RequestError if the folder can't be trusted.
+    Raises RequestError if the folder can't be used or others may write to it.
     """
     import platformdirs
 
@@ -27,12 +23,15 @@ def state_folder() -> Path:
 
 
 def runs_folder() -> Path:
-    """Return the folder that contains one folder per run; create it if it doesn't exist."""
+    """Return the folder of all runs, and create it if necessary.
+
+    Raises RequestError as `state_folder` does.
+    """
     return trusted_folder(state_folder() / "runs")
 
 
 def new_run_id() -> str:
-    """Return a new name for a run's folder; names sort by time."""
+    """Return a new name for a run, which begins with the UTC time."""
     # with a resolution of a quarter of a millisecond; the last digit is random
     now = time.time()
     from secrets import token_hex  # this import loads hashlib, which monitors don't need
@@ -42,10 +41,9 @@ def new_run_id() -> str:
 
 
 def trusted_folder(folder: Path) -> Path:
-    """Return the folder after checking that only this user may write to it.
+    """Create a folder if necessary and return it, checked to be writable by this user alone.
 
-    A missing folder is created. Links are followed. Raises RequestError if the folder belongs to
-    another user, or if others may write to it.
+    Raises RequestError if it can't be used, or if others own it or may write to it.
     """
     with as_request_error(
         f"The folder {folder} can't be used", "Set XDG_STATE_HOME to a folder that you may write."
@@ -66,27 +64,21 @@ def trusted_folder(folder: Path) -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Create the folder and its missing parents, accessible to this user only.
-
-    An existing folder isn't changed.
-    """
+    """Create a folder and its missing parents, accessible to this user alone."""
     if not folder.is_dir():
         make_private(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def new_error_file() -> Path:
-    """Delete the error file of earlier measurements without a run folder, and return its path."""
+    """Return the path for error details, after deleting the previous file."""
     path = error_file()
     path.unlink(missing_ok=True)
     return path
 
 
 def error_file() -> Path:
-    """Return the error file of the last measurement without a run folder.
-
-    It exists only if a child process of that measurement wrote an error.
-    """
+    """Return the path for error details."""
     return state_folder() / "errors.txt"
 
 
@@ -97,11 +89,9 @@ PIPE_SECONDS = 5.0  # timeout for the first byte from a pipe
 def read_whole(
     path: str | os.PathLike[str], what: str, remedy: str, error: type[RequestError] = RequestError
 ) -> bytes:
-    """Return the content of a file or a pipe.
+    """Read a file of at most 4 MiB, or a pipe that is written to within five seconds.
 
-    `what` names the expected kind of file and `remedy` is a suggestion, both for error messages.
-    Raises `error` if the file can't be read or is larger than 4 MiB, or if nothing is written to a
-    pipe for 5 s.
+    `what` names the file's purpose in messages. Raises `error`, with `remedy`, if reading fails.
     """
     with (
         as_request_error(f"The {what} {path} can't be read", remedy, error),
@@ -117,10 +107,9 @@ def read_whole(
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace the content of `path` with `content` atomically.
+    """Write a file so that readers see either the old or the new content.
 
-    An existing file keeps its mode. Links are followed. A pipe, or a device such as /dev/stdout, is
-    written to directly. Raises RequestError on failure.
+    Keeps the permissions of an existing file, and follows links. Raises RequestError.
     """
     with as_request_error(
         f"{path} can't be written", "Name a file in a folder that you may write to."

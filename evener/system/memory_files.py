@@ -1,4 +1,4 @@
-"""Files that exist only in the memory of the process that creates them."""
+"""Temporary files in memory that other processes can open."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ _kept: deque[int] = deque()
 
 
 def make_memory_file() -> str:
-    """Return the path of a new, empty file in memory.
+    """Create an empty file in memory, and return its path.
 
-    Only processes of this user can open it. It disappears with this process, and after MOST_FILES
-    further calls.
+    It exists until this process ends or has created 256 more.
     """
     # The path is under /proc, so the file needs neither disk nor folder, and no other process can
     # create it first.

@@ -1,4 +1,4 @@
-"""Temporarily replace an attribute of an object."""
+"""Replace an attribute for a while."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give the attribute `name` of `owner` this value within a `with` block.
-
-    The earlier value is restored on exit.
-    """
+    """Context manager: set an attribute of `owner`, and restore the previous one at the end."""
     # if only the class defined the attribute, the instance loses it again
     own = vars(owner)
     had, before = name in own, own.get(name)

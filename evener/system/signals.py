@@ -1,4 +1,4 @@
-"""Handle the signals that ask this process to exit: Ctrl-C, SIGTERM and SIGHUP."""
+"""Handle the signals that end a process."""
 
 from __future__ import annotations
 
@@ -15,16 +15,13 @@ _LIBC = ctypes.CDLL(None)
 
 
 def end_with_parent() -> None:
-    """Make the kernel send SIGTERM to this process when the thread that started it exits.
-
-    A child process calls this before it executes its program.
-    """
+    """Let the kernel send SIGTERM to this process when the thread that started it ends."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 @contextmanager
 def restored_signals() -> Iterator[None]:
-    """Return a context that restores the handlers of Ctrl-C, SIGTERM and SIGHUP on exit."""
+    """Context manager: restore the handlers of SIGINT, SIGTERM and SIGHUP at the end."""
     earlier = {number: signal.getsignal(number) for number in ENDING}
     try:
         yield
@@ -35,10 +32,9 @@ def restored_signals() -> Iterator[None]:
 
 @contextmanager
 def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
-    """Make Ctrl-C, SIGTERM and SIGHUP call `handle` within a `with` block.
+    """Context manager: call `handle` with the number of each SIGINT, SIGTERM or SIGHUP.
 
-    `handle` gets the signal's number. A SIGHUP that is ignored, for example under `nohup`, stays
-    ignored. The earlier handlers are restored on exit.
+    SIGHUP stays ignored if it was, as under nohup.
     """
     with restored_signals():
         for number in ENDING:
@@ -49,10 +45,7 @@ def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """Keep Ctrl-C, SIGTERM and SIGHUP from ending the process in a `with` block.
-
-    Its value is a list that collects the numbers of received signals.
-    """
+    """Context manager: collect the SIGINT, SIGTERM and SIGHUP that arrive, in a list."""
     caught: list[int] = []
     with handled_signals(caught.append):
         yield caught

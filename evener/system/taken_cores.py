@@ -29,11 +29,7 @@ HYPERVISOR = "other virtual machines on this host"
 
 
 class CoreTimes(NamedTuple):
-    """How long a process's threads ran and waited, and its cores were busy.
-
-    The times are in seconds from an arbitrary start, so only differences between readings are
-    meaningful.
-    """
+    """Times of a process and its cores, in seconds from an arbitrary start."""
 
     at_s: float = 0.0
     ran_s: float = 0.0  # total of all threads
@@ -44,12 +40,7 @@ class CoreTimes(NamedTuple):
 
 
 class Starvation(NamedTuple):
-    """How long a process was delayed by a lack of CPU cores between two readings.
-
-    - `wall_s`: elapsed time.
-    - `starved_s`: how long the process was delayed.
-    - `throttled_s`: time in which the container's CPU quota was used up.
-    """
+    """Seconds in which a process waited for a core, out of a measured period."""
 
     wall_s: float = 0.0
     starved_s: float = 0.0  # at most wall_s
@@ -57,15 +48,14 @@ class Starvation(NamedTuple):
 
     @property
     def part(self) -> float:
-        """The time of delay as a fraction of the elapsed time."""
+        """Fraction of the period in which the process waited, 0 for an empty period."""
         return self.starved_s / self.wall_s if self.wall_s > 0 else 0.0
 
 
 class CoreWatch:
-    """Measures how long the threads of one process wait for CPU cores between two readings.
+    """Measures how long a process's threads wait for a core; by default this process's.
 
-    - `pid`: the process; None for this one.
-    - `cores`: number of cores that it may use; None for all cores in its CPU affinity.
+    `cores` is the number of cores that the process may use, by default its affinity's.
     """
 
     def __init__(self, pid: int | None = None, cores: int | None = None) -> None:
@@ -78,11 +68,11 @@ class CoreWatch:
 
     @property
     def known(self) -> bool:
-        """True if the kernel reports how long threads wait."""
+        """True if the kernel reports the times of threads."""
         return bool(self._before)
 
     def read(self) -> Starvation:
-        """Return how long the process lacked CPU cores since the last reading."""
+        """Return the time spent waiting since the last reading, or since creation."""
         # The kernel's waiting times also contain waiting for other threads, and for an idle core to
         # wake up. Three limits leave that out: the CPU time that the threads missed is at most what
         # other programs, the hypervisor and the quota took; the CPU time that they wanted is at
@@ -103,7 +93,7 @@ class CoreWatch:
         return Starvation(wall_s, starved_s, max(0.0, last.throttled_s - before.throttled_s))
 
     def _read_totals(self) -> CoreTimes:
-        """Return the cumulative times of all threads and of the process's cores."""
+        """Return the times of all threads so far."""
         # a thread that is new since the last reading counts from its start
         now = _read_threads(self._tasks)
         ran_s = self._last.ran_s
@@ -121,7 +111,7 @@ class CoreWatch:
 
 
 def _find_stolen(before: CoreTimes, last: CoreTimes) -> float:
-    """Return the seconds that the hypervisor took from a process."""
+    """Return the seconds that the hypervisor took from this process."""
     # The kernel counts it neither as running nor as waiting, so it is estimated: the cores' stolen
     # time times the process's fraction of their busy time.
     stolen_s, busy_s = last.stolen_s - before.stolen_s, last.busy_s - before.busy_s
@@ -132,7 +122,7 @@ def _find_stolen(before: CoreTimes, last: CoreTimes) -> float:
 
 
 def _find_taken(before: CoreTimes, last: CoreTimes) -> float:
-    """Return the CPU seconds on its cores that a process couldn't use."""
+    """Return the core seconds that others took, inf if unknown."""
     if not last.busy_s:
         # the kernel doesn't report how busy the cores were
         return math.inf
@@ -142,7 +132,7 @@ def _find_taken(before: CoreTimes, last: CoreTimes) -> float:
 
 
 def _find_idle(before: CoreTimes, last: CoreTimes, cores: int) -> float:
-    """Return the total idle seconds of a process's cores."""
+    """Return the core seconds in which cores were idle."""
     # Return 0 if that is unknown. A quota leaves cores idle that the process may not use.
     if not last.busy_s or last.throttled_s > before.throttled_s:
         return 0.0
@@ -151,11 +141,7 @@ def _find_idle(before: CoreTimes, last: CoreTimes, cores: int) -> float:
 
 
 def read_core_seconds(cores: Collection[int], stat: Path = PROC / "stat") -> tuple[float, float]:
-    """Return the busy time and the steal time of these cores, in seconds.
-
-    Steal time was taken by the hypervisor. Both are sums over the cores since boot, and 0 if
-    unknown.
-    """
+    """Return the busy seconds and the seconds stolen by the hypervisor since boot, over `cores`."""
     busy = stolen = 0
     names = {f"cpu{core}" for core in cores}
     with suppress(OSError, ValueError, IndexError):
@@ -170,7 +156,7 @@ def read_core_seconds(cores: Collection[int], stat: Path = PROC / "stat") -> tup
 
 
 def _read_threads(tasks: Path) -> dict[str, tuple[int, int]]:
-    """Return how many nanoseconds each thread ran and waited, by id."""
+    """Return the nanoseconds that each thread ran and waited to run."""
     found = {}
     try:
         names = os.listdir(tasks)
@@ -185,12 +171,7 @@ def _read_threads(tasks: Path) -> dict[str, tuple[int, int]]:
 
 
 def read_throttled_seconds(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float:
-    """Return how long a CPU quota has throttled this process, in seconds.
-
-    If several control groups have a quota, the longest time is returned; 0 if unknown. `root` is
-    the folder of all control groups, and `membership` is the kernel's file with this process's
-    groups.
-    """
+    """Return the seconds for which the container's CPU quota has stopped its processes so far."""
     seconds = 0.0
     for folder, version in list_groups("cpu", root, membership):
         name, unit = ("throttled_usec", 1e-6) if version == 2 else ("throttled_time", 1e-9)
@@ -202,7 +183,7 @@ def read_throttled_seconds(root: Path = CGROUPS, membership: Path = MEMBERSHIP) 
 
 
 class ProcessUse(NamedTuple):
-    """The cumulative CPU time of every visible process at one point in time, in seconds."""
+    """CPU seconds of all processes at one time."""
 
     at_s: float
     seconds: Mapping[tuple[int, str], float]  # by pid and start time
@@ -211,10 +192,7 @@ class ProcessUse(NamedTuple):
 
 
 def read_process_use() -> ProcessUse:
-    """Return the CPU time that every visible process has used since it was started.
-
-    This takes about 20 us per process.
-    """
+    """Read the CPU seconds of all processes that are visible here."""
     seconds: dict[tuple[int, str], float] = {}
     parents = {}
     for name in os.listdir(PROC):
@@ -236,17 +214,11 @@ def name_competitors(
     most: int = MOST_NAMED,
     own: int = -1,
 ) -> str:
-    """Return the programs that used the most CPU time between two readings, for a message.
+    """Name the programs that used the most CPU between two readings, and how many cores.
 
-    The result is like "python load.py (1.9 cores)", or "" if nothing is found. It also names the
-    container's CPU limit and the hypervisor if they took cores.
-
-    - `before`, `after`: results of `read_process_use`.
-    - `own_root`: the training process; it, its descendants and its parent aren't named.
-    - `throttled_s`: how long the container's CPU limit throttled this process.
-    - `most`: maximum number of programs.
-    - `own`: a descendant of `own_root`, or -1. The processes that it started, such as a data
-      loader's workers, are named nevertheless, together as the training's own workers.
+    `own_root` and its descendants aren't named, except for workers of the process `own`. The
+    container's quota and other virtual machines are named if they took much. Returns "" if nothing
+    did.
     """
     wall_s = after.at_s - before.at_s
     if wall_s <= 0:
@@ -269,7 +241,7 @@ def name_competitors(
 
 
 def _is_under(pid: int, root: int, parents: Mapping[int, int]) -> bool:
-    """True if the process `pid` is `root` or a descendant of it."""
+    """Return True if `pid` is `root` or one of its descendants."""
     seen: set[int] = set()
     while pid not in seen:
         if pid == root:
@@ -280,10 +252,7 @@ def _is_under(pid: int, root: int, parents: Mapping[int, int]) -> bool:
 
 
 def name_process(pid: int) -> str:
-    """Return the base names of a process's program and of its script or module.
-
-    Returns "process PID" if its command line can't be read.
-    """
+    """Return a process's program and script for messages, or "process PID" if it has ended."""
     with suppress(OSError):
         words = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
         named = [Path(word).name for word in (words[0], _find_script(words[1:])) if word]
@@ -296,7 +265,7 @@ _WITH_VALUE = ("-W", "-X")  # options of Python that are followed by a value
 
 
 def _find_script(arguments: list[str]) -> str:
-    """Return the script or module among Python's arguments, or ""."""
+    """Return the script in Python's arguments, or "" if there is none."""
     # the first argument that is neither an option nor an option's value
     words = iter(arguments)
     for word in words:

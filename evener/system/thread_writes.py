@@ -1,4 +1,4 @@
-"""Count the bytes that a thread writes, using Linux's I/O accounting."""
+"""Count the bytes that a thread writes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ _WRITTEN = b"wchar:"
 
 
 class ThreadWrites:
-    """Counts the bytes written by the thread that creates this object.
-
-    Reading the counter takes about a microsecond. It stays 0 without the kernel's I/O accounting.
-    """
+    """Counts the bytes written by the thread that creates this object."""
 
     def __init__(self) -> None:
         self._descriptor = -1
@@ -20,10 +17,7 @@ class ThreadWrites:
             self._descriptor = os.open("/proc/thread-self/io", os.O_RDONLY | os.O_CLOEXEC)
 
     def count_bytes(self) -> int:
-        """Return how many bytes this thread has written with write().
-
-        Writes to files, pipes and sockets count. The result is 0 if unknown.
-        """
+        """Return the bytes written by system calls since the thread started, 0 if unknown."""
         if self._descriptor < 0:
             return 0
         with suppress(OSError, ValueError, IndexError):  # for example, if the thread has ended

@@ -1,4 +1,4 @@
-"""Find a library's threads in this process by name, and wait until they sleep."""
+"""Wait for threads to become idle."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ _LOOK_SECONDS = 0.001
 
 
 def wait_until_asleep(name: str, seconds: float = 5.0) -> bool:
-    """Wait until all threads of this process named `name` sleep; return False after `seconds`.
+    """Wait until all threads of this process named `name` sleep, and return True.
 
-    Return True at once if there are none. Other Python threads may run meanwhile. On systems other
-    than Linux, this waits for 50 ms and returns True.
+    Returns False after `seconds` seconds. Without `/proc`, it waits 50 ms and returns True.
     """
     if not _TASKS.is_dir():
         time.sleep(50 * _LOOK_SECONDS)
@@ -36,7 +35,7 @@ def wait_until_asleep(name: str, seconds: float = 5.0) -> bool:
 
 
 def _read_threads(name: str) -> dict[str, tuple[str, str]]:
-    """Return the state and context switches of threads with this name."""
+    """Return the state and the number of context switches of each thread named `name`."""
     found = {}
     for task in _TASKS.iterdir():
         with suppress(OSError):  # of a thread that has ended

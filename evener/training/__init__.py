@@ -1,1 +1,1 @@
-"""Rules for training processes of any framework: their ranks, their rows, and changes of shares."""
+"""What a training process does in every step, independent of the framework."""

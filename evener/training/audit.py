@@ -75,11 +75,7 @@ LOSS = "the loss"  # the tensor's name in a sketch if no gradients can be comput
 
 
 class Sketch(msgspec.Struct):
-    """Random sums of each tensor's gradient over some rows, and the loss.
-
-    Sums are by tensor name. `kinds` are the tensors' types, such as "float32". Tensors without a
-    gradient aren't included.
-    """
+    """Random sums of each tensor's gradient, small enough to compare between computations."""
 
     # A sum adds up the gradient's elements with random signs. The standard deviation of such a sum
     # is the gradient's norm. So the differences between two sketches' sums estimate the distance of
@@ -90,28 +86,21 @@ class Sketch(msgspec.Struct):
     loss: float = math.nan
 
     def add(self, name: str, kind: str, sums: Sequence[float]) -> None:
-        """Add random sums of a tensor's gradient on some of the rows.
-
-        `name` is the tensor's name, and `kind` its type.
-        """
+        """Add the sums of a further pass to a tensor's, whose number type is `kind`."""
         before = self.sums.get(name, (0.0,) * len(sums))
         self.sums[name] = tuple(one + other for one, other in zip(before, sums, strict=True))
         self.kinds[name] = kind
 
     def size(self, name: str) -> float:
-        """Return the estimated norm of a tensor's gradient; 0 without a gradient."""
+        """Return an estimate of the norm of a tensor's gradient, 0 if the tensor is unknown."""
         return _size(self.sums.get(name, ()))
 
 
 class GradientDifference(msgspec.Struct, frozen=True):
-    """The largest difference between two gradients.
+    """The difference of a tensor's gradient between two computations, and the allowed rounding.
 
-    - `name`: the tensor whose gradients differ most; LOSS if only losses are compared, "" if the
-      difference can't be measured.
-    - `relative`: the difference relative to the gradient's size.
-    - `allowed`: maximum relative difference that rounding may cause.
-    - `reference`, `trained`: norms of both gradients.
-    - `losses`: both losses.
+    `reference` and `trained` are the gradient's norms in the two computations. `relative` and
+    `allowed` are fractions of the norm.
     """
 
     name: str
@@ -125,9 +114,9 @@ class GradientDifference(msgspec.Struct, frozen=True):
 def compare(
     reference: Sketch, trained: Sketch, repeats: Sequence[Sketch] = ()
 ) -> GradientDifference | None:
-    """Return the difference that most exceeds its allowed rounding.
+    """Return the largest difference beyond rounding, or None if the gradients agree.
 
-    Return None if no difference exceeds it, or if the reference isn't finite.
+    `repeats` are further computations of the reference, from which the rounding is estimated.
     """
     # Without `repeats`, the allowed rounding is the `floor` for the tensor's type, or more if the
     # tensor's gradient is very small beside the largest one. With `repeats`, it is at least SAFETY
@@ -143,10 +132,7 @@ def _compare(
 
 
 def are_losses_near(reference: Sketch, other: Sketch, repeats: Sequence[Sketch] = ()) -> bool:
-    """True if the losses of two sketches differ by no more than rounding.
-
-    `repeats` are further computations of the reference.
-    """
+    """Return True if the losses of two computations agree up to rounding."""
     # the allowed rounding is computed as in `compare`, but with a lower floor
     scale = max(abs(reference.loss), abs(other.loss))
     rounding = max((abs(repeat.loss - reference.loss) for repeat in repeats), default=0.0)
@@ -157,10 +143,9 @@ def are_losses_near(reference: Sketch, other: Sketch, repeats: Sequence[Sketch] 
 def find_largest(
     reference: Sketch, trained: Sketch, noises: Mapping[str, float]
 ) -> GradientDifference | None:
-    """Return the difference of the tensor whose gradients differ most.
+    """Return the largest difference of a tensor's gradient, or None if none can be compared.
 
-    `noises` is the result of `find_noises`. Return None if the reference isn't finite, or if all
-    gradients are 0 or missing.
+    `noises` are the relative differences by rounding for each tensor.
     """
     # to compare tensors, each difference is divided by the rounding that is allowed for its tensor
     names = sorted(reference.sums.keys() | trained.sums.keys())
@@ -179,7 +164,7 @@ def _compare_tensor(
     largest: float,
     noises: Mapping[str, float],
 ) -> GradientDifference | None:
-    """Return the difference of two gradients; None if both are 0."""
+    """Return the difference for one tensor, or None if it can't be computed."""
     # `largest` is the norm of the reference's largest gradient. `noises` is the result of
     # `find_noises`.
     sizes = reference.size(name), trained.size(name)
@@ -196,15 +181,12 @@ def _compare_tensor(
 
 
 def floor(kind: str) -> float:
-    """Return the relative difference that always counts as rounding for tensors of this type."""
+    """Return the relative difference that is always allowed for a number type such as "float32"."""
     return FLOORS.get(kind.removeprefix("complex"), FLOORS["float32"])
 
 
 def find_noises(reference: Sketch, repeats: Sequence[Sketch]) -> dict[str, float]:
-    """Return the relative difference between the reference and its repeats, by tensor name.
-
-    It comes from rounding alone. Return {} without repeats.
-    """
+    """Return the relative differences by rounding for each tensor, {} without repeats."""
     # a tensor's difference, estimated from a few random sums, may be small by chance; so it is at
     # least the median over all tensors
     if not repeats:
@@ -220,7 +202,7 @@ def find_noises(reference: Sketch, repeats: Sequence[Sketch]) -> dict[str, float
 
 
 def _scale(name: str, one: Sketch, other: Sketch, largest: float) -> float:
-    """Return the norm that a tensor's difference is divided by."""
+    """Return the norm by which a difference is divided."""
     # The quotient is the relative difference. The norm is at least SMALL times `largest`, the norm
     # of the largest gradient. A gradient that is 0 except for rounding, such as that of a bias
     # before a softmax, has no meaningful norm, and its rounding is a fraction of the summed terms,
@@ -247,10 +229,10 @@ def _size(sums: Sequence[float]) -> float:
 def compare_ranks(
     every: Sequence[Sketch], noises: Sequence[Mapping[str, float]] = ()
 ) -> GradientDifference | None:
-    """Return the largest difference between ranks' gradients of the same rows.
+    """Compare the first rank's gradients with all others', computed from the same rows.
 
-    `every` has the ranks' sketches, and `noises` their results of `find_noises`. Return None if no
-    difference exceeds the rounding.
+    Returns the largest difference beyond rounding, or None. `noises` are each rank's differences by
+    rounding.
     """
     # Without `noises`, a returned difference only means that rounding has to be measured. The
     # weights are the same on all ranks. So a difference comes from something else that the loss
@@ -268,7 +250,7 @@ def compare_ranks(
 
 
 class Action(Enum):
-    """What a training run does after an audit."""
+    """What happens after an audit."""
 
     GO_ON = "go on"
     CONFIRM = "confirm"  # audit the next step too, without a message yet
@@ -278,10 +260,10 @@ class Action(Enum):
 
 
 class Audits:
-    """Decides when a training run is audited, and what follows.
+    """Decides which steps are audited, and what a difference leads to.
 
-    With `evens` (`evener run`), a difference makes shares equal from then on. With `strict`, or in
-    the first EARLY steps, it is an error. Otherwise it is a warning.
+    An early difference ends training with an error, and a later one, once confirmed, gives a
+    warning. `strict` always ends training; `evens` makes shares equal instead.
     """
 
     # in all three cases, there are no more audits
@@ -298,10 +280,9 @@ class Audits:
         self._confirms = False
 
     def begin(self, signature: Hashable = None) -> bool:
-        """Count a step; return True if the step is to be audited.
+        """Start a step, and return True if it must be audited.
 
-        A step with a new `signature` is audited. The signature is any hashable object that changes
-        with the program.
+        `signature` describes the step's computation. A new signature leads to an audit.
         """
         self.step += 1
         if self.over:
@@ -313,10 +294,7 @@ class Audits:
         return changed or again or self._confirms or is_audited(self.step)
 
     def sees(self, signature: Hashable) -> bool:
-        """Record a signature; return True if it is new.
-
-        The step must then be audited. Only the first 32 signatures are recorded.
-        """
+        """Return True for a new signature, and plan an audit of this step and of a later one."""
         # without this limit, a signature that changes in every step would cause an audit in every
         # step
         if self.over or signature in self._signatures or len(self._signatures) >= MOST_CHANGES:
@@ -327,27 +305,20 @@ class Audits:
         return True
 
     def changes(self) -> bool:
-        """Record a change outside the signature, such as a module's changed setting.
-
-        Return True if the current step must be audited because of it.
-        """
+        """Plan an audit after a change in training, and return True if there is one."""
         return self.sees(("change", len(self._signatures)))
 
     @property
     def confirms(self) -> bool:
-        """True if the next step is audited to confirm this step's difference."""
+        """True if this step's audit has to confirm a difference."""
         return self._confirms
 
     def decide(self, difference: GradientDifference | None) -> Action:
-        """Return what to do after this step's audit; a `difference` of None means agreement."""
+        """Return what to do after an audit; None means that the gradients agree."""
         return self.decide_by(difference is not None)
 
     def decide_by(self, differs: bool) -> Action:
-        """Return what to do after this step's audit.
-
-        `differs` is True if any rank found a difference. From step 65 on, a difference counts only
-        if the audit of the following step finds one too.
-        """
+        """Return what to do after an audit."""
         confirmed, self._confirms = self._confirms, False
         if not differs:
             return Action.GO_ON
@@ -363,10 +334,7 @@ class Audits:
 
 
 def is_audited(step: int) -> bool:
-    """True if a step is audited even if nothing has changed.
-
-    Steps are counted from 1.
-    """
+    """Return True if the step, counted from 1, is audited in any case."""
     return step in FIRST_STEPS or step % EVERY == 0
 
 
@@ -378,7 +346,7 @@ IN_EQUAL_PARTS = "in equal parts"  # as a program's own launcher computes them
 
 
 class LikelyCause(msgspec.Struct, frozen=True):
-    """Why something changes the gradient, and what the user can do."""
+    """Why gradients differ, and what to do about it."""
 
     why: str
     remedy: str
@@ -435,11 +403,7 @@ CAUSES = {
 
 
 def find_cause(answers: Mapping[str, Callable[[], bool]]) -> str:
-    """Return the likeliest cause of a difference, as a key of CAUSES.
-
-    `answers` has a function per cause. It returns True if the difference is gone without the cause.
-    The result is "rows" if no cause is found.
-    """
+    """Return the name of the first cause in CAUSES whose function returns True, or "rows"."""
     # the functions recompute the gradient without the cause, and are called in the order of CAUSES
     for name in CAUSES:
         if name in answers and answers[name]():
@@ -454,12 +418,10 @@ def describe(
     step: int = 1,
     reference: str = AT_ONCE,
 ) -> str:
-    """Return a message with the size of a difference and its likely cause.
+    """Return a message about a difference, its cause and its size.
 
-    - `cause`: the likely cause, or its key in CAUSES.
-    - `rows`: numbers of rows of the parts; empty if two ranks differ.
-    - `step`: number of the step in which the difference was found.
-    - `reference`: how the reference computes the rows, such as AT_ONCE.
+    `rows` are the ranks' row counts, empty for a comparison of ranks. `reference` says how the rows
+    were computed for comparison.
     """
     likely = CAUSES[cause] if isinstance(cause, str) else cause
     tensor = LOSS if difference.name == LOSS else f"the gradient of {difference.name}"
@@ -482,7 +444,7 @@ def describe(
 
 
 def _write_apart(one: float, other: float) -> str:
-    """Return two numbers as text, with enough digits to differ."""
+    """Return both numbers with enough digits to differ."""
     digits = 6
     while f"{one:.{digits}g}" == f"{other:.{digits}g}" and digits < 17:
         digits += 1
@@ -495,9 +457,9 @@ def _write_apart(one: float, other: float) -> str:
 def find_unequal(
     every: Sequence[Mapping[str, Sequence[float]]], near: float = 1e-4
 ) -> tuple[str, float, float] | None:
-    """Return the first name whose values differ between ranks, with the lowest and highest value.
+    """Return the first state that differs between ranks, with its lowest and highest value.
 
-    Return None if none do. Values may differ by the fraction `near`.
+    Returns None if all states agree up to the relative difference `near`.
     """
     # `every` has, for each rank, a few values for each buffer and for each number that enters the
     # loss. Only names that all ranks have are compared.

@@ -26,7 +26,10 @@ EVIDENCE_SECONDS: dict[Bottleneck, float] = {"own work": 0.5, "shared core": 5.0
 
 
 class RankTimes(NamedTuple):
-    """Medians of the times of a rank's steps in a window; NaN for unknown values."""
+    """Median times of one rank's steps in seconds, and how busy its GPU and core were.
+
+    NaN stands for an unknown value.
+    """
 
     own_work_s: float
     input_s: float  # idle time while other threads or processes fetch its rows
@@ -36,10 +39,11 @@ class RankTimes(NamedTuple):
 
 
 def find_bottleneck(ranks: Sequence[RankTimes]) -> Bottleneck:
-    """Return what limits the steps, from the medians of each rank.
+    """Return what limits the speed: "own work", "shared core", "host" or "input".
 
-    "shared core" means that other programs use the slowest rank's CPU cores. "input" means that a
-    rank waits for rows from other threads or processes.
+    "own work" is the compute time of the ranks. "shared core" means that other programs use the
+    slowest rank's CPU core, "host" that its GPU waits for kernels to start, and "input" that a rank
+    waits for rows.
     """
     # Rows that the training loop prepares itself are a part of its compute time (own work).
     last = max(ranks, key=lambda rank: _zero_for_nan(rank.own_work_s + rank.input_s))
@@ -54,9 +58,9 @@ def find_bottleneck(ranks: Sequence[RankTimes]) -> Bottleneck:
 
 
 def fewest_windows(bottleneck: Bottleneck, window_s: float) -> int:
-    """Return how many windows of `window_s` seconds must pass before shares may change.
+    """Return how many windows of steps to observe before shares may change.
 
-    The number is from 2 to 64, or 0 if the host or the input is the bottleneck.
+    `window_s` is the duration of a window in seconds.
     """
     # with 0, shares don't change at all, because that wouldn't help
     seconds = EVIDENCE_SECONDS.get(bottleneck)

@@ -1,4 +1,4 @@
-"""Exit a process whose main thread is stuck in a library call that never returns."""
+"""End a process whose main thread is stuck, or that fails."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ STUCK_SECONDS = 10.0  # after Ctrl-C; a launcher would wait for 30 s
 
 
 def end_process(code: int) -> NoReturn:
-    """Exit this process from any thread, after flushing output and logs.
-
-    `code` is the exit code.
-    """
+    """Exit at once, from any thread, after flushing the log and the standard streams."""
     # exit handlers would wait for the main thread, which is stuck
     with suppress(Exception):  # the user's handler may fail
         logging.shutdown()
@@ -31,11 +28,7 @@ def end_process(code: int) -> NoReturn:
 
 
 def last_error() -> BaseException | None:
-    """Return the uncaught exception that ended the program; None if there is none.
-
-    Call this from an exit handler. In an interactive session, return None, because the session
-    continues after an exception.
-    """
+    """Return the exception that ends this process, or None, as always in an interactive session."""
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return None
     error: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
@@ -46,10 +39,9 @@ _installed = Event()  # set once a thread of this process watches for Ctrl-C
 
 
 def install_interrupt_watchdog() -> None:
-    """Make Ctrl-C exit this process even while it waits for other ranks.
+    """End this process, with exit code 130, if Ctrl-C isn't handled within ten seconds.
 
-    It exits with code 130 if Python's signal handler hasn't run within 10 s. Nothing is done
-    outside the main thread.
+    Does nothing outside the main thread.
     """
     # The process may wait in a library call. Python runs the handler only once the call returns,
     # and an NCCL call that waits for other ranks' GPUs may never return. The watchdog can't be

@@ -27,18 +27,18 @@ RANK_VARIABLES = (
 
 
 def describe_rank() -> str:
-    """Return this process's rank, number of ranks and elastic run id, as text."""
+    """Return this process's rank, number of processes and run id, as text."""
     names = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
     return " ".join(os.environ.get(name, "-") for name in names)
 
 
 def is_eveners_rank() -> bool:
-    """True if evener started this rank, according to its environment variables."""
+    """Return True if the rank in the environment is the one that evener started."""
     return os.environ.get(STARTED_AS) == describe_rank()
 
 
 def is_first_process() -> bool:
-    """True if this is evener's first rank itself, and not its child."""
+    """Return True if this process is the first rank itself, not a process that it started."""
     path = os.environ.get(RELEASE)
     if not path:
         return False
@@ -48,19 +48,19 @@ def is_first_process() -> bool:
 
 
 def is_in_other_run() -> bool:
-    """True if this process was started by an elastic agent of the program itself."""
+    """Return True if another launcher, such as torchrun, has started this process."""
     started = os.environ.get(STARTED_AS)
     return started is not None and started.split(" ")[2] != describe_rank().split(" ")[2]
 
 
 def is_released() -> bool:
-    """True if the other ranks may start, or none waits for this process."""
+    """Return True if the other ranks may start, or if they don't wait."""
     path = os.environ.get(RELEASE)
     return not path or os.path.exists(path)
 
 
 def release_others() -> None:
-    """Allow the other ranks to start; does nothing if none of them waits."""
+    """Let the other ranks start."""
     path = os.environ.get(RELEASE)
     if path:
         with suppress(OSError):  # the launcher may have ended
@@ -68,10 +68,9 @@ def release_others() -> None:
 
 
 def wait_for_release(path: str, rank: int) -> None:
-    """Wait until the file `path` exists, which lets the other ranks start.
+    """Wait until the first rank releases this one, and exit if the first rank ends before.
 
-    Rank 0 doesn't wait; it writes its process id beside `path`. If rank 0 exits before the file
-    exists, this process exits with code 0.
+    The first rank itself doesn't wait; it writes its process id for the others.
     """
     first = Path(f"{path}.first")
     if rank == 0:

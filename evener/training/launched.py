@@ -1,4 +1,4 @@
-"""The environment variables that evener launch sets for a training process."""
+"""Environment variables by which evener's launchers pass settings to training processes."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ WANTS_PROCESSES = 86  # the exit code of a process that can't train on all devic
 
 
 def ask_for_processes(why: str) -> None:
-    """Exit with code `WANTS_PROCESSES` so that evener launch starts one process per device.
+    """Exit so that `evener launch` starts one process per device, if it can.
 
-    A message with the reason `why` is printed first. Does nothing if evener launch didn't start
-    this process, or can't start others.
+    `why` is printed. Returns if this isn't possible.
     """
     if os.environ.get(ONE_PROCESS):
         print(f"evener: {why} A process for each device is started.", file=sys.stderr, flush=True)
@@ -45,9 +44,9 @@ def ask_for_processes(why: str) -> None:
 
 
 def launched_plan(named: str | os.PathLike[str] | None = None) -> str | os.PathLike[str] | None:
-    """Return the plan file to train with; None if none is named.
+    """Return the path of the plan to use, or None if there is none.
 
-    `named` is the script's plan, which has priority over that of evener launch.
+    That is the plan given as `named`, or else the launched one.
     """
     # if evener launch has replaced the script's plan after the loss of devices, the result is the
     # plan for the remaining devices
@@ -60,15 +59,12 @@ def launched_plan(named: str | os.PathLike[str] | None = None) -> str | os.PathL
 
 
 def launched_device() -> str:
-    """Return the id of this process's device in the plan; empty without evener launch."""
+    """Return the id of this process's device, or "" if it wasn't launched for one device."""
     return os.environ.get(DEVICE, "")
 
 
 def rendezvous_file(address: str) -> str | None:
-    """Return the rendezvous file that replaces `address` (HOST:PORT) for this host's processes.
-
-    Return None if the processes meet at that port, or if another launcher started this process.
-    """
+    """Return the file for a rendezvous at `address`, or None if there is no such file."""
     # another launcher's rendezvous may have the same address
     named, _, path = os.environ.get(RENDEZVOUS, "").partition(" ")
     if is_in_other_run():
@@ -77,29 +73,23 @@ def rendezvous_file(address: str) -> str | None:
 
 
 def launched_run() -> str:
-    """Return the name of this training run, given by evener launch; empty without evener launch."""
+    """Return the name of the launched run, or ""."""
     return os.environ.get(RUN, "")
 
 
 def launched_records() -> Path | None:
-    """Return the folder for a copy of this process's newest step record.
-
-    evener launch reads that copy. Return None if it hasn't set a folder.
-    """
+    """Return the folder in which the launcher expects the last record, or None."""
     folder = os.environ.get(RECORDS, "")
     return Path(folder) if folder else None
 
 
 def restart_reason() -> str:
-    """Return why evener launch restarted this training run; empty at the first start."""
+    """Return why the launcher restarted training, or "" after the first start."""
     return os.environ.get(RESTART, "")
 
 
 def find_host(hosts: Iterable[str]) -> str:
-    """Return this machine's name among a plan's hosts; empty if none or several match.
-
-    EVENER_HOST has priority. Otherwise the machine's host name is compared, then its addresses.
-    """
+    """Return this machine's name among `hosts`, or "" if none or several of them match."""
     names = set(filter(None, hosts))
     if not names or HOST in os.environ:
         return os.environ.get(HOST, "") if names else ""
@@ -109,10 +99,7 @@ def find_host(hosts: Iterable[str]) -> str:
 
 
 def is_here(name: str) -> bool:
-    """True if a name or an address belongs to this machine.
-
-    It does if a socket can be bound to it.
-    """
+    """Return True if the name or address belongs to this machine."""
     for family, kind, protocol, _, address in resolve(name):
         with suppress(OSError), socket.socket(family, kind, protocol) as door:
             door.bind(address)
@@ -123,10 +110,7 @@ def is_here(name: str) -> bool:
 def resolve(
     name: str, port: int = 0
 ) -> list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[object, ...]]]:
-    """Return the addresses of a host, in the form of socket.getaddrinfo, for UDP.
-
-    The result is empty if the name can't be resolved.
-    """
+    """Return the addresses of a host, [] if the name can't be resolved."""
     with suppress(OSError, UnicodeError):
         return list(socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM))
     return []
@@ -139,17 +123,14 @@ _OF_THE_SCRIPT = re.compile(r"out of memory|device-side assert")
 
 
 def is_device_error(error: BaseException) -> bool:
-    """True if a failing device, and not the script, probably caused an error."""
+    """Return True for an error that shows a broken GPU."""
     # running out of memory and device-side asserts are caused by the script
     text = str(error)
     return bool(_FAILED.search(text)) and not _OF_THE_SCRIPT.search(text)
 
 
 def abort_if_lost(error: BaseException) -> None:
-    """Abort this process if evener launch started it and `error` is a device error.
-
-    The launcher then treats the device as lost and continues on the others.
-    """
+    """Abort a launched process after a device error, so that its launcher checks the devices."""
     if launched_device() and is_device_error(error):
         sys.stdout.flush()
         sys.stderr.flush()

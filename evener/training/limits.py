@@ -33,18 +33,14 @@ LEAST_STEP_LEFT = 1e-3  # minimum fraction of a step that remains with any remed
 
 
 class LimitKind(StrEnum):
-    """The kinds of limits; each member has a noun, a meaning and a usual remedy."""
+    """A kind of bottleneck, with its noun, its meaning and its usual remedy."""
 
     noun: str
     meaning: str
     usual_remedy: str
 
     def __new__(cls, value: str, noun: str, meaning: str, usual_remedy: str) -> LimitKind:
-        """Return a new member with the string value `value`.
-
-        `noun`, `meaning` and `usual_remedy` are texts for the user. The noun is the limit's only
-        name: in a verdict, in a training's last lines and on screens.
-        """
+        """Create a member with its texts."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.noun = noun
@@ -145,10 +141,9 @@ class LimitKind(StrEnum):
 
 
 class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
-    """One limit of a training run's speed, with a remedy and its gain.
+    """A bottleneck of training, its duration in a step, and the speed gained without it.
 
-    Gains are expected, and relative to the current samples/s: 0.5 is 50 % more. `by` names the
-    cause, such as a rank, a program or a link; "" if unknown.
+    Gains are fractions: 0.12 means 12 % more samples/s. `by` names a device, rank or program.
     """
 
     # The limits of a step don't overlap. The rest of the step is compute time (own work) and parts
@@ -168,11 +163,9 @@ class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a step's time that a remedy can shorten.
+    """A part of a step that may be a bottleneck.
 
-    - `seconds`: the part's duration in a step; the remedy saves the fraction `spared` of it.
-    - `without_s`: the duration of a step without the part, if that was measured.
-    - `remaining_s`: the seconds that may remain after the usual remedy, or that it may add.
+    A remedy saves the fraction `spared` of its `seconds`.
     """
 
     # Waiting for input is such a part. A part is reported only if the lower bound of its gain
@@ -192,10 +185,9 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def bound_error(seconds: float, step_s: float, relative: float, left: float = LEFT_ERROR) -> float:
-    """Return the margin of error of a part's measured time.
+    """Return an error margin for a part's time, in seconds.
 
-    The part takes `seconds` of a step of `step_s` seconds. The margin is `relative` times
-    `seconds` or, if smaller, `left` times the rest of the step.
+    `relative` is its relative error, and `left` the relative error of the rest of the step.
     """
     # The margin is half of the time's 95 % interval. The rest of the step was measured, too, so the
     # error of the rest limits that of the part.
@@ -203,9 +195,9 @@ def bound_error(seconds: float, step_s: float, relative: float, left: float = LE
 
 
 def find_limits(step_s: float, parts: Iterable[StepPart]) -> tuple[TrainingLimit, ...]:
-    """Return the limits of a step of `step_s` seconds, largest expected gain first.
+    """Return the bottlenecks of a step of `step_s` seconds, with the largest gain first.
 
-    A part is a limit if it takes at least 5 % of the step and its gain isn't too low.
+    A bottleneck takes at least 5 % of the step.
     """
     # Overlaps of the parts are removed first. The lower bound of the gain must be at least
     # `least_gain`. The gain follows from the part's duration, or from that of a step without it, if
@@ -223,9 +215,9 @@ SLOWED = frozenset({LimitKind.POWER, LimitKind.HEAT, LimitKind.NEIGHBOUR})
 
 
 def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
-    """Return the parts, shortened where they overlap.
+    """Return the parts of a step, shortened so that none overlap.
 
-    Together they then take at most `step_s` seconds.
+    Together they take at most `step_s` seconds.
     """
     # A lack of cores slows all other parts except those of `APART` kinds. The time spent waiting
     # for a core is subtracted from them, in proportion to their durations. Unequal work includes
@@ -245,7 +237,7 @@ def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
 
 
 def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
-    """Return the parts of a step without the time waiting for cores."""
+    """Return the parts without the time in which they waited for a core."""
     # A lack of cores slows all other parts by the same fraction. That lack itself (`HOST_STARVED`)
     # and parts of `APART` kinds are returned unchanged.
     apart_s = sum(part.seconds for part in parts if part.kind in APART)
@@ -259,7 +251,7 @@ def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]
 
 
 def _without_slowed(part: StepPart, parts: Sequence[StepPart]) -> StepPart:
-    """Return unequal work without the losses that `parts` lists separately."""
+    """Return a part of unequal work without the losses that other parts contain."""
     # The losses are the time that the same device loses to heat, power or another process on the
     # device. Only unequal work includes such losses, because the other devices wait for a slowed
     # device.
@@ -271,7 +263,7 @@ def _without_slowed(part: StepPart, parts: Sequence[StepPart]) -> StepPart:
 
 
 def _shorten(part: StepPart, seconds: float) -> StepPart:
-    """Return the part shortened to `seconds`, with its error reduced in proportion."""
+    """Return the part with at most `seconds` seconds, and with its errors in proportion."""
     if seconds >= part.seconds:
         return part
     rest = seconds / part.seconds
@@ -293,15 +285,12 @@ def _is_limit(step_s: float, part: StepPart) -> bool:
 
 
 def least_gain(kind: LimitKind) -> float:
-    """Return the minimum gain for reporting a limit of this kind.
-
-    The limit is reported if the lower bound of its gain reaches this minimum.
-    """
+    """Return the lowest gain for which a bottleneck is reported."""
     return LEAST_OPTIMIZER_GAIN if kind is LimitKind.OPTIMIZER else LEAST_GAIN
 
 
 class _RemainingTime(NamedTuple):
-    """A step's expected seconds after a remedy, with the 95 % interval."""
+    """Duration of a step without a part, with the limits of its 95 % interval, in seconds."""
 
     seconds: float
     least_s: float
@@ -309,7 +298,7 @@ class _RemainingTime(NamedTuple):
 
 
 def _find_remaining_time(step_s: float, part: StepPart) -> _RemainingTime:
-    """Return how long a step is expected to take after a remedy."""
+    """Return the duration of a step after the part's remedy."""
     # A measured duration without the part comes before an estimate.
     if part.without_s is not None:
         error_s = part.without_error_s
@@ -341,7 +330,7 @@ def _describe(step_s: float, part: StepPart) -> TrainingLimit:
 
 
 def _gain(step_s: float, left_s: float) -> float:
-    """Return the gain in samples/s when a step gets shorter."""
+    """Return the relative gain in speed if a step takes `left_s` instead of `step_s` seconds."""
     # 0.5 means 50 % more samples/s. The gain is never negative, because a remedy that slows the
     # training run needn't be applied.
     left = min(max(left_s, LEAST_STEP_LEFT * step_s), step_s)

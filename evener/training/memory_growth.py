@@ -21,7 +21,7 @@ LEFT_AT_RISK = 0.2  # the same if running out would end the training, or if the 
 
 
 class MemoryPeaks:
-    """One rank's memory peaks, by the rows of a step's largest pass."""
+    """Peak memory of passes by their number of rows."""
 
     def __init__(self) -> None:
         self._peaks: dict[int, float] = {}
@@ -29,14 +29,13 @@ class MemoryPeaks:
 
     @property
     def sizes(self) -> int:
-        """The number of pass sizes whose peaks are known."""
+        """Number of pass sizes with a peak."""
         return len(self._peaks)
 
     def note(self, rows: int, peak_bytes: float, held_bytes: float = 0.0) -> None:
-        """Record the peak of a step whose passes had up to `rows` rows.
+        """Store the peak memory of a pass, and the memory held between steps, in bytes.
 
-        `held_bytes` is the memory in use between steps. The peak is ignored if an earlier step had
-        larger passes.
+        Sizes below the largest so far are ignored.
         """
         # A device reports only its highest peak so far. The smallest `held_bytes` is stored.
         least = held_bytes if self._held_bytes is None else self._held_bytes
@@ -45,20 +44,16 @@ class MemoryPeaks:
             self._peaks[rows] = max(peak_bytes, self._peaks.get(rows, 0.0))
 
     def predict(self, rows: int) -> float:
-        """Return the predicted peak in bytes of a pass of `rows` rows.
-
-        Return 0 if no peak is recorded.
-        """
+        """Return the predicted peak of a pass of `rows` rows in bytes, 0 without measurements."""
         if not self._peaks:
             return 0.0
         largest = max(self._peaks)
         return self._peaks[largest] + self._bytes_per_row(largest) * (rows - largest)
 
     def most_rows(self, capacity_bytes: float, left: float) -> int:
-        """Return the maximum rows per pass that leave the fraction `left` of the capacity free.
+        """Return the rows per pass that are predicted to fit, 0 without measurements.
 
-        Return 0 before a peak is recorded, and later at least the rows of the largest recorded
-        pass.
+        `left` is the fraction of `capacity_bytes` to keep free.
         """
         # the largest recorded pass has fit in memory
         if not self._peaks:
@@ -71,10 +66,10 @@ class MemoryPeaks:
         return largest + int(room_bytes / per_row)
 
     def most_rows_beside(self, capacity_bytes: float, left: float, beside_bytes: float) -> int:
-        """Return the maximum rows of a pass that leave `beside_bytes` bytes for other data.
+        """Return the rows per pass that fit beside `beside_bytes` of other memory.
 
-        The fraction `left` of the capacity stays free as well. Return 0 if fewer than two different
-        pass sizes were recorded.
+        Returns 0 with fewer than two measured sizes. `left` is the fraction of `capacity_bytes` to
+        keep free.
         """
         # One size doesn't show how much memory a row needs.
         if self.sizes < 2:

@@ -26,21 +26,14 @@ Rows = Annotated[float, msgspec.Meta(ge=0, le=ENDLESS)]
 
 
 class Sample(NamedTuple):
-    """Unbiased estimates of the gradient's noise and signal from one step.
-
-    The ratio of two unbiased estimates is biased. Therefore both are averaged over steps
-    before the noise scale is computed.
-    """
+    """Noise and signal of the gradient in one step."""
 
     noise: float  # tr(S): variance of one row's gradient, added up over parameters
     signal: float  # |G|^2; negative values are possible for few rows
 
 
 class NoiseScale(msgspec.Struct, frozen=True):
-    """A gradient noise scale with its 95 % interval, in rows.
-
-    `high` is ENDLESS if the batch is too small to give an upper bound.
-    """
+    """Gradient noise scale in rows, with a 95 % interval."""
 
     rows: Rows  # ENDLESS if the signal isn't above 0
     low: Rows
@@ -49,21 +42,18 @@ class NoiseScale(msgspec.Struct, frozen=True):
 
     @property
     def safe_rows(self) -> float:
-        """The noise scale, or its lower bound if there is no upper bound.
-
-        There is no upper bound if the batch was too small.
-        """
+        """The noise scale, or its lower bound if the upper bound is unknown."""
         return self.low if self.high >= ENDLESS else self.rows
 
 
 def separate_noise(sizes: Sequence[int], weighted: float, whole: float) -> Sample:
-    """Return the noise and the signal of one step, from its parts' gradients.
+    """Separate the noise from the signal in a batch that is divided into parts.
 
-    A part is what one rank or one pass computes. Raises ValueError if fewer than two have rows.
+    - `sizes`: rows of each part.
+    - `weighted`: sum of rows times squared norm, over the parts' mean gradients.
+    - `whole`: squared norm of the batch's mean gradient.
 
-    - `sizes`: the rows n_i of each part.
-    - `weighted`: the sum of n_i |g_i|^2, where g_i is the mean gradient of part i.
-    - `whole`: |g|^2, where g is the mean gradient of the batch.
+    Raises ValueError if fewer than two parts have rows.
     """
     # by analysis of variance, the sum of n_i |g_i - g|^2 over K parts, divided by K - 1, has the
     # expected value tr(S)
@@ -76,35 +66,30 @@ def separate_noise(sizes: Sequence[int], weighted: float, whole: float) -> Sampl
 
 
 def efficiency(batch: int, noise_scale: float) -> float:
-    """Return a row's contribution to learning, relative to a row of a tiny batch.
-
-    The result is 0.5 if `batch` is equal to the noise scale.
-    """
+    """Return the progress per row with a batch of this size, as a fraction of a small batch's."""
     return noise_scale / (noise_scale + batch)
 
 
 def extra_rows(batch: int, other: int, noise_scale: float) -> float:
-    """Return the factor by which larger batches need more rows for the same loss.
+    """Return how many times the rows a batch of `other` needs to reach the same loss.
 
-    Batches grow from `batch` to `other` rows. A factor of 1.2 means 20 % more rows; it is below 1
-    if `other` is smaller.
+    The factor is relative to a batch of `batch` rows.
     """
     return (noise_scale + other) / (noise_scale + batch)
 
 
 def rate_gain(batch: int, other: int, noise_scale: float) -> float:
-    """Return the factor for SGD's learning rate if `batch` rows become `other`.
+    """Return the factor for SGD's learning rate if the batch changes to `other` rows.
 
-    It is the gain ratio of AdaScale (arXiv 2007.05105).
+    This is the gain ratio of AdaScale (arXiv 2007.05105).
     """
     return other / batch / extra_rows(batch, other, noise_scale)
 
 
 class NoiseWindow:
-    """Averages noise and signal over steps, with exponentially decaying weights.
+    """Averages noise and signal over recent steps; later samples count more.
 
-    Each new block of BLOCK steps multiplies the weights of earlier blocks by `kept`; if that is 1,
-    all samples have the same weight.
+    `kept` is the weight of a block of samples relative to the next one.
     """
 
     # Samples are summed in blocks. The weighted sum is divided by the sum of the weights; otherwise
@@ -118,7 +103,7 @@ class NoiseWindow:
         self._samples = 0
 
     def add(self, sample: Sample) -> None:
-        """Add a step's sample, unless a value isn't finite, as after an overflow."""
+        """Add the sample of a step, unless it isn't finite."""
         if not all(map(math.isfinite, sample)):
             return
         self._samples += 1
@@ -128,7 +113,7 @@ class NoiseWindow:
             self._open.clear()
 
     def scale(self) -> NoiseScale | None:
-        """Return the noise scale with its interval; None before FEWEST_BLOCKS blocks of steps."""
+        """Return the noise scale, or None while there are too few samples."""
         if len(self._blocks) < FEWEST_BLOCKS:
             return None
         weights = [self._kept**age for age in range(len(self._blocks))][::-1]
@@ -148,7 +133,7 @@ def _mean(weights: Sequence[float], values: Sequence[float]) -> float:
 def _interval(
     weights: Sequence[float], noise: Sequence[float], signal: Sequence[float]
 ) -> tuple[float, float]:
-    """Return the 95 % interval of mean(noise) / mean(signal) by Fieller's theorem."""
+    """Return the 95 % interval of the ratio of two weighted means, by Fieller's method."""
     # The interval contains every ratio r for which mean(noise) - r * mean(signal) may be 0.
     a = _mean(weights, noise)
     b = _mean(weights, signal)
@@ -176,7 +161,7 @@ def _interval(
 
 
 def _student(freedom: float) -> float:
-    """Return the two-sided 95 % quantile of Student's t."""
+    """Return the 97.5th percentile of Student's t distribution."""
     # `freedom` are the degrees of freedom. The Cornish-Fisher expansion has a relative error below
     # 2 % for 4 or more degrees of freedom.
     z = 1.959964
@@ -184,10 +169,7 @@ def _student(freedom: float) -> float:
 
 
 def describe(noise_scale: NoiseScale, batch: int, steps: int) -> str:
-    """Return a sentence, without a period, about the noise scale and a batch's efficiency.
-
-    `batch` is the batch's number of rows, and `steps` the number of measured steps.
-    """
+    """Return a line on the noise scale, and on how much a batch of `batch` rows is worth."""
     # the noise scale was measured in that number of steps
     after = f"after {steps:,} steps"
     if noise_scale.rows == 0:
@@ -203,13 +185,10 @@ def describe(noise_scale: NoiseScale, batch: int, steps: int) -> str:
 
 
 def write_scale(noise_scale: NoiseScale) -> str:
-    """Return a noise scale as text, such as "3,900 rows" or "at least 2,700 rows".
-
-    "At least" means that the batch was too small for an upper bound.
-    """
+    """Return the noise scale as text, such as "at least 120 rows"."""
     return f"{'at least ' * (noise_scale.high >= ENDLESS)}{write_rows(noise_scale.safe_rows)} rows"
 
 
 def write_rows(rows: float) -> str:
-    """Return a number of rows as text with two significant digits, such as "3,900"."""
+    """Return a number of rows with two significant digits."""
     return f"{rows:.1f}" if rows < 10 else f"{round(rows, 1 - math.floor(math.log10(rows))):,.0f}"

@@ -1,9 +1,4 @@
-"""Find out how a whole batch's value is computed from its parts' values.
-
-Such a value is, for example, a loss. It can be the sum of the parts' values. Or it is their mean,
-weighted by the number of rows, or of another unit, in each part. Each of these ways is called a
-kind.
-"""
+"""Find out whether a batch's value, such as its loss, is a sum or a mean of its parts' values."""
 
 from __future__ import annotations
 
@@ -16,11 +11,10 @@ SUM = "sum"
 def find_fitting(
     whole: float, parts: Sequence[float], counts: Mapping[str, Sequence[float]], rounding: float
 ) -> list[str]:
-    """Return the kinds that give the whole's value from the parts' values.
+    """Return which sums or means of `parts` equal the batch's value `whole`.
 
-    `counts` maps each unit to its number in each part, such as `{"rows": (3, 5), "labels": (20,
-    61)}`. The result contains each unit whose weighted mean of `parts` equals `whole`. It contains
-    SUM if their sum does.
+    `counts` holds the weights of a mean by name, such as `{"rows": (3, 5)}`. The result lists the
+    names whose weighted mean fits, and "sum" if the sum does.
     """
     # values count as equal if they differ by at most `rounding`, relative to the largest value
     values = [abs(value) for value in (whole, *parts) if math.isfinite(value)]
@@ -31,7 +25,7 @@ def find_fitting(
 
 
 def mean_by(values: Sequence[float], counts: Sequence[float]) -> float:
-    """Return the mean of values, weighted by counts; infinite if all counts are 0."""
+    """Return the mean of values weighted by `counts`, inf if all counts are 0."""
     # a value with count 0 is ignored: it is NaN if it is a mean over nothing
     total = sum(counts)
     if not total:

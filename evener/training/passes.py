@@ -31,10 +31,9 @@ MOST_FAILURES = 20  # maximum consecutive failures of a pass that can't be small
 
 
 def divide_rows(rows: int, most: int, passes: int = 0) -> tuple[int, ...]:
-    """Return the rows of each pass, in as few passes as possible.
+    """Return the rows of each pass, with at most `most` rows in each.
 
-    A pass has up to `most` rows. If `passes` isn't 0, there are exactly that many passes, perhaps
-    some without rows.
+    If `passes` is above 0, it is the number of passes instead. Returns (0,) for no rows.
     """
     # a rank without rows has one pass, in which it only takes part in collectives
     if passes:
@@ -43,33 +42,30 @@ def divide_rows(rows: int, most: int, passes: int = 0) -> tuple[int, ...]:
 
 
 def count_smaller_passes(rows: int, most: int, least: int = 1) -> int:
-    """Return how many passes `rows` rows need if `most` fit in memory at once.
+    """Return the number of passes of at most `most` rows, where each has at least `least` rows.
 
-    The result is at least 1. Each pass has at least `least` rows, even if that is more than `most`.
+    The minimum goes before the maximum.
     """
     return max(1, min(count_passes(rows, most), rows // least))
 
 
 def count_equal_passes(rows: Sequence[int], most: Sequence[int]) -> int:
-    """Return how many passes every rank runs if each pass has collectives.
+    """Return the number of passes that suffices on every rank.
 
-    `rows` are the ranks' rows, and `most` their maximum rows per pass.
+    `rows` are the ranks' rows, and `most` their limits per pass.
     """
     return max(1, *map(count_passes, rows, most))
 
 
 def weigh_passes(sizes: Sequence[int], total: int | None = None) -> tuple[float, ...]:
-    """Return the weight of each pass's mean loss in the total mean loss.
-
-    `sizes` are the passes' rows. `total` is by default their sum; if it is 0, all weights are 1.
-    """
+    """Return each pass's weight in the batch's mean loss; 1 for a batch without rows."""
     # the total mean loss is the mean over `total` rows
     rows = sum(sizes) if total is None else total
     return tuple(own / rows if rows else 1.0 for own in sizes)
 
 
 class Pass(NamedTuple):
-    """A pass of the plan, or a piece of one that ran out of memory."""
+    """A forward and backward pass over some rows of a batch."""
 
     number: int  # index of the plan's pass in the batch, from 0
     start: int  # first row within that pass
@@ -80,24 +76,17 @@ class Pass(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The index after this pass's last row, counted from the start of the plan's pass."""
+        """End of its rows within the plan's pass."""
         return self.start + self.rows
 
     @property
     def part(self) -> float:
-        """The fraction of the planned pass's rows in this pass; below 1 for a piece.
-
-        It is also the weight of this pass's mean loss in the mean loss of the planned pass.
-        """
+        """Fraction of the plan's pass that it computes."""
         return self.rows / self.planned if self.planned else 1.0
 
 
 class PassLimit:
-    """The current maximum rows per pass of a rank.
-
-    The limit is halved after a pass runs out of memory. It is doubled again after CLEAN_STEPS steps
-    in which no pass runs out of memory.
-    """
+    """Maximum rows per pass on a rank, lowered when memory runs out and raised again later."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -110,18 +99,14 @@ class PassLimit:
 
     @property
     def lowest(self) -> int | None:
-        """The current maximum rows per pass; None if the plan's passes needn't be cut.
-
-        It is the smaller of two limits: the one set after memory ran out, and the one predicted
-        from measured memory.
-        """
+        """Maximum rows per pass by all known limits, None without a limit."""
         known = [each for each in (self.most, self.predicted) if each is not None]
         return min(known, default=None)
 
     def begin_batch(self, others_bytes: Callable[[], int] = int) -> None:
-        """Begin a batch; after 200 steps without a failed pass, double the limit.
+        """Start a batch, and raise the limit if it is time.
 
-        `others_bytes` returns the device memory that other processes hold; 0 if unknown.
+        `others_bytes` returns the device memory that other processes hold, in bytes.
         """
         # If other processes held 1 GiB or more when a pass ran out of memory, `others_bytes` is
         # called again in every tenth step. Once they hold less than half as much, the limit is
@@ -138,22 +123,19 @@ class PassLimit:
             self._clean_steps = 0
 
     def count(self, rows: int, most: int, least: int = 1) -> int:
-        """Return the number of passes that `rows` rows need under the current limit.
-
-        `most` is the plan's maximum rows per pass, and `least` the minimum rows per pass.
-        """
+        """Return the number of passes for `rows` rows within this limit and `most` rows each."""
         held = most if self.most is None else min(most, self.most)
         return count_smaller_passes(rows, held, least)
 
     def complete(self) -> None:
-        """Reset the count of consecutive failures when a pass has succeeded."""
+        """Note that a pass succeeded."""
         self._failures = 0
 
     def count_failure(self, rows: int, least: int, held: str) -> None:
-        """Count a failed pass if it can't be halved.
+        """Count a pass of `rows` rows that ran out of memory.
 
-        It can't if half of its `rows` are fewer than `least`. Raises DeviceError after 20 such
-        passes in a row. The message contains `held`, which says what used the memory.
+        `held` says for the message what holds the memory. Raises DeviceError after 20 failures in a
+        row of passes too small to divide.
         """
         if rows < 2 * least:
             self._failures += 1
@@ -168,10 +150,9 @@ class PassLimit:
             )
 
     def halve(self, rows: int, least: int, others_bytes: int = 0) -> int:
-        """Halve the limit after a pass of `rows` rows ran out of memory.
+        """Halve the rows per pass, but not below `least`, and return the new limit.
 
-        Return the new limit, which is never below `least`. `others_bytes` is the device memory that
-        other processes hold now.
+        `others_bytes` is the device memory that other processes hold, in bytes.
         """
         # if others hold 1 GiB or more, `begin_batch` later checks whether they have freed memory
         self.most = max(least, rows // 2)
@@ -181,7 +162,7 @@ class PassLimit:
 
 
 class _Range(NamedTuple):
-    """Rows of a planned pass that are still to be computed."""
+    """Rows of one of the plan's passes that aren't computed yet."""
 
     number: int
     start: int
@@ -191,10 +172,9 @@ class _Range(NamedTuple):
 
 
 class PassQueue:
-    """Yields the passes of one batch, and cuts passes larger than `limit`.
+    """The passes of a batch that are still to be computed.
 
-    `sizes` are the rows of the planned passes, which are in order. Call either `complete` or
-    `retry` after each pass that `take` returns.
+    `sizes` are the rows of the plan's passes.
     """
 
     def __init__(self, sizes: Sequence[int], limit: PassLimit) -> None:
@@ -204,10 +184,9 @@ class PassQueue:
         self._taken: _Range | None = None
 
     def take(self, least: Callable[[], int] = lambda: 1) -> Pass | None:
-        """Return the next pass; None after the last one.
+        """Return the next pass, or None after the last.
 
-        A pass with more rows than the limit is cut into pieces of at least `least()` rows, and the
-        first piece is returned.
+        A pass above the limit is divided into pieces of at least `least()` rows.
         """
         if not self._left:
             return None
@@ -221,7 +200,7 @@ class PassQueue:
         return Pass(taken.number, taken.start, rows, planned, ends, not self._left)
 
     def _cut_first(self, most: int, least: Callable[[], int]) -> None:
-        """Cut the first range into pieces of at most `most` rows."""
+        """Divide the first pass into pieces of at most `most` rows."""
         # A piece has at least `least()` rows, even if that is more.
         first = self._left[0]
         rows = first.stop - first.start
@@ -234,9 +213,9 @@ class PassQueue:
             self._left.appendleft(cut)
 
     def complete(self) -> bool:
-        """Mark the pass that `take` returned last as computed.
+        """Note that the taken pass succeeded.
 
-        Return False if other pieces of the same failed pass are still to be computed.
+        Returns False while other pieces of a failed pass are missing.
         """
         taken, self._taken = self._taken, None
         assert taken is not None
@@ -246,9 +225,9 @@ class PassQueue:
         return True
 
     def retry(self, is_whole: bool = True) -> None:
-        """Put the failed pass back at the front of the queue.
+        """Put the taken pass back after it ran out of memory.
 
-        `is_whole` is False for a piece of a pass that failed earlier.
+        `is_whole` means that its gradients count only once all of its rows are computed.
         """
         # The failed pass is the one that `take` returned last. `complete` then returns False until
         # all rows of the failed pass are computed or, for a piece, all rows of the earlier pass.

@@ -59,7 +59,7 @@ NEAR = 0.9  # the slope of a curve is measured from this fraction of a share to 
 
 
 class Change(msgspec.Struct, frozen=True):
-    """New shares for all ranks, with the reason for the change."""
+    """New shares, with the reason and the expected gain."""
 
     shares: tuple[int, ...]
     micros: tuple[int, ...]  # rows per pass: the whole share if it fits in one pass
@@ -67,13 +67,13 @@ class Change(msgspec.Struct, frozen=True):
     gain: float  # 0.12: 12 % more steps/s, computed from own work
 
     def describe(self, before: Sequence[int]) -> str:
-        """Return the reason, and the shares before and after the change, for a message."""
+        """Return the reason, and the shares before and after, as text."""
         shown = " -> ".join("+".join(map(str, shares)) for shares in (before, self.shares))
         return f"{self.reason}: {shown}"
 
 
 class Advice(msgspec.Struct, frozen=True):
-    """Shares that would be faster than the current shares, with their expected gain."""
+    """Shares that would be faster, with the expected gain."""
 
     shares: tuple[int, ...]
     gain: float  # 0.12: 12 % more samples/s
@@ -83,7 +83,7 @@ class Advice(msgspec.Struct, frozen=True):
 
 
 class Window(NamedTuple):
-    """The measurements of a window of steps with the current shares."""
+    """Measurements over a few consecutive steps."""
 
     start: int  # first step of the window
     factors: tuple[float, ...]  # each rank's own work divided by its curve's seconds
@@ -91,28 +91,26 @@ class Window(NamedTuple):
 
 
 class Room(NamedTuple):
-    """The maximum number of rows that fit in a rank's memory."""
+    """Rows that fit in a device's memory."""
 
     at_once: int  # maximum rows of a share that is computed in one pass
     in_several: int  # maximum rows of each of several passes; 0 if shares can't be divided
 
     def rows_of_a_pass(self, share: int) -> int:
-        """Return the maximum rows of a pass when a rank computes `share` rows.
-
-        A share that fits in memory at once is computed in one pass.
-        """
+        """Return the rows per pass of a share."""
         return self.in_several if self.in_several and share > self.at_once else share
 
 
 class Rebalancer:
-    """Proposes new shares from the measured windows.
+    """Observes the compute time of all ranks, and decides when to change their shares.
 
-    The same input gives the same shares, so each rank can run an instance.
+    The same measurements give the same shares, so every rank can have an instance.
 
-    - `shares` are the rows of each rank. `names` are the devices' names.
-    - `curves` predict the seconds of each rank's step from its rows.
-    - `most` are the maximum rows per pass that fit in each rank's memory (0: unknown).
-    - Without `passes`, each share must fit in one pass.
+    - `shares`: rows of each rank.
+    - `curves`: step times of the devices in seconds by rows, measured or proportional to rows.
+    - `most`: maximum rows per pass of each rank; 0 if unknown.
+    - `passes`: whether a share may be computed in several passes.
+    - `names`: names of the devices for messages; by default the ranks.
     """
 
     # A change's reason contains a device's name. If `most` is unknown for a rank, a change adds at
@@ -160,12 +158,12 @@ class Rebalancer:
 
     @property
     def windows_seen(self) -> int:
-        """The number of windows observed with the current shares."""
+        """Number of windows observed with the current shares."""
         return self._seen
 
     @property
     def windows_needed(self) -> int:
-        """The number of windows that a change of shares currently needs."""
+        """Minimum number of windows before a change."""
         return self._patience
 
     def _begin(self, shares: tuple[int, ...]) -> None:
@@ -187,14 +185,14 @@ class Rebalancer:
         ]
 
     def _predict(self, shares: Sequence[int]) -> list[float]:
-        """Return each rank's predicted seconds for its share."""
+        """Return each rank's compute time in seconds for the given shares, by the curves."""
         given = zip(
             self._curves, shares, self._count_passes(shares), self._list_extras(), strict=True
         )
         return [step_in_passes(*each) for each in given]
 
     def _count_passes(self, shares: Sequence[int]) -> list[int]:
-        """Return how many passes each share needs under current memory limits."""
+        """Return each rank's number of passes for the given shares."""
         return [
             -(-share // room.in_several) if room.in_several and share > room.at_once else 1
             for share, room in zip(shares, self._limited, strict=True)
@@ -212,22 +210,18 @@ class Rebalancer:
         step_s: float = 0.0,
         fewest: int = FEWEST_WINDOWS,
     ) -> Change | None:
-        """Observe a window that ended at `step`; return new shares if a change is worthwhile.
+        """Add the measurements of a window, and return new shares if they are faster.
 
-        - `own_work_s`: the median compute time (own work) of each rank.
-        - `rows`: the rows of each rank in this window.
-        - `limits`: each rank's maximum rows per pass since memory ran out (0: it never did).
-        - `fits`: the rows that are predicted to fit in each rank's memory at once (0: not
-          measured).
-        - `passes_fit`: the predicted maximum rows of a pass if a share has several passes (0: a
-          share can't be divided into more passes).
-        - `step_s`: the median duration of a whole step, to which gains are relative (0: the compute
-          time is the whole step).
-        - `fewest`: the minimum number of windows for a change; 0 if compute time doesn't limit the
-          steps.
+        - `step`: last step of the window.
+        - `own_work_s`: median compute time of each rank in seconds; inf or 0 if unknown.
+        - `rows`: the ranks' rows in these steps.
+        - `limits`: maximum rows per pass since memory ran out; 0 for no limit.
+        - `fits`, `passes_fit`: rows predicted to fit in one pass, and in each of several; 0
+          if unknown.
+        - `step_s`: time of a step in seconds; 0 if unknown.
+        - `fewest`: minimum number of windows before a change; 0 excludes changes.
 
-        A window is ignored if `fewest` is 0 or its rows aren't the current shares. New shares apply
-        to the following windows.
+        Returns None if the shares stay.
         """
         start, self._next_step = self._next_step, step + 1
         known = all(0 < own < math.inf for own in own_work_s)
@@ -254,7 +248,7 @@ class Rebalancer:
         return None
 
     def _recompute_factors(self) -> None:
-        """Recompute the factors (measured / predicted compute time) of all stored windows."""
+        """Recompute the factors of past windows after the predictions have changed."""
         # The newest compute times belong to a window that is stored only later.
         past = list(self._own)[:-1]
         windows = [
@@ -267,7 +261,7 @@ class Rebalancer:
     def _set_memory_limits(
         self, limits: Sequence[int], fits: Sequence[int], passes_fit: Sequence[int]
     ) -> None:
-        """Set the maximum rows that fit in each rank's memory."""
+        """Update the rows that fit in each rank's memory."""
         # The parameters are those of `observe`. If a rank then needs another number of passes, the
         # past windows are dropped.
         ranks = range(len(self.shares))
@@ -277,7 +271,7 @@ class Rebalancer:
             self._begin(self.shares)
 
     def _find_room(self, rank: int, fits: int, passes_fit: int) -> Room:
-        """Return how many rows fit in a rank's memory."""
+        """Return the rows that fit in a rank's memory."""
         # `observe` describes the parameters. The plan's number comes first, then a prediction from
         # measured memory. Without either, the initial share may grow by a fixed factor.
         share, most, now = self.shares[rank], self._most[rank], self._rooms[rank]
@@ -294,21 +288,21 @@ class Rebalancer:
         return Room(at_once, passes_fit if divides else 0)
 
     def _limit_room(self, room: Room, limit: int) -> Room:
-        """Return `room` with at most `limit` rows per pass, if not 0."""
+        """Return the room with at most `limit` rows per pass; 0 is no limit."""
         # larger passes than `limit` have run out of memory
         if not limit or limit >= room.at_once:
             return room
         return Room(limit, limit * self._passes)
 
     def _learn(self) -> bool:
-        """Learn pass costs and fixed compute times from the last change."""
+        """Learn from the last change of shares how compute time depends on rows and passes."""
         # True if anything was learned, because predictions then change
         passes, fixed = self._learn_extras(), self._learn_fixed()
         self._before = []
         return passes or fixed
 
     def _learn_fixed(self) -> bool:
-        """Learn the fixed compute time of ranks without a measured curve."""
+        """Learn which part of the compute time doesn't depend on the rows."""
         # True if anything was learned. The compute time of n rows is t = a + b * n. So the fixed
         # part a follows from the times before and after a change of the rows. A noisy measurement
         # gets less weight.
@@ -332,7 +326,7 @@ class Rebalancer:
         return learned
 
     def _learn_extras(self) -> bool:
-        """Learn what a further pass costs, from changed numbers of passes."""
+        """Learn how much time each further pass adds."""
         # True if anything was learned. The compute time of k passes is F * (t(rows in k passes) +
         # (k - 1) * extra), where `extra` is the cost. The unknown factor F is the same before and
         # after the change, so it cancels out.
@@ -355,7 +349,7 @@ class Rebalancer:
         return learned
 
     def _list_extras(self) -> list[float]:
-        """Return the seconds that a further pass adds on each rank."""
+        """Return the seconds that each further pass adds on each rank."""
         # The seconds are for the speed that a rank's curve describes. For the current speed, they
         # are multiplied by the rank's factor (measured / predicted compute time). A rank without a
         # learned value gets the mean of the learned values, or 0 if there are none.
@@ -367,7 +361,7 @@ class Rebalancer:
         return tuple(own / planned for own, planned in zip(own_work_s, self._planned, strict=True))
 
     def _update_noise(self, factors: tuple[float, ...]) -> None:
-        """Update how much each rank's compute time varies between windows."""
+        """Update how much each rank's speed varies between windows."""
         # A rank's noise is the standard deviation of the factor's logarithm from one window to the
         # next.
         if not self._windows:
@@ -381,7 +375,7 @@ class Rebalancer:
     def _find_faster_shares(
         self, span: int
     ) -> tuple[tuple[int, ...], tuple[float, ...], float] | None:
-        """Return shares that would have been faster in recent windows, or None."""
+        """Return faster shares by the last `span` windows, or None if the gain isn't certain."""
         # The result also has the ranks' factors and the relative gain. A factor is measured /
         # predicted compute time. The gain over the last `span` windows must reach `_needed_gain`.
         # There must also be a gain in each of the last two windows, and in at least three quarters
@@ -405,7 +399,7 @@ class Rebalancer:
         return shares, factors, gain
 
     def _solve_for_shares(self, factors: Sequence[float]) -> tuple[int, ...] | None:
-        """Return shares with which all ranks finish together; None if none fit."""
+        """Return the fastest shares at the current speeds, or None if there is no solution."""
         curves = [scale(curve, factor) for curve, factor in zip(self._curves, factors, strict=True)]
         extras = list(map(mul, factors, self._list_extras()))
         walls, rows = zip(*self._limited, strict=True)
@@ -414,7 +408,7 @@ class Rebalancer:
     def _needed_gain(
         self, span: int, factors: Sequence[float], seconds: Sequence[float], rest_s: float
     ) -> float:
-        """Return the smallest gain that justifies new shares after `span` windows."""
+        """Return the minimum relative gain for a change, given the noise of the measurements."""
         # `factors` times `seconds` are the ranks' compute times, and `rest_s` is the rest of a
         # step. The minimum gain rises with the variation from one window to the next (noise) and
         # over many windows (drift). The longer a rank computes in a step, the more its variation
@@ -431,7 +425,7 @@ class Rebalancer:
         return needed if self._last else max(needed, FIRST_SURE / math.sqrt(span))
 
     def _find_drifts(self, count: int) -> list[float]:
-        """Return how much each rank's speed varies relative to the others."""
+        """Return how much each rank's speed varies relative to the others over many windows."""
         # The result is [] if unknown. This drift is measured in the first `count` windows with the
         # current shares. If `count` is below 16, the result is the drifts that were measured with
         # earlier shares.
@@ -441,7 +435,7 @@ class Rebalancer:
         return list(map(_deviation, zip(*factors, strict=True)))
 
     def _estimate_largest_gain(self, factors: Sequence[float], rest_s: float) -> float:
-        """Estimate how much new shares could gain at most, from curve slopes."""
+        """Return an upper estimate of the gain that other shares can bring."""
         # The slopes are those at the current shares. `_find_faster_shares` checks this estimate
         # first, because solving for the shares takes far longer.
         own: list[float] = list(map(mul, factors, self._planned))
@@ -458,14 +452,14 @@ class Rebalancer:
         return (max(own) + rest_s) / (max(levels) + rest_s) - 1
 
     def _is_stuck(self, rank: int, share: int, gives: bool) -> bool:
-        """True if a rank's share can't shrink (if `gives`) or grow."""
+        """Return True if a rank that has to give rows away can't, or one that has to take them."""
         if gives:
             return share <= self._quantum
         room = self._limited[rank]
         return not room.in_several and share + self._quantum > room.at_once
 
     def _gain(self, windows: Sequence[Window], seconds: Sequence[float]) -> float:
-        """Return how much faster new shares would have been in these windows."""
+        """Return the relative gain of new shares over these windows."""
         # `seconds` are the new shares' times by rank. The curves predict these times.
         rest = math.fsum(window.rest_s for window in windows)
         before, after = (
@@ -491,7 +485,7 @@ class Rebalancer:
         return Change(shares, micros, reason, gain)
 
     def _explain_change(self, factors: tuple[float, ...], span: int) -> str:
-        """Return a reason like "GPU:1 slower by 38 % since step 1 204"."""
+        """Return the reason for a change, usually a device whose speed has changed."""
         # If no device's speed has changed, the reason is a device that has been slow from the
         # start, or one that takes several passes. `factors` are the measured compute times in the
         # last `span` windows, divided by the predicted ones.
@@ -530,15 +524,12 @@ def advise(
     most: Sequence[int] = (),
     passes: bool = True,
 ) -> Advice | None:
-    """Return shares with which all ranks finish at the same time, and their gain.
+    """Return faster shares by the ranks' compute times, or None if the gain is below 2 %.
 
-    - `own_work_s`: the median compute time (own work) of each rank with `shares`.
-    - `step_s`: the duration of a step, to which the gain is relative (0: the compute time of the
-      slowest rank).
-    - `most`: the maximum rows per pass in each rank's memory (0: unknown).
-    - `passes`: if False, each share must fit in memory at once.
-
-    Return None if the gain is below 2 %, or if no shares fit in memory.
+    - `own_work_s`: compute time of each rank in seconds.
+    - `step_s`: time of a step in seconds; 0 if unknown.
+    - `most`: maximum rows per pass of each rank; 0 for no limit.
+    - `passes`: whether a share may be computed in several passes.
     """
     scaled = [
         scale(c, own / c.seconds(share))
@@ -557,17 +548,14 @@ def advise(
 
 
 def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:
-    """Return the devices' names as shown in the monitor.
-
-    The result is empty if several shares have the same device, because names would be ambiguous.
-    """
+    """Return the shares' labels, or () if two shares are on the same device."""
     if len({(share.host, share.device) for share in shares}) < len(shares):
         return ()
     return tuple(share.label for share in shares)
 
 
 def choose_quantum(shares: Sequence[int]) -> int:
-    """Return the number of rows that must divide every new share; 1 allows every share."""
+    """Return the number of rows by which shares change."""
     # this quantum is the largest of 8, 4 and 2 that divides all current shares and is at most 1/64
     # of their mean
     quantum = math.gcd(LARGEST_QUANTUM, *shares)
@@ -577,12 +565,12 @@ def choose_quantum(shares: Sequence[int]) -> int:
 
 
 def _medians(windows: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Return each rank's median over the windows; () without windows."""
+    """Return each rank's median over the windows."""
     return tuple(map(median, zip(*windows, strict=True)))
 
 
 def _relative_to_others(factors: Sequence[float]) -> list[float]:
-    """Return each rank's factor over the others' geometric mean."""
+    """Return each rank's factor divided by the geometric mean of all others."""
     # A slowdown of all ranks alike is no reason to move rows, and cancels out.
     logs = list(map(math.log, factors))
     others = max(1, len(logs) - 1)
@@ -590,27 +578,27 @@ def _relative_to_others(factors: Sequence[float]) -> list[float]:
 
 
 def _deviation(ratios: Sequence[float]) -> float:
-    """Estimate the standard deviation of log(ratio) from the median absolute deviation."""
+    """Return the relative standard deviation, estimated robustly from the median deviation."""
     middle = median(ratios)
     return 1.483 * median(abs(math.log(each / middle)) for each in ratios)
 
 
 def _common_compute_time(own: Sequence[float], rates: Sequence[float]) -> float:
-    """Return the compute time of all ranks once they finish together."""
+    """Return the compute time at which all ranks finish together after moving rows."""
     # `own` are the ranks' compute times now. A rate is how many rows a rank computes per additional
     # second.
     return math.fsum(map(mul, own, rates)) / math.fsum(rates)
 
 
 def _slope(curve: Curve, share: int) -> float:
-    """Return a curve's slope just below a share, in seconds per row."""
+    """Return the seconds that a further row adds to a share."""
     # The slope is above 0. This also holds where the curve is level.
     rise = (curve.seconds(share) - curve.seconds(NEAR * share)) / ((1 - NEAR) * share)
     return max(rise, curve.seconds(share) / share / 100)
 
 
 def _reverses(before: Sequence[int], now: Sequence[int], then: Sequence[int]) -> bool:
-    """True if shares `then` undo at least half of the previous change."""
+    """Return True if the change from `now` to `then` undoes half of the previous one or more."""
     # the previous change is from `before` to `now`
     made = [b - a for a, b in zip(before, now, strict=True)]
     undone = sum((a - b) * c for a, b, c in zip(now, then, made, strict=True))
@@ -618,13 +606,13 @@ def _reverses(before: Sequence[int], now: Sequence[int], then: Sequence[int]) ->
 
 
 def _is_past_half(factor: float, usual: float, shift: float) -> bool:
-    """True if a factor has gone more than half of its shift."""
+    """Return True if a factor has moved over half of the way from its usual value."""
     # the logarithm goes from log(usual) to log(usual) + shift
     return math.log(factor / usual) / shift > 0.5
 
 
 def _is_proportional(curve: Curve) -> bool:
-    """True if a curve only assumes that time is proportional to rows."""
+    """Return True if the curve is a line through the origin."""
     # such a curve wasn't measured
     return curve.batches == (0.0,) and curve.times == (0.0,)
 

@@ -1,4 +1,4 @@
-"""Recognize passes that ran out of memory, and print the line that reports their retry."""
+"""Recognize and report passes that ran out of memory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,12 @@ _SIGNS = re.compile(  # in error messages of libraries that have no exception ty
 
 
 def says_out_of_memory(text: str) -> bool:
-    """True if an error message says that a GPU or CPU ran out of memory."""
+    """Return True if an error's text says that memory ran out."""
     return bool(_SIGNS.search(text))
 
 
 class Retreat(msgspec.Struct, frozen=True):
-    """A pass that ran out of memory, and the smaller passes that replaced it.
-
-    The terminal, the monitor and the journal report it.
-    """
+    """A pass that ran out of memory and was retried in smaller passes."""
 
     step: int
     rows: int  # of the pass
@@ -33,7 +30,7 @@ class Retreat(msgspec.Struct, frozen=True):
     others_bytes: int  # device memory that other processes hold
 
     def describe(self, device: str) -> str:
-        """Return a line for the terminal about a retry on the device `device`."""
+        """Return a line on the retry, with the device's name."""
         held = (
             f" (others hold {self.others_bytes / 2**30:.0f} GiB)"
             if self.others_bytes >= 2**30
@@ -47,5 +44,5 @@ class Retreat(msgspec.Struct, frozen=True):
 
 
 def print_line(line: str) -> None:
-    """Print a line to stderr at once, so that ranks' lines don't mix."""
+    """Print a line to standard error in a single write."""
     print(f"{line}\n", end="", file=sys.stderr, flush=True)

@@ -22,10 +22,7 @@ _BLOCK_PARTS = (0.8, 1.0, 0.5, 0.0)  # fractions of the batch that are assigned 
 
 
 class PartialAssignment:
-    """Each rank's passes and finish time, while rows are being assigned to ranks.
-
-    `passes` lists, for each rank and pass, the indices of its rows in the sorted batch.
-    """
+    """Passes assigned so far, and the time in seconds at which each rank finishes them."""
 
     def __init__(self, ranks: int) -> None:
         self.passes: list[list[Sequence[int]]] = [[] for _ in range(ranks)]
@@ -33,9 +30,9 @@ class PartialAssignment:
 
 
 class AssignmentSearch:
-    """Finds assignments of rows of unequal length to ranks and their passes.
+    """Search for an assignment of rows to ranks that finishes early.
 
-    `lengths` are sorted, longest first. With `saves_padding`, passes are added to save padding.
+    `lengths` are the rows' lengths in tokens, the longest first.
     """
 
     # without `saves_padding`, a pass is added only if a rank's memory requires it
@@ -53,7 +50,7 @@ class AssignmentSearch:
         self._best_cut = self._cut_cheapest(1)
 
     def least_seconds(self) -> float:
-        """Return an approximate lower bound of a step's seconds, over all assignments."""
+        """Return an approximate lower bound of the finish time in seconds."""
         # The bound is the larger of two times: that of all rows if they could be divided exactly by
         # the ranks' speeds, and that of the longest row on the fastest rank. It is approximate,
         # because the rows are assumed to be cut into passes as is cheapest on the fastest device.
@@ -64,7 +61,7 @@ class AssignmentSearch:
         return max(longest, 1 / sum(1 / each for each in alone))
 
     def _seconds_alone(self, stops: Sequence[int], rows: int) -> list[float]:
-        """Return how long each rank would compute the first `rows` rows alone."""
+        """Return the seconds that each rank would need for the first `rows` rows."""
         # passes end at the row indices `stops`
         cuts = [0, *(stop for stop in stops if stop <= rows)]
         return [
@@ -73,7 +70,7 @@ class AssignmentSearch:
         ]
 
     def try_all(self) -> Iterator[PartialAssignment]:
-        """Yield promising assignments of the whole batch; better ones tend to come first."""
+        """Yield candidate assignments, which differ in their passes and blocks."""
         # Assignments differ in two ways: how the batch is cut into passes, and how much of it is
         # assigned in blocks of consecutive rows. The rest is assigned row by row.
         tried = set[tuple[int, ...]]()
@@ -90,7 +87,7 @@ class AssignmentSearch:
                     yield partial
 
     def _list_cuts(self) -> Iterator[list[int]]:
-        """Yield ways to cut the sorted batch into passes, as row indices."""
+        """Yield ways to cut the batch into passes, each as the ends of the passes."""
         # Each pass is a run of consecutive rows. The ways differ in the assumed price of a pass.
         # Without passes to save padding, the whole batch is one run.
         if not self._saves_padding:
@@ -102,7 +99,7 @@ class AssignmentSearch:
                 yield self._cut_cheapest(price)
 
     def _cut_cheapest(self, price: float) -> list[int]:
-        """Cut the sorted batch at least cost; return where its passes end."""
+        """Return the ends of the passes with the lowest cost."""
         # A higher `price` of a pass gives fewer passes. Passes are runs of consecutive rows. The
         # cost is the time that the fastest device would take for all runs, but with the fixed time
         # of a pass multiplied by `price`. For a given start of the last run, the total cost is a
@@ -130,7 +127,7 @@ class AssignmentSearch:
         return stops[::-1]
 
     def _list_places(self) -> Iterator[int]:
-        """Yield where the sorted batch may be cut, as row indices."""
+        """Yield the indices at which a pass may end."""
         # The last index is the batch's end. So that there are few indices, the row at each is at
         # least 3 % shorter than at the previous one.
         next_length = _NEXT_PLACE * self._lengths[0]
@@ -141,7 +138,7 @@ class AssignmentSearch:
         yield len(self._lengths)
 
     def _assign_blocks(self, rows: int, stops: Sequence[int]) -> PartialAssignment | None:
-        """Give each rank a block of rows; None if rows don't fit."""
+        """Assign rows in blocks, or return None if they don't fit on the ranks."""
         # The first `rows` rows are given. A new pass begins at each index in `stops`. All ranks
         # must finish within the same time limit; bisection finds the shortest one.
         if not rows:
@@ -160,7 +157,7 @@ class AssignmentSearch:
     def _fill_blocks(
         self, rows: int, stops: Sequence[int], limit: float
     ) -> PartialAssignment | None:
-        """Assign rows in order, fastest rank first; None if any are left."""
+        """Assign rows in blocks within a time limit, or return None if that isn't possible."""
         # These are the first `rows` rows. One rank after another is filled. A rank is full when the
         # next row would exceed `limit` seconds. It begins a new pass at each row index in `stops`,
         # and where its memory requires it.
@@ -184,7 +181,7 @@ class AssignmentSearch:
         return partial if row == rows else None
 
     def _assign_run(self, partial: PartialAssignment, start: int, stop: int) -> None:
-        """Assign rows one by one to the rank that finishes them first."""
+        """Assign rows one by one, each to the rank that finishes it first."""
         # The rows are from index `start` to `stop`. These rows are called a run. A rank's first row
         # of the run begins a new pass, and so does a row that exceeds the rank's limits for the
         # current pass.
@@ -211,7 +208,7 @@ class AssignmentSearch:
             )
 
     def _opened(self, rank: int, row: int, finish: float) -> float:
-        """Return when a rank finishes if `row` begins a new pass."""
+        """Return when a rank finishes a row in a new pass, inf if the row doesn't fit."""
         # `finish` is when it finishes without the row. `row` is the row's index.
         fits = self._ranks[rank].most_rows(self._lengths[row]) >= 1
         return finish + self._fixed[rank] + self._seconds[rank][row] if fits else math.inf
@@ -225,7 +222,7 @@ def _at(line: _Line, stop: int) -> float:
 
 
 def _is_never_lowest(steeper: _Line, line: _Line, flatter: _Line) -> bool:
-    """True if `line` is nowhere below both other lines."""
+    """Return True if `line` is nowhere below both other lines."""
     return (flatter[1] - steeper[1]) * (steeper[0] - line[0]) <= (line[1] - steeper[1]) * (
         steeper[0] - flatter[0]
     )
@@ -240,10 +237,9 @@ Passes = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 class RowAssignment(msgspec.Struct, frozen=True):
-    """The passes of each rank, with each rank's predicted seconds and number of tokens.
+    """Rows of each rank's passes, with each rank's predicted seconds and token counts.
 
-    `passes` lists, for each rank and pass, the indices of its rows in the batch. `tokens` doesn't
-    count padding; `padded` does.
+    `padded` counts tokens with padding, `tokens` without.
     """
 
     passes: Passes
@@ -253,29 +249,26 @@ class RowAssignment(msgspec.Struct, frozen=True):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of rows of each rank."""
+        """Rows of each rank."""
         return tuple(sum(map(len, own)) for own in self.passes)
 
     @property
     def in_passes(self) -> bool:
-        """True if any rank computes its rows in more than one pass."""
+        """True if a rank has several passes."""
         return any(len(own) > 1 for own in self.passes)
 
 
 class RowAssigner(msgspec.Struct, frozen=True):
-    """Assigns the rows of global batches to ranks and their passes.
-
-    The result depends only on the rows' lengths, so it is the same on every rank.
-    """
+    """Divides batches whose rows have unequal lengths among the ranks."""
 
     ranks: tuple[RankCost, ...]
     ratios: tuple[float, ...]  # ratios of the ranks' rows if all rows are equally long
     saves_padding: bool = True  # adds passes to save padding; if False, only limits add passes
 
     def assign(self, lengths: Sequence[int]) -> RowAssignment:
-        """Assign rows to ranks so that all finish at about the same time.
+        """Assign the rows of a batch to ranks and passes, so that all ranks finish together.
 
-        `lengths` are the rows' tokens. Each rank gets at least one row if there are enough.
+        `lengths` are the rows' lengths in tokens.
         """
         # If all rows are equally long, they are assigned in their order, by the ratios of the
         # shares. Otherwise they are sorted first, to put rows of similar length into a pass: a pass
@@ -296,10 +289,10 @@ class RowAssigner(msgspec.Struct, frozen=True):
         return self._make(tuple(assigned), lengths)
 
     def check(self, lengths: Sequence[int], rows: int) -> None:
-        """Check that each row has a length and fits on some rank.
+        """Check the lengths of all rows of the data.
 
-        Raises RequestError if there aren't `rows` lengths or one is negative. It is also raised if
-        no rank can hold the longest row.
+        Raises RequestError if their number isn't `rows`, one is negative, or a row fits on no
+        device.
         """
         if len(lengths) != rows:
             raise RequestError(
@@ -347,9 +340,9 @@ class RowAssigner(msgspec.Struct, frozen=True):
 def make_row_assigner(
     batches: Sequence[int], micros: Sequence[int], shares: Sequence[Share]
 ) -> RowAssigner:
-    """Return an assigner for a plan's shares, with the plan's costs of passes.
+    """Return the assigner for a plan's shares.
 
-    `batches` are each rank's rows in a full batch, and `micros` its maximum rows per pass.
+    `batches` and `micros` are the ranks' rows per step and per pass.
     """
     # If the plan has no costs, each rank's tokens/s are assumed to be proportional to its rows in a
     # full batch. The cost of a further pass is then unknown, so a rank computes as few passes as
@@ -366,7 +359,7 @@ def make_row_assigner(
 
 
 def _give_each_a_row(passes: list[list[list[int]]]) -> None:
-    """Give each rank without rows one row of a rank with several."""
+    """Move a row, in place, to each rank that has none."""
     # The shortest row among all ranks with several rows is moved.
     for own in passes:
         givers = [each for each in passes if sum(map(len, each)) > 1]

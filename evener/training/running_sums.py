@@ -1,7 +1,4 @@
-"""Sums of a rank's step times, over all steps and over recent steps, with standard errors.
-
-This module has no side effects.
-"""
+"""Totals of step times over a whole training run and over its recent steps."""
 
 from __future__ import annotations
 
@@ -23,10 +20,7 @@ FEWEST_BINS, ERRORS = 4, 2.4
 
 
 class RunningSums:
-    """Sums of a rank's step times, over all steps and recent steps.
-
-    Recent steps are at least the last RECENT_STEPS steps and RECENT_SECONDS seconds.
-    """
+    """Adds up the times of a rank's steps in seconds, over all steps and over recent ones."""
 
     # Steps are grouped into bins of about a second; the differences between bins show how precise
     # the means are.
@@ -41,17 +35,14 @@ class RunningSums:
 
     @property
     def whole(self) -> StepSums:
-        """The sums over all steps."""
+        """Totals over all steps."""
         return StepSums(int(self._now[0]), *self._now[1:])
 
     def add(self, step: Sequence[float], seconds: float, own_s: float | None = None) -> None:
-        """Add the times of a step, or of a step's part so far.
+        """Add times in the order of the fields of StepSums.
 
-        - `step`: a value for each field of StepSums, in the same order. The first, the number of
-          steps, is 0 if the step hasn't ended.
-        - `seconds`: the sum of the durations in `step`.
-        - `own_s`: the measured seconds alone, if the values in `step` were scaled up to represent
-          steps that weren't timed, too.
+        `seconds` is their total. `own_s` is the time that counts for `take_quick`, by default
+        `seconds`.
         """
         self._now = list(map(add, self._now, step))
         self._bin_s += seconds
@@ -67,9 +58,9 @@ class RunningSums:
                 self._ends.popleft()
 
     def take_quick(self) -> float:
-        """Return the 5th percentile of step times since the last call.
+        """Return the 5th percentile of the step times since the last call, in seconds.
 
-        It is in seconds; 0 without any steps.
+        Returns 0 without steps.
         """
         # The fastest steps were disturbed neither by other programs nor by a checkpoint.
         steps = sorted(self._last_s)
@@ -77,11 +68,11 @@ class RunningSums:
         return steps[int(QUICK_PART * len(steps))] if steps else 0.0
 
     def recent(self) -> StepSums:
-        """Return the sums over recent steps."""
+        """Return the totals over the last steps, of about ten seconds and 25 steps or more."""
         return self.whole.minus(self._ends[0])
 
     def errors(self) -> StepSums:
-        """Return the margin of error of each mean over recent steps."""
+        """Return error margins for the means of the recent steps."""
         # The margin is half of the 95 % interval, estimated from the differences between bins of
         # steps. With fewer than FEWEST_BINS bins, it is half of each mean.
         bins = [after.minus(before) for before, after in pairwise(self._ends)]
@@ -99,7 +90,7 @@ class RunningSums:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """Return the sample standard deviation of the values."""
+    """Return the standard deviation of a sample."""
     # `statistics.stdev` is 20 times slower, because it computes with fractions.
     middle = sum(values) / len(values)
     return math.sqrt(sum((value - middle) ** 2 for value in values) / (len(values) - 1))

@@ -1,8 +1,4 @@
-"""Assign a plan's shares to processes by host and device instead of by rank.
-
-Without a plan, the global batch is divided by the ratios that the user gave, in rank order. This
-module has no side effects.
-"""
+"""Match the ranks of a training run with the shares of its plan."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from ..shares.whole_rows import apportion, check_ratios
 
 
 class RankInfo(msgspec.Struct, frozen=True):
-    """What a process reports before training: its host, its device and its options."""
+    """What a rank tells the others about itself before training."""
 
     machine: str  # its host name, for messages
     # the host's name in the plan; empty if the plan has no hosts, or not this machine
@@ -33,7 +29,7 @@ class RankInfo(msgspec.Struct, frozen=True):
 
 
 def check_agreement(ranks: Sequence[RankInfo]) -> None:
-    """Check that every rank can train, with the same plan and options.
+    """Check that all ranks have the same plan and options.
 
     Raises PlanError or RequestError, with the same message on every rank.
     """
@@ -63,8 +59,7 @@ def check_agreement(ranks: Sequence[RankInfo]) -> None:
 def order_shares(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[int, ...]:
     """Return the index in `active` of each rank's share.
 
-    `active` are the shares of the plan's active devices. Raises PlanError unless each rank has a
-    share of its own.
+    Raises PlanError if a rank has no share, or two ranks have the same.
     """
     # Ranks are matched to shares by device. If no rank's device is in the plan, they are matched by
     # host and local rank, or by rank if the shares name no hosts.
@@ -77,9 +72,9 @@ def order_shares(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[in
 
 
 def check_places(active: Sequence[Share], places: Sequence[int | None]) -> tuple[int, ...]:
-    """Check and return `places`, the index in `active` of each rank's share.
+    """Return `places`, the index in `active` of each rank's share, after a check.
 
-    Raises PlanError if a rank has no share (None) or two have the same.
+    Raises PlanError if a place is None or two ranks have the same.
     """
     # the error's message is the same on every rank
     for rank, place in enumerate(places):
@@ -102,7 +97,7 @@ def check_places(active: Sequence[Share], places: Sequence[int | None]) -> tuple
 
 
 def _find_by_device(active: Sequence[Share], info: RankInfo) -> int | None:
-    """Return the index of the share for a process's device, or None."""
+    """Return the index of the share on this rank's device, or None."""
     # If the device's name is unknown, the plan's GPUs that the process can see are counted: local
     # rank 0 has the first, local rank 1 the second. A process that sees only one GPU has that one.
     here = {share.device: i for i, share in enumerate(active) if info.host in ("", share.host)}
@@ -115,7 +110,10 @@ def _find_by_device(active: Sequence[Share], info: RankInfo) -> int | None:
 
 
 def _find_by_local_rank(active: Sequence[Share], info: RankInfo) -> int | None:
-    """Return the index of the local rank's share, or None."""
+    """Return the index of a rank's share by its host and local rank, or None.
+
+    Raises PlanError if the rank's host isn't in the plan.
+    """
     # The result is an index in `active`. The local rank is an index into the shares of the
     # process's host. The share is missing if that host has too few.
     if not any(share.host == info.host for share in active):
@@ -131,10 +129,10 @@ def _find_by_local_rank(active: Sequence[Share], info: RankInfo) -> int | None:
 def divide_by_ratios(
     ratios: Sequence[float] | None, global_batch: int | None, world: int
 ) -> tuple[int, ...]:
-    """Divide a global batch among `world` processes by ratios, or else evenly.
+    """Return the ranks' shares of a global batch, equal if `ratios` is None.
 
-    Raises RequestError without a global batch or with invalid ratios, and PlanError for fewer rows
-    than processes.
+    Raises RequestError without a global batch or for invalid ratios, and PlanError for a global
+    batch with fewer rows than ranks.
     """
     # ratios are valid if there are `world` of them and all are above 0
     if global_batch is None:

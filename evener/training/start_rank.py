@@ -1,8 +1,4 @@
-"""Start a training script on the device that the launcher chose.
-
-This module is run as `python -m evener.training.start_rank train.py ARGS`. The process replaces
-itself with the script, so nothing of evener is in the script's arguments, modules or tracebacks.
-"""
+"""Start one rank: `python -m evener.training.start_rank` replaces itself by the script."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl.h
 
 
 def main() -> None:
-    """Prepare this process by EVENER_STARTS, then replace it by the script."""
+    """Apply this rank's settings, and execute the script or program."""
     # This process's entry in EVENER_STARTS sets environment variables, cores and output files. It
     # may also make ranks other than 0 wait until rank 0 releases them.
     starts = json.loads(os.environ.pop(STARTS))
@@ -44,7 +40,7 @@ def main() -> None:
 
 
 def _count_restarts(folder: str) -> dict[str, str]:
-    """Return TORCHELASTIC_RESTART_COUNT with the restarts of all hosts."""
+    """Return the number of restarts of all hosts for the environment, and print a message."""
     # The result has environment variables. It is {} if PyTorch's agent doesn't restart ranks. The
     # agent counts only restarts that processes of its own host caused. Therefore each start is also
     # recorded in a file in `folder`.

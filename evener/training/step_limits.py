@@ -71,7 +71,10 @@ IN_KERAS = {
 
 
 class MeasuredRank(NamedTuple):
-    """The measurements of a rank's steps; durations in seconds, 0 for unknown values."""
+    """Step times, rows and memory limit of one rank, for finding bottlenecks.
+
+    Times are in seconds.
+    """
 
     name: str
     share: int
@@ -90,7 +93,7 @@ class MeasuredRank(NamedTuple):
 
 
 class TrainingAnalysis(NamedTuple):
-    """A training run's mean step time, its parts on each rank, and its limits."""
+    """Mean step times of the ranks, bottlenecks, and faster shares if any."""
 
     step_s: float  # mean
     steps: tuple[RankStep, ...]  # of each rank, in five parts
@@ -101,10 +104,10 @@ class TrainingAnalysis(NamedTuple):
 def judge_training(
     ranks: Sequence[MeasuredRank], whole: bool = True, competitors: str = ""
 ) -> TrainingAnalysis:
-    """Return what limits these ranks' steps, and which shares are faster.
+    """Find the bottlenecks of a training run.
 
-    `whole` is False if ranks are missing; then no shares are advised. `competitors` names the
-    programs that used cores which this run needed.
+    Shares are recommended only if `whole` is True, that is if all ranks are given. `competitors`
+    names other programs that use the cores. `step_s` of the result is 0 if no times are known.
     """
     steps = tuple(
         divide_steps([rank.sums for rank in ranks], [rank.least_waiting_s for rank in ranks])
@@ -122,7 +125,7 @@ def judge_training(
 
 
 def _find_step_seconds(steps: Sequence[RankStep]) -> float:
-    """Return a step's mean duration in seconds; 0 if unknown."""
+    """Return the mean time of a step in seconds, 0 if unknown."""
     # A step takes equally long on all ranks, because they wait for each other. Waits are timed in
     # only some of the steps, so a long wait in a single step may be missed. Therefore the ranks
     # that wait least know the duration best.
@@ -136,7 +139,7 @@ def _find_step_seconds(steps: Sequence[RankStep]) -> float:
 def _list_single_parts(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, competitors: str
 ) -> Iterator[StepPart]:
-    """Yield parts of a step that may be limits, except unequal work."""
+    """Yield all parts of a step that may be bottlenecks, except unequal work."""
     # Unequal work is that of the ranks' unequal compute times. `steps` are the ranks' mean steps,
     # and `step_s` is the duration of a step. The training needed the cores that the other programs
     # used.
@@ -151,7 +154,7 @@ def _list_single_parts(
 
 
 class _Finder:
-    """Finds slow parts of a step on the ranks that finish last."""
+    """Finds parts of a step that a rank's totals contain."""
 
     def __init__(
         self, ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
@@ -162,7 +165,7 @@ class _Finder:
     def find(
         self, kind: LimitKind, name: str, spared: float = 1.0, alone: LimitKind | None = None
     ) -> Iterator[StepPart]:
-        """Yield a step's part as a possible limit, unless it's short."""
+        """Yield a part of the step, unless it is short."""
         # The StepSums field `name` measures the part, and a remedy saves the fraction `spared` of
         # it. A part below 5 % of a step is short. Only one rank has the part if another rank needs
         # less than half as long; its kind is then `alone`, unless that is None. A remedy then saves
@@ -202,7 +205,7 @@ class _Finder:
         )
 
     def _find_lead(self, place: int) -> float:
-        """Return how long others wait for a rank, in seconds per step."""
+        """Return by how many seconds a rank is busy longer than any other rank."""
         # The result is negative if another rank is busy longer. Busy times show this better than
         # measured waits, which may miss a long wait in a single step, because waits are timed in
         # only some of the steps. Files and validation are timed in all steps.
@@ -212,16 +215,16 @@ class _Finder:
 
 
 def _find_rest_error(seconds: float, step_s: float) -> float:
-    """Return the margin of error of a step's time after a remedy."""
+    """Return an error margin in seconds for the rest of a step after a remedy."""
     # The remedy removes `seconds` from `step_s`. The margin is half of the 95 % interval. The rest
     # of the step may take more or less time than before.
     return bound_error(seconds, step_s, REST_ERROR, REST_ERROR)
 
 
 def list_last(steps: Sequence[RankStep], step_s: float) -> list[int]:
-    """Return which ranks reach the gradient exchange last in a step.
+    """Return the indices of the ranks that finish a step last and hardly wait for others.
 
-    `step_s` is the step's duration in seconds, and the result has indices of `steps`.
+    `step_s` is the duration of a step in seconds.
     """
     # these are the ranks that wait at most 5 % of a step longer than the rank that waits least
     least_s = min(step.waiting_s for step in steps)
@@ -235,7 +238,7 @@ def list_last(steps: Sequence[RankStep], step_s: float) -> list[int]:
 def _find_exchange(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> Iterator[StepPart]:
-    """Yield the gradient exchange if it takes long on every rank."""
+    """Yield the gradient exchange if it takes long."""
     # At least 10 % of a step is long. Only the time after the last gradient counts: an exchange
     # during the computation costs no time.
     if len(ranks) < 2:
@@ -255,7 +258,7 @@ def _find_exchange(
 def _find_host_waits(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, competitors: str
 ) -> Iterator[StepPart]:
-    """Yield the parts of a step in which ranks wait for hosts."""
+    """Yield the parts in which the host is the bottleneck."""
     # A part is one of three waits: for cores, for the start of kernels, or for the training's own
     # code on the CPU. The last ranks are those that finish last.
     last = list_last(steps, step_s)
@@ -293,7 +296,7 @@ def _find_host_waits(
 def _wait_for_starved(
     ranks: Sequence[MeasuredRank], step: RankStep, place: int, step_s: float
 ) -> float:
-    """Return how long a rank waits for others that lack CPU cores."""
+    """Return how long a rank waits for ranks that lack cores."""
     # The result is in seconds per step, and 0 if any rank has enough cores. The rank waits for
     # other ranks: if all lack cores, each rank is the last one in some steps, and the others wait
     # for it. A rank may also be starved while it waits; that time is already counted as starved. So
@@ -310,7 +313,7 @@ def _wait_for_starved(
 def _find_unequal_work(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> StepPart | None:
-    """Return the time lost to unequal compute times, as a step's part."""
+    """Return the time lost by unequal compute times, or None if it is small."""
     # The lost time is the compute time of the slowest rank, minus the time in which all ranks would
     # finish together. The result is None if this difference, or the longest wait of another rank,
     # is within noise or below 5 % of a step, or if fewer than two compute times are known.
@@ -329,7 +332,7 @@ def _find_unequal_work(
 
 
 def _even_seconds(ranks: Sequence[MeasuredRank]) -> float:
-    """Return the compute time that all ranks would have with balanced shares."""
+    """Return the compute time in seconds with balanced shares."""
     # balanced shares match the ranks' speeds
     shares = [rank.share or 1 for rank in ranks]
     rates = [share / each.own_work_s for share, each in zip(shares, ranks, strict=True)]
@@ -338,7 +341,7 @@ def _even_seconds(ranks: Sequence[MeasuredRank]) -> float:
 
 
 def _with_advice(part: StepPart, advice: Advice | None, step_s: float) -> StepPart:
-    """Return the part with the advised shares as its remedy."""
+    """Return unequal work with the recommended shares as its remedy."""
     if advice is None:
         return part
     without_s = step_s / (1 + advice.gain)
@@ -354,7 +357,10 @@ def _with_advice(part: StepPart, advice: Advice | None, step_s: float) -> StepPa
 
 
 def advise_shares(ranks: Sequence[MeasuredRank], step_s: float) -> Advice | None:
-    """Return shares that surely make steps faster, by the ranks' compute times, or None."""
+    """Return shares that are faster, or None if no gain is certain.
+
+    `step_s` is the time of a step in seconds.
+    """
     # None is returned if a share or a compute time is unknown, or if the gain is below 2 % or at
     # most two of its standard errors
     shares, own_work_s = [rank.share for rank in ranks], [rank.own_work_s for rank in ranks]
@@ -372,7 +378,7 @@ def advise_shares(ranks: Sequence[MeasuredRank], step_s: float) -> Advice | None
 
 
 def _read_curves(ranks: Sequence[MeasuredRank]) -> Sequence[Curve]:
-    """Return the plan's curves, or proportional ones if any is unusable."""
+    """Return the devices' curves, or proportional ones if a curve is missing or implausible."""
     # Curves come from other processes' reports, so they aren't trusted.
     shares = [rank.share for rank in ranks]
     curves = join_curves([rank.curve if is_curve(rank.curve) else () for rank in ranks], shares)
@@ -381,7 +387,7 @@ def _read_curves(ranks: Sequence[MeasuredRank]) -> Sequence[Curve]:
 
 
 def _is_plausible(seconds: float) -> bool:
-    """True if a step can have this compute time."""
+    """Return True for a plausible compute time."""
     # A plausible time is from a microsecond to about a day. Other processes report the time, and
     # their reports may be wrong.
     return LEAST_WORK_S < seconds < MOST_WORK_S

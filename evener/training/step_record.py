@@ -35,10 +35,7 @@ Outcome = Literal["same shares", "faster", "slower", "unclear", "not comparable"
 
 
 class ShareTimes(msgspec.Struct, frozen=True):
-    """A rank's median step and compute times under the same shares.
-
-    They are in seconds; 0 if unknown.
-    """
+    """Median times of a rank's steps with one set of shares, in seconds."""
 
     shares: tuple[int, ...]  # of every rank
     own_work_s: float
@@ -47,7 +44,7 @@ class ShareTimes(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """How much faster steps are under the last shares than under the first."""
+    """Speed with the last shares compared with the first, with a 95 % interval."""
 
     outcome: Outcome
     gain: float = 0.0  # 0.12: 12 % more steps a second
@@ -56,7 +53,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 class _ShareSpan:
-    """Consecutive steps with the same shares."""
+    """Step times while the shares stayed the same."""
 
     def __init__(self, shares: tuple[int, ...], steps: int = 0) -> None:
         self.shares, self.steps = shares, steps
@@ -79,7 +76,7 @@ class _ShareSpan:
 
 
 class StepRecord:
-    """The step times of one rank under its first and its last shares."""
+    """Records a rank's step times with the first and with the last shares."""
 
     def __init__(self) -> None:
         self.changes = 0  # number of changes since the first shares that had enough steps
@@ -90,10 +87,9 @@ class StepRecord:
     def add(
         self, shares: tuple[int, ...], own_work_s: float, step_s: float, disturbed: bool
     ) -> None:
-        """Add a step with the shares that it used.
+        """Add a step's compute time and duration in seconds, NaN if unknown.
 
-        `own_work_s` is the rank's compute time, and `step_s` the whole step's; NaN if unknown. Both
-        are in seconds. A `disturbed` step may be ignored.
+        `disturbed` marks a step that was slow for another reason, such as a checkpoint.
         """
         # a disturbed step counts only if there are too few others
         if self._now is None or shares != self._now.shares:
@@ -116,29 +112,21 @@ class StepRecord:
 
     @property
     def first(self) -> ShareTimes | None:
-        """The medians under the first shares that had enough undisturbed steps.
-
-        If no shares had enough, they are the medians under the newest shares. None before the first
-        step.
-        """
+        """Times with the first shares, or None before any step."""
         stretch = self._first or self._now
         return None if stretch is None else stretch.summarize()
 
     @property
     def last(self) -> ShareTimes | None:
-        """The medians under the last shares that had enough undisturbed steps.
-
-        If no shares had enough, they are the medians under the newest shares. None before the first
-        step.
-        """
+        """Times with the last shares, or None before any step."""
         stretch = self._last or self._now
         return None if stretch is None else stretch.summarize()
 
 
 def compare(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> Comparison:
-    """Compare the step times under the first and the last shares.
+    """Compare the speed with the first and with the last shares, given each rank's times.
 
-    `first` and `last` are the medians of every rank.
+    The result is "not comparable" if the devices' speed has changed.
     """
     # the gain is computed from the first rank's steps, because all ranks have the same step time
     before, after = first[0], last[0]
@@ -158,7 +146,7 @@ def compare(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> Comparis
 
 
 def _gain_at_present_speed(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> float | None:
-    """Return the last shares' gain over the first, at present device speeds."""
+    """Return the gain that the compute times explain, or None if one is unknown."""
     # The time of steps with the first shares is computed from the newest compute times. They are
     # assumed to be proportional to the rows, and the rest of a step's time to be the same.
     now, then = [], []
@@ -172,7 +160,7 @@ def _gain_at_present_speed(first: Sequence[ShareTimes], last: Sequence[ShareTime
 
 
 def _error(steps: Sequence[float]) -> float:
-    """Return the standard error of the median step time, in seconds."""
+    """Return the standard error of the median step time in seconds."""
     # Consecutive steps are correlated, so each group of TOGETHER steps counts as a single step.
     if len(steps) < FEWEST_STEPS:
         # too few steps

@@ -21,10 +21,7 @@ Steps = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class StepSums(msgspec.Struct, frozen=True):
-    """A rank's seconds by activity, summed over a number of steps.
-
-    The fields from `input_s` to `between_s` add up to the total.
-    """
+    """Total seconds of a rank's steps by activity."""
 
     # These fields don't overlap. `idle_input_s` and `idle_own_s` are already contained in `input_s`
     # and `own_work_s`.
@@ -44,37 +41,37 @@ class StepSums(msgspec.Struct, frozen=True):
 
     @property
     def seconds(self) -> float:
-        """The total duration of all steps in seconds."""
+        """Total seconds of the steps."""
         work_s = self.input_s + self.own_work_s + self.meeting_s + self.undivided_s
         return work_s + self.all_between_s
 
     @property
     def all_between_s(self) -> float:
-        """The total time between steps in seconds, including the optimizer's step."""
+        """Total seconds from the end of the gradient exchange to the next step."""
         return self.update_s + self.files_s + self.validation_s + self.between_s
 
     @property
     def step_s(self) -> float:
-        """The mean duration of a step in seconds; 0 without steps."""
+        """Mean time of a step in seconds, 0 without steps."""
         return self.seconds / self.steps if self.steps else 0.0
 
     def mean(self, name: str) -> float:
-        """Return the mean per step of the field `name`, in seconds; 0 without steps."""
+        """Return the mean of a field per step in seconds, 0 without steps."""
         return float(getattr(self, name)) / self.steps if self.steps else 0.0
 
     def plus(self, other: StepSums) -> StepSums:
-        """Return the sums over the steps of both objects."""
+        """Return the sum of both totals."""
         mine, others = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
         return StepSums(*(one + more for one, more in zip(mine, others, strict=True)))
 
     def minus(self, earlier: StepSums) -> StepSums:
-        """Return the sums over the steps since `earlier`, the same rank's earlier sums."""
+        """Return the totals since `earlier`, with no field below 0."""
         mine, before = msgspec.structs.astuple(self), msgspec.structs.astuple(earlier)
         return StepSums(*(max(0, one - less) for one, less in zip(mine, before, strict=True)))
 
 
 class RankStep(NamedTuple):
-    """A rank's mean step in five parts, in seconds."""
+    """Breakdown of a rank's mean step, in seconds."""
 
     input_s: float
     own_work_s: float  # includes `undivided_s`
@@ -84,14 +81,15 @@ class RankStep(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """The duration of the whole step in seconds."""
+        """Duration of the step in seconds."""
         return sum(self)
 
 
 def divide_steps(ranks: Sequence[StepSums], least_meeting_s: Sequence[float]) -> list[RankStep]:
-    """Return each rank's mean step, divided into five parts.
+    """Return a breakdown of each rank's mean step, with waiting and exchange separated.
 
-    `least_meeting_s` is each rank's shortest time from its last gradient to the exchange's end.
+    `least_meeting_s` are the ranks' shortest times from their own last gradient to the end of the
+    exchange, in seconds.
     """
     # The smallest of these times counts as the exchange of every rank, because even the last rank
     # needs that long. The rest of a rank's mean `meeting_s` is waiting.
