@@ -1,1 +1,1 @@
-"""Models that train one optimizer step at a time; they don't depend on the balancer."""
+"""Models that a search can train: built-in ones for each framework, and the user's own."""

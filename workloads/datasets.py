@@ -1,7 +1,4 @@
-"""Synthetic data sets.
-
-The same arguments always give the same data, and nothing is downloaded.
-"""
+"""Synthetic training data as NumPy arrays; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -27,10 +24,10 @@ NOISE = 0.3
 
 
 def digits(rows: int, seed: int = 0) -> tuple[Any, Any]:
-    """Return `rows` noisy, shifted pictures of digits, with their labels.
+    """Return noisy images of digits and their labels, as a small stand-in for MNIST.
 
-    The pictures are float32 from 0 to 1 with the shape (rows, 28, 28, 1). The labels (rows,) are
-    the digits, as int64.
+    The images have shape (rows, 28, 28, 1), with values from 0 to 1. Each digit is at a random
+    position.
     """
     random = np.random.default_rng(seed)
     labels = random.integers(0, 10, rows)
@@ -46,7 +43,7 @@ def digits(rows: int, seed: int = 0) -> tuple[Any, Any]:
 
 
 def _draw_digits() -> Any:
-    """Return digits as (10, height, width) images of zeros and ones."""
+    """Return the ten digits as images of shape (10, 21, 15)."""
     # Each dot of the font becomes a square of several pixels.
     glyphs = []
     for text in _FONT:
@@ -56,10 +53,9 @@ def _draw_digits() -> Any:
 
 
 def stripes(rows: int, side: int = 32, classes: int = 10, seed: int = 0) -> tuple[Any, Any]:
-    """Return coloured pictures of stripes, with their labels.
+    """Return noisy color images of stripes; the label is the direction of the stripes.
 
-    The pictures are float32 around 0 with the shape (rows, side, side, 3). The labels have the
-    shape (rows,); each of the `classes` classes is an angle of the stripes.
+    The images have shape (rows, side, side, 3).
     """
     random = np.random.default_rng(seed)
     labels = random.integers(0, classes, rows)
@@ -79,9 +75,9 @@ def stripes(rows: int, side: int = 32, classes: int = 10, seed: int = 0) -> tupl
 def sine_waves(
     rows: int, steps: int = 64, features: int = 32, classes: int = 10
 ) -> tuple[Any, Any]:
-    """Return noisy sine waves (rows, steps, features), float32, and labels (rows,).
+    """Return noisy sequences of sine waves; the label is the frequency.
 
-    Each class is a frequency.
+    The sequences have shape (rows, steps, features).
     """
     random = np.random.default_rng(rows)
     labels = random.integers(0, classes, rows)
@@ -94,9 +90,10 @@ def sine_waves(
 
 
 def grey_noise(rows: int) -> tuple[Any, Any]:
-    """Return random grey images and labels, like MNIST but without anything to learn.
+    """Return images of random grey values from 0 to 255, with random labels.
 
-    The images are float32 (rows, 28, 28, 1) from 0 to 255, the labels (rows,).
+    The shape is (rows, 28, 28, 1). There is nothing to learn; the data only serves to measure
+    speed.
     """
     random = np.random.default_rng(rows)
     greys = random.integers(0, 256, (rows, SIZE, SIZE, 1), dtype=np.uint8)
@@ -104,9 +101,9 @@ def grey_noise(rows: int) -> tuple[Any, Any]:
 
 
 def text_lengths(rows: int, median: float, sigma: float, longest: int, seed: int = 0) -> Any:
-    """Return random text lengths (rows,) in tokens, as int64.
+    """Return lognormal text lengths in tokens, from 1 to `longest`.
 
-    They are lognormal with this median and `sigma`, clipped to the range from 1 to `longest`.
+    `sigma` is the standard deviation of the lengths' logarithm.
     """
     lengths = np.random.default_rng(seed).lognormal(np.log(median), sigma, rows)
     return np.clip(np.rint(lengths), 1, longest).astype(np.int64)

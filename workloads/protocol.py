@@ -31,10 +31,7 @@ BACKENDS = {
 
 
 class WorkerSetup(msgspec.Struct, frozen=True):
-    """The devices on which a child process trains, its group of ranks, and its options.
-
-    The devices' names are those that the framework uses in this process.
-    """
+    """Settings of one process that trains a workload, alone or as a rank of a group."""
 
     # the framework's own names in this process: ("cuda:0",), ("GPU:0", "GPU:1")
     devices: tuple[str, ...]
@@ -58,22 +55,19 @@ class WorkerSetup(msgspec.Struct, frozen=True):
 
     @property
     def world(self) -> int:
-        """The number of processes in the group."""
+        """Number of ranks in the group; 1 without a group."""
         return max(1, len(self.peers))
 
 
 class PhaseSeconds(msgspec.Struct, frozen=True):
-    """The total seconds of two phases since the last reading; None if unknown."""
+    """Seconds that a rank's steps spent on input and on the optimizer; None if unknown."""
 
     input_seconds: float | None = None  # waiting for the rows of a batch
     update_seconds: float | None = None  # the optimizer's own step
 
 
 class LinkSpeed(msgspec.Struct, frozen=True):
-    """The latency and the bandwidth of an all-reduce between the ranks of a group.
-
-    `wrong` describes an incorrect result; it is empty if all results were correct.
-    """
+    """Speed of all-reduce between the ranks; `wrong` describes incorrect results, if any."""
 
     latency_seconds: float
     bytes_per_second: float
@@ -81,155 +75,113 @@ class LinkSpeed(msgspec.Struct, frozen=True):
 
 
 class Workload(ABC):
-    """A model that trains, built for a worker's setup.
-
-    The constructor may take minutes. `step` may return before the devices have finished.
-    """
+    """A model with its data and optimizer, which a probe trains step by step."""
 
     memory: MemoryMeter
 
     @abstractmethod
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
-        """Prepare batches with these shares, and everything else that the first step needs.
+        """Prepare steps in which each device computes its share of the batch.
 
-        - `shares`: the rows per step of each rank in a group, or of each device without a group. A
-          device with share 0 is left out.
-        - `micro`: the rows per pass for each share; if empty, each share is one pass.
-
-        This method is called again whenever the sizes change.
+        `shares` are rows by device, or by rank in a group; a device with 0 takes no part. `micro`
+        is the largest number of rows per pass on each device; empty: a share is one pass. Resets
+        the memory meter.
         """
 
     def prepare_assigned(
         self, shares: Sequence[int], costs: Sequence[Cost], tokens: Sequence[int]
     ) -> None:
-        """Prepare global batches in which rows are assigned to ranks by their lengths and costs.
+        """Prepare steps in which rows are assigned to ranks and passes by their lengths.
 
-        - `shares`: the ranks' mean rows.
-        - `costs`: predict the duration of a pass on each rank.
-        - `tokens`: the maximum tokens per pass on each rank, padding included.
-
-        This method and `prepare_length` are called only for a workload with rows of unequal length.
-        Its `facts` must contain `lengths`, a uniform sample of the rows' lengths.
+        `costs` are the time costs of each rank, and `tokens` its maximum of padded tokens per pass
+        (0: no maximum).
         """
         raise NotImplementedError
 
     def prepare_length(self, shares: Sequence[int], micro: Sequence[int], length: int) -> None:
-        """Prepare shares whose rows are padded to `length` tokens in every pass.
-
-        Such steps measure how the cost of a pass depends on the length. `prepare` describes the
-        other parameters.
-        """
+        """Prepare steps in which all rows have about the same length, in tokens."""
         raise NotImplementedError
 
     @abstractmethod
     def step(self) -> None:
-        """Run an optimizer step on the next batch, over all devices with a share."""
+        """Train for one step. It may return before the device has finished."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until the devices have finished all enqueued steps."""
+        """Wait until the device has finished all steps."""
 
     @abstractmethod
     def loss_is_finite(self) -> bool:
-        """True if the loss of the last step was finite or is unknown.
-
-        It is called only when the devices have finished all steps.
-        """
+        """Return whether the latest known loss is finite."""
 
     def work(self) -> Work | None:
-        """Return the passes and the tokens, with and without padding, of this process's steps.
-
-        Return None if all rows have the same length.
-        """
+        """Return the tokens and passes computed so far, or None if rows have no lengths."""
         return None
 
     def read_waits(self) -> float | None:
-        """Return the seconds that this process's device waited for other ranks.
+        """Return the seconds of gradient exchange since the previous reading.
 
-        They are counted from the last reading. Return None if the wait can't be measured.
+        They include the waiting for slower ranks. None if unknown.
         """
         return None
 
     def read_phases(self) -> PhaseSeconds:
-        """Return the seconds of each phase, summed over the steps since the last reading.
-
-        It is called only when the devices have finished all steps.
-        """
+        """Return the seconds of input and optimizer since the previous reading."""
         return PhaseSeconds()
 
     def keep_batch(self, kept: bool) -> bool:
-        """Reuse one batch in all following steps if `kept`, otherwise use new batches again.
+        """Reuse one batch in all further steps, or draw new batches again.
 
-        The steps that reuse a batch show how long a step takes without its input. Return False if
-        the workload can't reuse a batch. `prepare` switches back to new batches.
+        Comparing both shows the cost of input. Returns False if the workload can't do it.
         """
         return False
 
     def measure_link(self) -> LinkSpeed | None:
-        """Return the speed of an all-reduce between all ranks of this group.
-
-        Return None if there is no group or the framework doesn't report the speed. All ranks must
-        call this method at the same time.
-        """
+        """Measure all-reduce between the ranks. None without a group, or if it isn't supported."""
         return None
 
     def time_on_device(self) -> float | None:
-        """Return a step's seconds on the device if the host never delays it.
+        """Return the seconds of a step on the GPU when all its kernels are enqueued beforehand.
 
-        All of the step's kernels are enqueued before the device begins. Return None if the device
-        doesn't support that. All ranks of a group must call this method at the same time.
+        The difference to a usual step is time that the host takes to launch kernels. None if it
+        can't be measured.
         """
         return None
 
     def max_memory_bytes(self) -> tuple[int | None, ...]:
-        """Return the peak memory on each of this process's devices since `prepare`, in bytes.
-
-        It is read from the framework's allocator if possible. A value is None if it is unknown.
-        """
+        """Return each device's peak memory since `prepare`, in bytes; None if unknown."""
         return self.memory.read()
 
     def release_memory(self) -> tuple[int | None, ...]:
-        """Release memory that isn't in use; return the bytes that stay reserved on each device.
+        """Free cached memory, and return the bytes still reserved on each device.
 
-        If the number of bytes on a device is unknown, it is None.
+        None where it is unknown.
         """
         return self.memory.release()
 
     def read_shortage(self) -> str:
-        """Return the out-of-memory error of a step that was then completed in smaller passes.
+        """Return the error of a step that ran out of memory but was completed, or "".
 
-        Return "" if there was no such step since `prepare`. Only a rank of a group completes such a
-        step, because the other ranks wait for it.
+        Such a step's rest is computed in smaller passes.
         """
         return ""
 
     @property
     def updates(self) -> bool:
-        """True during the optimizer's update of the weights, and after an update that failed.
-
-        An update can fail because memory ran out; the memory of the step's rows is free by then.
-        False if the workload doesn't know.
-        """
+        """Whether the optimizer is updating the weights: an error then leaves them inconsistent."""
         return False
 
     def recover(self) -> bool:
-        """Release the memory of a step that ran out of memory.
-
-        Return True if the workload is back in its state before that step, so that it can be
-        prepared again.
-        """
+        """Clean up after a step that ran out of memory. Returns whether training can go on."""
         return False
 
     @abstractmethod
     def facts(self) -> Mapping[str, str]:
-        """Return facts about the workload by name, which are written to the plan.
-
-        Examples are the framework's version, the number of parameters and the engine.
-        """
+        """Return facts about the model and its libraries, by name."""
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """A workload in the registry. Its framework isn't imported until it is built."""
+    """A workload that can be chosen by name."""
 
     name: str
     framework: Literal["tensorflow", "torch", "none"]
@@ -246,15 +198,14 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 def pick(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that are parameters of this function or class."""
+    """Return the settings that are parameters of the function."""
     return {key: settings[key] for key in inspect.signature(function).parameters if key in settings}
 
 
 class MemoryMeter:
-    """Measures the growth of this process's memory, because CPU allocators don't report it.
+    """Measures the peak memory of this process, above what it held when the meter was created.
 
-    The meter must exist before the model. `devices` is the process's number of devices. Subclasses
-    for GPUs read their framework's allocator instead.
+    GPU backends replace it by a meter of GPU memory.
     """
 
     def __init__(self, devices: int) -> None:
@@ -263,37 +214,30 @@ class MemoryMeter:
         self._before = _status_bytes("VmRSS") or 0
 
     def reset(self) -> None:
-        """Start a new measurement of the peak.
-
-        Memory that was freed before is returned to the operating system.
-        """
+        """Reset the peak to the memory in use now."""
         _return_unused()
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the resident memory
 
     def read(self) -> tuple[int | None, ...]:
-        """Return how far the peak since `reset` exceeds the memory before the model, in bytes.
-
-        Several devices share the process's memory, so each has None. The result is also None if the
-        kernel doesn't report the peak.
-        """
+        """Return the peak in bytes for each device; None if several devices share the process."""
         peak = _status_bytes("VmHWM")
         if self._devices != 1 or peak is None:
             return (None,) * self._devices
         return (max(0, peak - self._before),)
 
     def release(self) -> tuple[int | None, ...]:
-        """Return None for each device, because a CPU's allocator doesn't report reserved memory."""
+        """Free cached memory, and return the bytes still held by device. Here they are None."""
         return (None,) * self._devices
 
     def held(self) -> int:
-        """Return the process's resident memory in bytes; 0 if the kernel doesn't report it."""
+        """Return the bytes in use now."""
         _return_unused()
         return _status_bytes("VmRSS") or 0
 
 
 def _return_unused() -> None:
-    """Return freed memory to the operating system."""
+    """Return free memory of the C library's heap to the kernel."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,8 +1,4 @@
-"""Map names to workloads: list the workloads, check their settings and build them.
-
-No framework is imported until a workload is built. A name is in the table below, or refers to the
-user's own function as `file.py:attribute` or `package.module:attribute`.
-"""
+"""The built-in workloads, and the search for a workload by name."""
 
 from __future__ import annotations
 
@@ -42,7 +38,7 @@ _GRU_SETTINGS: dict[str, Any] = {**_GRU_SIZES, "learning_rate": 0.001}
 
 
 def _model(name: str, summary: str, source: str, settings: dict[str, Any], **limits: Any) -> Entry:
-    """Return a model's entry; the prefix of `name` chooses its framework."""
+    """Return the entry of a built-in model, whose framework is part of its name."""
     framework: Framework = "tensorflow" if name.startswith("keras_") else "torch"
     return Entry(
         name, framework, f"{BACKENDS[framework]}.models:build", summary, source, settings, **limits
@@ -143,29 +139,24 @@ _ENTRIES = {entry.name: entry for entry in _TABLE}
 
 
 def names(framework: str = "") -> tuple[str, ...]:
-    """Return the names in the table, limited to workloads of `framework` if it is given."""
+    """Return the names of all workloads, or of those for one framework."""
     return tuple(entry.name for entry in _ENTRIES.values() if framework in ("", entry.framework))
 
 
 def add(entry: Entry) -> None:
-    """Add a workload to the table, under its name."""
+    """Register a workload, replacing one of the same name."""
     _ENTRIES[entry.name] = entry
 
 
 def default_name(framework: str, on_cpu: bool) -> str:
-    """Return the name of a framework's default workload.
-
-    It is a small model if training is `on_cpu`, and a large one for GPUs.
-    """
+    """Return the workload to use if the user names none: a smaller one on CPUs."""
     return f"{framework.replace('tensorflow', 'keras')}_{'mnist' if on_cpu else 'maxer'}"
 
 
 def find(name: str, framework: str = "") -> Entry:
-    """Return the entry of the workload `name`.
+    """Return the workload of this name: a built-in one, or the user's own as `train.py:build`.
 
-    A Python file, as in train.py:build, is parsed, but not imported, because commands never import
-    frameworks in their own process. Raises RequestError for an unknown name; its message lists
-    known names, the closest matches first.
+    Raises `RequestError` if there is none, or if it belongs to another framework.
     """
     if framework and framework not in FRAMEWORKS:
         raise RequestError(
@@ -191,10 +182,10 @@ def find(name: str, framework: str = "") -> Entry:
 
 
 def resolve_settings(entry: Entry, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the default settings updated with `given`, each converted to its default's type.
+    """Return the workload's settings, with the given values in place of defaults.
 
-    Raises RequestError with the name of an invalid setting. The user's own workload accepts any
-    setting here: its function's signature is checked when it is called.
+    Values may be text. Those of the user's own function are returned unchecked. Raises
+    `RequestError` for an unknown setting, a wrong type or a value below the minimum.
     """
     if ":" in entry.name:
         return dict(given)
@@ -220,11 +211,9 @@ def resolve_settings(entry: Entry, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_imports(name: str, framework: str) -> tuple[str, ...]:
-    """Return the modules to import before a workload's child processes are forked.
+    """Return modules to import before the workload is built, to save time in its processes.
 
-    Each item is "module" or "module:attribute". The backend's module comes first, then the
-    libraries that a script imports. The result is empty if these modules are unknown. Each child
-    imports the user's own modules itself, because they may start CUDA.
+    Empty if the workload can't be found or read.
     """
     from . import user_code
 
@@ -241,9 +230,10 @@ def find_imports(name: str, framework: str) -> tuple[str, ...]:
 def build(
     name: str, setup: WorkerSetup, settings: Mapping[str, Any], framework: str = ""
 ) -> Workload:
-    """Import the workload's module, which loads the framework, and build the workload.
+    """Build a workload in this process.
 
-    Raises RequestError if the workload doesn't support the setup's placement.
+    Raises `RequestError` for an unknown name, setting or placement, or if a placement needs more
+    devices.
     """
     entry = find(name, framework)
     chosen = resolve_settings(entry, settings)

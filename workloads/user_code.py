@@ -1,7 +1,4 @@
-"""Finds and calls the user's function that builds a model, and reports the line of its errors.
-
-No framework is imported here; the workload's entry names the backend that trains the model.
-"""
+"""The user's own model functions: finding, checking, importing and calling them."""
 
 from __future__ import annotations
 
@@ -55,20 +52,14 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 class UserCodeError(EvenerError):
-    """Raised if the user's own code can't be parsed.
-
-    The message is one line with the file, the line and the error.
-    """
+    """The user's file can't be parsed."""
 
     kind: ClassVar[str] = "user_code"
     exit_code: ClassVar[int] = 2
 
 
 class UserModule(NamedTuple):
-    """The result of the user's function, and the data functions beside it in its module.
-
-    A data function is None if the module doesn't have it.
-    """
+    """Result of the user's function, and the data functions defined beside it."""
 
     result: Any
     sample_batch: Callable[..., Any] | None
@@ -77,10 +68,10 @@ class UserModule(NamedTuple):
 
 
 def entry(name: str, framework: str) -> Entry:
-    """Return the entry for `file.py:attribute` or `package.module:attribute`, the user's function.
+    """Return the entry of the user's function `train.py:build` or `package.module:build`.
 
-    A file is parsed, not run. Raises RequestError if the name is
-    invalid or the function is missing.
+    The file is parsed, but not run. Raises `RequestError` if the name is malformed or the function
+    doesn't exist, and `UserCodeError` for a syntax error.
     """
     home, _, attribute = name.rpartition(":")
     if not home or not attribute.isidentifier():
@@ -105,15 +96,14 @@ def entry(name: str, framework: str) -> Entry:
 
 
 def names_a_file(home: str) -> bool:
-    """True if `home` is the path of a file, not a module or a name in the registry."""
+    """Return whether a name means a Python file rather than a module."""
     return home.endswith(".py") or "/" in home
 
 
 def guess_framework(name: str) -> str:
-    """Return the framework that the file of a workload `file.py:attribute` imports.
+    """Return the framework that the user's file imports, or "tensorflow" if that isn't clear.
 
-    Return "tensorflow" if the file imports no framework or several, or if the workload is in a
-    module. Raises RequestError if the file can't be read, and UserCodeError if it can't be parsed.
+    Raises `RequestError` if the file can't be read, and `UserCodeError` for a syntax error.
     """
     home = name.rpartition(":")[0] or name
     if not names_a_file(home):
@@ -123,10 +113,7 @@ def guess_framework(name: str) -> str:
 
 
 def script_framework(script: Path) -> str:
-    """Return the framework that a Python file imports, also through other libraries.
-
-    The result is empty if the file imports no framework or several, or can't be parsed.
-    """
+    """Return the framework that a script imports, or "" if it imports none or both."""
     imported: list[str] = []
     with suppress(EvenerError):
         imported = [name for node in ast.walk(_parsed(script)) for name in list_imports(node)]
@@ -137,25 +124,21 @@ def script_framework(script: Path) -> str:
 
 
 def list_imports(node: ast.AST) -> list[str]:
-    """Return "module" or "module:attribute" for each name that an import statement imports.
-
-    The result is empty for relative imports and for other statements.
-    """
+    """Return what a statement imports, as "module" or "module:name". Empty for other statements."""
     if isinstance(node, ast.ImportFrom) and not node.level:
         return [f"{node.module}:{alias.name}" for alias in node.names]
     return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
 
 
 def package_of(name: str) -> str:
-    """Return the top-level package of a name returned by `list_imports`."""
+    """Return the top-level package of a module or an entry of `list_imports`."""
     return name.partition(":")[0].partition(".")[0]
 
 
 def find_library_imports(script: Path) -> tuple[str, ...]:
-    """Return the known libraries that a script imports, in the form of `list_imports`.
+    """Return the libraries imported at a script's top level that can be imported early.
 
-    The result is empty if the script sets environment variables, because the libraries may read
-    them on import.
+    Empty if the script may set environment variables, because libraries read them on import.
     """
     tree = ast.parse(script.read_text())
     if _may_set_variables(tree):
@@ -165,7 +148,7 @@ def find_library_imports(script: Path) -> tuple[str, ...]:
 
 
 def _may_set_variables(tree: ast.AST) -> bool:
-    """True unless a script only reads environment variables, or uses none."""
+    """Return whether a script may change environment variables."""
     nodes = list(ast.walk(tree))
     imported = {name.rpartition(":")[2] for node in nodes for name in list_imports(node)}
     if imported & {"environ", "putenv"}:
@@ -179,7 +162,7 @@ def _may_set_variables(tree: ast.AST) -> bool:
 
 
 def _list_reads(node: ast.AST) -> list[ast.expr]:
-    """Return the mappings that an expression only reads: `m[key]`, `m.get(...)` or `key in m`."""
+    """Return the parts of an expression whose value it only reads."""
     if isinstance(node, ast.Subscript):
         return [node.value] if isinstance(node.ctx, ast.Load) else []
     if isinstance(node, ast.Attribute):
@@ -188,10 +171,9 @@ def _list_reads(node: ast.AST) -> list[ast.expr]:
 
 
 class UserFunction(NamedTuple):
-    """The user's function in its module, and the arguments to call it with.
+    """The user's function with its arguments.
 
-    `takes_model` is True if the function has an argument `model`, which the module's `load_model`
-    makes.
+    `takes_model` is True if one argument is a model that the user's `load_model` has made.
     """
 
     module: ModuleType
@@ -200,27 +182,27 @@ class UserFunction(NamedTuple):
     takes_model: bool = False
 
     def call(self) -> UserModule:
-        """Call the function. Exceptions from the user's code propagate."""
+        """Call the function, and return its result with the data functions of its module."""
         made = (getattr(self.module, each, None) for each in _DATA_FUNCTIONS)
         data = (each if callable(each) else None for each in made)
         return UserModule(self.function(**self.arguments), *data)
 
 
 def load(name: str, settings: Mapping[str, Any]) -> UserModule:
-    """Import the user's module and call its function with `settings` as keyword arguments.
+    """Import and call the user's function.
 
-    Raises RequestError if the function is missing or doesn't accept the settings. Exceptions
-    from the user's code propagate.
+    Raises `RequestError` if there is no such function or the settings don't fit its parameters.
+    Exceptions of the user's code are passed on.
     """
     return find_function(name, settings).call()
 
 
 def find_function(name: str, settings: Mapping[str, Any]) -> UserFunction:
-    """Import the user's module and return its function, without calling the function.
+    """Import the user's function, and prepare its arguments from the settings.
 
-    `name` is the module and the function, separated by a colon. If the function requires a `model`
-    that isn't in `settings`, the module's `load_model` makes it. Raises RequestError if the
-    function is missing or doesn't accept the settings. Exceptions from the user's code propagate.
+    If it has a required parameter `model` and its module has a function `load_model`, that is
+    called first. Raises `RequestError` if the function doesn't exist or the settings don't fit its
+    parameters.
     """
     home, _, attribute = name.rpartition(":")
     module = _import(home, Path(home).resolve() if names_a_file(home) else None)
@@ -243,7 +225,7 @@ def find_function(name: str, settings: Mapping[str, Any]) -> UserFunction:
 
 
 def _needs_model(function: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:
-    """True if the function requires a `model` that isn't in `arguments`."""
+    """Return whether the function requires a parameter `model` that isn't given."""
     parameter = inspect.signature(function).parameters.get(MODEL)
     if parameter is None or MODEL in arguments:
         return False
@@ -251,7 +233,7 @@ def _needs_model(function: Callable[..., Any], arguments: Mapping[str, Any]) -> 
 
 
 def _check_arguments(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Raise RequestError if `function` can't be called with these arguments."""
+    """Raise `RequestError` if the arguments don't fit the function's parameters."""
     parameters = inspect.signature(function)
     try:
         parameters.bind(**arguments)
@@ -263,10 +245,9 @@ def _check_arguments(name: str, function: Callable[..., Any], arguments: Mapping
 
 
 def find_line(error: BaseException, name: str = "") -> str:
-    """Return an error's last line of user code, such as "file.py:12", or "".
+    """Return `FILE:LINE` of the user's code where an error occurred, or "".
 
-    User code is all code outside evener, Python itself and installed packages. The module of the
-    workload `name` always counts as user code.
+    `name` is the workload, whose file counts as the user's code wherever it is.
     """
     # An error from a TensorFlow graph has its lines only in its message, so the message is searched
     # too.
@@ -285,7 +266,7 @@ INSTALLED = {"site-packages", "dist-packages"}
 
 
 def is_user_file(file: str) -> bool:
-    """True for a Python file outside of evener, the standard library and installed packages."""
+    """Return whether a file is the user's code: not in Python, an installed package or evener."""
     folders = [
         Path(evener.__file__).parent,
         *map(Path, map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))),
@@ -351,7 +332,7 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def _without_function(name: str, path: Path) -> RequestError:
-    """Return the error for a file that was named without a function."""
+    """Return an error for a name without a function."""
     # Its remedy lists the functions that could return the model.
     functions = [node for node in _functions(path) if _could_build(node)]
     free = _callable_as_they_are(functions)
@@ -366,11 +347,9 @@ _BUILDS = ("build", "make", "create", "get_model", "model", "trainer")
 
 
 def find_models(folder: Path) -> tuple[str, ...]:
-    """Return functions in a folder's Python files that could build a model.
+    """Return functions that may build a model, in Python files of a folder, as `train.py:build`.
 
-    Each has a name like "train.py:build". Typical names, such as `build`, come first, then the
-    newest files. Files that can't be parsed, or that import no framework, are left out. No code is
-    run.
+    Likely names come first, then recently changed files. No file is run.
     """
     with suppress(OSError):
         files = [path for path in folder.glob("*.py") if _is_small_file(path)]
@@ -385,7 +364,7 @@ def _is_small_file(path: Path) -> bool:
 
 
 def _list_models(path: Path) -> list[str]:
-    """List the file's functions that could build a model without arguments."""
+    """Return the functions of a file that may build a model and need no arguments."""
     if not script_framework(path):
         return []
     functions = [node for node in _functions(path) if _could_build(node)]
@@ -394,14 +373,14 @@ def _list_models(path: Path) -> list[str]:
 
 
 def _callable_as_they_are(functions: Iterable[ast.FunctionDef]) -> list[ast.FunctionDef]:
-    """Return functions that need no arguments, except perhaps a loaded model."""
+    """Return the functions that need no arguments, or only a model from `load_model`."""
     found = [*functions]
     given = {MODEL} if any(node.name == LOADS_MODEL for node in found) else set()
     return [node for node in found if _required(node) <= given]
 
 
 def _functions(path: Path) -> list[ast.FunctionDef]:
-    """Return the top-level functions of a file."""
+    """Return the functions at a file's top level."""
     return [node for node in _parsed(path).body if isinstance(node, ast.FunctionDef)]
 
 
@@ -413,7 +392,10 @@ def _rank_model(name: str) -> int:
 
 
 def _could_build(function: ast.FunctionDef) -> bool:
-    """True if a public function returns a value and isn't for data."""
+    """Return whether a function may build a model:
+
+    public, no data function, and returns a value.
+    """
     # The data functions are `sample_batch`, `training_data` and `lengths`.
     if function.name.startswith("_") or function.name in _DATA_FUNCTIONS:
         return False
@@ -421,7 +403,7 @@ def _could_build(function: ast.FunctionDef) -> bool:
 
 
 def _own_returns(function: ast.FunctionDef) -> Iterator[ast.Return]:
-    """Yield the function's return statements, without nested functions or classes."""
+    """Return the return statements of a function, without those of nested functions."""
     left: list[ast.AST] = [*function.body]
     while left:
         node = left.pop()
@@ -433,7 +415,7 @@ def _own_returns(function: ast.FunctionDef) -> Iterator[ast.Return]:
 
 
 def _required(function: ast.FunctionDef) -> set[str]:
-    """Return the names of a function's parameters without a default."""
+    """Return the names of parameters without a default."""
     given = function.args
     positional = [*given.posonlyargs, *given.args]
     required = positional[: len(positional) - len(given.defaults)]

@@ -1,1 +1,1 @@
-"""Keras workloads on TensorFlow."""
+"""Workloads for Keras on TensorFlow."""

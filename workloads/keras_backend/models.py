@@ -1,8 +1,4 @@
-"""The Keras models that ship with evener: classifiers, and a two-tower model for ratings.
-
-The two-tower model predicts ratings from reviews, on one device or two. All data are synthetic. The
-registry lists the models' sources.
-"""
+"""Built-in Keras models, with batches of synthetic data."""
 
 from __future__ import annotations
 
@@ -30,10 +26,7 @@ TOWER = ("conv", "pool", "flat", "dense")  # the operations of each tower after 
 
 
 def maxer(learning_rate: float = 0.001) -> Any:
-    """Return the network of gpu_maxing_model.py (see the registry) for MNIST.
-
-    It is much larger than needed (78,923,530 parameters), and its training never converges.
-    """
+    """Return a compiled MNIST network that is much larger than needed (78.9 million parameters)."""
     stack = [keras.Input((28, 28, 1))]
     stack += [_convolution_or_pool(each) for each in CONVOLUTIONS]
     stack.append(layers.Flatten())
@@ -43,16 +36,13 @@ def maxer(learning_rate: float = 0.001) -> Any:
 
 
 def maxer_batch(rows: int) -> tuple[Any, Any]:
-    """Return random grey values 0 to 255 and one-hot labels with MNIST's shapes."""
+    """Return random images and one-hot labels."""
     x, labels = grey_noise(rows)
     return x, np.eye(10, dtype=np.float32)[labels]
 
 
 def mnist(filters: int = 16, dense: int = 64, learning_rate: float = 0.001) -> Any:
-    """Return a network of two convolutions and two dense layers for MNIST.
-
-    The first convolution has `filters` filters, the second twice as many.
-    """
+    """Return a small compiled convolutional network for 28 x 28 images."""
     blocks = [
         _convolution(filters),
         layers.MaxPooling2D(),
@@ -65,9 +55,10 @@ def mnist(filters: int = 16, dense: int = 64, learning_rate: float = 0.001) -> A
 
 
 def gru(use_cudnn: str | bool, learning_rate: float, **sizes: int) -> Any:
-    """Return a network of GRUs, a dense layer and a softmax.
+    """Return a compiled network of stacked GRU layers, for the classification of sequences.
 
-    Its step time hardly grows with the batch until the batch is large.
+    `sizes` has `steps`, `features`, `units`, `layers`, `dense` and `classes`. Raises `RequestError`
+    if `use_cudnn` isn't auto, true or false.
     """
     chosen = CUDNN.get(str(use_cudnn).lower())
     if chosen is None:
@@ -84,7 +75,7 @@ def gru(use_cudnn: str | bool, learning_rate: float, **sizes: int) -> Any:
 
 
 def resnet50(side: int = 32, classes: int = 10, learning_rate: float = 0.001) -> Any:
-    """Return keras.applications.ResNet50 with random weights."""
+    """Return a compiled ResNet-50 with random weights, for images of `side` x `side` pixels."""
     network = keras.applications.ResNet50(
         weights=None, input_shape=(side, side, 3), classes=classes, classifier_activation=None
     )
@@ -111,10 +102,12 @@ def _compiled(network: Any, learning_rate: float, loss: Any, **options: Any) -> 
 
 
 def tower_devices(setup: WorkerSetup) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the devices of the user tower and of the item tower.
+    """Return the devices of each tower's layers:
 
-    Each tuple has the device of each operation in this order: lookup, convolution, pool, flatten,
-    dense.
+    embedding, convolution, pooling, flattening, dense.
+
+    With the placement "towers", the second tower is on the second device, except the shared
+    embedding. With "alternate", both towers change devices from layer to layer.
     """
     first, second = setup.devices[:2]
     if setup.placement == "towers":
@@ -129,12 +122,10 @@ def tower_devices(setup: WorkerSetup) -> tuple[tuple[str, ...], tuple[str, ...]]
 def towers(
     learning_rate: float, devices: Sequence[Sequence[str | None]] | None = None, **sizes: int
 ) -> Any:
-    """Return DeepCoNN, a model with two towers whose outputs' dot product is the rating.
+    """Return a compiled model with two convolutional towers that predicts ratings from reviews.
 
-    One tower processes the words of a user's reviews, the other the words of an item's reviews.
-    Inputs are (users, items), each (samples, words) of ids; the output is (samples, 1). Each
-    layer's weights are on the layer's device. The shared embedding table and its lookups stay on
-    the first device, where TensorFlow keeps them.
+    The towers share an embedding. `devices` gives the devices of each tower's layers; None leaves
+    them to TensorFlow. Raises `RequestError` if the kernel isn't shorter than the reviews.
     """
     words = sizes["words"]
     kernel = sizes["kernel"]
@@ -167,43 +158,26 @@ def towers(
 
 
 class DenseAdam(keras.optimizers.Adam):  # type: ignore[misc]  # keras is not followed
-    """Adam that sums the gradient of each embedding row before it updates the row.
-
-    In a group of processes, the exchange sums this gradient anyway. On one device, Keras' own Adam
-    would square each contribution separately, and so learn differently. It would also be slower,
-    because each operation would process a row for each word of the batch.
-    """
+    """Adam that converts sparse gradients, such as those of embeddings, to dense tensors."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Apply the gradients, converted to dense tensors, with Keras' own Adam.
-
-        `grads` are in the order of the weights.
-        """
+        """Update the variables with dense gradients."""
         dense = [None if grad is None else tf.convert_to_tensor(grad) for grad in grads]
         super().apply(dense, trainable_variables)
 
 
 class AdamInPlace(DenseAdam):
-    """Adam that updates each weight on the weight's own device.
-
-    This avoids copies of weights and moments between devices.
-    """
+    """Adam that updates each weight on the weight's own device."""
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Run Keras' own update on the weight's device.
-
-        `variable` is a TensorFlow or Keras variable.
-        """
+        """Update one weight on its device."""
         weight = variable if isinstance(variable, tf.Variable) else variable.value
         with tf.device(weight.device):
             super().update_step(gradient, variable, learning_rate)
 
 
 def placed_step(places: Sequence[Sequence[str]], model: Any, batch: Any) -> dict[str, Any]:
-    """Run Keras' train step with each tower's operations on the devices in `places`.
-
-    The rating is computed on the first device.
-    """
+    """Train the two-tower model for one step, with each layer and its gradient on one device."""
     x, y = batch
     variables = model.trainable_variables
     ends = []
@@ -221,10 +195,7 @@ def placed_step(places: Sequence[Sequence[str]], model: Any, batch: Any) -> dict
 
 
 def call_tower(model: Any, tower: str, places: Sequence[str], flow: Any) -> Any:
-    """Return the output of a tower for the input `flow`.
-
-    `places` has the device of each of the tower's operations.
-    """
+    """Return the output of one tower, each of its layers computed on the given device."""
     names = ("words", *(f"{tower}_{kind}" for kind in TOWER))
     for name, device in zip(names, places, strict=True):
         with tf.device(device):
@@ -233,10 +204,9 @@ def call_tower(model: Any, tower: str, places: Sequence[str], flow: Any) -> Any:
 
 
 def reviews(rows: int, words: int = 800, vocabulary: int = 20_000) -> tuple[Any, Any]:
-    """Return ((users, items), ratings) with random word ids.
+    """Return synthetic reviews of users and items as token ids, and their ratings from 1 to 5.
 
-    `users` and `items` have the shape (rows, words), `ratings` (rows, 1). Ratings from 1 to 5
-    follow from the similarity of the user's and the item's words.
+    The token ids have shape (rows, words). A rating depends on how similar the two reviews are.
     """
     random = np.random.default_rng(rows)
     taste = random.random((2, rows, 1))
@@ -247,7 +217,7 @@ def reviews(rows: int, words: int = 800, vocabulary: int = 20_000) -> tuple[Any,
 
 
 def build(name: str, setup: WorkerSetup, settings: Mapping[str, Any]) -> Workload:
-    """Build the workload with this name from the registry for the worker `setup`."""
+    """Build a built-in model as a workload, placed on several devices if the setup says so."""
     make, batch = MODELS[name]
     sample = partial(batch, **pick(batch, settings))
     if setup.placement in ("", "single"):

@@ -1,7 +1,4 @@
-"""The steps of a Keras workload: on one device, by towers, or as one process of a group.
-
-"By towers" means that one process divides the rows of a batch among several devices.
-"""
+"""Training steps of a Keras model by the shares and passes of a probe."""
 
 from __future__ import annotations
 
@@ -29,10 +26,10 @@ TrainStep = Callable[[Any, Any], Any]  # (model, batch) -> logs
 
 
 class KerasSteps:
-    """Runs a model's training steps with a `Split`.
+    """Runs a model's training steps on one device, on several, or in a group of processes.
 
-    `placed` is the train step of a model that places its own parts on several devices. The
-    constructor starts TensorFlow, and raises RequestError if TensorFlow doesn't support `setup`.
+    `placed` replaces the step for a model whose layers are on several devices. Raises
+    `RequestError` if a step over several devices is to be compiled by XLA.
     """
 
     def __init__(self, setup: WorkerSetup, placed: TrainStep | None = None) -> None:
@@ -76,16 +73,13 @@ class KerasSteps:
         return split
 
     def attach(self, model: Any) -> None:
-        """Attach the split to the model, so that its steps train by shares.
-
-        In a group, all processes start from the first rank's weights.
-        """
+        """Set the model to train."""
         self.model = model
         model.jit_compile = self.setup.xla
         self._use_split(self._devices, passes=False)
 
     def _use_split(self, devices: tuple[str, ...], passes: bool) -> None:
-        """Make the model use a split for these devices."""
+        """Use the model's train function for these devices."""
         # The model's train function for that `Split` is created on first use.
         model = self.model
         split = self.split
@@ -103,9 +97,11 @@ class KerasSteps:
         self.split, model.train_function, self.times = self._made[devices, passes]
 
     def move(self, shares: Sequence[int], micro: Sequence[int]) -> None:
-        """Use these shares in the following steps, in passes if `micro` isn't empty.
+        """Change the shares and passes of the next steps.
 
-        Raises RequestError if the shares don't match the setup's devices.
+        A device with a share of 0 is left out.
+
+        Raises `RequestError` if this process would have no rows, or if passes aren't possible.
         """
         self._check(shares, micro)
         if self._placed:
@@ -131,11 +127,7 @@ class KerasSteps:
             )
 
     def own(self, sizes: Sequence[int]) -> list[int]:
-        """Return the items of `sizes` that belong to this process, without zeros.
-
-        `sizes` has an item for each device or rank of the setup, such as its rows. If the model's
-        parts are on several devices, return only the sum.
-        """
+        """Return the entries of `sizes` for this process, without zeros."""
         if self._placed is not None:
             return [sum(sizes)]
         setup = self.setup
@@ -143,11 +135,7 @@ class KerasSteps:
         return [size for size in own if size]
 
     def send(self, batch: Any, shares: Sequence[int]) -> Any:
-        """Send this process's rows (x, y) to its devices.
-
-        With towers, each device gets its own rows of x, but y is sent as a whole, because the loss
-        is computed only once.
-        """
+        """Copy a batch to the devices, in the form that the train function expects."""
         own = self.own(shares)
         if self.engine == "towers":
             x, y = batch
@@ -165,10 +153,7 @@ class KerasSteps:
 
 
 def train_on_pieces(towers: Towers, batch: Sequence[Any]) -> Any:
-    """Run one step on several devices whose batches are already there.
-
-    `batch` has the rows of x for each device, then the labels of all rows.
-    """
+    """Train on a batch whose pieces are on the devices already."""
     *pieces, y = batch
     sizes = [count_rows(piece) for piece in pieces]
     return towers.train_on_pieces(
@@ -177,12 +162,12 @@ def train_on_pieces(towers: Towers, batch: Sequence[Any]) -> Any:
 
 
 def slice_rows(data: Any, start: int, stop: int) -> Any:
-    """Return rows `start` to `stop` of nested arrays."""
+    """Return the rows from `start` to `stop` of every array in a nested structure."""
     return keras.tree.map_structure(lambda array: array[start:stop], data)
 
 
 def _put(data: Any, scope: AbstractContextManager[Any]) -> Any:
-    """Copy nested arrays to the device of `scope`."""
+    """Copy the arrays of a nested structure to the devices of the scope."""
     # through tensors in host memory
     with tf.device("CPU:0"):
         loaded = keras.tree.map_structure(tf.convert_to_tensor, data)

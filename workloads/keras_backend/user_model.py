@@ -1,8 +1,7 @@
-"""A workload for the user's own compiled Keras model.
+"""Workloads from the user's own function that returns a compiled Keras model.
 
-Its data come from other functions of the same file: `training_data()`, which returns the data that
-the training uses, or `sample_batch(n)`, which returns n rows of (x, y). Without these functions,
-rows are generated from the model's shapes.
+Rows come from a function `training_data()` or `sample_batch(n)` beside it; without either, random
+rows are made from the model's input shapes.
 """
 
 from __future__ import annotations
@@ -22,18 +21,15 @@ from .workload import KerasRecipe, KerasWorkload, SampleBatch
 
 
 def build(name: str, setup: WorkerSetup, settings: Mapping[str, Any]) -> Workload:
-    """Build the workload of a function that returns a compiled Keras model.
-
-    `name` is `file.py:attribute` or `package.module:attribute`.
-    """
+    """Build the user's model, named as `train.py:build`, as a workload."""
     return KerasWorkload(setup, partial(load_recipe, name, settings))
 
 
 def load_recipe(name: str, settings: Mapping[str, Any]) -> KerasRecipe:
-    """Return the user's compiled model with its data.
+    """Call the user's function and return its model and data.
 
-    `name` is the user's function, and `settings` are its arguments. Raises RequestError if the
-    user's functions return something else.
+    If there is no `sample_batch`, random batches are made from the model's input shapes. Raises
+    `RequestError` if the result isn't a compiled Keras model, or if there is a function `lengths`.
     """
     own = user_code.load(name, settings)
     model = own.result
@@ -63,9 +59,9 @@ def load_recipe(name: str, settings: Mapping[str, Any]) -> KerasRecipe:
 
 
 def check_sample(name: str, sample_batch: SampleBatch, rows: int) -> tuple[Any, Any]:
-    """Return the result of the user's `sample_batch(rows)`.
+    """Call the user's `sample_batch`, and check the result.
 
-    Raises RequestError unless it is a pair of arrays with that many rows.
+    Raises `RequestError` if it isn't a pair, or if an array doesn't have `rows` rows.
     """
     batch = sample_batch(rows)
     if not isinstance(batch, tuple) or len(batch) != 2:
@@ -80,9 +76,9 @@ def check_sample(name: str, sample_batch: SampleBatch, rows: int) -> tuple[Any, 
 
 
 def noise_for(model: Any, rows: int) -> tuple[Any, Any]:
-    """Return random inputs with the model's input shapes, and labels that fit its loss.
+    """Return a random batch that fits the model's inputs and losses.
 
-    Raises RequestError if the model has no input shapes or a shape isn't fixed.
+    Raises `RequestError` if the model doesn't know its input shapes.
     """
     random = np.random.default_rng(rows)
     if not model.built or not model.inputs:
@@ -99,7 +95,7 @@ def noise_for(model: Any, rows: int) -> tuple[Any, Any]:
 
 
 def _structures(model: Any) -> tuple[Any, Any]:
-    """Return a model's symbolic inputs and outputs, nested as in calls."""
+    """Return the model's inputs and outputs in the structure of its batches."""
     # A Sequential model has lists of inputs and outputs, but is called with a single tensor. So its
     # first input and first output are returned.
     if isinstance(model, keras.Sequential):
@@ -116,7 +112,7 @@ def _input(random: Any, rows: int, tensor: Any, model: Any) -> Any:
 
 
 def _label(rows: int, tensor: Any, loss: str) -> Any:
-    """Return labels of the first class, which every loss accepts."""
+    """Return labels that fit an output and its loss."""
     # They are 0 for a sparse loss, otherwise one-hot rows.
     shape = _closed(tensor)
     if "sparse" in loss:
@@ -146,7 +142,7 @@ def _loss_names(model: Any, outputs: int) -> list[str]:
 
 
 def _vocabulary(model: Any) -> int:
-    """Return the size of the model's smallest embedding; 2 without embeddings."""
+    """Return the smallest vocabulary of the model's embeddings; 2 without embeddings."""
     # All embeddings accept token ids below it.
     sizes = [layer.input_dim for layer in model.layers if isinstance(layer, keras.layers.Embedding)]
     return min(sizes, default=2)

@@ -40,20 +40,16 @@ MOST_ROWS = 1 << 16
 
 
 class KerasData(NamedTuple):
-    """Training data in a form that any split can read.
-
-    `batches(split, batch)` returns an endless iterable of global batches of `batch` rows, in the
-    form that the split's steps accept.
-    """
+    """Training data: a function that makes endless batches for a `Split` and a batch size."""
 
     batches: Callable[[Split, int], Any]
     rows: int = 0  # rows per epoch; 0: unknown
 
 
 def make_row_data(arrays: tuple[Any, ...], made: bool = False) -> KerasData:
-    """Return the arrays (x, y) or (x, y, weight) as `KerasData`.
+    """Return training data that draws shuffled batches from arrays.
 
-    If `made` is True, evener generated the rows, so the number of rows per epoch is unknown.
+    `made` marks synthetic rows, so that their number isn't reported.
     """
     length = array_rows(arrays)
 
@@ -68,10 +64,10 @@ def make_row_data(arrays: tuple[Any, ...], made: bool = False) -> KerasData:
 
 
 def make_stream_data(make: Callable[[int], Any], rows: int = 0) -> KerasData:
-    """Return `KerasData` from a function `make` that returns a dataset for a batch size.
+    """Return training data from a function that makes a `tf.data.Dataset` for a batch size.
 
-    `rows` is the number of rows per epoch, 0 if unknown. The data's `batches` raises RequestError
-    if `make` returns something else.
+    Batches of another size, such as the last one of an epoch, are skipped. The batches raise
+    `RequestError` if the function returns something else, or batches of the wrong size.
     """
 
     def batches(_: Split, batch: int) -> Any:
@@ -100,9 +96,9 @@ def make_stream_data(make: Callable[[int], Any], rows: int = 0) -> KerasData:
 
 
 def pool(sample_batch: SampleBatch) -> KerasData:
-    """Return `KerasData` from a pool of rows: the result of a single call of `sample_batch`.
+    """Return training data of synthetic rows, as many as fit in 64 MiB.
 
-    The pool has as many rows as `POOL_BYTES` allows, within `FEWEST_ROWS` and `MOST_ROWS`.
+    There are at least 64 and at most 65,536 rows.
     """
     few = as_arrays(sample_batch(2))
     row_bytes = max(1, sum(leaf.nbytes for leaf in keras.tree.flatten(few)) // 2)
@@ -115,11 +111,10 @@ def pool(sample_batch: SampleBatch) -> KerasData:
 
 
 def as_training_data(given: Any) -> KerasData:
-    """Convert the user's data to `KerasData`.
+    """Convert the result of the user's `training_data()`.
 
-    The data may be arrays (x, y) or (x, y, weight), or a tf.data.Dataset of single samples. It may
-    also be a function that returns a dataset for a batch size. Raises RequestError for anything
-    else.
+    It may be a tuple (x, y) or (x, y, weights), a `tf.data.Dataset` of single samples, or a
+    function that returns a dataset for a batch size. Raises `RequestError` for anything else.
     """
     if isinstance(given, tf.data.Dataset):
         rows = max(0, int(given.cardinality()))  # negative: unknown, or endless
@@ -138,10 +133,7 @@ def as_training_data(given: Any) -> KerasData:
 
 
 def as_arrays(data: tuple[Any, ...]) -> Any:
-    """Convert nested arrays to NumPy arrays, as `fit` does.
-
-    Floats are converted to Keras' default float type.
-    """
+    """Convert the leaves of a nested structure to NumPy arrays, floats in Keras's default type."""
 
     def convert(each: Any) -> Any:
         array = np.asarray(each)
@@ -151,10 +143,7 @@ def as_arrays(data: tuple[Any, ...]) -> Any:
 
 
 class KerasRecipe(NamedTuple):
-    """A compiled model and its training data.
-
-    Without `training_data`, a pool of rows from `sample_batch` is used.
-    """
+    """A compiled model, with the functions that make its data."""
 
     model: Any
     sample_batch: SampleBatch
@@ -162,10 +151,10 @@ class KerasRecipe(NamedTuple):
 
 
 class KerasWorkload(Workload):
-    """A compiled model that `KerasSteps` trains on the devices of a worker's setup.
+    """A Keras model that is trained by a probe.
 
-    `placed` is the train step of a model with its parts on several devices. Raises RequestError for
-    a setup that Keras doesn't support.
+    `placed` replaces the train step of a model whose layers are on several devices. Raises
+    `RequestError` for a setup that Keras doesn't support.
     """
 
     def __init__(
@@ -199,9 +188,9 @@ class KerasWorkload(Workload):
         self._inputs: dict[StepTimes, float] = {}  # seconds of waiting at the last reading
 
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
-        """Start creating batches for these shares, in passes if `micro` isn't empty.
+        """Prepare steps with these shares and passes, and reset the memory meter.
 
-        Raises RequestError if this process would get no samples.
+        Raises `TooManyElementsError` if a pass on a GPU has too many rows for TensorFlow's kernels.
         """
         self._batches = self._source = None
         self.memory.reset()
@@ -219,7 +208,7 @@ class KerasWorkload(Workload):
         self._position = 0
 
     def keep_batch(self, kept: bool) -> bool:
-        """Reuse one batch in all following steps if `kept`, otherwise read new batches again."""
+        """Reuse one batch in all further steps, or draw new ones again."""
         if self.setup.input == "device":
             return True
         source = self._source.take(1).cache().repeat() if kept else self._source
@@ -227,7 +216,7 @@ class KerasWorkload(Workload):
         return True
 
     def step(self) -> None:
-        """Run an optimizer step on the next batch, with the callbacks of `fit` around a step."""
+        """Train for one step, without waiting for the GPU."""
         if self._position == 0:
             self._held = self.memory.held()
         if self._position == 1 and self._on_gpus:
@@ -238,17 +227,16 @@ class KerasWorkload(Workload):
         self._position += 1
 
     def synchronize(self) -> None:
-        """Wait until the devices have finished, and read the loss."""
+        """Wait until all steps are computed, and read the loss."""
         if self.setup.world == 1 and self._on_gpus:
             tf.test.experimental.sync_devices()  # a group's devices include other ranks'
         if self._logs is not None:
             self._loss = float(self._logs["loss"])
 
     def recover(self) -> bool:
-        """Release the memory of a step that failed; True if training can go on.
+        """Free the memory of a failed step, and return whether training can go on.
 
-        Return False if other ranks wait for this one, or if clearly more memory stays allocated
-        than before the first step.
+        It can't in a group of processes, or if memory remains allocated.
         """
         # The variables of model and optimizer exist before the first step, so no step leaves them
         # incomplete.
@@ -261,7 +249,7 @@ class KerasWorkload(Workload):
         return self.memory.held() <= self._held + LEFT_BYTES
 
     def read_phases(self) -> PhaseSeconds:
-        """Return the seconds of waiting for rows since the last reading; None if unknown."""
+        """Return the seconds of waiting for input since the previous reading."""
         times = self.steps.times
         now, before = times.read_input_s(), self._inputs.get(times, 0.0)
         if now is None or self.setup.input == "device":
@@ -270,18 +258,14 @@ class KerasWorkload(Workload):
         return PhaseSeconds(input_seconds=now - before)
 
     def loss_is_finite(self) -> bool:
-        """True if Keras' running mean of the loss is finite.
-
-        After a non-finite loss, the mean stays non-finite.
-        """
+        """Return whether the loss at the last synchronization was finite."""
         return math.isfinite(self._loss)
 
     def facts(self) -> Mapping[str, str]:
-        """Return facts about the workload as text.
+        """Return facts about the model and the libraries, by name.
 
-        They include versions, the engine, the parameter count and the model's digest. `rows` is the
-        number of rows per epoch (0: unknown). `batch_statistics` is the class of the first layer
-        that computes them ("" if there is none).
+        `rows` is the number of rows per epoch, 0 if unknown; `batch_statistics` is the class of a
+        layer that computes them, or "".
         """
         layers = all_layers(self.model)
         return {
@@ -303,37 +287,31 @@ class KerasWorkload(Workload):
 
 
 class AllocatorMemory(MemoryMeter):
-    """Measures the memory of TensorFlow's allocator on GPUs such as "GPU:0".
-
-    The allocator never returns memory to the GPU.
-    """
+    """Peak memory of GPUs, by TensorFlow's allocator."""
 
     def __init__(self, gpus: Sequence[str]) -> None:
         super().__init__(len(gpus))
         self._gpus = gpus
 
     def reset(self) -> None:
-        """Start a new measurement of the peak."""
+        """Reset the peak-memory counters."""
         for name in self._gpus:
             tf.config.experimental.reset_memory_stats(name)
 
     def read(self) -> tuple[int | None, ...]:
-        """Return the peak bytes on each GPU since `reset`."""
+        """Return each GPU's peak memory in bytes."""
         return tuple(
             int(tf.config.experimental.get_memory_info(name)["peak"]) for name in self._gpus
         )
 
     def held(self) -> int:
-        """Return the bytes of tensors on all GPUs."""
+        """Return the bytes that are allocated now, on all GPUs together."""
         infos = [tf.config.experimental.get_memory_info(name) for name in self._gpus]
         return sum(int(info["current"]) for info in infos)
 
 
 def configure(setup: WorkerSetup) -> None:
-    """Set the precision, the number of threads and each GPU's memory cap.
-
-    This must be called before TensorFlow's first operation.
-    """
+    """Set precision, threads, devices and memory limits of TensorFlow, before it is first used."""
     keras.config.set_dtype_policy(setup.precision)
     fail_at_once()
     if setup.threads is not None:
@@ -351,10 +329,9 @@ def configure(setup: WorkerSetup) -> None:
 
 
 def fail_at_once() -> None:
-    """Make GPU memory errors immediate, before TensorFlow starts.
+    """Make TensorFlow raise an error as soon as GPU memory is exhausted, instead of retrying.
 
-    By default, TensorFlow waits 10 s for other threads to free memory before it raises the error. A
-    training keeps that default, so it fits wherever a probe fits.
+    Call it before TensorFlow is first used.
     """
     # Only sessions of TensorFlow 1 have a public option. `config` merges its own options into this.
     eager = context.context()
@@ -366,24 +343,18 @@ MOST_ELEMENTS = 2**31 - 1
 
 
 class TooManyElementsError(MemoryError):
-    """Raised if a tensor of a batch has too many elements for TensorFlow's GPU kernels.
-
-    It is a MemoryError because it calls for a smaller batch, just as a lack of memory does.
-    """
+    """A batch in which some tensor has more elements than TensorFlow's GPU kernels can index."""
 
 
 def largest_rows(model: Any) -> int | None:
-    """Return the most rows for which no tensor exceeds 2^31 - 1 elements.
-
-    Return None if no shape of the model's tensors is known.
-    """
+    """Return the largest batch whose tensors have fewer than 2^31 elements, or None if unknown."""
     shapes = [tuple(tensor.shape[1:]) for tensor in _tensors(model)]
     largest = max((math.prod(shape) for shape in shapes if None not in shape), default=0)
     return MOST_ELEMENTS // largest if largest else None
 
 
 def check_rows(model: Any, rows: int) -> None:
-    """Raise TooManyElementsError if `rows` rows are too many for kernels on one GPU."""
+    """Raise `TooManyElementsError` if a batch of this size has a tensor with too many elements."""
     most = largest_rows(model)
     if most is not None and rows > most:
         raise TooManyElementsError(
@@ -393,7 +364,7 @@ def check_rows(model: Any, rows: int) -> None:
 
 
 def _tensors(model: Any) -> list[Any]:
-    """Return all layers' output tensors, including nested models'."""
+    """Return the output tensors of all layers, also of nested models."""
     found: list[Any] = []
     for layer in model._flatten_layers(include_self=False):
         for node in layer._inbound_nodes:

@@ -1,1 +1,1 @@
-"""PyTorch workloads."""
+"""Workloads for PyTorch."""

@@ -33,9 +33,9 @@ ENDLESS_STEPS = 1 << 40
 
 
 class EndlessSampler(UnevenBatchSampler):
-    """Yields this rank's rows for an endless number of steps.
+    """Sampler without end, for synthetic rows or fewer rows than a global batch.
 
-    Each step uses the next rows of one shuffled order, which is repeated.
+    `sizes` are the rows of each rank in a global batch.
     """
 
     def __init__(self, rows: int, sizes: Sequence[int], rank: int) -> None:
@@ -43,10 +43,7 @@ class EndlessSampler(UnevenBatchSampler):
         self._rows = rows
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """Return an iterator over this rank's rows in each step.
-
-        If a global batch has more rows than the data, some rows occur in it more than once.
-        """
+        """Return this rank's rows of each batch, in one random order that is repeated."""
         once = torch.randperm(self._rows, generator=torch.Generator().manual_seed(self.seed))
         order = once.repeat(2 + self.global_batch // self._rows)
         start, stop = bounds(self.shares)[self.rank]
@@ -55,9 +52,9 @@ class EndlessSampler(UnevenBatchSampler):
 
 
 class Lengths:
-    """The number of tokens in each row of a data set.
+    """Row lengths in tokens, with their order.
 
-    Raises RequestError if the number of lengths isn't the number of rows, or a length is invalid.
+    Raises `RequestError` if they aren't one valid length for each row.
     """
 
     def __init__(self, tokens: Sequence[int], rows: int) -> None:
@@ -67,14 +64,11 @@ class Lengths:
 
     @property
     def longest_row(self) -> int:
-        """The index of the longest row; the last index if several rows are equally long."""
+        """Index of the longest row."""
         return int(self._rising[-1])
 
     def sample(self) -> tuple[int, ...]:
-        """Return up to `SAMPLED` lengths in increasing order, including the longest.
-
-        They are evenly spaced among all lengths.
-        """
+        """Return up to 256 lengths that represent all, in rising order; the longest is included."""
         rising, rows = self.tokens[self._rising].tolist(), len(self.tokens)
         places = (
             [rows * n // SAMPLED for n in range(SAMPLED - 1)] if rows > SAMPLED else range(rows - 1)
@@ -82,17 +76,17 @@ class Lengths:
         return (*(rising[setup] for setup in places), rising[-1])
 
     def nearest(self, length: int, rows: int) -> torch.Tensor:
-        """Return the indices of `rows` rows that have at most `length` tokens, the longest first.
+        """Return `rows` indices of rows with at most `length` tokens, the longest first.
 
-        Indices are repeated if there are too few such rows. The shortest row is used if there is
-        none.
+        Indices are repeated if there are too few such rows. If there is none, the shortest row is
+        used.
         """
         stop = max(1, bisect_right(self.tokens[self._rising].tolist(), length))
         below = self._rising[:stop].flip(0)
         return below.repeat(-(-rows // stop))[:rows]
 
     def count(self, rows: torch.Tensor) -> Work:
-        """Return the tokens of a pass over these rows, with and without padding."""
+        """Return the tokens of one pass with these rows, with and without padding."""
         own = self.tokens[rows]
         longest = int(own.max())
         padded = len(rows) * longest
@@ -100,22 +94,19 @@ class Lengths:
 
 
 class RepeatingSampler(UnevenBatchSampler):
-    """Yields the same rows in every step, for an endless number of steps."""
+    """Sampler that gives this rank the same rows in each batch."""
 
     def __init__(self, rows: torch.Tensor, sizes: Sequence[int], rank: int) -> None:
         super().__init__(ENDLESS_STEPS * sum(sizes), sizes, rank)
         self._rows = rows
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """Return an iterator that yields the same rows for each step."""
+        """Return the same rows again and again."""
         return repeat(self._rows, len(self))
 
 
 def count_work(sampler: UnevenBatchSampler, lengths: Lengths) -> UnevenBatchSampler:
-    """Make a sampler record each batch's tokens and padding, and return it.
-
-    The records are appended to a new attribute of the sampler, `works`.
-    """
+    """Make a sampler record the tokens of each batch that it draws, in its list `works`."""
     works, draw = deque[Work](), sampler.batches
 
     def batches() -> Iterator[torch.Tensor]:
@@ -128,10 +119,9 @@ def count_work(sampler: UnevenBatchSampler, lengths: Lengths) -> UnevenBatchSamp
 
 
 def read_lengths(given: Any, rows: int) -> Lengths | None:
-    """Return the row lengths that the user's code gives.
+    """Return the user's row lengths, or None if there are none or all are equal.
 
-    Return None if there are none, or if all rows are equally long. Raises RequestError unless there
-    is one whole number for each of the `rows` rows.
+    Raises `RequestError` if they aren't a whole number for each row.
     """
     if given is None:
         return None
@@ -155,7 +145,11 @@ SLOW_POOL_ROWS = 1024
 
 
 class Data:
-    """A data set with the loader options that the training uses."""
+    """A data set with the options of its `DataLoader`.
+
+    The option `lengths` gives the rows' lengths in tokens; without it, an attribute `lengths` of
+    the data set is used. Raises `RequestError` for unsupported options.
+    """
 
     def __init__(self, dataset: Any, options: Mapping[str, Any] | None = None) -> None:
         self.dataset = dataset
@@ -167,10 +161,7 @@ class Data:
         self.lengths = read_lengths(None if callable(given) else given, self.rows)
 
     def use_workers(self, count: int) -> None:
-        """Load rows with `count` worker processes, which persist over epochs.
-
-        If `count` is 0, rows are loaded in the main process.
-        """
+        """Set the number of worker processes of the data loader."""
         options = self.options
         if not count:
             for name in OF_WORKERS:
@@ -180,10 +171,9 @@ class Data:
             options["persistent_workers"] = True
 
     def sampler(self, sizes: Sequence[int], rank: int) -> UnevenBatchSampler:
-        """Return a sampler of full batches for one rank; `sizes` has each rank's rows.
+        """Return a sampler of this rank's rows, where `sizes` are the rows of each rank.
 
-        Each iteration over the sampler is an epoch of the data set. A pool, or a data set with
-        fewer rows than a batch, is repeated endlessly in one shuffled order instead.
+        If the data set is smaller than a global batch, its rows are repeated.
         """
         if isinstance(self.dataset, Pool) or sum(sizes) > self.rows:
             sampler: UnevenBatchSampler = EndlessSampler(self.rows, sizes, rank)
@@ -194,11 +184,7 @@ class Data:
     def assigned(
         self, sizes: Sequence[int], rank: int, assigner: RowAssigner, epoch: int
     ) -> UnevenBatchSampler:
-        """Return a sampler whose global batches are assigned to the ranks by cost.
-
-        `sizes` are the ranks' mean rows. All global batches have the same number of rows. The
-        sampler begins at the start of the epoch `epoch`.
-        """
+        """Return a sampler that assigns rows to ranks by their lengths."""
         assert self.lengths is not None
         whole, tokens = sum(sizes) <= self.rows, self.lengths.tokens
         rows = LengthSampler(
@@ -208,10 +194,7 @@ class Data:
         return count_work(rows, self.lengths)
 
     def of_one_length(self, sizes: Sequence[int], rank: int, length: int) -> UnevenBatchSampler:
-        """Return a sampler that repeats the longest rows with at most `length` tokens.
-
-        `sizes` are the ranks' rows per step, and `rank` is this rank.
-        """
+        """Return a sampler that repeats rows of about this length, in tokens."""
         assert self.lengths is not None
         return count_work(
             RepeatingSampler(self.lengths.nearest(length, sizes[rank]), sizes, rank), self.lengths
@@ -219,9 +202,10 @@ class Data:
 
 
 class Pool(Dataset):  # type: ignore[misc]  # torch is not followed
-    """Rows from a single call of `sample_batch`, fetched one batch at a time.
+    """Data set of synthetic rows, made once by the user's `sample_batch`.
 
-    Raises RequestError if `sample_batch` returns anything but batches of the requested size.
+    Its size is limited by memory, and to 1024 rows if they are slow to make. Raises `RequestError`
+    if the function's result isn't a valid batch.
     """
 
     def __init__(self, sample_batch: SampleBatch, device: str) -> None:
@@ -244,10 +228,9 @@ class Pool(Dataset):  # type: ignore[misc]  # torch is not followed
 
 
 class Batches:
-    """The batches of this rank's share, epoch after epoch.
+    """Loads the batches of a probe's steps, and sends them to the device.
 
-    If `on_device`, there is a single batch, which stays in the device's memory. `listener` is
-    notified when a batch is used, as in a training run.
+    With `on_device`, one batch is loaded and reused in all steps.
     """
 
     def __init__(
@@ -264,17 +247,16 @@ class Batches:
         self._kept: Any = None
 
     def drop(self) -> None:
-        """Release all batches, including prefetched batches."""
+        """Close the data loader, and release its batches."""
         if isinstance(self._steps, Generator):
             self._steps.close()
         self._kept = None
         self._loader, self._steps, self.rows = None, iter(()), 0
 
     def make(self, sampler: UnevenBatchSampler, on_host: bool = False) -> None:
-        """Start loading a sampler's rows for this rank.
+        """Load batches by this sampler from now on. With `on_host`, they stay in host memory.
 
-        With `on_host`, the batches stay in host memory, so that each pass can be sent to the device
-        separately. Raises RequestError if the data are unusable.
+        The first batch is checked when it is taken, and raises `RequestError` if it is malformed.
         """
         prefetch = 0 if self._on_device else self.data.prefetch
         options = self.data.options
@@ -296,16 +278,13 @@ class Batches:
             self._loader, self._steps = loader, self._walk(loader)
 
     def take(self) -> Any:
-        """Return the next batch, or the batch that `keep` has kept.
-
-        The batch is on the device, unless batches stay in host memory.
-        """
+        """Return the next batch, or the kept one."""
         return next(self._steps) if self._kept is None else self._kept
 
     def keep(self, kept: bool) -> bool:
-        """Make `take` return the same batch repeatedly if `kept`, otherwise new batches.
+        """Reuse one batch from now on, or draw new ones again.
 
-        Return False if rows differ in length, because no batch can be kept then.
+        Returns False if that isn't possible, because the tokens of each batch are counted.
         """
         # Tokens are counted when a batch is drawn, and a kept batch isn't drawn again.
         if hasattr(self._sampler, "works"):
@@ -314,10 +293,7 @@ class Batches:
         return True
 
     def works(self, batch: Any) -> list[Work]:
-        """Return the tokens and padding of each pass of `batch`, which `take` returned last.
-
-        The result is empty if all rows have the same length.
-        """
+        """Return the tokens counted for each pass of a batch; empty if rows have no lengths."""
         drawn = getattr(self._sampler, "works", ())
         return (
             [drawn.popleft() for _ in (batch.rows if isinstance(batch, AssignedBatch) else (0,))]
@@ -326,14 +302,14 @@ class Batches:
         )
 
     def wait(self) -> None:
-        """Wait until the loader has prefetched as many batches as it can hold."""
+        """Wait until the data loader has filled its queue."""
         # In the timed steps that follow, it then loads exactly one batch for each batch that a step
         # uses.
         if self._loader is not None:
             self._loader.wait_until_full()
 
     def _repeat_first(self, loader: Loader) -> Iterator[Any]:
-        """Repeat the loader's first batch, and keep the loader open."""
+        """Load one batch, and yield it without end."""
         steps = iter(loader)
         batch = self._checked(next(steps))
         while True:
@@ -363,10 +339,9 @@ def _checked(sample_batch: SampleBatch, rows: int) -> tuple[Any, Any]:
 
 
 def as_pair(batch: Any) -> tuple[Any, Any]:
-    """Return the (inputs, targets) of a batch.
+    """Return a batch as (inputs, targets); targets are None if the batch has only inputs.
 
-    Targets are None if the batch is a single tensor or a mapping. Raises RequestError for anything
-    else.
+    Raises `RequestError` if it is neither a pair nor a tensor or mapping.
     """
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
@@ -379,7 +354,7 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
 
 
 def check_rows(batch: Any, rows: int) -> None:
-    """Raise RequestError unless every tensor has this number of rows."""
+    """Raise `RequestError` unless each tensor of the batch has this number of rows."""
     tensors: list[Any] = []
     each_tensor(tensors.append, batch)
     counts = {len(tensor) if tensor.ndim else 0 for tensor in tensors}
@@ -391,10 +366,10 @@ def check_rows(batch: Any, rows: int) -> None:
 
 
 def send(batch: Any, device: torch.device) -> Any:
-    """Copy the tensors of a batch to a device; copies from pinned memory are asynchronous."""
+    """Copy a batch's tensors to a device without waiting."""
     return each_tensor(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def to_tensors(data: Any) -> Any:
-    """Return the nested data with NumPy arrays converted to tensors."""
+    """Convert the arrays of a nested structure to tensors."""
     return torch.as_tensor(data) if hasattr(data, "__array__") else each_item(to_tensors, data)

@@ -21,18 +21,19 @@ ASKS_CAPABILITY = "bitsandbytes"
 
 
 def keep_driver_unstarted() -> None:
-    """Make PyTorch answer by NVML what libraries ask when they are imported.
+    """Prevent imports of PyTorch and bitsandbytes from initializing CUDA in this process.
 
-    It holds for this process and its children. PyTorch may be imported later.
+    Call it before they are imported, so that the process can be forked. It sets
+    PYTORCH_NVML_BASED_CUDA_CHECK.
     """
     os.environ.setdefault(COUNTS_BY_NVML, "1")
     wrapt.register_post_import_hook(_answer_by_nvml, "torch.cuda")
 
 
 def start_driver() -> None:
-    """Start CUDA, if PyTorch is imported and sees a GPU, without using memory of a GPU.
+    """Initialize CUDA if PyTorch is loaded and sees a GPU.
 
-    Raises RuntimeError if CUDA can't be started.
+    Raises `RuntimeError` if CUDA can't be initialized.
     """
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
@@ -41,7 +42,7 @@ def start_driver() -> None:
 
 
 def _answer_by_nvml(cuda: Any) -> None:
-    """Make `torch.cuda.get_device_capability` use NVML while bitsandbytes is being imported."""
+    """Make `torch.cuda.get_device_capability` ask NVML while bitsandbytes is being imported."""
     # other code may ask in order to decide something for its own GPU, and then has to start CUDA
     by_cuda = cuda.get_device_capability
 

@@ -1,8 +1,4 @@
-"""The PyTorch models that ship with evener, except the tiled model in `tiling.py`.
-
-They are classifiers, a convolutional network in two halves, and a language model. All data are
-synthetic. The registry lists the models' sources.
-"""
+"""Built-in PyTorch models, with batches of synthetic data."""
 
 from __future__ import annotations
 
@@ -32,10 +28,7 @@ DENSE = (2048, 2048, 2048, 2048, 2048, 1024)
 def classifier(
     module: nn.Module, learning_rate: float, sample_batch: Callable[[int], Any]
 ) -> Recipe:
-    """Return a recipe for a module that returns logits.
-
-    It trains with Adam and cross-entropy on rows from `sample_batch`.
-    """
+    """Return the recipe of a classifier, trained by Adam with cross-entropy."""
     optimizer = torch.optim.Adam(module.parameters(), learning_rate)
     return Recipe(
         module, optimizer, cross_entropy, sample_batch=lambda rows: as_tensors(sample_batch(rows))
@@ -43,21 +36,18 @@ def classifier(
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross-entropy over the batch, computed on the logits' device."""
+    """Return the mean cross-entropy, with the labels moved to the logits' device."""
     return F.cross_entropy(logits, labels.to(logits.device, non_blocking=True))
 
 
 def as_tensors(batch: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
-    """Convert arrays (x, labels) to tensors, and pictures from channels-last to channels-first."""
+    """Convert a batch of arrays to tensors, images to channels first."""
     x, labels = (torch.from_numpy(array) for array in batch)
     return x.permute(0, 3, 1, 2).contiguous() if x.ndim == 4 else x, labels
 
 
 def maxer() -> nn.Sequential:
-    """Return the network of gpu_maxing_model.py (see the registry) for MNIST.
-
-    It is much larger than needed (78,923,530 parameters), and its training never converges.
-    """
+    """Return an MNIST network that is much larger than needed, the same as `keras_maxer`."""
     layers: list[nn.Module] = []
     before = 1
     for filters in CONVOLUTIONS:
@@ -73,10 +63,7 @@ def maxer() -> nn.Sequential:
 
 
 def mnist(filters: int, dense: int) -> nn.Sequential:
-    """Return a network of two convolutions and two dense layers.
-
-    It maps images (samples, 1, 28, 28) to logits (samples, 10).
-    """
+    """Return a small convolutional network for 28 x 28 images, the same as `keras_mnist`."""
     blocks: list[nn.Module] = []
     for before, after in ((1, filters), (filters, 2 * filters)):
         blocks += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
@@ -85,9 +72,9 @@ def mnist(filters: int, dense: int) -> nn.Sequential:
 
 
 class GruNet(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """A network of `layers` GRUs with `units` units each, a dense layer and logits.
+    """Stacked GRU layers with a dense head, for the classification of sequences.
 
-    The step time hardly grows with the batch until the batch is large.
+    The input has shape (rows, steps, features), the output (rows, classes).
     """
 
     def __init__(self, features: int, units: int, layers: int, dense: int, classes: int) -> None:
@@ -96,7 +83,7 @@ class GruNet(nn.Module):  # type: ignore[misc]  # torch is not followed
         self.head = nn.Sequential(nn.Linear(units, dense), nn.ReLU(), nn.Linear(dense, classes))
 
     def forward(self, sequences: Tensor) -> Tensor:
-        """Return logits (samples, classes) for sequences (samples, steps, features)."""
+        """Return the logits, from the last state of each sequence."""
         states, _ = self.recurrent(sequences)
         logits: Tensor = self.head(states[:, -1])
         return logits
@@ -108,12 +95,10 @@ NORMS = ("group", "batch")
 
 
 class DepthNet(nn.Module):  # type: ignore[misc]
-    """Two halves of convolution blocks, then a linear head.
+    """Convolutional network in two halves, which can be placed on two devices.
 
-    A block is Conv3x3, normalisation, ReLU and MaxPool2. The first half has 16 and 32 channels, the
-    second half 128, 256 and 512. The input is (samples, 3, side, side) with a side of at least 32,
-    the output (samples, classes). `norm` is "group" (over each sample) or "batch" (over the batch,
-    which excludes micro-batches).
+    The input has shape (rows, 3, side, side) with sides of at least 32 pixels, the output (rows,
+    classes). Raises `RequestError` if `norm` is neither "group" nor "batch".
     """
 
     def __init__(self, classes: int = 10, norm: str = "group") -> None:
@@ -132,10 +117,10 @@ class DepthNet(nn.Module):  # type: ignore[misc]
         self._micro_batches = 1
 
     def place(self, devices: Sequence[torch.device], micro_batches: int = 1) -> DepthNet:
-        """Move the halves to the first two of `devices`, and return this module.
+        """Move the halves to the first and second device, and return the network.
 
-        Raises RequestError for micro-batches with batch normalisation, because they would give a
-        different result.
+        With several micro-batches, both devices work at the same time. Raises `RequestError` if
+        these are combined with batch normalization, whose results would change.
         """
         if micro_batches > 1 and self.norm == "batch":
             raise RequestError(
@@ -149,7 +134,7 @@ class DepthNet(nn.Module):  # type: ignore[misc]
         return self
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits (samples, classes), on the device of the second half."""
+        """Return the logits, which are on the second half's device."""
         if not self._devices:
             return self._end(self.first(images))
         first, second = self._devices
@@ -172,10 +157,7 @@ EXPANSION = 4  # width of a block's hidden dense layer, relative to the model's 
 
 
 def make_recipe(model: Mapping[str, int], texts: Mapping[str, Any], learning_rate: float) -> Recipe:
-    """Return a recipe of the language model with AdamW, cross-entropy and random texts.
-
-    `model` and `texts` are arguments of `Decoder` and `Texts`.
-    """
+    """Return the recipe of a small language model, trained by AdamW on texts of unequal length."""
     decoder = Decoder(**model)
     data = Data(Texts(**texts), {"collate_fn": pad_texts})
     return Recipe(
@@ -184,7 +166,10 @@ def make_recipe(model: Mapping[str, int], texts: Mapping[str, Any], learning_rat
 
 
 class Texts(Dataset):  # type: ignore[misc]  # torch is not followed
-    """Random texts; their `lengths` in tokens are lognormal around `median`, at most `longest`."""
+    """Data set of random token sequences with lognormal lengths.
+
+    `lengths` doesn't count the first token, which is never predicted.
+    """
 
     def __init__(
         self, rows: int, median: float, sigma: float, longest: int, vocabulary: int, seed: int
@@ -197,26 +182,26 @@ class Texts(Dataset):  # type: ignore[misc]  # torch is not followed
         return len(self.lengths)
 
     def __getitem__(self, row: int) -> Tensor:
-        """Return the tokens of a text: one token more than its length in `lengths`."""
+        """Return a text's tokens, one more than its length."""
         # Each token except the first is predicted from the previous tokens.
         return self._tokens[row : row + self.lengths[row] + 1]
 
 
 def pad_texts(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets (rows, longest length), padded at the end."""
+    """Collate texts to padded inputs and targets, which are the inputs shifted by one token."""
     inputs = pad_sequence([row[:-1] for row in rows], batch_first=True, padding_value=PADDING)
     return inputs, pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=IGNORED)
 
 
 def mean_over_tokens(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy over the tokens that aren't padding."""
+    """Return the mean cross-entropy over all tokens except padding."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
 
 
 class Decoder(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """A causal language model.
+    """Decoder-only transformer with learned position embeddings.
 
-    It maps tokens (rows, length) to logits (rows, length, vocabulary) of the next tokens.
+    The input has shape (rows, length), the output (rows, length, vocabulary).
     """
 
     def __init__(self, vocabulary: int, longest: int, width: int, layers: int, heads: int) -> None:
@@ -228,7 +213,7 @@ class Decoder(nn.Module):  # type: ignore[misc]  # torch is not followed
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits. Padding is at the end, so no token attends to it."""
+        """Return the logits of the next token at each position."""
         states = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             states = block(states)
@@ -237,7 +222,7 @@ class Decoder(nn.Module):  # type: ignore[misc]  # torch is not followed
 
 
 class DecoderBlock(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """A decoder block: causal attention, then a dense layer, each with a residual connection."""
+    """Transformer block with pre-normalization: causal self-attention, then a dense layer."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -249,7 +234,7 @@ class DecoderBlock(nn.Module):  # type: ignore[misc]  # torch is not followed
         )
 
     def forward(self, states: Tensor) -> Tensor:
-        """Return states of the same shape (rows, length, width)."""
+        """Return the states after attention and dense layer."""
         parts = (
             self.attend(self.before(states))
             .unflatten(2, (3, self.heads, -1))
@@ -263,10 +248,7 @@ class DecoderBlock(nn.Module):  # type: ignore[misc]  # torch is not followed
 
 
 def build(name: str, setup: WorkerSetup, settings: Mapping[str, Any]) -> Workload:
-    """Build the workload `name` of the registry for the worker `setup`.
-
-    `settings` are arguments of the model and of its data.
-    """
+    """Build a built-in model as a workload, placed on several devices if the setup says so."""
     learning_rate = settings["learning_rate"]
     if name == "torch_text":
         texts = partial(make_recipe, pick(Decoder, settings), pick(Texts, settings), learning_rate)

@@ -1,4 +1,4 @@
-"""Measure the phases of a step with the clock of the workload's device."""
+"""Timing of a step's phases, by events on a GPU or by the host's clock."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LONGEST_PAUSE_SECONDS = 2.0
 
 
 class PhaseClock:
-    """Measures the total duration of each phase of the steps, in seconds.
+    """Adds up the seconds of input and of optimizer updates.
 
-    `clock` is the clock of the workload's device. On a GPU, a phase begins only when the GPU has
-    finished the kernels that were enqueued earlier, so that these aren't counted.
+    `clock` makes the time marks: on a GPU, events in its stream. At most 512 phases are timed
+    between two readings; the time of the others is extrapolated.
     """
 
     def __init__(self, clock: Any) -> None:
@@ -29,27 +29,26 @@ class PhaseClock:
         self._begun: tuple[Phase, Any] | None = None
 
     def enter(self, phase: Phase) -> None:
-        """Begin a phase of the current step."""
+        """Start timing a phase."""
         self._counts[phase] += 1
         self._begun = None
         if len(self._marks) < MOST_MARKED:
             self._begun = phase, self._clock.mark()
 
     def leave(self) -> None:
-        """End the current phase."""
+        """Stop timing the phase that was entered last."""
         if self._begun is not None:
             self._marks.append((*self._begun, self._clock.mark()))
             self._begun = None
 
     def add(self, phase: Phase, seconds: float) -> None:
-        """Add time that the host itself measured for a phase while the device was idle."""
+        """Add seconds that were measured elsewhere to a phase."""
         self._added[phase] += seconds
 
     def read(self) -> dict[Phase, float]:
-        """Return the total seconds of each phase since the last reading.
+        """Return the seconds of each phase since the previous reading.
 
-        The device must have finished the phases. Only the first `MOST_MARKED` phases are timed; the
-        total is extrapolated from them.
+        The device must have finished the steps.
         """
         found = dict(self._added)
         for phase, count in self._counts.items():
@@ -66,5 +65,8 @@ class PhaseClock:
 
 
 def enqueue_pause(seconds: float) -> None:
-    """Keep the current GPU idle for at least `seconds`, while the host continues."""
+    """Enqueue a pause of at least this many seconds on the current GPU.
+
+    The time is capped at 2 seconds. The host does not wait.
+    """
     torch.cuda._sleep(int(min(seconds, LONGEST_PAUSE_SECONDS) * HIGHEST_CLOCK_HZ))

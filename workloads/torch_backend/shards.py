@@ -1,7 +1,4 @@
-"""A recipe's model cut into shards, which trains as it would with `Split.shard`.
-
-This process is a rank of a group, or it stands for one rank that is measured alone.
-"""
+"""Sharding of a probed model and its optimizer over ranks of unequal memory."""
 
 from __future__ import annotations
 
@@ -27,10 +24,9 @@ NCCL_BYTES = 900 << 20
 
 
 def leave_trainers_on_host() -> None:
-    """Keep transformers' Trainers from moving their models to a device.
+    """Prevent transformers' Trainer from moving its model to the GPU.
 
-    This also works if transformers is imported later. The model is sharded from host memory,
-    because a device may be too small for the whole model.
+    A sharded model is moved part by part, because it may not fit on one GPU.
     """
     wrapt.register_post_import_hook(_leave_on_host, "transformers.trainer")
 
@@ -40,10 +36,10 @@ def _leave_on_host(module: Any) -> None:
 
 
 class RecipeShards:
-    """The shards of a recipe's model on this rank's device.
+    """Cuts a recipe's model and optimizer into shards, of which this rank holds one.
 
-    The constructor cuts the recipe's module into shards, and makes its optimizer update the shards.
-    `setup` has the fraction of the model that each rank holds.
+    Also measures their memory, including a first optimizer step. `setup.state` has the fraction of
+    each rank.
     """
 
     def __init__(self, recipe: Any, setup: WorkerSetup, device: torch.device) -> None:
@@ -72,10 +68,7 @@ class RecipeShards:
         self._computes = True
 
     def compute_nothing(self) -> None:
-        """Give this rank no rows from now on: it only holds its part of the model.
-
-        It still takes part in the other ranks' collectives.
-        """
+        """Let this rank take part only by its shard, without rows of its own."""
         if self._computes:
             self._computes = False
             self.sharded.compute_nothing()
@@ -83,19 +76,19 @@ class RecipeShards:
     def describe(self) -> str:
         """Return seven numbers about the whole model's memory, separated by spaces.
 
-        - the bytes of the model's state
-        - the bytes of gathered units (layers whose parameters are gathered together)
-        - the temporary bytes of an optimizer step
-        - the number of parameters
-        - the number of trained parameters
-        - the bytes of gradients in the state that are freed before a forward pass
-        - the bytes outside of PyTorch's allocator
+        - bytes of weights, gradients and optimizer state
+        - bytes of weights that are gathered at the same time
+        - bytes that an optimizer step needs in addition
+        - number of parameters
+        - number of trained parameters
+        - bytes of gradients that are freed before the forward pass
+        - bytes of a process outside PyTorch's allocator
         """
         sizes = (self._state, self._gathered, self._step, self._parameters, self._trained)
         return " ".join(map(str, (*sizes, self._gradients, self._beside)))
 
     def _measure_state(self, optimizer: Any, device: torch.device) -> tuple[int, int]:
-        """Return the bytes of the model's state and an optimizer step's temporaries."""
+        """Return the bytes of the whole model's state, and those that an optimizer step adds."""
         # A first step with zero gradients is run on this rank's shard. The results are extrapolated
         # from it to the whole model.
         for parameter in self.sharded.parameters:

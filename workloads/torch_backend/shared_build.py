@@ -1,7 +1,7 @@
-"""Build the user's model in a single thread, so that the process can be forked afterwards.
+"""A user's model that is built once and copied to several probe processes by fork.
 
-Each forked child then has the model without building it again. If PyTorch had several threads
-before the fork, the child's first parallel operation would hang.
+It is built on a single thread, because a forked process has none of its parent's other threads, and
+would wait for them forever.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ ASKS_RANK = ("get_rank", "get_world_size", "is_initialized")
 
 
 class BuiltRecipe:
-    """A recipe that is built before the process has a device or a group.
-
-    A recipe is the user's model, optimizer, loss and data. `finish` makes a workload from it once
-    the device and the group are known. If the user's function takes a model from `load_model`, only
-    that model is loaded in advance, and `finish` calls the function.
-    """
+    """A recipe built in this process, to be used in it or in forked copies."""
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
-        """Build the recipe of the user's function `name`; errors of the user's code propagate."""
+        """Build the recipe on one thread, so that the process can be forked.
+
+        If the user's file has `load_model`, only that is called, and the rest of the recipe is
+        built in each copy.
+        """
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)
         torch.manual_seed(0)  # as before each build
@@ -46,18 +45,14 @@ class BuiltRecipe:
         self._random = torch.get_rng_state()
 
     def finish(self, setup: WorkerSetup) -> TorchWorkload:
-        """Return the workload for a worker's setup.
-
-        PyTorch's random state is the same as after the build. PyTorch uses all its threads again.
-        """
+        """Return the workload for this process, with random state as after the build."""
         torch.set_num_threads(self._threads)
         return TorchWorkload(setup, self._take)
 
     def compute_in_copy(self, on_gpu: bool) -> None:
-        """Multiply small matrices on all threads, with PyTorch and, if it is imported, with NumPy.
+        """Compute a little on several threads, to find out whether a forked copy works.
 
-        If `on_gpu`, start CUDA first. This tests a forked copy of the process: if the copy lacks
-        threads, the call hangs.
+        With `on_gpu`, CUDA is initialized too.
         """
         if on_gpu:
             start_driver()
@@ -73,10 +68,9 @@ class BuiltRecipe:
 
 @contextmanager
 def noting_ranks(noting: Callable[[Callable[..., Any], str], Any]) -> Iterator[None]:
-    """In this context, `noting` replaces the functions that return a process's rank.
+    """Context manager:
 
-    `noting` gets each function and its name, and returns the replacement. The replacement can
-    record that the user's build asks for its rank; such a build can't be shared by all ranks.
+    calls that ask torch.distributed for the rank are passed through `noting`.
     """
     before = {name: getattr(dist, name) for name in ASKS_RANK}
     for name, function in before.items():

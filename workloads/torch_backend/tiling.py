@@ -24,10 +24,10 @@ CHANNELS = (16, 32)
 
 @dataclass(frozen=True)
 class Tiles:
-    """A batch of images, cut into SIDE x SIDE tiles on `devices`.
+    """A batch of images cut into 2 x 2 tiles, which lie on several devices.
 
-    The images are cut at the positions `rows` and `columns`, which include 0 and the image's size.
-    The whole images have the shape (samples, channels, height, width). No tile is empty.
+    `parts` are the tiles by row and column, of shape (batch, channels, height, width). `rows` and
+    `columns` are the pixel positions of the cuts, from 0 to the image's size.
     """
 
     parts: Sequence[Sequence[Tensor]]
@@ -37,18 +37,17 @@ class Tiles:
 
     @property
     def every(self) -> list[Tensor]:
-        """All tiles in one list, row by row."""
+        """All tiles, row by row."""
         return [part for row in self.parts for part in row]
 
     def map(self, compute: Callable[[Tensor], Tensor]) -> Tiles:
-        """Apply `compute` to each tile; tile sizes stay the same."""
+        """Apply a function to each tile."""
         return replace(self, parts=[[compute(part) for part in row] for row in self.parts])
 
     def compute_windows(self, compute: Callable[[Tensor], Tensor], step: int, border: int) -> Tiles:
-        """Apply a layer whose windows may cross the borders of tiles, such as a convolution.
+        """Apply a convolution or pooling to each tile, with `border` pixels of its neighbors.
 
-        `compute` returns the output of a tile. Along each axis, each output position corresponds to
-        `step` input positions, and the window also reads `border` positions before and after them.
+        `step` is the stride.
         """
         rows, columns = ([cut // step for cut in cuts] for cuts in (self.rows, self.columns))
 
@@ -66,9 +65,9 @@ class Tiles:
     def gather(
         self, rows: tuple[int, int], columns: tuple[int, int], device: torch.device
     ) -> Tensor:
-        """Return a rectangle of the whole image on `device`.
+        """Return a rectangle of the image as one tensor on a device.
 
-        `rows` and `columns` are half-open ranges. Positions outside the image are 0.
+        Pixels outside the image are 0.
         """
         # `rows` and `columns` have one edge more than there are tiles along their axis
         across = [_within(columns, left) for left in self.columns[:-1]]
@@ -85,22 +84,22 @@ class Tiles:
 
 
 def _within(positions: tuple[int, int], first: int) -> slice:
-    """Return a tile's slice for a range of positions of the image."""
+    """Return the part of a range of positions within a tile, counted from the tile's start."""
     # The tile begins at position `first`. Positions outside the tile are left out.
     begin, end = positions
     return slice(max(0, begin - first), max(0, end - first))
 
 
 def _join(parts: Sequence[Tensor], dimension: int) -> Tensor:
-    """Concatenate the non-empty parts, or return one empty part."""
+    """Concatenate the tensors that aren't empty."""
     held = [part for part in parts if part.numel()]
     return torch.cat(held, dimension) if len(held) > 1 else held[0] if held else parts[0]
 
 
 def cut(images: Tensor, devices: Sequence[torch.device]) -> Tiles:
-    """Cut images (samples, channels, height, width) in half along both axes.
+    """Cut a batch of images into tiles, and send them to the devices.
 
-    Tiles are assigned to the devices in turn.
+    The images have shape (batch, channels, height, width).
     """
     rows, columns = ([size * k // SIDE for k in range(SIDE + 1)] for size in images.shape[2:])
     parts = [
@@ -114,16 +113,12 @@ def cut(images: Tensor, devices: Sequence[torch.device]) -> Tiles:
 
 
 def tile_device(devices: Sequence[torch.device], i: int, j: int) -> torch.device:
-    """Return the device of the tile in row i and column j."""
+    """Return the device of the tile in row `i` and column `j`."""
     return devices[(i * SIDE + j) % len(devices)]
 
 
 def run_tiled(layers: nn.Sequential, tiles: Tiles) -> Tiles:
-    """Return the output of `conv_blocks` for the whole image, computed in tiles.
-
-    The parameters stay on their device. In each step, every device gets a copy of a convolution's
-    weights, and the gradients of all copies are added to the original's gradient.
-    """
+    """Return the output of the layers for a tiled image, the same as for the whole image."""
     for layer in layers:
         match layer:
             case nn.Conv2d():
@@ -147,7 +142,7 @@ def _convolve(weights: Mapping[torch.device, Tensor], part: Tensor) -> Tensor:
 
 
 def _normalise(layer: nn.BatchNorm2d, tiles: Tiles) -> Tiles:
-    """Apply batch normalisation with the whole image's statistics."""
+    """Apply batch normalization with the statistics of the whole image."""
     # Only sums are copied between devices, not pixels.
     mean, variance = layer.running_mean, layer.running_var
     if layer.training:
@@ -174,7 +169,7 @@ def _normalise(layer: nn.BatchNorm2d, tiles: Tiles) -> Tiles:
 
 
 def _total(tiles: Tiles, home: torch.device) -> Tensor:
-    """Sum all tiles per channel, over samples and pixels, on `home`."""
+    """Return each channel's sum over all tiles, on one device."""
     return torch.stack(
         [part.sum(dim=(0, 2, 3)).to(home, non_blocking=True) for part in tiles.every]
     ).sum(dim=0)
@@ -185,7 +180,7 @@ def _as_channels(values: Tensor, part: Tensor) -> Tensor:
 
 
 def conv_blocks(channels: Sequence[int], norm: str) -> list[nn.Module]:
-    """Return blocks of Conv3x3, normalisation ("group" or "batch"), ReLU and MaxPool2."""
+    """Return blocks of convolution, normalization, ReLU and pooling."""
     layers: list[nn.Module] = []
     for before, after in pairwise(channels):
         normalise = nn.GroupNorm(GROUPS, after) if norm == "group" else nn.BatchNorm2d(after)
@@ -199,12 +194,7 @@ def conv_blocks(channels: Sequence[int], norm: str) -> list[nn.Module]:
 
 
 class TilesNet(nn.Module):  # type: ignore[misc]
-    """Convolution blocks, then the mean over pixels and a linear head.
-
-    A block is Conv3x3, BatchNorm, ReLU and MaxPool2; there are two, with 16 and 32 channels. The
-    input is (samples, 3, height, width), with height and width of at least 8. The output is
-    (samples, classes) on the first device.
-    """
+    """Convolutional network for images that can be cut into tiles on several devices."""
 
     def __init__(self, classes: int = 10) -> None:
         super().__init__()
@@ -213,16 +203,16 @@ class TilesNet(nn.Module):  # type: ignore[misc]
         self._devices: tuple[torch.device, ...] = ()
 
     def place(self, devices: Sequence[torch.device]) -> TilesNet:
-        """Compute in tiles on these devices from now on, and return this module.
+        """Distribute the tiles over these devices, and return the network.
 
-        The parameters are moved to the first device.
+        The weights are on the first device.
         """
         self._devices = tuple(devices)
         self.to(devices[0])
         return self
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits (samples, classes) of whole images."""
+        """Return the logits; with devices, the convolutions are computed tile by tile."""
         if not self._devices:
             logits: Tensor = self.head(self.layers(images).mean(dim=(2, 3)))
             return logits

@@ -46,27 +46,19 @@ _KEYS = ("module", "optimizer", "loss", "sample_batch", "training_data")
 
 
 def build(name: str, setup: WorkerSetup, settings: Mapping[str, Any]) -> Workload:
-    """Build the workload of a user's function, with `settings` as its arguments.
-
-    `name` is `file.py:attribute` or `package.module:attribute`.
-    """
+    """Build the user's model, named as `train.py:build`, as a workload."""
     return TorchWorkload(setup, partial(load_recipe, name, settings))
 
 
 def load_recipe(name: str, settings: Mapping[str, Any]) -> Recipe:
-    """Build the user's model, optimizer, loss and data into a recipe.
-
-    `settings` are the arguments of the function `name`. Raises RequestError if it or a data
-    function returns something else, or if there are no data.
-    """
+    """Call the user's function and return its recipe; see `make_recipe`."""
     return make_recipe(name, user_code.load(name, settings))
 
 
 def make_recipe(name: str, own: user_code.UserModule) -> Recipe:
-    """Make a recipe from the result of the user's function `name`.
+    """Return the recipe from the result of the user's function and the data functions beside it.
 
-    `own` also has the data functions of the function's module. Raises RequestError if one of them
-    returns something unsuitable, or if there are no data.
+    Raises `RequestError` if the result isn't usable, or if there is no data.
     """
     recipe = find_recipe(name, own.result)
     if recipe is not None:
@@ -86,9 +78,9 @@ def make_recipe(name: str, own: user_code.UserModule) -> Recipe:
 
 
 def from_user(name: str, result: Any) -> Recipe:
-    """Convert what the user's function `name` returned to a recipe.
+    """Return the recipe from a tuple, mapping or object with module, optimizer and loss.
 
-    Raises RequestError with the reason if that isn't possible.
+    Raises `RequestError` if something is missing or has the wrong type.
     """
     given = _by_name(name, result)
     module, optimizer, loss, sample, data = (given.get(key) for key in _KEYS)
@@ -105,7 +97,7 @@ def from_user(name: str, result: Any) -> Recipe:
 
 
 def _check_trained(name: str, module: Any, optimizer: Any) -> None:
-    """Raise RequestError unless the optimizer updates the module's parameters."""
+    """Raise `RequestError` unless the optimizer has parameters of the module."""
     if not isinstance(module, torch.nn.Module):
         raise RequestError(
             f"{name} gives an object of type {type(module).__name__} as its module.",
@@ -129,10 +121,9 @@ def _check_trained(name: str, module: Any, optimizer: Any) -> None:
 
 
 def to_data(name: str, given: Any) -> Data:
-    """Convert the user's training data to `Data`.
+    """Convert the user's training data, a data set or (data set, options).
 
-    `given` is a data set, or a pair of a data set and loader options. Raises RequestError for
-    anything else. `name` is the user's function, for messages.
+    Raises `RequestError` for anything else, such as a `DataLoader`.
     """
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
         return Data(*given)
@@ -161,10 +152,10 @@ def _by_name(name: str, result: Any) -> Mapping[str, Any]:
 
 
 def find_recipe(name: str, result: Any) -> Recipe | None:
-    """Return the recipe of a Trainer, or of a LightningModule with its data.
+    """Return the recipe of a transformers Trainer or of (LightningModule, data).
 
-    `result` is the result of the user's function `name`. Return None for anything else. Raises
-    RequestError for a LightningModule without data.
+    None if the result is neither. Raises `RequestError` for a LightningModule without data or with
+    manual optimization.
     """
     if _is_a(result, "transformers.", "Trainer"):
         return _from_trainer(result)
@@ -182,7 +173,7 @@ def find_recipe(name: str, result: Any) -> Recipe | None:
 
 
 class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
-    """Wraps a module so that calling it returns the loss of a batch, as the trainer computes it."""
+    """Module that returns the loss of a batch, as a trainer computes it."""
 
     def __init__(self, module: Any, compute: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -190,15 +181,12 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch is not followe
         self._compute = compute
 
     def forward(self, batch: Any) -> Any:
-        """Return the mean loss, a scalar."""
+        """Return the loss of the batch."""
         return self._compute(batch)
 
 
 class TrainerSteps:
-    """Runs the passes of a transformers Trainer as in a training run with a plan.
-
-    This includes the Trainer's work on the host between passes and between steps.
-    """
+    """Computes a Trainer's loss, and repeats the other work that the Trainer does in a step."""
 
     def __init__(self, trainer: Any, optimizer: Any) -> None:
         self._trainer = trainer
@@ -209,10 +197,7 @@ class TrainerSteps:
         optimizer.register_step_post_hook(lambda *_: trainer.model.zero_grad())
 
     def compute(self, batch: Any) -> Any:
-        """Return the loss of a pass on `batch`.
-
-        As in the Trainer, the batch's labels are counted before the forward pass.
-        """
+        """Return the loss of one batch, as in the Trainer's training step."""
         trainer = self._trainer
         trainer.model.train()
         if isinstance(batch, Mapping) and isinstance(labels := batch.get("labels"), torch.Tensor):
@@ -224,7 +209,7 @@ class TrainerSteps:
         return loss
 
     def _work_before_update(self, *given: Any) -> None:
-        """Do the Trainer's work before an optimizer step, for realistic timing."""
+        """Do what the Trainer does before the optimizer's step."""
         # The Trainer waits for the loss, counts the operations of each pass (which visits all
         # parameters), and clips the gradients.
         trainer, loss = self._trainer, self._loss
@@ -241,7 +226,7 @@ class TrainerSteps:
 
 
 def _enable_checkpointing(trainer: Any) -> None:
-    """Enable activation checkpointing if the Trainer's arguments want it."""
+    """Enable activation checkpointing if the Trainer's arguments ask for it."""
     # The Trainer does that in `train`, which a probe doesn't call. Newer versions of transformers
     # have new names for the arguments and for the model's method.
     arguments, model = trainer.args, trainer.model
@@ -278,7 +263,7 @@ def _from_trainer(trainer: Any) -> Recipe:
     mixed = str(trainer.accelerator.mixed_precision)
 
     def prepare(in_shards: bool) -> None:
-        """Prepare the model to compute as in a training run."""
+        """Let accelerate wrap the model, as the Trainer does."""
         # Accelerate's autocast wraps the forward pass and converts the outputs to float32.
         if in_shards:
             keep_no_casts(trainer.accelerator)
@@ -315,17 +300,14 @@ def _from_lightning(name: str, module: Any, given: Any) -> Recipe:
 
 
 def _read_data(given: Any) -> Data:
-    """Return a data set, or a DataLoader with its options, as `Data`."""
+    """Return the training data of a `DataLoader`, with its options, or of a data set."""
     if isinstance(given, DataLoader):
         return _to_data(given.dataset, given.collate_fn, given.num_workers, given.pin_memory)
     return _to_data(given, default_collate)
 
 
 def _first_optimizer(given: Any) -> Any:
-    """Return the first optimizer in any result of `configure_optimizers`.
-
-    None without any.
-    """
+    """Return the first optimizer of what `configure_optimizers` returned, or None."""
     if isinstance(given, Mapping):
         given = given.get("optimizer")
     while isinstance(given, tuple | list):
@@ -334,7 +316,7 @@ def _first_optimizer(given: Any) -> Any:
 
 
 def _to_data(rows: Any, collate: Any, workers: int = 0, pinned: bool = False, **more: Any) -> Data:
-    """Return `rows` as `Data`, loaded as a trainer loads them."""
+    """Return the training data for rows and the trainer's loading options."""
     # Without workers, nothing is prefetched, just as in the trainer: the rows of a step are loaded
     # when the step begins, while the GPU waits.
     options = {
@@ -346,12 +328,15 @@ def _to_data(rows: Any, collate: Any, workers: int = 0, pinned: bool = False, **
 
 
 def _collate(collate: Any, rows: list[Any]) -> tuple[dict[str, Any], torch.Tensor]:
-    """Collate rows to keyword arguments, with dummy targets."""
+    """Collate rows for `LossModule`. A tensor of zeros as targets carries the number of rows."""
     return {"batch": collate(rows)}, torch.zeros(len(rows))
 
 
 def _is_a(value: Any, package: str, name: str) -> bool:
-    """True if `value` is an instance of `name`, without importing `package`."""
+    """Return whether a value's class or a base class has this name and package.
+
+    Nothing is imported. For lightning, `pytorch_lightning` counts too.
+    """
     kinds = type(value).__mro__
     return any(
         kind.__name__ == name and f"{kind.__module__}.".startswith((package, f"pytorch_{package}"))

@@ -50,10 +50,7 @@ _HALVES = {"mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
 
 
 class Recipe(msgspec.Struct, frozen=True):
-    """A model with its loss, optimizer and data.
-
-    The model is created on the CPU, and the workload moves it to its device.
-    """
+    """A module with its optimizer, loss and data."""
 
     module: Any  # torch.nn.Module
     optimizer: Any  # has the module's parameters
@@ -70,9 +67,9 @@ class Recipe(msgspec.Struct, frozen=True):
 
 
 class Waits:
-    """Measures how many seconds a GPU waits for other ranks and for the all-reduce.
+    """Measures how long a GPU waits for gradients of other ranks.
 
-    A wait is the time from the GPU's own last gradient to the end of the all-reduce.
+    A wait lasts from its own last gradient to the end of the all-reduce.
     """
 
     def __init__(self, exchange: Exchange, clock: Any) -> None:
@@ -88,10 +85,7 @@ class Waits:
         self._pairs.append((self._ready, self._clock.mark()))
 
     def read(self) -> float:
-        """Return the total seconds of waiting since the last reading.
-
-        The device must have finished the steps.
-        """
+        """Return the seconds of gradient exchange since the previous reading."""
         pairs, self._pairs = self._pairs, []
         waited: float = sum(self._clock.seconds(*pair) for pair in pairs)
         self._clock.reuse([mark for pair in pairs for mark in pair])
@@ -108,10 +102,10 @@ PlaceParts = Callable[
 
 
 class TorchWorkload(Workload, StepListener):
-    """A recipe that trains on one device, or as one rank of a group.
+    """A PyTorch model that is trained by a probe: on one device, in a group, sharded or placed.
 
-    `place` moves the module's parts to the setup's devices, all in one process; without it, the
-    process has one device. Raises RequestError for a setup that PyTorch doesn't support.
+    `place` puts the module's parts on several devices. Raises `RequestError` for a setup that isn't
+    supported.
     """
 
     def __init__(
@@ -166,11 +160,7 @@ class TorchWorkload(Workload, StepListener):
         )
 
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
-        """Prepare batches for this rank's share.
-
-        A rank without rows leaves the group until a later call gives it rows again. If the model is
-        sharded, the rank stays and computes a single filler row, whose gradients have weight 0.
-        """
+        """Prepare steps with these shares and passes; see `Workload.prepare`."""
         self._micro = own_share(self.setup, micro or shares)
         if micro:
             passes = (
@@ -192,10 +182,7 @@ class TorchWorkload(Workload, StepListener):
     def prepare_assigned(
         self, shares: Sequence[int], costs: Sequence[Cost], tokens: Sequence[int]
     ) -> None:
-        """Prepare global batches whose rows are assigned to ranks by cost.
-
-        `tokens` are the maximum tokens per pass on each rank, padding included.
-        """
+        """Prepare steps with rows assigned by length; see `Workload.prepare_assigned`."""
         self._micro = sum(shares)
         assigner = RowAssigner(tuple(map(RankCost, costs, tokens)), tuple(map(float, shares)))
         epoch = self._assignments[
@@ -209,7 +196,7 @@ class TorchWorkload(Workload, StepListener):
         )
 
     def prepare_length(self, shares: Sequence[int], micro: Sequence[int], length: int) -> None:
-        """Prepare shares whose rows are padded to `length` tokens in every pass."""
+        """Prepare steps with rows of about one length; see `Workload.prepare_length`."""
         self._micro = own_share(self.setup, micro or shares)
         self._prepare(
             shares, lambda data, sizes, rank: data.of_one_length(sizes, rank, length), on_host=True
@@ -231,9 +218,9 @@ class TorchWorkload(Workload, StepListener):
             batches.make(draw(batches.data, [1], 0), on_host)
 
     def step(self) -> None:
-        """Run an optimizer step on the next batch, with gradients all-reduced over the ranks.
+        """Train for one step, without waiting for the GPU.
 
-        A rank without rows does nothing, unless it holds a part of a sharded model.
+        A rank without a share does nothing, unless the model is sharded.
         """
         if self._batches is None or not self._batches.rows:
             return
@@ -263,7 +250,7 @@ class TorchWorkload(Workload, StepListener):
         self._count(self._batches.works(batch), passes)
 
     def _step_in_passes(self, batch: Any, exchanges: Sequence[Exchange]) -> int:
-        """Compute a batch in passes, and return how many there were."""
+        """Compute a batch in passes, and return the number of passes."""
         # A pass of a group that runs out of memory is computed again in smaller passes, because the
         # other ranks wait in the all-reduce. `read_shortage` then returns the error.
         assert self._batches is not None
@@ -276,14 +263,11 @@ class TorchWorkload(Workload, StepListener):
         return len(parts)
 
     def read_shortage(self) -> str:
-        """Return the error of the first step since `prepare` that ran out of memory, or "".
-
-        Such a step was completed in smaller passes.
-        """
+        """Return the error of a step that ran out of memory and was completed, or ""."""
         return self._short_of_memory
 
     def _count(self, works: Sequence[Work], passes: int) -> None:
-        """Add a step's tokens, padding and passes to the totals."""
+        """Add the tokens and passes of a step to the work done."""
         # A batch is padded as a whole before it is cut into passes, so its padding doesn't depend
         # on the number of passes.
         for work in works:
@@ -293,7 +277,7 @@ class TorchWorkload(Workload, StepListener):
             )
 
     def _note_held(self) -> None:
-        """Record the bytes allocated before each of the first `NOTED_STEPS` steps."""
+        """Record the allocated memory at the start of the first two steps."""
         # Later steps start with the same number, because the optimizer has created its state by
         # then.
         if self._noted < NOTED_STEPS:
@@ -302,17 +286,14 @@ class TorchWorkload(Workload, StepListener):
 
     @property
     def updates(self) -> bool:
-        """True during the optimizer's update of the weights, and after an update that failed."""
+        """Whether the optimizer's step is running."""
         return self._is_updating
 
     def recover(self) -> bool:
-        """Release the memory of a step that failed; True if training can go on.
+        """Clean up after a step that ran out of memory. Returns whether training can go on.
 
-        Return False in three cases:
-
-        - The step failed in the optimizer's update, so the optimizer's state is incomplete.
-        - A rank of a group didn't complete the step, so the other ranks wait for it.
-        - Clearly more memory stays allocated than before the step.
+        It can't if the optimizer's step was interrupted, if memory remains allocated, or if a
+        group's step wasn't completed.
         """
         ended = bool(self._short_of_memory)
         if self._is_updating or not self._noted or (self._group and not ended):
@@ -328,14 +309,11 @@ class TorchWorkload(Workload, StepListener):
         return ended or self.memory.held() <= self._held + LEFT_BYTES
 
     def work(self) -> Work | None:
-        """Return the tokens, padding and passes of all steps; None if all rows are equally long."""
+        """Return the tokens and passes computed so far, or None if rows have no lengths."""
         return self._work if self._work.passes else None
 
     def read_waits(self) -> float | None:
-        """Return the seconds that this rank's GPU waited for other ranks since the last reading.
-
-        Return None on a CPU or without other ranks.
-        """
+        """Return the seconds of gradient exchange since the previous reading. None if unknown."""
         return None if self._waits is None else self._waits.read()
 
     def _scaled_loss(self, inputs: Any, targets: Any) -> Any:
@@ -345,10 +323,7 @@ class TorchWorkload(Workload, StepListener):
         return self._scaler.scale(loss)
 
     def synchronize(self) -> None:
-        """Wait until the GPUs have finished and prefetched batches have arrived.
-
-        On a CPU, the work is done when `step` returns.
-        """
+        """Wait until all devices have finished and the next batches are loaded."""
         for device in self.devices:
             if _on_gpu(device):
                 torch.cuda.synchronize(device)
@@ -358,30 +333,30 @@ class TorchWorkload(Workload, StepListener):
             self._phases.add("input", time.perf_counter() - started)
 
     def read_phases(self) -> PhaseSeconds:
-        """Return the seconds that input and the optimizer's update took since the last call."""
+        """Return the seconds of input and optimizer since the previous reading."""
         seconds = self._phases.read()
         return PhaseSeconds(seconds["input"], seconds["update"])
 
     def keep_batch(self, kept: bool) -> bool:
-        """Reuse the next batch in all following steps if `kept`, otherwise use new batches again.
+        """Reuse one batch in all further steps, or draw new batches again.
 
-        Return False if rows differ in length, because then a batch can't be reused.
+        Returns False if the workload can't do it.
         """
         if self._batches is None or not self._batches.rows:
             return True  # a rank without rows has no batch to keep
         return self._batches.keep(kept)
 
     def measure_link(self) -> LinkSpeed | None:
-        """Measure an all-reduce between the ranks of this group; None if there is no group."""
+        """Measure all-reduce between the ranks; None without a group."""
         if not self._group:
             return None
         members = range(self.setup.world)
         return LinkSpeed(*measure_sums(dist.group.WORLD, self.setup.rank, members, self.device))
 
     def time_on_device(self) -> float | None:
-        """Return the seconds that a GPU takes for one step; None on a CPU.
+        """Return the GPU's seconds for a step whose kernels are all enqueued beforehand.
 
-        A wait of the host for the GPU within the step, as by `.item()`, is included.
+        None on a CPU.
         """
         # First, a pause of the GPU is enqueued, during which the host enqueues all kernels of the
         # step.
@@ -401,16 +376,11 @@ class TorchWorkload(Workload, StepListener):
         return clock.seconds(start, end)
 
     def loss_is_finite(self) -> bool:
-        """True if the loss of the last step's last pass was finite."""
+        """Return whether the latest loss is finite."""
         return self._loss is None or bool(torch.isfinite(self._loss).all())
 
     def facts(self) -> Mapping[str, str]:
-        """Return facts about the workload as text.
-
-        They include versions, the engine, the parameter count and the model's digest. `rows` is the
-        number of rows per epoch (0: unknown). If rows differ in length, `lengths` is a sample of
-        their lengths.
-        """
+        """Return facts about the model, its data and PyTorch, by name."""
         cuda = (
             {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
             if _on_gpu(self.device)
@@ -440,7 +410,7 @@ class TorchWorkload(Workload, StepListener):
         return {key: str(value) for key, value in known.items() if value is not None}
 
     def _computes_bfloat16(self) -> bool:
-        """True if the requested precision, a parameter or a Trainer uses bfloat16."""
+        """Return whether the setup, the recipe or a weight's type means bfloat16."""
         # An autocast in the user's own code isn't recognised, because it is known only when the
         # code runs.
         return (
@@ -452,7 +422,7 @@ class TorchWorkload(Workload, StepListener):
         )
 
     def _open_batches(self) -> Batches:
-        """Return the batches, which are created on the first call."""
+        """Return the batches of the training data, which are opened at the first call."""
         # The first call comes after the memory cap has been set, and before `prepare` resets the
         # peak memory.
         if self._batches is None:
@@ -465,10 +435,7 @@ class TorchWorkload(Workload, StepListener):
         return self._batches
 
     def begin(self, origin: object, sizes: tuple[int, ...], batch: Any) -> None:
-        """Set the weight of this rank's gradients at the start of a step.
-
-        `sizes` has the rows of each rank that computes in this step.
-        """
+        """Set the weight of this rank's gradients, by its share of the batch that begins."""
         model = self._model
         exchange: Any = model.exchange if isinstance(model, Exchanged) else None
         if self._shards is not None:
@@ -491,7 +458,7 @@ class TorchWorkload(Workload, StepListener):
         return context
 
     def _regroup(self, shares: tuple[int, ...]) -> None:
-        """From now on, train only with ranks that have rows."""
+        """Let only the ranks with a share exchange gradients."""
         # A new process group is created if the set of ranks has changed, unless the model is
         # sharded.
         members = tuple(rank for rank, share in enumerate(shares) if share)
@@ -510,40 +477,34 @@ class TorchWorkload(Workload, StepListener):
 
 
 class GpuMemory(MemoryMeter):
-    """Measures the memory of tensors on GPUs, which grows with the batch.
-
-    The allocator's reserved memory isn't used, because it also depends on earlier sizes.
-    """
+    """Peak memory of GPUs, by PyTorch's allocator."""
 
     def __init__(self, gpus: Sequence[torch.device]) -> None:
         super().__init__(len(gpus))
         self._gpus = gpus
 
     def reset(self) -> None:
-        """Start a new measurement of the peak."""
+        """Free cached memory, and reset the peak-memory counters."""
         torch.cuda.empty_cache()
         for device in self._gpus:
             torch.cuda.reset_peak_memory_stats(device)
 
     def read(self) -> tuple[int | None, ...]:
-        """Return the peak bytes of tensors on each GPU since `reset`."""
+        """Return each GPU's peak memory in bytes."""
         return tuple(int(torch.cuda.max_memory_allocated(device)) for device in self._gpus)
 
     def held(self) -> int:
-        """Return the bytes of tensors on all GPUs."""
+        """Return the bytes that are allocated now, on all GPUs together."""
         return sum(int(torch.cuda.memory_allocated(device)) for device in self._gpus)
 
     def release(self) -> tuple[int | None, ...]:
-        """Free the allocator's cache; return the bytes that stay reserved on each GPU."""
+        """Free cached memory, and return the bytes that remain reserved on each GPU."""
         torch.cuda.empty_cache()
         return tuple(int(torch.cuda.memory_reserved(device)) for device in self._gpus)
 
 
 def check_setup(setup: WorkerSetup, placed: bool = False) -> None:
-    """Raise RequestError for a setup that PyTorch doesn't support.
-
-    `placed` is True if the workload places its own parts on several devices.
-    """
+    """Raise `RequestError` if the setup asks for XLA, or for several devices unplaced."""
     if setup.xla:
         raise RequestError("PyTorch doesn't train through XLA here.", "Leave --xla out.")
     if len(setup.devices) != 1 and not placed:
@@ -554,7 +515,7 @@ def check_setup(setup: WorkerSetup, placed: bool = False) -> None:
 
 
 def configure(setup: WorkerSetup) -> tuple[torch.device, ...]:
-    """Set the number of threads and the memory caps, and return the setup's devices."""
+    """Set the process's devices, threads and memory limits, and return the devices."""
     devices = tuple(torch_device(name) for name in setup.devices)
     if setup.threads is not None:
         torch.set_num_threads(setup.threads)
@@ -570,19 +531,15 @@ def configure(setup: WorkerSetup) -> tuple[torch.device, ...]:
 
 
 def torch_device(name: str) -> torch.device:
-    """Return PyTorch's device for a name such as "cpu:0" or "cuda:1".
-
-    All CPU names are the same device.
-    """
+    """Return the device of a name such as "cuda:1" or "CPU:0"."""
     kind, _, number = name.partition(":")
     return torch.device("cpu") if kind.lower() == "cpu" else torch.device(kind, int(number or 0))
 
 
 def join(setup: WorkerSetup, device: torch.device) -> bool:
-    """Create the process group of a worker's setup.
+    """Join the process group of the setup, and return whether there is one.
 
-    Ranks find each other through a rendezvous file or the first rank's address. Return
-    False if there are no other ranks.
+    The backend is NCCL for GPUs, otherwise Gloo.
     """
     if setup.world == 1:
         return False
@@ -598,9 +555,9 @@ def join(setup: WorkerSetup, device: torch.device) -> bool:
 
 
 def own_share(setup: WorkerSetup, shares: Sequence[int]) -> int:
-    """Return the number of rows of this process, given the shares of all ranks.
+    """Return this rank's share, or the whole batch if one process has several devices.
 
-    Raises RequestError if the shares don't match the setup.
+    Raises `RequestError` if the number of shares is wrong, one is negative, or all are 0.
     """
     if len(setup.devices) > 1:
         return sum(shares)  # the model's parts are on several devices, and process every sample
@@ -614,11 +571,7 @@ def own_share(setup: WorkerSetup, shares: Sequence[int]) -> int:
 
 
 def call(model: Any, inputs: Any) -> Any:
-    """Call the model with its inputs.
-
-    A tuple or list provides positional arguments, a mapping keyword arguments; anything else is the
-    only argument.
-    """
+    """Call a model with a batch's inputs: a mapping as keywords, a sequence as arguments."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
