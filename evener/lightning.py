@@ -72,7 +72,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def set_plan(
         self, planned: PlannedTraining, passes: int, count: OfPart | None, check: bool
     ) -> None:
-        """Set the plan's state on this strategy."""
+        """Store the plan, and reset the state of the current batch."""
         # also called by code that creates a strategy without `__init__`
         self._planned, self._passes, self._count, self._checks = planned, passes, count, check
         planned.weights.weigh = "trainer"
@@ -106,7 +106,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def count(self) -> OfPart | None:
-        """The function that counts what the loss is a mean over, such as tokens; None for rows."""
+        """User function that counts the terms of a mean loss, such as tokens; None for rows."""
         return self._count
 
     @property
@@ -250,8 +250,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def on_train_start(self) -> None:
         """Check that all batches come from one loader of this strategy.
 
-        Raises RequestError if they don't, or if LBFGS or a learning-rate finder is used with
-        several passes.
+        Raises RequestError if they don't, or if training_step takes batches from the loader itself.
+        LBFGS or a learning-rate finder with several passes raises it too.
         """
         self._note_searches()
         given = private.loaders(self._trainer.fit_loop)

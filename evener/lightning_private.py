@@ -30,7 +30,7 @@ def searches_rate(callback: Any) -> bool:
 
 
 def shares_out_rows(trainer: Any) -> bool:
-    """Return True if the trainer would add a DistributedSampler to loaders."""
+    """Return the trainer's option `use_distributed_sampler`."""
     return bool(trainer._accelerator_connector.use_distributed_sampler)
 
 

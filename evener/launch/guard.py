@@ -17,7 +17,7 @@ from . import watcher
 
 
 class GuardedTraining:
-    """A training run under guard: its name, its temporary folder, and whether it succeeded.
+    """Name and temporary folder of a training run that `start_guard` cleans up.
 
     Set `succeeded` before the context ends; otherwise the remaining processes are killed.
     """

@@ -46,7 +46,7 @@ FRAMEWORKS = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 
 
 class HostJob(msgspec.Struct, frozen=True):
-    """Everything that one host needs to start its processes of a training run."""
+    """Processes, devices and options for one host's part of a training run."""
 
     plan: Plan
     framework: str  # the plan's framework, or the script's if the plan names none
@@ -94,10 +94,7 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """A prefix for each process's output lines:
-
-        its rank or its device; empty for a single process.
-        """
+        """Prefix for each process's output: its rank or its device; () for a single process."""
         # a host of several doesn't know the ranks of its processes
         if len(self.processes) < 2:
             return ()
@@ -329,7 +326,7 @@ def _find_devices(shares: Sequence[Share]) -> tuple[Device, ...]:
 
 
 def _request(share: Share) -> str:
-    """Return the text with which a user would request a share's device."""
+    """Convert a share's device id to the text of a device request."""
     kind = kind_of(share.device)
     return find_backend(kind).write_term(share.device) if kind in BACKENDS else share.device
 

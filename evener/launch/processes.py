@@ -126,7 +126,7 @@ class _LineNames:
         self._is_named = False
 
     def find(self) -> bytes:
-        """Return the prefix, which stays once there is one."""
+        """Return the prefix; once set, it stays."""
         self._is_named = self._is_named or self._has_several()
         return self._name if self._is_named else b""
 

@@ -356,7 +356,7 @@ def compare_shares(notes: Sequence[RankNote]) -> FirstShares | None:
 
 
 def list_events(notes: Sequence[RankNote]) -> list[str]:
-    """Return lines on passes that ran out of memory and on the gradient's noise scale, if any."""
+    """Describe out-of-memory retries and the gradient noise scale, one line each."""
     retreats = sum(note.retreats for note in notes)
     lines = [notes[0].noise] if notes and notes[0].noise else []
     if retreats:

@@ -1,1 +1,1 @@
-"""What a training process reports while it runs, and the readers of these reports."""
+"""Live reports of training processes: writing and reading them."""

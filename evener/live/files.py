@@ -67,7 +67,7 @@ class ShareChange(msgspec.Struct, frozen=True):
 
 
 class LastStep(msgspec.Struct, frozen=True, array_like=True):
-    """How one step's time was spent."""
+    """Breakdown of the time of one step."""
 
     number: Count  # the number of the batch
     input_s: Seconds
@@ -77,14 +77,14 @@ class LastStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PendingShares(msgspec.Struct, frozen=True):
-    """Progress towards the next decision on shares."""
+    """Number of windows observed, and needed, before the shares may change."""
 
     windows: Count  # number of windows observed with the current shares
     needed: Count  # minimum number of windows for a change
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process that knows its rank, its plan or its step times adds to a record."""
+    """Optional fields of a record: rank, plan, step times, memory and noise scale."""
 
     training: Text = ""  # the same in all processes of one training
     # rank of this process; -1: a single process, or unknown
@@ -121,7 +121,7 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveRecord(Details, frozen=True):
-    """A training process's report of its state."""
+    """State of a training process: its speed, its devices and its current activity."""
 
     framework: Text
     workload: Text
@@ -143,7 +143,7 @@ class LiveRecord(Details, frozen=True):
     counted_seconds: Rate = 0.0
 
     def late_seconds(self, at_seconds: float) -> float:
-        """Return by how many seconds the next record is overdue at `at_seconds`, a Unix time.
+        """Return the seconds by which the next record is overdue at `at_seconds`, a Unix time.
 
         Returns 0 if it isn't due yet.
         """
@@ -172,8 +172,8 @@ def read_trainings(folders: Sequence[Path] | None = None) -> tuple[Training, ...
 def live_folders() -> tuple[Path, ...]:
     """Return the folders where records may be, preferred ones first.
 
-    Only EVENER_LIVE_DIR, if it is set. Otherwise the private runtime folders and a folder for this
-    machine under the user's state folder.
+    If EVENER_LIVE_DIR is set, it is the only one. Otherwise these are private runtime folders, and
+    a folder for this machine in the user's state folder.
     """
     override = os.environ.get("EVENER_LIVE_DIR")
     if override:
@@ -215,7 +215,7 @@ def prepare_folder(folder: Path) -> None:
 def replace_file(target: Path, content: bytes) -> None:
     """Write a file atomically, readable by this user alone.
 
-    Raises OSError.
+    Raises OSError if it can't be written.
     """
     temporary = target.with_suffix(".tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC

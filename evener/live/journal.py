@@ -199,10 +199,7 @@ class TrainingJournal:
         self._noted: list[ChangeEntry | RetreatEntry | StepsEntry] = []  # entries not yet written
 
     def note(self, record: LiveRecord) -> None:
-        """Write what is new in a record:
-
-        the start, share changes, and from time to time the speed.
-        """
+        """Add a record: write the start, new share changes and, every 30 seconds, the speed."""
         if not self._began:
             self._begin(record)
         self._last = record
@@ -258,7 +255,7 @@ class TrainingJournal:
 
     @property
     def due_at(self) -> float:
-        """When `count` next has something to do, in monotonic seconds."""
+        """Time at which `count` is needed next, for a window or a sample, in monotonic seconds."""
         return min(self.window_ends_at, self._core.due_at)
 
     def note_change(self, change: ShareChange) -> None:

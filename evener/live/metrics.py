@@ -32,8 +32,8 @@ _cache: _Cache | None = None
 def metrics() -> dict[str, float]:
     """Return metrics of the running training run, by names such as "evener/samples_per_second".
 
-    Includes the ranks on this host, such as "evener/rank0/rows". Metrics that are unknown or 0 are
-    left out. Returns {} before the first report. Times are in milliseconds.
+    Names such as "evener/rank0/rows" are for single ranks on this host. Times are in milliseconds.
+    Metrics that are unknown or 0 are left out. Returns {} before the first report.
     """
     # files are read at most twice a second
     global _cache

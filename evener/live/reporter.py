@@ -538,7 +538,7 @@ def _has_journal() -> bool:
 def _describe_devices(
     devices: Devices, batches: Sequence[int] | None, rate: float, times: Sequence[DeviceTimes]
 ) -> tuple[LiveDevice, ...]:
-    """Return the devices of a report, with the speed divided by their samples.
+    """Return the devices of a report; the total speed is divided in proportion to samples.
 
     Raises RequestError if the number of batches differs from the number of devices.
     """
@@ -571,7 +571,7 @@ def _describe_devices(
 
 
 def _identify_device(device: str | int | Share) -> LiveDevice:
-    """Return a device by its id, its index, or a share of a plan."""
+    """Describe a device that is given as an id, an index or a share of a plan."""
     # for a plan's share, it also has the samples per step and per pass, the curve and the limit
     if isinstance(device, Share):
         index = max(-1, device.index)

@@ -236,7 +236,7 @@ def parse_plan(text: bytes, source: str = "plan") -> Plan:
 
 
 def _add_missing_kinds(plan: Plan) -> Plan:
-    """Return the plan with a kind for each comparison that has none."""
+    """Return the plan with a kind for each comparison that lacks one."""
     # "one_device" is such a kind. Plans of evener 0.1 and 0.2 have only the names of comparisons,
     # from which the kinds follow.
     names: dict[str, EvidenceKind] = {

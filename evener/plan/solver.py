@@ -18,7 +18,7 @@ from .layout import Knots, Share
 def read_curves(shares: Sequence[Share]) -> tuple[Curve, ...]:
     """Return the step-time curves of a plan's shares.
 
-    Without a curve for every share, times proportional to rows are assumed, equal for all shares.
+    If a share has no curve, all shares are assumed to take equally long, in proportion to rows.
     """
     return join_curves([share.curve for share in shares], [share.batch for share in shares])
 
@@ -34,7 +34,7 @@ def join_curves(curves: Sequence[Knots], rows: Sequence[int]) -> tuple[Curve, ..
 
 
 def proportional_curves(rows: Sequence[float]) -> tuple[Curve, ...]:
-    """Return curves that are proportional to rows, with one second for each device's `rows`."""
+    """Return lines through the origin, on which each device's `rows` take one second."""
     return tuple(Curve((0.0,), (0.0,), 1 / row) for row in rows)
 
 

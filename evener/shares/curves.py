@@ -178,7 +178,7 @@ class PassCurve(msgspec.Struct, frozen=True):
         return self.curve.error
 
     def passes(self, share: float) -> int:
-        """Return the fastest number of passes for a share."""
+        """Return the number of passes in which a share is computed."""
         if share <= self.pass_limit:
             return 1
         many = math.ceil(share / self.rows)

@@ -349,7 +349,7 @@ def _best_within_seconds(
     limit: int | None,
     fewest: int,
 ) -> Allocation | None:
-    """Return the allocation with the most samples/s among those of the k largest shares."""
+    """Return the allocation with the most samples/s within a time limit."""
     # The allocation finishes within `seconds`. Return None if fewer than `fewest` devices can
     # finish a quantum, or if the `fewest` largest shares exceed `limit` samples. Each device of the
     # allocation computes as much as it can in that time.

@@ -113,7 +113,7 @@ def _correct_sum(sizes: list[int], quotas: dict[int, int], unit: int, batch: int
 
 
 def even(batch: int, devices: int) -> tuple[int, ...]:
-    """Divide a batch into equal shares, of which the first may have one row more.
+    """Divide a batch into equal shares; the first ones may have one row more.
 
     Raises RequestError for an invalid batch or no devices.
     """
@@ -124,7 +124,7 @@ def even(batch: int, devices: int) -> tuple[int, ...]:
 
 
 def bounds(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return the first row and the end of each share in the batch."""
+    """Return the first row of each share in the batch, and the row after its last."""
     return tuple(pairwise(accumulate(sizes, initial=0)))
 
 

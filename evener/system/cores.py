@@ -144,7 +144,7 @@ def core_groups(cpus: Iterable[int], topology: Path = TOPOLOGY) -> Groups:
 def parse_cpu_list(text: str) -> tuple[int, ...]:
     """Parse a kernel list of CPUs such as "0-3,8".
 
-    Raises ValueError.
+    Raises ValueError for any other text.
     """
     cpus: list[int] = []
     for part in text.strip().split(","):

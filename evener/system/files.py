@@ -109,7 +109,8 @@ def read_whole(
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that readers see either the old or the new content.
 
-    Keeps the permissions of an existing file, and follows links. Raises RequestError.
+    Keeps the permissions of an existing file, and follows links. Raises RequestError if writing
+    fails.
     """
     with as_request_error(
         f"{path} can't be written", "Name a file in a folder that you may write to."

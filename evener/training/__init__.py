@@ -1,1 +1,1 @@
-"""What a training process does in every step, independent of the framework."""
+"""Training independent of the framework: shares, passes, audits and bottlenecks."""

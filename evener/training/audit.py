@@ -86,7 +86,7 @@ class Sketch(msgspec.Struct):
     loss: float = math.nan
 
     def add(self, name: str, kind: str, sums: Sequence[float]) -> None:
-        """Add the sums of a further pass to a tensor's, whose number type is `kind`."""
+        """Add the sums of a further pass to a tensor's, whose dtype is `kind`."""
         before = self.sums.get(name, (0.0,) * len(sums))
         self.sums[name] = tuple(one + other for one, other in zip(before, sums, strict=True))
         self.kinds[name] = kind
@@ -181,7 +181,7 @@ def _compare_tensor(
 
 
 def floor(kind: str) -> float:
-    """Return the relative difference that is always allowed for a number type such as "float32"."""
+    """Return the relative difference that is always allowed for a dtype such as "float32"."""
     return FLOORS.get(kind.removeprefix("complex"), FLOORS["float32"])
 
 
@@ -314,11 +314,11 @@ class Audits:
         return self._confirms
 
     def decide(self, difference: GradientDifference | None) -> Action:
-        """Return what to do after an audit; None means that the gradients agree."""
+        """Return what to do after an audit; a difference of None means that gradients agree."""
         return self.decide_by(difference is not None)
 
     def decide_by(self, differs: bool) -> Action:
-        """Return what to do after an audit."""
+        """Return what to do after an audit; `differs` is True if the gradients differ."""
         confirmed, self._confirms = self._confirms, False
         if not differs:
             return Action.GO_ON

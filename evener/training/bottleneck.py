@@ -58,7 +58,7 @@ def find_bottleneck(ranks: Sequence[RankTimes]) -> Bottleneck:
 
 
 def fewest_windows(bottleneck: Bottleneck, window_s: float) -> int:
-    """Return how many windows of steps to observe before shares may change.
+    """Return how many windows to observe before shares may change; 0 excludes changes.
 
     `window_s` is the duration of a window in seconds.
     """

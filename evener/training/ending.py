@@ -1,4 +1,4 @@
-"""End a process whose main thread is stuck, or that fails."""
+"""End a process whose main thread is stuck, and find the error that ends a process."""
 
 from __future__ import annotations
 

@@ -44,9 +44,9 @@ def ask_for_processes(why: str) -> None:
 
 
 def launched_plan(named: str | os.PathLike[str] | None = None) -> str | os.PathLike[str] | None:
-    """Return the path of the plan to use, or None if there is none.
+    """Return the path of the plan to use: `named`, or else the launched plan.
 
-    That is the plan given as `named`, or else the launched one.
+    Returns None if there is neither.
     """
     # if evener launch has replaced the script's plan after the loss of devices, the result is the
     # plan for the remaining devices
@@ -123,7 +123,7 @@ _OF_THE_SCRIPT = re.compile(r"out of memory|device-side assert")
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Return True for an error that shows a broken GPU."""
+    """Return True for a CUDA or HIP error that points to a broken GPU."""
     # running out of memory and device-side asserts are caused by the script
     text = str(error)
     return bool(_FAILED.search(text)) and not _OF_THE_SCRIPT.search(text)

@@ -298,7 +298,7 @@ class _RemainingTime(NamedTuple):
 
 
 def _find_remaining_time(step_s: float, part: StepPart) -> _RemainingTime:
-    """Return the duration of a step after the part's remedy."""
+    """Return the predicted duration of a step after the part's remedy, or a measured one."""
     # A measured duration without the part comes before an estimate.
     if part.without_s is not None:
         error_s = part.without_error_s

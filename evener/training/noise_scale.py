@@ -66,15 +66,12 @@ def separate_noise(sizes: Sequence[int], weighted: float, whole: float) -> Sampl
 
 
 def efficiency(batch: int, noise_scale: float) -> float:
-    """Return the progress per row with a batch of this size, as a fraction of a small batch's."""
+    """Return the progress per row with this batch size, relative to very small batches."""
     return noise_scale / (noise_scale + batch)
 
 
 def extra_rows(batch: int, other: int, noise_scale: float) -> float:
-    """Return how many times the rows a batch of `other` needs to reach the same loss.
-
-    The factor is relative to a batch of `batch` rows.
-    """
+    """Return how many times as many rows training needs if the batch becomes `other` rows."""
     return (noise_scale + other) / (noise_scale + batch)
 
 

@@ -42,9 +42,9 @@ def divide_rows(rows: int, most: int, passes: int = 0) -> tuple[int, ...]:
 
 
 def count_smaller_passes(rows: int, most: int, least: int = 1) -> int:
-    """Return the number of passes of at most `most` rows, where each has at least `least` rows.
+    """Return the number of passes with at most `most` rows and at least `least` rows each.
 
-    The minimum goes before the maximum.
+    If that isn't possible, passes have more than `most` rows.
     """
     return max(1, min(count_passes(rows, most), rows // least))
 

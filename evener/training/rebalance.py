@@ -435,7 +435,7 @@ class Rebalancer:
         return list(map(_deviation, zip(*factors, strict=True)))
 
     def _estimate_largest_gain(self, factors: Sequence[float], rest_s: float) -> float:
-        """Return an upper estimate of the gain that other shares can bring."""
+        """Estimate the largest gain that other shares can bring, from the slopes of the curves."""
         # The slopes are those at the current shares. `_find_faster_shares` checks this estimate
         # first, because solving for the shares takes far longer.
         own: list[float] = list(map(mul, factors, self._planned))
@@ -452,7 +452,7 @@ class Rebalancer:
         return (max(own) + rest_s) / (max(levels) + rest_s) - 1
 
     def _is_stuck(self, rank: int, share: int, gives: bool) -> bool:
-        """Return True if a rank that has to give rows away can't, or one that has to take them."""
+        """Return True if a rank can't give rows away, or can't take more if `gives` is False."""
         if gives:
             return share <= self._quantum
         room = self._limited[rank]

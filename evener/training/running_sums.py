@@ -68,7 +68,7 @@ class RunningSums:
         return steps[int(QUICK_PART * len(steps))] if steps else 0.0
 
     def recent(self) -> StepSums:
-        """Return the totals over the last steps, of about ten seconds and 25 steps or more."""
+        """Return the totals over recent steps: at least 25 steps and ten seconds, if available."""
         return self.whole.minus(self._ends[0])
 
     def errors(self) -> StepSums:

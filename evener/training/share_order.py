@@ -14,7 +14,7 @@ from ..shares.whole_rows import apportion, check_ratios
 
 
 class RankInfo(msgspec.Struct, frozen=True):
-    """What a rank tells the others about itself before training."""
+    """Properties of a rank that all ranks exchange before training."""
 
     machine: str  # its host name, for messages
     # the host's name in the plan; empty if the plan has no hosts, or not this machine

@@ -332,7 +332,7 @@ def _find_unequal_work(
 
 
 def _even_seconds(ranks: Sequence[MeasuredRank]) -> float:
-    """Return the compute time in seconds with balanced shares."""
+    """Return the compute time in seconds at which all ranks would finish together."""
     # balanced shares match the ranks' speeds
     shares = [rank.share or 1 for rank in ranks]
     rates = [share / each.own_work_s for share, each in zip(shares, ranks, strict=True)]
