@@ -95,8 +95,8 @@ CPUS = Path("/sys/devices/system/cpu")
 class CpuSource:
     """Source of readings for CPU slices.
 
-    A slice's utilization is the mean over its logical CPUs. Memory and temperature are those of the
-    whole machine. Temperature and clocks are read every 5 seconds.
+    A slice's utilization is the mean load of its logical CPUs. Memory and temperature are measured
+    for the whole machine, temperature and clocks only every 5 seconds.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ def read_heat() -> tuple[Reading, Reading]:
 
 
 def read_clock(cores: Sequence[int]) -> tuple[Reading, Reading]:
-    """Return the current and the highest clock of the first of these cores, in MHz."""
+    """Return the current and the highest clock of the first core in `cores`, in MHz."""
     found: list[Reading] = []
     for name in ("scaling_cur_freq", "cpuinfo_max_freq"):
         reading = UNSUPPORTED
@@ -188,7 +188,7 @@ class CpuSlices(Backend):
     tensorflow_name = "CPU"
 
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-        """Cut the CPU and return the requested slices. A note reports unused logical CPUs.
+        """Cut the CPU and return the requested slices. A message reports unused logical CPUs.
 
         Raises `RequestError` if the terms ask for different numbers of slices or for a slice that
         doesn't exist.

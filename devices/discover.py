@@ -27,9 +27,9 @@ def discover(
     """Find the devices that a request such as `gpu:0,1` or `ray:HOST/gpu:0` asks for.
 
     With `only_visible`, environment variables such as CUDA_VISIBLE_DEVICES are obeyed, read from
-    `environ` or else from this process. `ray_address` is the address of the Ray cluster for `ray`
-    requests. Raises `RequestError` for an invalid request, a device that is named twice, or a
-    memory limit above a device's memory.
+    `environ` or else from this process; in a Ray cluster, the devices are reserved. `ray_address`
+    is the address of the cluster. Raises `RequestError` for an invalid request, a device that is
+    named twice, or a memory limit above a device's memory.
     """
     terms = parse_request(spec)
     variables: Mapping[str, str] = {}

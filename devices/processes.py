@@ -125,7 +125,7 @@ class ProcessTable:
         )
 
     def forget_others(self, pids: Iterable[int]) -> None:
-        """Drop the cached readings of all processes except these."""
+        """Drop the cached readings of processes that aren't in `pids`."""
         self._known = {pid: self._known[pid] for pid in pids if pid in self._known}
 
 

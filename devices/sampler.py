@@ -110,7 +110,9 @@ class Sampler:
     def history(
         self, key: str, metric: str, newest: int = HISTORY_TICKS
     ) -> tuple[float | None, ...]:
-        """Return a metric's values in the newest ticks, oldest first. Missing values are None.
+        """Return a metric's values in the newest snapshots, oldest first.
+
+        Missing values are None.
 
         `key` is a device's key or a training run's id, `metric` a reading of `DeviceSample` or
         "noise_scale".
@@ -119,13 +121,13 @@ class Sampler:
             return self._history.values(key, metric, newest)
 
     def times(self, newest: int = HISTORY_TICKS) -> tuple[float, ...]:
-        """Return the Unix times in seconds of the newest ticks, oldest first."""
+        """Return the Unix times in seconds of the newest snapshots, oldest first."""
         with self._lock:
             return self._history.times(newest)
 
     @property
     def ticks(self) -> int:
-        """Number of ticks since the start."""
+        """Number of snapshots taken since the start."""
         with self._lock:
             return self._history.count
 
@@ -237,7 +239,7 @@ class History:
 def stale(
     snapshot: Snapshot, age_seconds: float, why: str = "the driver does not answer"
 ) -> Snapshot:
-    """Return a copy of the snapshot with its readings marked as stale and a note that says why.
+    """Return a copy of the snapshot whose readings are marked as stale, with a message why.
 
     `age_seconds` is added to the age of each current reading.
     """

@@ -46,7 +46,7 @@ class SnapshotBuilder:
         self._rates = rates or TrainingRates()
 
     def begin(self) -> float:
-        """Start a tick and return its monotonic time in seconds."""
+        """Start a new snapshot and return the current monotonic time in seconds."""
         now = self.clock()
         self.interval_seconds = max(0.0, now - self._started)
         self._started = now
@@ -60,10 +60,10 @@ class SnapshotBuilder:
         driver: str = "",
         host: HostSample | None = None,
     ) -> Snapshot:
-        """Finish a tick: return the snapshot of these readings, with processes and the host.
+        """Return the snapshot that `begin` started, with processes and the host.
 
-        `seen` maps device ids to the processes that the driver reports. The host is measured here
-        if it isn't given.
+        `seen` maps device ids to the processes that the driver reports. If `host` is None, the host
+        is measured here.
         """
         devices, processes = self.complete(samples, seen or {})
         self._book.forget_others(process.pid for process in processes)
@@ -152,7 +152,10 @@ Rates = dict[tuple[int, str], tuple[float, float]]
 
 
 class TrainingRates:
-    """Reads the reports of running training processes, and assigns their throughput to devices."""
+    """Reads the reports of running training processes, and assigns their throughput to devices.
+
+    `read` returns the reports; it is called at most every 0.5 seconds.
+    """
 
     def __init__(
         self,
@@ -219,9 +222,9 @@ class TrainingRates:
 
 
 def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
-    """Return the sum of rates, leaving out those more than 5 seconds overdue.
+    """Return the sum of rates as a reading. A rate is ignored if it is 5 seconds overdue.
 
-    If all are overdue, their sum is returned as a stale reading; without rates the reading is
+    If all are overdue, their sum is returned as a stale reading. Without rates, the reading is
     unsupported.
     """
     if not parts:

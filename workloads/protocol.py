@@ -1,10 +1,8 @@
-"""The interface of the workloads that a probe's child process runs.
+"""The interface between a probe process and the model that it trains.
 
-A workload is a model that trains. It is built once for a worker's setup; then it is
-prepared for shares and runs steps.
-
-A workload knows nothing about batch search, time or memory limits. When memory runs out, its
-framework raises an exception of its own type, which `evener.balancer.probes` recognises.
+A workload is built once for a worker's setup, then prepared for shares and trained for some steps,
+any number of times. It knows nothing about searches or time limits. If memory runs out, the
+framework's own exception is raised; `evener.balancer.probes` recognises it.
 """
 
 from __future__ import annotations

@@ -403,7 +403,7 @@ def _could_build(function: ast.FunctionDef) -> bool:
 
 
 def _own_returns(function: ast.FunctionDef) -> Iterator[ast.Return]:
-    """Return the return statements of a function, without those of nested functions."""
+    """Yield the return statements of a function, but not of functions inside it."""
     left: list[ast.AST] = [*function.body]
     while left:
         node = left.pop()

@@ -154,9 +154,7 @@ def _list_accelerators(
 
 
 def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Discovery:
-    """Combine the devices that the hosts found.
-
-    Hosts without a usable device are left out with a note.
+    """Combine the devices that the hosts found, without hosts that have no usable device.
 
     Raises `DeviceError` if no device is left, or if a host that the request names lacks one.
     """
@@ -192,7 +190,7 @@ def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Disco
 
 
 def _join_notes(found: Mapping[str, Discovery]) -> list[str]:
-    """Return each note once, preceded by the hosts that reported it."""
+    """Return the hosts' messages; equal ones are joined, with the hosts' names before them."""
     hosts_by_note: dict[str, list[str]] = {}
     for host, discovery in found.items():
         for note in discovery.notes:
@@ -294,8 +292,8 @@ def find_plan_nodes(plan: Plan, address: str) -> dict[str, Node]:
 def hold_other_gpus(node: Node, wanted: Collection[str]) -> list[Agent]:
     """Occupy a node's other free GPUs, so that Ray can assign only the wanted ones.
 
-    Returns the agents that hold these GPUs; end them when the wanted GPUs are taken. Raises
-    `DeviceError` if a wanted GPU isn't free.
+    Returns the agents that hold these GPUs; the caller ends them when the wanted GPUs are taken.
+    Raises `DeviceError` if a wanted GPU isn't free.
     """
     if node.gpus == node.free_gpus == len(wanted):
         return []

@@ -41,7 +41,7 @@ class NvmlVitals:
         self._reader: GpuReader | None = None
 
     def read(self, full: bool) -> Vitals:
-        """Return the GPU's vitals; with `full`, also its memory, processes and utilization.
+        """Return throttling, clock and energy; with `full`, also memory and processes.
 
         Raises nothing if the GPU or the driver fails: `trouble` then says why, and the next call
         tries to open NVML again.
@@ -113,8 +113,8 @@ class NvidiaGpus(Backend):
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
         """Find the requested GPUs; see `Backend.find`.
 
-        A note warns if the machine has GPUs of several models and CUDA_VISIBLE_DEVICES selects them
-        by index, because CUDA's default order may differ from nvidia-smi's.
+        A message warns if the machine has GPUs of several models and CUDA_VISIBLE_DEVICES selects
+        them by index, because CUDA's default order may differ from nvidia-smi's.
         """
         found = super().find(terms, variables)
         named = variables.get(self.visible_variable, "")

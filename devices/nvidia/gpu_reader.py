@@ -1,8 +1,8 @@
-"""Reads everything that NVML reports about one GPU; expensive calls are made less often.
+"""Readings of one GPU through NVML. Expensive calls are made less often.
 
-Costs on an H200: GetPcieThroughput blocks for 21 ms and is never called. Static values take 2 to 3
-ms, temperature and clock 0.4 ms each. Most other metrics come from field values, many of which are
-read by one call, and from pairs of GPM samples.
+Costs on an H200: temperature and clock take 0.4 ms each, limits 2 to 3 ms. GetPcieThroughput would
+block for 21 ms and isn't called. Most other metrics are field values, which one call reads
+together, or come from pairs of GPM samples.
 """
 
 from __future__ import annotations
@@ -247,9 +247,9 @@ class GpuReader:
     def _slowed(
         self, now: float, found: Mapping[int, Reading]
     ) -> tuple[float | None, float | None]:
-        """Return the seconds throttled by heat or a power brake, and those at the power cap.
+        """Return the seconds throttled by heat or a power brake, and by the power cap.
 
-        Both count from a fixed time, so that only differences mean something. None: unknown.
+        Both are counters with an arbitrary start; None if unknown.
         """
         # the driver counts nanoseconds since a fixed time
         counts = {

@@ -1,9 +1,8 @@
-"""Reads metrics by NVML calls, and decides when to repeat each call.
+"""Metrics read by NVML calls, each at its own interval.
 
-A call is repeated once the metric's period is over. Until then, the last value is returned with its
-age. Failures are classified and retried. The activity between two ticks comes from NVIDIA's GPU
-performance monitoring (GPM, Hopper and later). GPM needs two samples, so each tick's sample is kept
-and paired with the next tick's, which avoids waiting.
+Until a metric is due, its last value is returned with its age. Failures are classified, and some
+are retried. Activity comes from NVIDIA's GPU performance monitoring (GPM, since Hopper), which
+compares two samples: each new sample is compared with the previous one, so that no call waits.
 """
 
 from __future__ import annotations

@@ -117,9 +117,9 @@ def opened(library: Library | None = None) -> Iterator[Library]:
 
 
 def list_gpus() -> Listing:
-    """Return all GPUs and MIG instances with their memory use. A note names each silent GPU.
+    """Return all GPUs and MIG instances with their memory use.
 
-    Raises `DeviceError` if the driver can't be used.
+    A message names each GPU that doesn't answer. Raises `DeviceError` if the driver can't be used.
     """
     devices: list[Device] = []
     used: dict[str, int | None] = {}
@@ -143,7 +143,7 @@ def list_gpus() -> Listing:
 
 
 def enumerate_gpus(nvml: Library) -> tuple[list[GpuHandle], dict[int, Exception]]:
-    """Return the handles of all GPUs and MIG instances, and the errors of silent GPUs.
+    """Return the handles of all GPUs and MIG instances, and errors by the index of failing GPUs.
 
     A GPU in MIG mode is replaced by its instances, which are numbered after the whole GPUs. Raises
     `NVMLError` if the GPUs can't be counted.

@@ -213,7 +213,7 @@ def lost_sample(device: Device, note: str, events: tuple[str, ...] = ()) -> Devi
 
 
 def explain_unreadable(sample: DeviceSample) -> str:
-    """Return a message if none of a GPU's main metrics can be read, otherwise ""."""
+    """Return a message if the GPU's use, memory, temperature and clock can't be read, else ""."""
     vital = (
         sample.utilization_percent,
         sample.memory_used_bytes,

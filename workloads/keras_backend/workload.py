@@ -1,11 +1,10 @@
-"""A workload made from a Keras model and its training data, with the same steps as in `fit`.
+"""Workloads made of a compiled Keras model and its training data.
 
-All batch sizes use the same traced function with relaxed shapes, as in `fit`. Each step takes its
-batch from host memory through the training's own pipeline, unless the worker's setup has another
-input.
+Steps are the same as in `fit`: one traced function with relaxed shapes for all batch sizes, and
+batches from host memory through the training's own input pipeline.
 
-`sample_batch` is called once, for a pool of more rows than fit in a processor's caches. The pool's
-rows are reused in a shuffled order. The user's `training_data` is read as in a training run.
+Rows of the user's `training_data` are read as in training. If there is only `sample_batch`, it is
+called once for more rows than fit in a processor's cache, which are then reused in random order.
 """
 
 from __future__ import annotations

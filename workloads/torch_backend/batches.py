@@ -1,8 +1,8 @@
-"""The data of a PyTorch workload, loaded as in a training run.
+"""Data of PyTorch workloads, loaded as in training.
 
-A data set is read epoch after epoch and reshuffled each time. A `sample_batch` function is called
-once, for a pool of rows that is then reused. The pool is larger than a processor's cache, unless
-rows are slow to create. The tokens and padding of rows that differ in length are counted.
+A data set is read in epochs, each in a new order. If there is only `sample_batch`, it is called
+once for more rows than fit in a processor's cache (fewer if they are slow to make), which are then
+reused. If rows have lengths, their tokens and padding are counted.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Lets libraries be imported without starting CUDA.
+"""Imports of libraries without initializing CUDA.
 
-A process that has started CUDA can't be forked, so its children would each import the libraries and
-load the model again. PyTorch can ask NVML, the driver's management library, for the number of GPUs:
-NVML survives a fork. bitsandbytes also asks for each GPU's compute capability when it is imported.
-PEFT imports bitsandbytes if it is installed, and TRL imports PEFT.
+A process that has initialized CUDA can't be forked, so each child process would have to import the
+libraries and load the model again. PyTorch can count GPUs by NVML, the driver's management library,
+which survives a fork. bitsandbytes asks for the GPU's compute capability on import; PEFT imports it
+if it is installed, and TRL imports PEFT.
 """
 
 from __future__ import annotations

@@ -36,10 +36,9 @@ def _leave_on_host(module: Any) -> None:
 
 
 class RecipeShards:
-    """Cuts a recipe's model and optimizer into shards, of which this rank holds one.
+    """Shards a recipe's model and optimizer over the ranks, by the fractions in `setup.state`.
 
-    Also measures their memory, including a first optimizer step. `setup.state` has the fraction of
-    each rank.
+    Also measures the memory of weights, gradients and optimizer state, by a first optimizer step.
     """
 
     def __init__(self, recipe: Any, setup: WorkerSetup, device: torch.device) -> None:
@@ -88,7 +87,7 @@ class RecipeShards:
         return " ".join(map(str, (*sizes, self._gradients, self._beside)))
 
     def _measure_state(self, optimizer: Any, device: torch.device) -> tuple[int, int]:
-        """Return the bytes of the whole model's state, and those that an optimizer step adds."""
+        """Return the bytes of the whole model's state, and the bytes added by an optimizer step."""
         # A first step with zero gradients is run on this rank's shard. The results are extrapolated
         # from it to the whole model.
         for parameter in self.sharded.parameters:

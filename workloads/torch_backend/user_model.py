@@ -186,7 +186,7 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch is not followe
 
 
 class TrainerSteps:
-    """Computes a Trainer's loss, and repeats the other work that the Trainer does in a step."""
+    """Computes a Trainer's loss, and repeats the other work of the Trainer's training step."""
 
     def __init__(self, trainer: Any, optimizer: Any) -> None:
         self._trainer = trainer

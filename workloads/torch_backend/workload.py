@@ -1,9 +1,9 @@
-"""A workload made from a torch module, an optimizer, a loss and training data.
+"""Workloads made of a PyTorch module, an optimizer, a loss and training data.
 
-It runs the same steps as the user's training. On a single device, it is a plain loop. Usually, each
-of several devices has a process, and the processes all-reduce their gradients as in `evener.torch`.
-But if the workload places the parts of its model on several devices, a single process drives them
-all. Each step takes its batch from host memory, unless the worker's setup says otherwise.
+Steps are the same as in the user's training. On one device they are a plain loop; on several, each
+device has a process, and the processes all-reduce gradients as in `evener.torch`. Only if the parts
+of a model are placed on several devices, one process drives them all. Batches come from host
+memory, unless the setup says otherwise.
 """
 
 from __future__ import annotations
