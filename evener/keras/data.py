@@ -411,8 +411,8 @@ def _lead_batches(shapes: Sequence[Any]) -> bool | None:
     # in batches, the first axis of every shape has an unknown length
     if leading == {None}:
         return True
-    # first axes of different lengths aren't numbers of rows
-    if len(leading) > 1:
+    # first axes of different lengths aren't numbers of rows; an unknown one may be
+    if len(leading) > 1 and None not in leading:
         return False
     return None
 

@@ -497,6 +497,7 @@ def test_devices_go_by_any_name_that_tensorflow_has_for_them(found: Any) -> None
         ("towers", "no function", "not str"),
         ("towers", "one cpu", "Call evener.keras.make_logical_cpus(2)"),
         ("towers", "unclear", "batches or single samples"),
+        ("towers", "graphs", "can't be put together"),
         ("towers", "own order", "dataset.shuffle(...)"),
         ("towers", "no list", "devices='CPU:0' names no devices"),
         ("towers", "no devices", "names no devices"),

@@ -27,6 +27,7 @@ SAMPLES = {
     "towers": {
         "loss of attributes: means and sums": EXACT,
         "add_loss: annealed sum": EXACT,
+        "own assertion": EXACT,
         "own counter: calls": EXACT,
         "own counter: rows": OTHER_STATE,
         "own metric in compute_loss": EXACT,

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
+from tests.support.keras_program_layers import between
 from tests.support.keras_program_losses import VALUES, Made, X
 
 WORDS = (np.abs(X[:, :3] * 4) % 5).astype("int32")
@@ -109,6 +110,15 @@ class OwnMetric(keras.Model):
         """Return the mean of the attribute with the compiled metrics."""
         found = super().compute_metrics(x, y, y_pred, sample_weight)
         return {**found, "hidden": ops.mean(self.hidden)}
+
+
+class Bounded(layers.Layer):
+    """Asserts that inputs are small, by the largest of the batch."""
+
+    def call(self, x: Any) -> Any:
+        """Return the inputs."""
+        tf.debugging.assert_less(tf.reduce_max(tf.abs(x)), tf.constant(2.0, x.dtype))
+        return x
 
 
 class Extremes(keras.metrics.Metric):
@@ -313,6 +323,7 @@ def own_programs() -> dict[str, Made]:
         "own table: bags, Adam": table(look_up_bags, adam),
         "own table: bags twice, Adam": table(look_up_twice, adam),
         "own table: take, clipped": table(ops.take, lambda rate: adam(rate, global_clipnorm=0.1)),
+        "own assertion": between(Bounded),
         "own counter: calls": ramp(by_rows=False),
         "own counter: rows": ramp(by_rows=True),
         "own metric of an attribute": subclass(OwnMetric),

@@ -88,6 +88,43 @@ class Own(OwnLoss, OwnSteps):
     """A model with its own loss, steps and metrics."""
 
 
+class Graphs(keras.Model):
+    """Means over the nodes of each graph of a batch, whose nodes are in one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = layers.Dense(2)
+
+    def call(self, batch: Any) -> Any:
+        """Return two numbers for each graph."""
+        return self.out(tf.math.segment_mean(batch["nodes"], batch["graphs"]))
+
+
+def graphs() -> Model:
+    """Return the model over nodes of graphs."""
+    model = Graphs()
+    model.compile("sgd", "mse")
+    return model
+
+
+def batches_of_graphs() -> Any:
+    """Return a dataset of batches of three graphs, which have five or seven nodes together."""
+
+    def generate() -> Any:
+        for nodes in (5, 7):
+            yield (
+                {"nodes": X[:nodes], "graphs": np.sort(np.arange(nodes) % 3)},
+                X[:3, :2],
+            )
+
+    nodes = {
+        "nodes": tf.TensorSpec((None, 6), tf.float64),
+        "graphs": tf.TensorSpec((None,), tf.int64),
+    }
+    signature = nodes, tf.TensorSpec((3, 2), tf.float64)
+    return tf.data.Dataset.from_generator(generate, output_signature=signature)
+
+
 class Largest(keras.metrics.Metric):
     """The largest value, which isn't a sum over devices."""
 
@@ -377,6 +414,7 @@ def towers() -> dict[str, Any]:
             "no function": refused(split, "model.keras", by_batch),  # type: ignore[arg-type]
             "one cpu": one_cpu(),
             "unclear": said(lambda: fresh.data(tf.data.Dataset.from_tensor_slices((X, X)))),
+            "graphs": refused(audited, graphs, fit(x=batches_of_graphs(), y=None)),
             "own order": refused(split, network, lambda _: split.data(samples(), shuffle=True)),
             "no list": refused_split(devices="CPU:0"),
             "no devices": refused_split(devices=[]),
