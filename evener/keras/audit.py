@@ -724,13 +724,12 @@ class StepAudit:
         }
         # rows that an engine computes separately may take another branch than all rows together
         for place, apart in find_apart(whole, others).items():
-            sides = [
+            one, other = (
                 self._try_shifted(plain, rows, place, amounts)
                 for amounts in both_sides(whole[place], apart)
-            ]
-            if any(side is None for side in sides):
+            )
+            if one is None or other is None:
                 continue  # an assertion: who takes the other side ends with its error
-            one, other = sides
             difference = compare(one.gradients, other.gradients)
             if difference is not None:
                 message = (
