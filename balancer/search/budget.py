@@ -53,7 +53,10 @@ CERTAIN_TURN = 0.5
 
 
 class Budget:
-    """The time of a search: how long each probe may take, and whether it is worth that."""
+    """Plans the time of a search:
+
+    how long each probe may run, and which probes are worth their time.
+    """
 
     def __init__(
         self,
@@ -63,11 +66,13 @@ class Budget:
         machine: MachineModel | None = None,
         race_is_over: bool = False,
     ) -> None:
-        """Read from the observations how much time is spent, and what probes cost.
+        """Read the time spent so far and the usual cost of a probe from the observations.
 
-        - `machine`: predicts the step time of new layouts; None: estimate it from solo
-          speeds.
-        - `race_is_over`: spend the time that the final comparison left on further probes.
+        - `seen`: all observations of the search so far.
+        - `machine`: the model that predicts step times of layouts that haven't run yet.
+          None: they are estimated from the speeds of single devices.
+        - `race_is_over`: whether the final comparison has ended, so that all remaining time
+          may be used for further probes.
         """
         self._options = options
         self._seen = seen
@@ -130,9 +135,12 @@ class Budget:
         reserved: float = 0.0,
         steps: int | None = None,
     ) -> bool:
-        """Whether the shortest useful probe of a layout ends before the stage `ends_with` must.
+        """Whether the shortest useful probe of a layout can finish before a stage's deadline.
 
-        `steps` sets how many steps such a probe has; None: as many as the step time calls for.
+        - `ends_with`: the stage whose deadline counts.
+        - `reserved`: seconds to leave for other probes.
+        - `steps`: how many steps the probe has to time. None: as few as is sensible for the
+          step time.
         """
         # the first turns of the race may use the whole budget, later turns only 95 % of it
         # a probe without which there would be no result may use the time of the race
@@ -142,7 +150,7 @@ class Budget:
     def probes(
         self, layout: Layout, stage: Stage, turn: int, probes_left: int = 1, reserved: float = 0.0
     ) -> tuple[Probe, ...]:
-        """Return one probe of the layout, or nothing if there is no time for it."""
+        """Return one probe of the layout, in a tuple; empty if there is no time for it."""
         fewest = FEWEST_STEPS if stage == Stage.CHECK else None
         if not self.affords(layout, stage, turn=turn, reserved=reserved, steps=fewest):
             return ()
@@ -150,10 +158,13 @@ class Budget:
         return (Probe(layout, stage, seconds, turn),)
 
     def has_time(self, seconds: float, after: float = 0.0, step_seconds: float = 0.0) -> bool:
-        """Whether a solo probe may take `seconds` now and leave `after` seconds for later ones.
+        """Whether there is time for a probe of one device and for the later probes.
 
-        It gets only a part of the remaining time, unless steps of `step_seconds` are so slow that
-        it times just one.
+        - `seconds`: the duration of the probe, which may use only a fraction of the
+          remaining time.
+        - `after`: seconds that later probes need.
+        - `step_seconds`: if steps take so long that the probe times a single one, that
+          fraction doesn't apply.
         """
         left = self._stage_end_seconds(Stage.SOLO) - self.spent
         if self.time.takes_lone_steps(step_seconds):
@@ -162,23 +173,30 @@ class Budget:
         return seconds + after <= left and seconds <= part * left
 
     def is_expensive(self, seconds: float) -> bool:
-        """Whether `seconds` are more than 5 % of the remaining time."""
+        """Whether a probe of `seconds` would take more than 5 % of the remaining time."""
         return seconds > PRICE * (self.seconds - self.spent)
 
     def is_cheap(self, seconds: float) -> bool:
-        """Whether `seconds` are at most 5 % of the remaining time."""
+        """Whether a probe of `seconds` would take at most 5 % of the remaining time.
+
+        Always False once a search without a budget has finished its final comparison.
+        """
         # after the race of a search without a budget, any probe would be cheap, so none is
         return not self._endless and seconds <= PRICE * (self.seconds - self.spent)
 
     def pays(self, gain: float, seconds: float) -> bool:
-        """Whether an expected relative gain is worth `seconds` of the remaining time."""
+        """Whether the speedup to expect from a probe justifies its duration.
+
+        `gain` is the speedup as a fraction: 0.1 is 10 % more samples/s. The more of the remaining
+        time the probe takes (`seconds`), the larger the gain must be.
+        """
         left = max(self.seconds - self.spent, SHORTEST_PROBE_SECONDS)
         return gain > self.least_gain + PRICE * seconds / left
 
     def least_seconds(
         self, layout: Layout, step_seconds: float | None = None, steps: int | None = None
     ) -> float:
-        """Return the seconds of the shortest useful probe of a layout, with start and warm-up."""
+        """Return the seconds of the shortest useful probe, with process start and warm-up."""
         step = self._step_seconds(layout) if step_seconds is None else step_seconds
         fewest = steps or self.time.fewest_steps(step)
         measured = max(SHORTEST_PROBE_SECONDS, fewest * step)
@@ -189,9 +207,9 @@ class Budget:
         return self.starts.seconds(layout) + overhead + measured
 
     def turns_left(self, layouts: Iterable[Layout]) -> float:
-        """Return how many more times all of these layouts can be measured; may be fractional.
+        """Return how often the remaining time suffices to measure each of these layouts once.
 
-        Infinite without a budget, and 0 without layouts.
+        May be fractional. Infinite without a budget, 0 without layouts.
         """
         each = sum(max(self.least_seconds(layout), BASE_SECONDS[Stage.RACE]) for layout in layouts)
         if not each:
@@ -199,9 +217,9 @@ class Budget:
         return max(0.0, LATER_TURNS_END_BY * self.seconds - self.spent) / each
 
     def budget_with_more_turns(self, missing_seconds: float) -> float:
-        """Return a budget that would leave more time for the final comparison, in seconds.
+        """Return the total budget, in seconds, that would complete the final comparison.
 
-        `missing_seconds` is the time that it lacked.
+        `missing_seconds` is how much longer that comparison would have taken.
         """
         # exploration uses a fixed part of a budget, so the turns get only a part of the additional
         # time
@@ -210,9 +228,9 @@ class Budget:
         return max(self.spent + missing_seconds, others / kept)
 
     def budget_with_larger_packs(self, grown_seconds: float) -> float:
-        """Return a budget in seconds that would leave time for larger packs.
+        """Return the total budget, in seconds, with which larger packs could have been measured.
 
-        `grown_seconds` is the time to measure them.
+        `grown_seconds` is how long measuring them takes.
         """
         # packs may grow only until a fixed fraction (GROWS) is spent, which includes exploration
         # and the first turns
@@ -220,7 +238,7 @@ class Budget:
         return (spent + grown_seconds) / GROWS
 
     def _stage_end_seconds(self, stage: Stage, turn: int = FIRST_TURN) -> float:
-        """Return how many seconds of the budget may be spent when a stage ends."""
+        """Return the deadline of a stage, in seconds since the start of the search."""
         later = turn > FIRST_TURN and stage in (Stage.RACE, Stage.KNOBS)
         if self.race_is_over or later:  # after the race, exploration may use the rest of the budget
             return LATER_TURNS_END_BY * self.seconds
@@ -233,19 +251,29 @@ class Budget:
     # ------------------------------------------------------------------ what probes cost
 
     def _warm_up_seconds(self, layout: Layout, step_seconds: float) -> float:
-        """Return the untimed seconds of a probe, apart from its start."""
+        """Return the seconds that a probe spends on warm-up and other untimed work.
+
+        The start of its processes isn't included. Taken from earlier probes of the layout or, if
+        there are none, estimated from `step_seconds`.
+        """
         own = [untimed_seconds(timed) for timed in self._seen.timed_in(layout)]
         return min(own, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds)
 
     def _lone_overhead(self, layout: Layout, step_seconds: float) -> float:
-        """Return the extra seconds of the first step in a probe that times a single step."""
+        """Return how many seconds longer the first step of a layout takes than a later one.
+
+        This is the overhead of a probe that times a single step, without warm-up.
+        """
         own = [first_step_overhead(timed) for timed in self._seen.timed_in(layout)]
         # for a layout that was never measured
         typical = self.time.lone_overhead_seconds + self.time.tuning_steps * step_seconds
         return min(own, default=typical)
 
     def _further_warm_up_seconds(self, layout: Layout) -> float:
-        """Return the seconds of the warm-up steps that earlier single-step probes left out."""
+        """Return the warm-up seconds of a layout that only single steps have measured so far.
+
+        Probes of a single step have no warm-up, so their overhead doesn't include it.
+        """
         own = self._seen.timed_in(layout)
         if not own or not all(one.lone for one in own):
             return 0.0
@@ -270,7 +298,7 @@ class Budget:
 
     @cached_property
     def _solo_rates(self) -> dict[int, float]:
-        """The best samples/s of each device alone, by position."""
+        """The highest measured samples/s of each device on its own, by device position."""
         rates: dict[int, float] = {}
         for seen in self._timed:
             layout = seen.probe.layout

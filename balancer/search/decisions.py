@@ -1,4 +1,4 @@
-"""Explain in a sentence what a search measures, or why it ends."""
+"""Write the sentences in which a search explains its next probe, or why it ended."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ WHY_SOLO = (
 
 
 def explain_probe(probe: Probe, split_before: bool, running: int) -> str:
-    """Return a sentence that says what a probe measures and why.
+    """Return a sentence for users that says what a probe measures and why.
 
-    - `split_before`: a split was measured already.
+    - `split_before`: whether a step over several devices was measured before.
     - `running`: the number of layouts in the final comparison.
     """
     layout, devices = probe.layout, len(probe.layout.active)
@@ -50,7 +50,7 @@ def explain_probe(probe: Probe, split_before: bool, running: int) -> str:
 
 
 def _explain_solo(probe: Probe) -> str:
-    """Return what a probe of single devices is for."""
+    """Return the purpose of a probe that measures devices alone, as a phrase."""
     layout = probe.layout
     if layout.length:
         return f"what passes of rows of {layout.length} tokens and others cost"
@@ -60,7 +60,7 @@ def _explain_solo(probe: Probe) -> str:
 
 
 def _explain_split(layout: Layout, split_before: bool) -> str:
-    """Return a sentence about a measured step over several devices."""
+    """Return a sentence about a probe that times a step over several devices."""
     devices = len(layout.active)
     if layout.costs:
         return f"Measures a real step, its rows assigned to {devices} devices by what they cost."
@@ -69,7 +69,7 @@ def _explain_split(layout: Layout, split_before: bool) -> str:
 
 
 def explain_no_device(model: MachineModel) -> End:
-    """Return the end of a search in which no device can be used, with the reason for each."""
+    """Return the end of a search without a usable device, with the reason for each device."""
     words = [
         f"device {i}: {device.lost or f'out of memory at batch {device.memory.smallest_failed}'}"
         for i, device in enumerate(model.devices)
@@ -79,10 +79,10 @@ def explain_no_device(model: MachineModel) -> End:
 
 
 def find_doubt(model: MachineModel, chosen: Result) -> str:
-    """Return why the plan may still be clearly off, or "" if nothing suggests it.
+    """Return a reason to suspect that the chosen layout isn't the best, or "" for none.
 
-    The reason is a prediction that disagrees with the measurement, or a device whose memory limit
-    is uncertain.
+    Reasons are a measured speed that disagrees with the predicted one, and a device that ran out of
+    memory so often that its limit is uncertain.
     """
     # called when no further measurement is expected to change the plan
     # In 4,740 hard searches, 1.3 % of the plans without a doubt were more than 3 % off, and 12 % of
@@ -112,6 +112,6 @@ def find_doubt(model: MachineModel, chosen: Result) -> str:
 
 
 def explain_too_long(problem: Problem) -> End:
-    """Return the end of a search whose longest row fits on no device."""
+    """Return the end of a search in which no device can hold the longest row."""
     row = "it" if problem.longest_row < 0 else f"row {problem.longest_row}"
     return End(Stop.ROW_TOO_LONG, f"{row} has {problem.lengths[-1]} tokens")

@@ -40,7 +40,7 @@ STRIDE = 32
 
 
 class DeviceModel:
-    """What is known about one device: time curves, memory, and how many rows to give it."""
+    """A model of one device: step time by batch, and how many rows fit in its memory."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class DeviceModel:
         evidence: Sequence[DeviceEvidence],
         group: Sequence[int],
     ) -> None:
-        """Read the device's own evidence, and the time points of the devices in its group.
+        """Build the model from the measurements of the device and of equally fast devices.
 
-        `group` holds the positions of devices whose speed can't be distinguished, including this
-        one.
+        `group` lists the positions of all devices that are equally fast within noise, including
+        this one. Their timings are combined into one curve.
         """
         self.position = position
         self.quantum = problem.multiple_of
@@ -70,22 +70,26 @@ class DeviceModel:
 
     @cached_property
     def points(self) -> tuple[Point, ...]:
-        """Time points of this device alone."""
+        """Measured step times of this device when it runs alone."""
         return self.evidence.solo_points(self._among)
 
     @cached_property
     def group_points(self) -> tuple[Point, ...]:
-        """Time points of all devices in the group, each measured alone."""
+        """Measured step times, alone, of all devices that are as fast as this one."""
         return tuple(point for one in self._group for point in one.solo_points(self._among))
 
     @cached_property
     def solo_curve(self) -> Curve | None:
-        """Step time by batch for the device alone; None before its first probe."""
+        """Step time by batch when the device trains alone; None before its first probe."""
         return fit_curve(self.group_points, self._among)
 
     @cached_property
     def split_curve(self) -> Curve | None:
-        """Compute time by share within a split, also fitted to the steps of measured splits."""
+        """Compute time by rows when the device trains together with others.
+
+        Fitted to solo measurements and to the device's compute time in measured splits. None before
+        the first probe.
+        """
         points: list[Point] = []
         for one in self._group:
             points += dict.fromkeys((*one.solo_points(self._among), *one.in_splits))
@@ -93,13 +97,18 @@ class DeviceModel:
 
     @cached_property
     def optimistic(self) -> Curve | None:
-        """The fastest curve that the solo measurements still allow; None before the first probe."""
+        """Lower bound on the step time by batch:
+
+        the fastest curve that the measurements don't rule out.
+
+        Shows which batches are worth measuring next. None before the first probe.
+        """
         if self.solo_curve is None:
             return None
         return optimistic_curve(self.group_points, self.solo_curve)
 
     def seconds(self, layout: Layout, curve: Curve) -> float:
-        """Return the seconds that a curve predicts for the device's share of a layout."""
+        """Return the seconds that the device needs for its rows of a layout, by a curve."""
         share = layout.shares[self.position]
         return step_in_passes(curve, share, layout.passes(self.position), self.extra_seconds)
 
@@ -115,7 +124,7 @@ class DeviceModel:
 
     @cached_property
     def guessed_rows(self) -> int:
-        """The most rows of a pass expected to fit in memory; 0 if the device is unusable."""
+        """The most rows of one pass that probably fit in memory; 0 if unusable."""
         if self.is_unusable:
             return 0
         # the rows of a fixed batch have to be computed somewhere
@@ -124,14 +133,18 @@ class DeviceModel:
 
     @cached_property
     def certain_rows(self) -> int:
-        """The most rows in one pass that surely fit in memory."""
+        """The most rows of one pass that are safe: they ran already, or leave much memory free."""
         return self.memory.largest_safe(self.requested_rows, self.quantum)
 
     # ------------------------------------------------------------------ by time, and by what ran
 
     @cached_property
     def trusted_alone_rows(self) -> int:
-        """The largest batch worth trying on the device alone, close enough to what ran before."""
+        """The largest batch that a probe of this device alone may try next.
+
+        Limited by memory, by the remaining time, and to a multiple of the largest batch that ran. 0
+        before the first probe.
+        """
         if self.solo_curve is None:
             return 0
         growth = self._growth_factor(self.solo_curve)
@@ -141,7 +154,10 @@ class DeviceModel:
 
     @cached_property
     def guessed_alone_rows(self) -> int:
-        """The largest batch on the device alone for which the optimistic curve is used."""
+        """The largest batch for which `optimistic` may be used to predict the device alone.
+
+        0 as long as no batch has run.
+        """
         if self.solo_curve is None or self.optimistic is None or not self.memory.largest_ran:
             return 0
         by_memory = self.memory.largest_to_try(self.requested_rows, self.quantum, optimistic=True)
@@ -151,7 +167,10 @@ class DeviceModel:
         return self._limit_by_time(self.solo_curve, by_memory)
 
     def trusted_rows(self, curve: Curve | PassCurve, limit: int) -> int:
-        """Return up to how many rows a curve may be trusted, at most `limit`."""
+        """Return the largest batch, up to `limit`, for which a curve is reliable.
+
+        A curve that was flat so far may only be extrapolated a little.
+        """
         if self._problem.global_batch is None:
             limit = self._limit_by_time(curve, limit)
         if not self.memory.largest_ran:
@@ -162,9 +181,10 @@ class DeviceModel:
         return max(int(growth * self.memory.largest_ran) // self.quantum, 1) * self.quantum
 
     def _growth_factor(self, curve: Curve | PassCurve) -> float:
-        """Return how many times as large as the largest that ran a batch may be.
+        """Return how many times larger than the largest batch that ran the next one may be.
 
-        Infinite on a rising curve, which predicts the time of larger batches.
+        Infinite if the curve rises, because it then predicts the time of larger batches. Otherwise,
+        the remaining time limits the factor.
         """
         smallest = self.evidence.alone[0].batch if self.evidence.alone else 0
         first = curve.seconds(smallest)
@@ -175,7 +195,7 @@ class DeviceModel:
         return math.inf if rises else self._time.growth(last)
 
     def _limit_by_time(self, curve: Curve | PassCurve, limit: int) -> int:
-        """Reduce `limit` to the batch whose step the remaining time allows."""
+        """Return the largest batch up to `limit` with a short enough step for the time left."""
         # not reduced below the largest batch that ran
         if math.isinf(self._time.seconds):
             return limit
@@ -189,7 +209,7 @@ class DeviceModel:
 
     @property
     def _may_use_passes(self) -> bool:
-        """Whether the device may split its share into several passes."""
+        """Whether the device may compute its rows by gradient accumulation, in several passes."""
         fixed = self._problem.global_batch is not None
         # a free batch is reduced instead; after a failed probe with passes, the passes may be the
         # cause
@@ -197,9 +217,9 @@ class DeviceModel:
 
     @cached_property
     def pass_rows(self) -> int:
-        """Rows per pass for gradient accumulation; 0 if shares are computed in one pass.
+        """The best micro-batch for gradient accumulation; 0 if it isn't used.
 
-        Fewer rows than fit are used if they give clearly more samples/s.
+        This is the largest that fits, or a smaller one if that is clearly faster per row.
         """
         if not self._may_use_passes or self.solo_curve is None:
             return 0
@@ -219,7 +239,7 @@ class DeviceModel:
 
     @cached_property
     def largest_in_one_pass(self) -> int:
-        """The largest share that is at least as fast in one pass as in two."""
+        """The most rows to compute in one pass; above, two smaller passes are faster or needed."""
         rows = self.pass_rows
         if not rows or rows >= self.guessed_rows or self.split_curve is None:
             return self.guessed_rows
@@ -230,7 +250,7 @@ class DeviceModel:
 
     @cached_property
     def extra_seconds(self) -> float:
-        """Seconds that each further pass adds to a step; 0 if none was measured.
+        """Overhead in seconds of each further gradient-accumulation pass; 0 if not measured.
 
         Negative if a part of the step, such as the optimizer's, isn't repeated.
         """
@@ -242,7 +262,7 @@ class DeviceModel:
         return 0.0
 
     def in_passes(self, device: DeviceCurve) -> DeviceCurve:
-        """Return the device's curve for shares that may exceed its memory, in several passes."""
+        """Extend a device's curve to more rows than fit in memory, by gradient accumulation."""
         rows = min(self.pass_rows, device.limit)
         if not rows or not isinstance(device.curve, Curve):
             return device
@@ -252,9 +272,10 @@ class DeviceModel:
         return DeviceCurve(self.position, passes, most)
 
     def with_best_passes(self, curve: Curve, limit: int) -> DeviceCurve:
-        """Return the device's curve for any share, with passes of the size that is fastest alone.
+        """Return the device's curve with gradient accumulation in the fastest micro-batch.
 
-        A free batch, or one that is fastest in one pass, gets the curve unchanged.
+        Used to predict the requested global batch on this device alone. The curve is unchanged if
+        no global batch was requested, or if one pass is fastest.
         """
         device = DeviceCurve(self.position, curve, limit)
         batch = self._problem.global_batch
@@ -272,9 +293,9 @@ class DeviceModel:
         )
 
     def rows_per_pass(self, share: int, surely: bool) -> int:
-        """Return the rows of each pass of a share; the share itself if one pass is enough.
+        """Return the micro-batch for a share; the share itself if one pass is enough.
 
-        `surely` allows only passes that certainly fit in memory.
+        If `surely` is set, only sizes that are known to fit in memory are used.
         """
         if surely:
             at_once = self.certain_rows
@@ -291,9 +312,9 @@ class DeviceModel:
 
 
 def find_largest_in_one_pass(curve: Curve, rows: int, limit: int, extra: float) -> int:
-    """Return the largest share that one pass computes at least as fast as two.
+    """Return the largest number of rows that isn't faster in two passes than in one.
 
-    Shares from `rows` to `limit` are searched. `extra` is the overhead of a second pass in seconds.
+    Searched from `rows` to `limit`. `extra` is the overhead of a second pass in seconds.
     """
     shares = range(rows, max(rows, limit))
 

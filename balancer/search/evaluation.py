@@ -1,4 +1,4 @@
-"""Derive everything a search knows from its observations: next probes, winner and report."""
+"""Work out everything that a search knows from its observations: next probes, winner, report."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ from .time_left import TimeLeft
 
 
 class Evaluation:
-    """The state of a search, computed from a fixed set of observations."""
+    """The conclusions of a search from one set of observations.
+
+    Nothing is carried over: each new observation gets a new evaluation.
+    """
 
     def __init__(self, problem: Problem, options: LayoutOptions, seen: Observations) -> None:
         self.problem = problem
@@ -56,10 +59,7 @@ class Evaluation:
 
     @cached_property
     def next_probes(self) -> tuple[Probe, ...]:
-        """The probes to run next; empty if the search is over.
-
-        Several probes are meant to run at the same time, on different devices.
-        """
+        """The probes to run next, all at the same time; empty if the search is over."""
         retries = self._retries()
         if retries:
             return retries
@@ -70,7 +70,10 @@ class Evaluation:
         return tuple(msgspec.structs.replace(probe, after=turn) for probe in wanted)
 
     def _wanted_probes(self) -> Iterator[tuple[Probe, ...]]:
-        """Yield the probes of each part of the search, in order of priority."""
+        """Yield the probes that each part of the search asks for, by priority.
+
+        The first that isn't empty is run.
+        """
         # exploration interrupts the race until it has spent its part of the budget
         if not self._seen.timed(Stage.CHECK):
             yield self._explore(self.budget)
@@ -88,7 +91,10 @@ class Evaluation:
                 yield self.race.repeat_best(self.best.layout)
 
     def _retries(self) -> tuple[Probe, ...]:
-        """Return the failed probes to repeat: all solo probes at once, or a single other one."""
+        """Return the failed probes to run again.
+
+        These are all failed probes of single devices, or else one other probe.
+        """
         failed = self._seen.failures_to_retry()
         if failed and failed[0].stage == Stage.SOLO:
             return tuple(probe for probe in failed if probe.stage == Stage.SOLO)
@@ -96,20 +102,24 @@ class Evaluation:
 
     @property
     def _check_seconds(self) -> float:
-        """Seconds to keep for measuring the winner again."""
+        """Seconds to reserve for a repeated measurement of the winner."""
         winner = self.race.ranking[:1]
         return sum(self.budget.least_seconds(one.candidate.layout) for one in winner)
 
     def _explore(self, budget: Budget) -> tuple[Probe, ...]:
-        """Return the next probes that improve the model, unless no layout can work."""
+        """Return the next probes that improve the speed predictions.
+
+        Empty if none is worth its time, or if no layout can work at all.
+        """
         if self._why_none:
             return ()
         return explore(self.policy, budget, self.options.with_splits)
 
     def _explore_rest(self, seconds: float | None) -> tuple[Probe, ...]:
-        """Return the probes that would still improve the model within `seconds`; None:
+        """Return further probes to improve the predictions after the final comparison.
 
-        without a limit.
+        `seconds` is the total budget to assume. None means unlimited, to find out whether a longer
+        search would go on.
         """
         # without a limit (None), they show whether the search would go on
         problem = msgspec.structs.replace(self.problem, budget_seconds=seconds)
@@ -117,7 +127,7 @@ class Evaluation:
         return self._explore(rest)
 
     def belief(self) -> Belief:
-        """Return the predicted curves, and a sentence about what is measured next."""
+        """Return, for display, each device's predicted step times and what is measured next."""
         policy = self.by_rows
         if self.sharding is not None and not self.model.live:
             policy = self.sharding.policy
@@ -125,7 +135,7 @@ class Evaluation:
         return Belief(curves, self._explain_next())
 
     def _explain_next(self) -> str:
-        """Return a sentence about the next probes."""
+        """Return a sentence for users about the next probes."""
         if self._seen.failures_to_retry():
             return "Tries once more what failed."
         if not self.next_probes:
@@ -137,16 +147,16 @@ class Evaluation:
     # ------------------------------------------------------------------ why it ends
 
     def ended(self) -> End | None:
-        """Return why the search is over, or None if it goes on."""
+        """Return why the search ended, or None if there are more probes to run."""
         return None if self.next_probes else self._why_over()
 
     @cached_property
     def _why_none(self) -> End | None:
-        """Why no layout can work, or None."""
+        """The reason why no layout can work, such as no usable device; None if one can."""
         return self.policy.why_none() if self.model.live else explain_no_device(self.model)
 
     def _why_over(self) -> End:
-        """Return why nothing is left to measure."""
+        """Return why the search has no more probes to run."""
         if self._why_none and not self.race.running:
             return self._why_none
         if not self.race.ranking:
@@ -158,7 +168,10 @@ class Evaluation:
         return self._why_finished(tied)
 
     def _why_finished(self, tied: bool) -> End:
-        """Return why a search with enough time is over."""
+        """Return why a search ended that didn't run out of budget.
+
+        `tied` says that the fastest layouts remained too close to rank.
+        """
         # `tied`: more measurements couldn't tell which of the two fastest layouts is faster
         best_is_known = self.best is None or is_known(self.best.throughput)
         if tied:
@@ -169,7 +182,7 @@ class Evaluation:
         return self._end_when_settled() if best_is_known else End(Stop.BUDGET)
 
     def _end_when_settled(self) -> End:
-        """Return the end of a search that expects no further gain, with any remaining doubt."""
+        """Return the end of a search that found its winner, with a reason for doubt if any."""
         if self.best is None or not self.machine.by_rows:
             return End(Stop.SETTLED)
         doubt = find_doubt(self.model, self.best)
@@ -179,39 +192,45 @@ class Evaluation:
 
     @cached_property
     def time(self) -> TimeLeft:
-        """The remaining time of the budget."""
+        """How much of the search's budget is left."""
         return TimeLeft(self.problem, self.options, self._seen)
 
     @cached_property
     def model(self) -> MachineModel:
-        """The model of the devices, for shares counted in rows."""
+        """The model of the devices that predicts step time and memory from row counts."""
         return MachineModel(self.problem, self._seen, self.time)
 
     @cached_property
     def by_rows(self) -> RowPolicy:
-        """The policy for shares that count rows."""
+        """The rules that propose layouts if all rows cost the same."""
         return RowPolicy(self.model)
 
     @cached_property
     def policy(self) -> RowPolicy | TextPolicy:
-        """The policy of this search: by rows, or by the cost of rows if they have lengths."""
+        """The rules that propose layouts in this search.
+
+        They depend on whether the workload's rows differ in length.
+        """
         if not self.problem.lengths:
             return self.by_rows
         return TextPolicy(TextModel(self.problem, self._seen, self.time))
 
     @property
     def machine(self) -> MachineModel:
-        """The model that the policy uses."""
+        """The model of the devices that this search predicts with."""
         return self.policy.machine
 
     @cached_property
     def budget(self) -> Budget:
-        """The budget of the search."""
+        """The part of the search that allots time to probes."""
         return Budget(self.problem, self.options, self._seen, self.machine)
 
     @cached_property
     def sharding(self) -> Sharding | None:
-        """The search for sharded layouts; None if they are impossible, unwanted or needless."""
+        """The search for sharded layouts; None if they are impossible or not needed.
+
+        They are needed if the user asked for them, or if a device can't hold the whole model.
+        """
         problem = self.problem
         asked = any(family.traits.sharded for family in self.options.wanted)
         if not problem.shards or not asked or problem.devices < 2:
@@ -225,7 +244,7 @@ class Evaluation:
         return Sharding(problem, [*self._seen.sharded, *self._seen.sharded_failures()])
 
     def _lacks_memory(self) -> bool:
-        """Whether some device can't hold the model although its memory is free."""
+        """Whether a device can't hold the model even with no other process in its memory."""
         for position, device in enumerate(self.model.devices):
             # a device whose memory other processes use doesn't count
             all_its_own = self._seen.memory_limit(position) == self.problem.memory_bytes[position]
@@ -238,23 +257,24 @@ class Evaluation:
 
     @cached_property
     def offers(self) -> Offers:
-        """The candidates for the final comparison."""
+        """The layouts that the families propose for the final comparison."""
         shards = self.sharding.layouts() if self.sharding else []
         view = FamilyView(self.options, self.policy, self.budget, shards)
         return Offers(view, self.policy)
 
     @cached_property
     def race(self) -> Race:
-        """The final comparison of the candidates."""
+        """The final comparison of the proposed layouts."""
         return Race(self.offers, self.machine, self.budget)
 
     # ------------------------------------------------------------------ who is best
 
     @cached_property
     def best(self) -> Result | None:
-        """The chosen layout with its samples/s, or None.
+        """The layout to recommend, with its samples/s; None if nothing ran.
 
-        Measurements after the choice replace the samples/s that it was chosen for.
+        If it was measured again after being chosen, those samples/s count, because the first ones
+        are biased upwards.
         """
         chosen = self._chosen
         if chosen is None:
@@ -272,7 +292,7 @@ class Evaluation:
 
     @cached_property
     def _chosen(self) -> Result | None:
-        """The winner with the samples/s that decided, or None."""
+        """The recommended layout with the samples/s for which it was chosen, or None."""
         raced = {one.candidate.layout: one.candidate for one in self.race.ranking}
         if not all(candidate.synchronous for candidate in raced.values()):
             return self.race.ranking[0].result  # in the race, packs and placements are compared
@@ -285,10 +305,10 @@ class Evaluation:
         return self._results_that_ran[choose_winner(candidates, turns, self.problem).layout]
 
     def _eligible_layouts(self, raced: dict[Layout, Candidate]) -> Sequence[Layout]:
-        """Return the layouts that can win.
+        """Return the measured layouts among which the winner is chosen.
 
-        They have the requested global batch. Of the layouts outside the final comparison, only
-        wanted kinds count, and only if they clearly differ from all layouts inside.
+        They have the requested global batch. A layout that wasn't in the final comparison must be
+        of a requested kind, and differ clearly from those that were.
         """
         fit = [
             one
@@ -303,7 +323,10 @@ class Evaluation:
 
     @cached_property
     def _results_that_ran(self) -> dict[Layout, Result]:
-        """The measured samples/s of each layout that may run again."""
+        """The samples/s of each measured layout that should still run and fit in memory.
+
+        If none should, all that ran.
+        """
         found = self._seen.timed(Stage.SOLO, Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.RACE)
         trainings = [one for one in found if one.probe.layout.traits.by_shares]
         ran = [training for training in trainings if self.policy.is_sensible(training.probe.layout)]
@@ -316,9 +339,10 @@ class Evaluation:
         }
 
     def _samples_per_second(self, turns: Turns) -> Interval:
-        """Return the samples/s over all measurements.
+        """Return the mean samples/s of a layout's measurements, with an interval.
 
-        If all are single steps, the interval has the usual error of single steps.
+        Probes that timed a single step don't show its noise. If there are no others, the interval
+        is widened by the usual noise of a step.
         """
         interval = throughput(turns)
         if not all(turn.lone for turn in turns.values()):
@@ -328,25 +352,28 @@ class Evaluation:
 
     @cached_property
     def _lone_error(self) -> float:
-        """The usual relative error of a single step."""
+        """The typical relative error of a probe that timed a single step."""
         lone = [timed for timed in self._seen.timed() if timed.lone]
         return lone_error_of([(one.first_step_seconds, one.step_seconds) for one in lone])
 
     def _turns(self, layout: Layout) -> dict[int, Timed]:
-        """Return the measurements that count for a layout, numbered in order."""
+        """Return a layout's measurements from the final comparison, by round.
+
+        Without any, its solo measurements while other devices were busy too.
+        """
         # all devices run at once in the solo stage, so its measurements only count without others
         return self._seen.turns(layout) or dict(enumerate(self._seen.timed_in(layout, Stage.SOLO)))
 
     def turns(self, layout: Layout) -> tuple[Timed, ...]:
-        """Return the measurements that count for a layout."""
+        """Return the measurements on which a layout's samples/s are based."""
         return tuple(self._turns(layout).values())
 
     # ------------------------------------------------------------------ the report
 
     def report(self, own_batch: int | None = None) -> SearchReport | None:
-        """Return all that the result needs from the search, or None if nothing was measured.
+        """Return all data of the search from which its result is written; None if nothing ran.
 
-        `own_batch` is the script's own global batch, for which a speed is predicted.
+        `own_batch` is the global batch of the user's script. Its speed is predicted for the report.
         """
         if self.best is None:
             return None
@@ -384,7 +411,10 @@ class Evaluation:
         )
 
     def ranking(self) -> tuple[RankedLayout, ...]:
-        """Return the final comparison, best first, with the plan's latest samples/s."""
+        """Return the layouts of the final comparison, best first.
+
+        The chosen layout has the samples/s of its latest measurements.
+        """
         found = list(self.race.ranking)
         for place, one in enumerate(found):
             if self.best and self.best.layout == one.candidate.layout:
@@ -393,9 +423,9 @@ class Evaluation:
         return tuple(found)
 
     def results(self) -> tuple[Result, ...]:
-        """Return the layouts that ran and should fit again, fastest first.
+        """Return all measured layouts that should still fit in memory, fastest first.
 
-        If none should fit, all layouts that ran are returned.
+        If none should, all that ran.
         """
 
         def order(result: Result) -> tuple[float, int, tuple[int, ...]]:
@@ -404,15 +434,15 @@ class Evaluation:
         return tuple(sorted(self._results_that_ran.values(), key=order))
 
     def solos(self) -> tuple[Result | None, ...]:
-        """Return each device's fastest result alone, by position; None where nothing ran."""
+        """Return the fastest result of each device on its own; None for devices that never ran."""
         alone = [result for result in self.results() if result.layout.traits.alone]
         fastest = {one.layout.active[0]: one for one in reversed(alone)}
         return tuple(fastest.get(i) for i in range(self.problem.devices))
 
     def best_single(self) -> Result | None:
-        """Return the best result of a single device, or None.
+        """Return the fastest result of a single device at the requested batch, or None.
 
-        A result from the final comparison takes precedence.
+        If single devices took part in the final comparison, it is the best of these.
         """
         for one in self.ranking():
             if one.candidate.layout.traits.alone:
@@ -423,20 +453,20 @@ class Evaluation:
 
     @property
     def _replaced_layouts(self) -> tuple[tuple[Candidate, Candidate], ...]:
-        """Pairs of a layout that ran out of memory and the smaller one measured instead."""
+        """Pairs of a layout that ran out of memory and the smaller layout measured in its place."""
         pairs = self.offers.retreats
         return tuple(pair for pair in pairs if self._seen.turns(pair[1].layout))
 
     @property
     def _growing_packs(self) -> tuple[Candidate, ...]:
-        """The next larger packs of the modes in which packs still gained."""
+        """The next larger numbers of jobs per device to try, where more jobs were still faster."""
         packings = [packing for _, packing in self.offers.view.packings if packing.still_gains]
         found = [packing.next_layout() for packing in packings]
         return tuple(Candidate(PACK, layout) for layout in found if layout is not None)
 
     @property
     def _enough_seconds(self) -> float:
-        """A budget in seconds that should suffice to measure what is missing."""
+        """A budget, in seconds, with which the search could probably measure all it left out."""
         budget = self.budget
         live = self.model.live
         missing = [one.layout for one in self.race.unmeasured]
@@ -455,19 +485,22 @@ class Evaluation:
         return fmean(self.problem.lengths) if self.problem.lengths else 0.0
 
     def _network_seconds(self) -> tuple[float, ...]:
-        """Return the extra exchange seconds by number of hosts; empty for a single host."""
+        """Return how much longer gradient exchange takes over several hosts than within one.
+
+        In seconds, by number of hosts; empty if all devices are on one host.
+        """
         exchange = self.machine.exchange
         if len(exchange) < 2:
             return ()
         return tuple(costs[-1] - exchange[1][-1] for costs in exchange)
 
     def _curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return the time curve and the most rows of each device of a layout."""
+        """Return the compute time by rows, and the row limit, of each device of a layout."""
         # without a split of rows, curves are empty and rows are 0
         sharding = self.sharding if layout.traits.sharded else None
         return (sharding or self.policy).curves(layout)
 
 
 def _is_like_any(layout: Layout, others: dict[Layout, Candidate]) -> bool:
-    """Whether a measurement couldn't distinguish the layout from one of the others."""
+    """Whether the layout is too similar to one of the others to measure a difference."""
     return any(same_measurement(layout, each) for each in others)

@@ -1,4 +1,4 @@
-"""Choose the next probes of exploration."""
+"""Choose which devices and layouts to measure before the final comparison."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .texts import TextPolicy
 
 
 def explore(policy: RowPolicy | TextPolicy, budget: Budget, with_splits: bool) -> tuple[Probe, ...]:
-    """Return the next probes that improve the model of the machine; empty if none is worth it.
+    """Return the next probes that improve the speed predictions; empty if none is worth it.
 
-    Devices are measured alone first. Steps over several devices follow if `with_splits`.
+    Devices are first measured alone. If `with_splits` is set, steps over several devices follow.
     """
     if isinstance(policy, TextPolicy):
         return TextStage(policy.machine, budget, with_splits).next_probes()

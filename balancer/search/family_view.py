@@ -1,4 +1,7 @@
-"""What a layout family may ask the search when it proposes candidates."""
+"""What the layout families know about a search when they propose layouts.
+
+A family is a kind of layout, such as a single device, an unequal split or several jobs per device.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from .texts import TextPolicy
 
 
 class FamilyView:
-    """The best known layouts of each kind, from which layout families make candidates."""
+    """The best known layout of each kind, from which families build their proposals."""
 
     def __init__(
         self,
@@ -34,20 +37,21 @@ class FamilyView:
 
     @cached_property
     def singles(self) -> Sequence[Layout]:
-        """The best layout on a single device; empty if there is none.
+        """The best layout on a single device; empty if no device can run the batch.
 
-        If it has several passes although one would surely fit, the layout with one pass follows.
+        If it uses gradient accumulation although one pass would surely fit, the layout with one
+        pass comes second.
         """
         return self._policy.singles()
 
     @cached_property
     def splits(self) -> Sequence[Layout]:
-        """The best splits; empty if splits aren't wanted."""
+        """The fastest layouts over several devices; empty if they aren't to be searched."""
         return self._policy.best_splits() if self.options.with_splits else []
 
     @property
     def even_splits(self) -> Sequence[Layout]:
-        """Equal shares; empty while a split that they depend on wasn't measured."""
+        """Layouts with equal shares; empty until the first step over several devices has run."""
         # a free batch has as many rows per device as the best split, which isn't known yet
         if self.options.with_splits and not self._policy.machine.splits:
             return []
@@ -55,9 +59,10 @@ class FamilyView:
 
     @cached_property
     def common_batch(self) -> int | None:
-        """The global batch for layouts that have no best batch of their own, or None.
+        """The global batch for kinds of layouts for which no batch of their own is searched.
 
-        None if rows have lengths.
+        That is the requested batch, else the best batch of a single device. None if rows differ in
+        length, or if no batch is known.
         """
         if not self._policy.machine.by_rows:
             return None
@@ -71,9 +76,9 @@ class FamilyView:
 
     @cached_property
     def packings(self) -> tuple[tuple[PackMode, Packing], ...]:
-        """The search for the best number of jobs on one device, by mode.
+        """For each way to share a device, the search for the best number of jobs on it.
 
-        Empty if packs aren't wanted, or if no device runs its batch in one pass.
+        Empty if no such layout is wanted, or if no device runs its batch in one pass.
         """
         if not any(family.traits.side_by_side for family in self.options.wanted):
             return ()
@@ -85,7 +90,7 @@ class FamilyView:
 
     @property
     def packs(self) -> list[Layout]:
-        """The best pack of each mode."""
+        """The best layout with several jobs on one device, for each way to share the device."""
         best = {mode: packing.best_layout() for mode, packing in self.packings}
         plain = best.get("")
         if "logical" in self.options.pack_modes and plain is not None:
@@ -93,7 +98,11 @@ class FamilyView:
         return [layout for layout in best.values() if layout is not None]
 
     def _logical_pack(self, plain: Layout) -> Layout:
-        """Return the pack in equal memory parts to measure, or the largest one that ran."""
+        """Return the layout in which jobs get equal parts of a device's memory.
+
+        It has as many jobs as the best pack `plain`. If there is no time left to measure that, it
+        is the largest such layout that ran.
+        """
         wanted = pack_on(plain, plain.processes, "logical")
         layouts = (timed.probe.layout for timed in self._seen.timed())
         tried = [layout for layout in layouts if layout.placement == "logical"]

@@ -1,4 +1,7 @@
-"""Candidate layouts, the options that choose families, and smaller variants after a failure."""
+"""Layouts that take part in the final comparison, and which kinds of layouts a search may try.
+
+Also makes smaller layouts from those that ran out of memory.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ RETREATS = 4  # number of attempts with smaller batches: down to a quarter of th
 
 
 class LayoutOptions(msgspec.Struct, frozen=True):
-    """Which layouts a search may try."""
+    """Which kinds of layouts and tuning options a search may try."""
 
     families: tuple[str, ...] = msgspec.field(default_factory=lambda: tuple(FAMILIES))
     placements: tuple[Placement, ...] = ()
@@ -38,19 +41,19 @@ class LayoutOptions(msgspec.Struct, frozen=True):
 
     @property
     def wanted(self) -> tuple[Family, ...]:
-        """The layout families with these names."""
+        """The kinds of layouts ("families") that were requested."""
         return find_families(self.families)
 
     @property
     def needs_more_children(self) -> bool:
-        """Whether the final comparison needs new probe processes."""
+        """Whether the final comparison has to start processes of its own, which takes time."""
         return (
             self.scaling or bool(self.knobs) or any(family.more_children for family in self.wanted)
         )
 
     @property
     def with_splits(self) -> bool:
-        """Whether a wanted layout family needs measured splits."""
+        """Whether steps over several devices have to be measured before the final comparison."""
         return any(family.explored for family in self.wanted)
 
 
@@ -60,9 +63,9 @@ BALANCE = LayoutOptions(
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A layout for the final comparison, with the family that proposes it.
+    """A layout for the final comparison, with the kind of layout ("family") it belongs to.
 
-    `extra` marks an additional proposal, whose absence isn't reported.
+    `extra` marks an optional one: users don't read about it if there was no time to measure it.
     """
 
     family: Family
@@ -71,12 +74,12 @@ class Candidate(msgspec.Struct, frozen=True):
 
     @property
     def synchronous(self) -> bool:
-        """Whether it trains one model by shares, without knobs."""
+        """Whether all devices train one model in synchronous steps, without tuning options."""
         return self.layout.traits.by_shares and not self.layout.knobs
 
     @property
     def simplicity(self) -> tuple[int, int, int, int, int]:
-        """Sort key that puts simpler layouts first, to choose between equally fast ones."""
+        """Sort key by which the simpler of two equally fast layouts is preferred."""
         layout = self.layout
         further = sum(layout.passes(i) - 1 for i in layout.active) if layout.in_passes else 0
         return (
@@ -89,9 +92,9 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 def shrink(layout: Layout, quantum: int = 1) -> Layout | None:
-    """Return the layout with 30 % fewer rows per device, or None if a device would have none.
+    """Return the layout with 30 % fewer rows on each device; None if one would have none.
 
-    Shares stay multiples of `quantum`, and each device keeps its number of passes.
+    Each device's rows remain a multiple of `quantum`, and its number of passes stays the same.
     """
     shares = []
     for share in layout.shares:
@@ -108,9 +111,10 @@ def shrink(layout: Layout, quantum: int = 1) -> Layout | None:
 
 
 def divide(layout: Layout, full: tuple[int, ...]) -> Layout | None:
-    """Return the layout with 30 % smaller passes on the devices that ran out of memory.
+    """Return the layout with 30 % smaller micro-batches on devices that ran out of memory.
 
-    An empty `full` means all devices. None if a pass would have no rows.
+    `full` lists these devices; empty means all. The rows per step stay the same. None if a
+    micro-batch would be empty.
     """
     rows = list(layout.pass_rows)
     for i in full or layout.active:
@@ -124,9 +128,9 @@ def divide(layout: Layout, full: tuple[int, ...]) -> Layout | None:
 
 
 def same_measurement(one: Layout, other: Layout, near: float = TIE) -> bool:
-    """Whether two layouts are too similar for measurements to distinguish.
+    """Whether two layouts are so similar that a measurement can't show a difference.
 
-    `near` is the largest relative difference of their shares.
+    `near` is the largest relative difference of rows per device that counts as similar.
     """
     if one.kind != other.kind or any(one.passes(i) != other.passes(i) for i in one.active):
         return False
@@ -135,7 +139,7 @@ def same_measurement(one: Layout, other: Layout, near: float = TIE) -> bool:
 
 
 def is_no_larger(one: Layout, other: Layout) -> bool:
-    """Whether one layout needs no more memory than the other on any device."""
+    """Whether `one` needs at most as much memory as `other` on every device."""
     if not (one.by_rows and other.by_rows):
         return one == other
     if (one.placement, one.knobs, one.state) != (other.placement, other.knobs, other.state):

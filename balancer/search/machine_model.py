@@ -1,15 +1,16 @@
-"""A model of the machine: its devices and the time of gradient exchange.
+"""Predicts the step time and memory of any layout from measurements of devices and splits.
 
-Each device has a curve and limits.
+Each device has a curve of its compute time and a memory limit. A step takes as long as its slowest
+device, plus the part of the gradient exchange that computation doesn't hide.
 
-For k devices on h hosts, exchange that isn't hidden behind computation takes within_k + across_h
-seconds. within_k = base + each * (k - 1) is the time of k devices on a single host. across_h is
-linear in h, and is the additional time if the devices are on several hosts.
+For k devices on h hosts, this exchange takes within_k + across_h seconds. within_k = base + each *
+(k - 1) is the time of k devices on a single host. across_h is linear in h, and is the additional
+time if the devices are on several hosts.
 
-For a number of devices that was never measured, a low time is assumed (optimism in the face of
-uncertainty). After a single measured time, it is assumed that fewer devices take proportionally
-less time, and that more devices take no longer. A number of devices that looks good is then
-measured.
+Where no split was measured, the exchange is assumed to be fast, so that layouts aren't rejected
+without a measurement. After one measured split, fewer devices are assumed to take proportionally
+less time, and more devices the same time. If that makes another number of devices look good, it is
+measured next.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ ExchangeCosts = tuple[Costs, ...]  # [h][k]: seconds of k devices on h hosts
 def fit_exchange_costs(
     samples: Sequence[ExchangeSample], devices: int, hosts: int
 ) -> ExchangeCosts:
-    """Fit the exchange time to measured splits, by number of hosts and of devices.
+    """Fit the exchange time as a function of the number of devices and hosts.
 
-    The result's item `[h][k]` is in seconds for k devices on h hosts.
+    Item `[h][k]` of the result is the seconds for k devices on h hosts. `samples` come from
+    measured splits.
     """
     on_one = [(k, cost, error) for k, h, cost, error in samples if h == 1]
     within = fit_sync_costs(on_one, devices)
@@ -58,7 +60,7 @@ def fit_exchange_costs(
 
 
 def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...]:
-    """Fit the exchange seconds of 0 to `most` devices, as a line that doesn't fall."""
+    """Return the exchange seconds of 0 to `most` devices, fitted by a line that never falls."""
     # if all samples have the same number, smaller numbers cost less in proportion, and larger ones
     # the same
     # the cost of k devices depends on the number of others, k - 1
@@ -80,7 +82,7 @@ def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...
 
 
 def _weighted_mean(samples: Sequence[tuple[float, float, float]]) -> float:
-    """Return the mean of the values, or 0 if there are none."""
+    """Return the weighted mean of the samples' seconds; 0 without samples."""
     weights = math.fsum(weight for _, _, weight in samples)
     if not weights:
         return 0.0
@@ -88,7 +90,7 @@ def _weighted_mean(samples: Sequence[tuple[float, float, float]]) -> float:
 
 
 class MachineModel:
-    """Predict step times and memory of any layout from the observations."""
+    """Predicts step time and memory use of any layout, from the observations so far."""
 
     # True: devices take rows in the order of the data, so packs and placements are possible
     by_rows = True
@@ -109,20 +111,20 @@ class MachineModel:
 
     @cached_property
     def splits(self) -> tuple[Timed, ...]:
-        """Timed splits of the kind that this model describes."""
+        """Measured steps over several devices from which the exchange time is fitted."""
         found = self.seen.timed(Stage.SPLIT)
         return tuple(one for one in found if one.probe.layout.by_rows == self.by_rows)
 
     @cached_property
     def fitting_splits(self) -> tuple[Timed, ...]:
-        """Timed splits that are expected to fit in memory again."""
+        """Measured steps over several devices that should still fit in memory."""
         return tuple(self.seen.still_fit(self.splits))
 
     @cached_property
     def others_idle(self) -> dict[int, Timed]:
-        """The fastest measurement of each device while the others were idle, by position.
+        """Each device's fastest measurement while the other devices were idle, by position.
 
-        With a fixed global batch, only measurements at that batch count.
+        If a global batch is requested, only measurements with that batch.
         """
         best: dict[int, Timed] = {}
         for one in self.seen.still_fit(self.seen.timed(Stage.REST)):
@@ -136,13 +138,16 @@ class MachineModel:
 
     @cached_property
     def exchange(self) -> ExchangeCosts:
-        """Exchange seconds by number of hosts and of devices."""
+        """Seconds of gradient exchange, by number of hosts and of devices."""
         samples = [self._exchange_sample(split) for split in self.splits]
         costs = fit_exchange_costs(samples, self.problem.devices, len(set(self.hosts)))
         return self._with_link(costs, max((k for k, *_ in samples), default=1))
 
     def _with_link(self, costs: ExchangeCosts, widest: int) -> ExchangeCosts:
-        """Raise the costs of more devices than were measured to what the link's speed suggests."""
+        """Raise exchange times to what the link's speed implies, where no split was measured.
+
+        That is for more than `widest` devices.
+        """
         # links between hosts aren't known
         if self.problem.link is None or not self.by_rows or not self.split_curves or costs[2:]:
             return costs
@@ -153,7 +158,7 @@ class MachineModel:
         return (costs[0], tuple(within))
 
     def _unhidden_seconds(self, ranks: int, link: KnownLink) -> float:
-        """Return the exchange seconds that computation doesn't hide, by the link's speed."""
+        """Estimate the exchange seconds that computation doesn't hide, from the link's speed."""
         batch = self.problem.global_batch
         # what is left of the exchange on the device that hides most of it behind its computation
         left = []
@@ -172,21 +177,21 @@ class MachineModel:
 
     @cached_property
     def sync_seconds(self) -> float | None:
-        """Exchange seconds of the widest measured split; None if no split ran."""
+        """Exchange seconds of the split with the most devices; None if no split ran."""
         layouts = [split.probe.layout for split in self.splits]
         if not layouts:
             return None
         return self.exchange_seconds(max(layouts, key=lambda layout: len(layout.active)).active)
 
     def exchange_seconds(self, positions: Sequence[int]) -> float:
-        """Return the exchange seconds between devices, given by position."""
+        """Return the seconds of gradient exchange between these devices."""
         return self.exchange[self._count_hosts(positions)][len(positions)]
 
     def _count_hosts(self, positions: Sequence[int]) -> int:
         return len({self.hosts[i] for i in positions})
 
     def _exchange_sample(self, split: Timed) -> ExchangeSample:
-        """Return the part of a split's step beyond its longest compute time."""
+        """Return a split's step time minus the compute time of its slowest device."""
         active = split.probe.layout.active
         own = [split.device_seconds[i] for i in active]
         parts = [seconds for seconds in own if seconds]
@@ -198,9 +203,9 @@ class MachineModel:
         return len(active), self._count_hosts(active), split.step_seconds - longest, error
 
     def predict_parts(self, split: Timed) -> list[float]:
-        """Return the predicted compute seconds of each device in a split.
+        """Return each device's predicted compute seconds in a split.
 
-        Devices without a curve are missing.
+        Devices that were never measured are left out.
         """
         layout = split.probe.layout
         devices = [self.devices[i] for i in layout.active]
@@ -209,7 +214,7 @@ class MachineModel:
         ]
 
     def predicted_rate(self, layout: Layout) -> float:
-        """Return the predicted samples/s of a layout; 0 if a device was never measured."""
+        """Return the predicted samples/s of a layout; 0 if a device of it was never measured."""
         devices = [self.devices[i] for i in layout.computing]
         times = []
         for device in devices:
@@ -223,9 +228,9 @@ class MachineModel:
     # ------------------------------------------------------------------ memory
 
     def lay_out(self, shares: tuple[int, ...], surely: bool = False) -> Layout:
-        """Return the layout of these shares, in passes that fit.
+        """Return the layout with these rows per device, with gradient accumulation where needed.
 
-        `surely` uses only pass sizes that certainly fit in memory.
+        If `surely` is set, only micro-batches that are known to fit in memory are used.
         """
         both = zip(self.devices, shares, strict=True)
         return layout_of(
@@ -233,22 +238,25 @@ class MachineModel:
         )
 
     def lay_out_safely(self, shares: tuple[int, ...]) -> Layout | None:
-        """Return the layout of these shares that surely fits in memory, or None."""
+        """Return the layout with these rows per device, or None if it may not fit in memory."""
         layouts = (self.lay_out(shares, surely) for surely in (False, True))
         return next((layout for layout in layouts if self.surely_fits(layout)), None)
 
     def fits(self, layout: Layout) -> bool:
-        """Whether each pass is expected to fit in memory."""
+        """Whether a layout will probably fit in memory."""
         both = zip(layout.pass_rows, self.devices, strict=True)
         return all(rows <= device.guessed_rows for rows, device in both)
 
     def surely_fits(self, layout: Layout) -> bool:
-        """Whether each pass certainly fits in memory."""
+        """Whether a layout is sure to fit in memory, from what ran before."""
         return all(layout.pass_rows[i] <= self.devices[i].certain_rows for i in layout.active)
 
     @cached_property
     def split_curves(self) -> tuple[DeviceCurve, ...]:
-        """The curves of all usable devices within a split, each with the most rows of one pass."""
+        """Each usable device's compute time by rows, with the most rows of one pass.
+
+        The times apply while the other devices compute too.
+        """
         found = []
         for position in self.live:
             device = self.devices[position]
@@ -258,7 +266,7 @@ class MachineModel:
 
     @cached_property
     def holds_batch(self) -> bool:
-        """Whether the devices together can compute the requested global batch."""
+        """Whether all devices together have enough memory for the requested global batch."""
         together = sum(device.limit for device in self.split_curves)
         if together >= (self.problem.global_batch or 0):
             return True

@@ -1,9 +1,9 @@
-"""The observations of a search, queried by device, layout and stage.
+"""Stores what the probes of a search observed, and looks it up by device, layout or stage.
 
-They may arrive in any order, and equal sets of observations give equal answers. Until a winner is
-checked, devices are modeled from exploration only (stages solo, rest and split). So the race
-doesn't change the candidates that it compares. Costs, failures, and memory used by other processes
-count from all stages.
+Equal sets of observations give equal answers, whatever their order. Until a winner has been
+measured again, the models of the devices use only measurements from before the final comparison
+(stages solo, rest and split), so the comparison can't change which layouts it compares. Time spent,
+failures and memory used by other processes count in all stages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Turns = dict[int, Timed]
 
 
 class Observations:
-    """All observations of a search, found by probe, stage, layout or device."""
+    """All observations of a search, with look-ups by probe, stage, layout and device."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -53,8 +53,8 @@ class Observations:
     def add(self, seen: Observation) -> None:
         """Add an observation.
 
-        Of several for the same probe, the most telling is kept. Probes for another number of
-        devices are ignored.
+        Of several observations of the same probe, the most informative is kept. Probes recorded for
+        a different number of devices are ignored.
         """
         probe = seen.probe
         if len(probe.layout.shares) != self._problem.devices or not probe.layout.active:
@@ -75,7 +75,7 @@ class Observations:
             self.gone.update(dict.fromkeys(seen.devices, seen.detail))
 
     def _record_others_memory(self, seen: Timed | OutOfMemory) -> None:
-        """Record the bytes that other processes hold on each device, by its latest measurement."""
+        """Record how many bytes other processes hold on each device, if this is the latest look."""
         probe = seen.probe
         race_turn = probe.turn if probe.stage in (Stage.RACE, Stage.KNOBS, Stage.CHECK) else -1
         # a race's last turn counts, as memory may be free again; an observation after a check is as
@@ -93,16 +93,17 @@ class Observations:
     def is_still_full(self, position: int, seen: OutOfMemory) -> bool:
         """Whether other processes hold at least as much memory as when the device ran out.
 
-        True if their memory is unknown.
+        `seen` is the observation of running out of memory. True if the memory of other processes is
+        unknown.
         """
         return not seen.short_bytes or seen.short_bytes[position] <= self._others_bytes[position][1]
 
     # ------------------------------------------------------------------ by probe, stage and layout
 
     def in_stage(self, *stages: Stage) -> list[Observation]:
-        """Return the final observations of these stages, in a fixed order.
+        """Return the observations of these stages, in an order that is always the same.
 
-        Failures that will be retried aren't final.
+        Failures are missing while they can still be retried.
         """
         found: list[Observation] = []
         for stage in stages:
@@ -117,26 +118,30 @@ class Observations:
         return sorted(settled, key=lambda one: order_probe(one.probe))
 
     def timed(self, *stages: Stage) -> list[Timed]:
-        """Return the timed observations of these stages, or of all stages."""
+        """Return the observations with step times, of these stages or of all."""
         return [seen for seen in self.in_stage(*stages or STAGES) if isinstance(seen, Timed)]
 
     def timed_in(self, layout: Layout, *stages: Stage) -> list[Timed]:
-        """Return the timed observations of a layout, in these stages or in all."""
+        """Return the observations with step times of one layout, of these stages or of all."""
         wanted = stages or STAGES
         own = self._by_layout.get(layout, {}).values()
         timed = (one for one in own if isinstance(one, Timed))
         return [one for one in timed if one.probe.stage in wanted]
 
     def timed_race(self) -> list[Timed]:
-        """Return the timed steps of the final comparison, without packs and placements."""
+        """Return the timed steps of the final comparison.
+
+        Layouts with several jobs per device, or with placed layers, are left out.
+        """
         return [timed for timed in self.timed(Stage.RACE) if timed.probe.layout.traits.by_shares]
 
     def turns(self, layout: Layout, stage: Stage | None = None) -> Turns:
-        """Return the measurements by which a layout is compared, by round of the comparison.
+        """Return the measurements by which a layout is compared with others, by round.
 
-        Without a stage, it is the final comparison, or the one of knobs if the layout has any. An
-        earlier measurement stands in for the first round if nothing else ran at the same time.
-        Later checks replace rounds that they contradict.
+        They come from `stage`: by default the final comparison or, for a layout with tuning
+        options, the comparison of these options. For the first round, an earlier measurement counts
+        if no other device was busy then. Rounds before a repeated measurement are dropped if it is
+        slower than all of them.
         """
         if stage is None:
             stage = Stage.KNOBS if layout.knobs else Stage.RACE
@@ -153,15 +158,16 @@ class Observations:
 
     @property
     def _uncontended(self) -> tuple[Stage, ...]:
-        """The stages in which a layout runs while the other devices are idle."""
+        """The stages in which the devices outside a layout are idle."""
         stages: tuple[Stage, ...] = (Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.PACK)
         # a single device runs alone in the solo stage too
         return (*stages, Stage.SOLO) if self._problem.devices == 1 else stages
 
     def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
-        """Return the checks and all later rounds, if the checks are slower than every round before.
+        """Return the repeated measurements of a winner if they contradict the earlier ones.
 
-        Empty otherwise.
+        They contradict them if they are slower than every earlier round. Later rounds are then
+        included. Empty otherwise.
         """
         checks = self._valid_checks(timed)
         if not checks:
@@ -179,7 +185,10 @@ class Observations:
         return {**checks, **since}
 
     def _valid_checks(self, timed: Sequence[Timed]) -> Turns:
-        """Return the checks by round, without checks slowed by throttling that has passed."""
+        """Return the repeated measurements of a winner, by round.
+
+        One in which a device was throttled is left out if the device has recovered since.
+        """
         checked = [one for one in timed if one.probe.stage == Stage.CHECK]
         active = checked[0].probe.layout.active if checked else ()
         # a device that was throttled in a check, but not in its last measurement
@@ -188,7 +197,10 @@ class Observations:
         return {one.probe.turn: one for one in valid}
 
     def turns_after_choice(self, layout: Layout) -> Turns:
-        """Return the measurements since the layout was first checked; empty without a check."""
+        """Return a layout's measurements since it was first measured again as the winner.
+
+        Empty if it never was.
+        """
         seen = self.timed_in(layout, Stage.CHECK, Stage.RACE, Stage.KNOBS)
         checks = (one.probe.turn for one in seen if one.probe.stage == Stage.CHECK)
         began = min(checks, default=math.inf)
@@ -197,11 +209,11 @@ class Observations:
 
     @property
     def checked_turn(self) -> int:
-        """The round of the latest check; -1 if there was none."""
+        """The round of the latest repeated measurement of a winner; -1 if there was none."""
         return max((one.probe.turn for one in self.in_stage(Stage.CHECK)), default=-1)
 
     def first_failure(self, layout: Layout) -> Observation | None:
-        """Return the layout's first failure in the final comparison or a check, or None."""
+        """Return how a layout first failed in the final comparison or later; None if it didn't."""
         own = (
             one
             for one in self.in_stage(Stage.RACE, Stage.KNOBS, Stage.CHECK)
@@ -210,16 +222,20 @@ class Observations:
         return next((one for one in own if not isinstance(one, Timed)), None)
 
     def sharded_failures(self) -> list[OutOfMemory]:
-        """Return the sharded layouts that ran out of memory in the final comparison or a check.
+        """Return the sharded layouts that ran out of memory in the final comparison or later.
 
-        Their elapsed seconds are 0.
+        Their elapsed seconds are set to 0, because that time doesn't belong to the search for
+        sharded layouts.
         """
         late = self.in_stage(Stage.RACE, Stage.KNOBS, Stage.CHECK)
         found = [one for one in late if isinstance(one, OutOfMemory) and one.probe.layout.state]
         return [msgspec.structs.replace(one, elapsed_seconds=0.0) for one in found]
 
     def still_fit(self, timed: Iterable[Timed]) -> list[Timed]:
-        """Return the measurements whose layouts should still fit, on devices that still work."""
+        """Return the measurements of layouts that should run again.
+
+        All their devices still work, and there should be enough free memory.
+        """
         full = []
         for seen in self._seen.values():
             layout = seen.probe.layout
@@ -230,7 +246,7 @@ class Observations:
         return [one for one in timed if self._still_fits(one.probe.layout, full)]
 
     def _still_fits(self, layout: Layout, full: Sequence[Layout]) -> bool:
-        """Whether the layout should run again."""
+        """Whether a layout should run again, given the layouts `full` that ran out of memory."""
         # `full` are the layouts that ran out of memory
         if self.gone.keys() & layout.active:
             return False
@@ -242,7 +258,7 @@ class Observations:
         return all(self.leaves_room(i, one) for one in ran for i in layout.active)
 
     def leaves_room(self, position: int, seen: Timed) -> bool:
-        """Whether the peak of a step still fits beside the memory that other processes hold."""
+        """Whether a step's peak memory on a device would fit beside what others hold there now."""
         _, others_bytes = self._others_bytes[position]
         if not others_bytes:
             return True
@@ -261,7 +277,7 @@ class Observations:
     # ------------------------------------------------------------------ failures and costs
 
     def _is_worth_retry(self, seen: Observation) -> bool:
-        """Whether a failed probe may succeed the second time."""
+        """Whether a failed probe should be run once more, because it may have failed by chance."""
         if not isinstance(seen, Failed) or len(self._failures[seen.probe]) >= TRIES:
             return False
         if seen.cause == "unsupported":
@@ -270,14 +286,15 @@ class Observations:
         return seen.cause != "raised" or seen.probe.stage != Stage.SOLO
 
     def failures_to_retry(self) -> list[Probe]:
-        """Return the failed probes to repeat."""
+        """Return the failed probes to run again."""
         found = [seen.probe for seen in self._seen.values() if self._is_worth_retry(seen)]
         return sorted(found, key=order_probe)
 
     def spent_seconds(self, *stages: Stage, until_turn: float = math.inf) -> float:
         """Return the seconds that probes took in these stages, or in all.
 
-        Probes that ran at the same time count once, by the slowest device.
+        Of probes that ran at the same time, the longest counts. Rounds of the final comparison
+        after `until_turn` don't count.
         """
         wanted = stages or STAGES
         rounds: defaultdict[object, defaultdict[int, float]] = defaultdict(
@@ -296,22 +313,22 @@ class Observations:
     # ------------------------------------------------------------------ by device
 
     def explored(self, position: int) -> list[Observation]:
-        """Return the explored probes in which a device had rows."""
+        """Return the observations, before the final comparison, of probes that used a device."""
         return [one for one in self.in_stage(*EXPLORATION) if one.probe.layout.shares[position]]
 
     def largest_alone(self, position: int) -> float:
-        """Return the most rows of a pass that ran on the device alone; 0.5 if nothing ran."""
+        """Return the largest micro-batch that ran on the device alone; 0.5 if nothing ran."""
         layouts = [one.probe.layout for one in self.explored(position) if isinstance(one, Timed)]
         alone = (layout.pass_rows[position] for layout in layouts if layout.traits.alone)
         return max(alone, default=0.5)
 
     def recovered(self, position: int) -> bool:
-        """Whether the device wasn't throttled in its last measurement of the comparison."""
+        """Whether the device wasn't throttled in its last measurement in the final comparison."""
         turns = self.raced(position)
         return bool(turns) and not turns[-1].held_back(position)
 
     def raced(self, position: int) -> list[Timed]:
-        """Return the device's measurements in the final comparison and in checks, in order."""
+        """Return a device's measurements in the final comparison and later, in order."""
         own = (
             timed
             for timed in self.timed(Stage.RACE, Stage.CHECK)
@@ -320,7 +337,11 @@ class Observations:
         return sorted(own, key=lambda one: one.probe.turn)
 
     def raced_splits(self, position: int) -> list[Timed]:
-        """Return the device's plain splits of the comparison; empty before the first check."""
+        """Return a device's steps together with other devices, from the final comparison.
+
+        Only of layouts without shards or tuning options. Empty until a winner has been measured
+        again.
+        """
         # the race mustn't change the candidates that it compares
         if not self.in_stage(Stage.CHECK):
             return []
@@ -328,14 +349,14 @@ class Observations:
 
 
 def _is_plain_split(layout: Layout) -> bool:
-    """Whether it is a split of rows, without shards or knobs."""
+    """Whether a layout divides rows over several devices, without shards or tuning options."""
     if not layout.traits.together or layout.traits.sharded:
         return False
     return layout.by_rows and not layout.knobs
 
 
 def rank_observation(seen: Observation) -> tuple[int, int, float]:
-    """Sort key of observations of the same probe: the largest is kept."""
+    """Sort key for observations of the same probe, least informative first."""
     if isinstance(seen, OutOfMemory):
         return (2, 0, seen.elapsed_seconds)
     if isinstance(seen, Timed):
@@ -344,7 +365,7 @@ def rank_observation(seen: Observation) -> tuple[int, int, float]:
 
 
 def order_probe(probe: Probe) -> tuple[Any, ...]:
-    """Sort key that puts probes into an order independent of their arrival."""
+    """Sort key that gives probes the same order, whenever they were observed."""
     layout = probe.layout
     return (
         STAGES.index(probe.stage),
@@ -364,7 +385,7 @@ def order_probe(probe: Probe) -> tuple[Any, ...]:
 
 
 def _undisturbed_turns(turns: Turns) -> Turns:
-    """Leave out throttled measurements and single steps, unless nothing else is left."""
+    """Drop measurements with throttling or only a single step, unless there are no others."""
     steady = {turn: one for turn, one in turns.items() if not one.held_back()} or turns
     # the error of a single step is unknown
     return {turn: one for turn, one in steady.items() if not one.lone} or steady

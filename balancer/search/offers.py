@@ -1,4 +1,7 @@
-"""Collect the layouts that take part in the final comparison."""
+"""Collect the layouts that take part in the final comparison.
+
+Each requested kind of layout ("family") proposes its best ones.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from .texts import TextPolicy
 
 
 class Offers:
-    """The candidates for the final comparison."""
+    """The layouts that the families propose for the final comparison."""
 
     def __init__(self, view: FamilyView, policy: RowPolicy | TextPolicy) -> None:
         self.view = view
@@ -28,7 +31,10 @@ class Offers:
 
     @cached_property
     def candidates(self) -> tuple[Candidate, ...]:
-        """The layouts to compare; smaller ones replace layouts that ran out of memory."""
+        """The layouts to compare, without duplicates.
+
+        In place of a layout that ran out of memory, a smaller one.
+        """
         kept: dict[Layout, Candidate] = {}
         for candidate in self._offered_candidates:
             instead = self._replace_if_out_of_memory(candidate)
@@ -37,7 +43,7 @@ class Offers:
 
     @cached_property
     def retreats(self) -> tuple[tuple[Candidate, Candidate], ...]:
-        """Pairs of a candidate that ran out of memory and the smaller one in its place."""
+        """Pairs of a layout that ran out of memory and the smaller one that replaces it."""
         pairs = [
             (candidate, self._replace_if_out_of_memory(candidate))
             for candidate in self._offered_candidates
@@ -45,9 +51,9 @@ class Offers:
         return tuple((wanted, instead) for wanted, instead in pairs if instead != wanted)
 
     def list_failed(self) -> list[tuple[Candidate, Observation]]:
-        """Return the candidates that failed, each with its failure.
+        """Return the layouts that failed in the comparison, each with its failure.
 
-        A pack is listed if no size of it ran.
+        Several jobs on one device count as failed if no number of jobs ran.
         """
         found = []
         for candidate in self.candidates:
@@ -62,7 +68,7 @@ class Offers:
 
     @cached_property
     def _offered_candidates(self) -> tuple[Candidate, ...]:
-        """The candidates as first proposed, before any runs out of memory."""
+        """The proposals of all families, including layouts that have since run out of memory."""
         found = [one for family in self.options.wanted for one in self._candidates_of(family)]
         trades_speed = find_objective(self._problem.objective).trades_speed
         # extra candidates for an objective that may trade speed for energy
@@ -75,7 +81,7 @@ class Offers:
         )
 
     def _candidates_of(self, family: Family) -> Iterator[Candidate]:
-        """Yield the candidates that one layout family proposes."""
+        """Yield the proposals of one family."""
         for i, layout in enumerate(family.layouts(self.view)):
             own = layout.kind == family.kind
             extra = i > 0 and layout.traits.by_shares and not family.equal_shares
@@ -84,9 +90,9 @@ class Offers:
             yield Candidate(family if own else family_of(layout), layout, extra)
 
     def _replace_if_out_of_memory(self, candidate: Candidate) -> Candidate:
-        """Return the candidate, or a smaller one if it ran out of memory.
+        """Return the candidate, or a smaller version of it if it ran out of memory.
 
-        A fixed global batch gets smaller passes, a free one fewer rows.
+        A requested global batch is kept and computed in smaller passes. A free one is reduced.
         """
         fixed = self._problem.global_batch is not None
         if fixed and not (self._problem.micro and candidate.synchronous):
@@ -109,7 +115,7 @@ class Offers:
 
 
 def _without_duplicates(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Leave out layouts that a measurement can't distinguish from an earlier split."""
+    """Drop layouts that are too similar to an earlier one to measure a difference."""
     kept: list[Candidate] = []
     splits: list[Layout] = []
     for candidate in candidates:

@@ -1,14 +1,14 @@
-"""Chooses the packs to measure: numbers of trainings, and their batches.
+"""Searches the best number of training jobs to run side by side on one device ("pack").
 
-A pack's trainings run side by side on one device. Their number N grows as 1, 2, 3, 5, 8, 13, ...
-while the combined throughput gains. Growth ends once two larger numbers have failed to beat the
-best one, or one has failed to run. Then the gaps on both sides of the best number are halved. More
-trainings need more memory, and each of them takes longer. Therefore the smallest N within `ENOUGH`
-of the best is chosen, or within the tolerance if that is larger.
+The number N grows as 1, 2, 3, 5, 8, 13, ... while the jobs' total samples/s rise. Growth ends once
+two larger numbers have failed to beat the best one, or one has failed to run. Then the numbers
+halfway between the best and its neighbours are tried. More jobs need more memory, and each of them
+takes longer. Therefore the smallest N within `ENOUGH` (5 %) of the best is chosen, or within the
+tolerance if that is larger.
 
-A fixed batch isn't changed. A free batch is the largest that fits N times according to the device's
-memory points, and at most the batch of the solo layout. A little memory is left as headroom for
-contexts and allocators.
+A requested batch isn't changed. A free batch is the largest that fits N times according to the
+device's memory points, and at most the batch of the solo layout. A little memory is left as
+headroom for contexts and allocators.
 """
 
 from __future__ import annotations
@@ -49,16 +49,17 @@ class Packing:
         (self._position,) = single.active
 
     def next_layout(self) -> Layout | None:
-        """Return the next pack to measure, or None if growth has ended."""
+        """Return the layout with the next number of jobs to measure; None when done."""
         size = next_size(self._rates, self._most_trainings)
         if size is None or size < 2:
             return None
         return pack_on(self._single, size, self._mode, self._batch_for(size))
 
     def best_layout(self) -> Layout | None:
-        """Return the best pack that ran, or the next one to measure if none ran.
+        """Return the best measured number of jobs, as a layout.
 
-        A larger pack must be at least 5 % faster than a smaller one.
+        More jobs are preferred only if they are at least 5 % faster in total. If none ran, it is
+        the next layout to measure, or None.
         """
         packs = {size: rate for size, rate in self._rates.items() if size > 1}
         size = best_size(packs, max(ENOUGH, self._problem.tolerance))
@@ -68,12 +69,12 @@ class Packing:
 
     @property
     def still_gains(self) -> bool:
-        """Whether the largest pack so far is the best."""
+        """Whether the largest number of jobs so far is the fastest; even more may be faster."""
         return len(self._rates) > 1 and best_size(self._rates) == max(self._rates)
 
     @cached_property
     def seen(self) -> tuple[Observation, ...]:
-        """The observations of packs in this mode, smallest first."""
+        """All observations of several jobs on this device, fewest jobs first."""
         found = []
         for one in self._policy.seen.in_stage(Stage.PACK):
             layout = one.probe.layout
@@ -94,7 +95,7 @@ class Packing:
 
     @cached_property
     def _rates(self) -> dict[int, float]:
-        """Total samples/s by number of jobs; 0 if none of them ran."""
+        """Total samples/s of all jobs, by number of jobs; 0 if that number didn't run."""
         rates = {1: self._policy.single_rate(self._single)}
         for size, tries in self._by_size.items():
             timed = [self._rate_of(seen.probe.layout) for seen in tries if isinstance(seen, Timed)]
@@ -103,18 +104,18 @@ class Packing:
         return rates
 
     def _may_retreat(self, size: int, tries: Sequence[Observation]) -> bool:
-        """Whether a pack that ran out of memory can be tried again with a smaller batch."""
+        """Whether jobs that ran out of memory should be tried again with a smaller batch."""
         if self._problem.global_batch is not None or len(tries) >= RETREATS:
             return False
         return all(isinstance(seen, OutOfMemory) for seen in tries) and self._batch_for(size) > 0
 
     def _rate_of(self, layout: Layout) -> float:
-        """Return the samples/s of a pack over all its measurements."""
+        """Return the total samples/s of a layout over all its measurements."""
         # its first measurement alone may have been too high
         return throughput(self._policy.seen.turns(layout)).value
 
     def _batch_for(self, size: int) -> int:
-        """Return the batch of each job in a pack of this size; 0 if none fits."""
+        """Return the batch of each job if `size` jobs run; 0 if they don't fit in memory."""
         batch = self._single.global_batch
         if self._problem.global_batch is not None:
             return batch
@@ -126,7 +127,7 @@ class Packing:
 
     @cached_property
     def _most_trainings(self) -> int:
-        """The largest number of jobs that fit on the device."""
+        """The largest number of jobs that fit in the device's memory."""
         least = self._problem.global_batch or self._problem.multiple_of
         for size in range(MOST_PROCESSES, 1, -1):
             if self._largest_batch_for(size) >= least:
@@ -134,7 +135,7 @@ class Packing:
         return 1
 
     def _largest_batch_for(self, size: int) -> int:
-        """Return the largest batch with which this number of jobs fits in memory."""
+        """Return the largest batch per job with which `size` jobs fit in memory."""
         limit = self._policy.seen.memory_limit(self._position)
         if limit is None or not self._memory_per_training.points:
             return UNBOUNDED
@@ -144,7 +145,7 @@ class Packing:
 
     @cached_property
     def _memory_per_training(self) -> Memory:
-        """Memory use of a single job by batch, alone or in a pack."""
+        """Memory use of one job by batch, as measured alone or beside other jobs."""
         memory = self._policy.machine.devices[self._position].memory
         held = dict(memory.points)
         for seen in self.seen:
@@ -160,10 +161,13 @@ class Packing:
 
 
 def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
-    """Return the next pack size to try, or None if enough were tried.
+    """Return the next number of jobs to try; None if enough were tried.
 
-    Sizes grow like Fibonacci numbers while they gain; then the gaps beside the best size are
-    halved.
+    While the total samples/s rise, each number is the sum of the last two (1, 2, 3, 5, 8, ...).
+    Then the numbers halfway between the best and its neighbours follow.
+
+    - `tried`: total samples/s by number of jobs.
+    - `most`: the largest number allowed.
     """
     best = best_size(tried)
     sizes = sorted(tried)
@@ -181,6 +185,6 @@ def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
 
 
 def best_size(tried: Rates, tolerance: float = TIE) -> int | None:
-    """Return the smallest size within `tolerance` of the fastest, or None if none ran."""
+    """Return the smallest number of jobs within `tolerance` of the fastest; None if none ran."""
     least = max(tried.values(), default=0.0) * (1 - tolerance)
     return min((size for size, rate in tried.items() if rate and rate >= least), default=None)

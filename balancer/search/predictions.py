@@ -1,4 +1,4 @@
-"""Predict the fastest layouts from the curves of all devices."""
+"""Predict which division of rows among devices is fastest."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ Solve = Callable[[Sequence[DeviceCurve], Costs], Allocation | None]
 
 
 class Predictions:
-    """The fastest allocations of rows that the machine model predicts."""
+    """The fastest ways to divide rows among devices, according to the model of the machine.
+
+    An `Allocation` holds the rows of each device and the predicted step time.
+    """
 
     def __init__(self, machine: MachineModel) -> None:
         self.machine = machine
         self.problem = machine.problem
 
     def layout(self, wanted: Allocation) -> Layout:
-        """Return an allocation as a layout, in passes where needed."""
+        """Turn an allocation into a layout, with gradient accumulation where memory requires it."""
         shares = dict(wanted.shares)
         return self.machine.lay_out(tuple(shares.get(i, 0) for i in range(self.problem.devices)))
 
     def fastest_of(self, devices: Sequence[DeviceCurve]) -> Allocation | None:
-        """Return the fastest allocation to these devices: a split or one of them alone, or None."""
+        """Return the fastest allocation to some or one of these devices; None if none fits."""
         return fastest([self._fastest_split_over(devices), *map(self._best_alone, devices)])
 
     def _best_alone(self, device: DeviceCurve) -> Allocation | None:
-        """Return the fastest batch of one device, or None if the fixed batch doesn't fit."""
+        """Return the fastest batch of one device, or None if the requested batch doesn't fit."""
         batch = self.problem.global_batch
         if batch is None:
             return waterfill.single_best(
@@ -45,7 +48,11 @@ class Predictions:
 
     @cached_property
     def fastest_split(self) -> Allocation | None:
-        """The fastest predicted split, or None; in passes only if they gain enough."""
+        """The fastest predicted allocation to several devices, or None.
+
+        It uses gradient accumulation only if memory limits a device and the gain is worth a
+        measurement.
+        """
         at_once = self._fastest_split_over(self._trusted_devices)
         if at_once is None and self.problem.global_batch:
             at_once = self._fastest_split_over(self.machine.split_curves)
@@ -64,7 +71,7 @@ class Predictions:
         return in_passes if gains else at_once
 
     def _is_limited_by_memory(self, found: Allocation | None) -> bool:
-        """Whether a device would take more rows if it had more memory."""
+        """Whether a device would get more rows in this allocation if more fit in its memory."""
         seconds = found.seconds if found else math.inf
         for device in self._trusted_devices:
             most = device.curve.largest(seconds, device.limit, self.machine.quantum)
@@ -73,15 +80,15 @@ class Predictions:
         return False
 
     def split_over(self, positions: Sequence[int]) -> Allocation | None:
-        """Return the fastest split over these devices or some of them, or None."""
+        """Return the fastest allocation to some or all of these devices, or None."""
         return self._fastest_split_over(
             [device for device in self.machine.split_curves if device.position in positions]
         )
 
     def split_within(self, seconds: float) -> Allocation | None:
-        """Return the fastest split with steps of at most `seconds`, or None.
+        """Return the fastest allocation to several devices with a limited step time.
 
-        None for a fixed global batch.
+        `seconds` is the longest step. None if there is none, or if a global batch is requested.
         """
         if self.problem.global_batch is not None:
             return None
@@ -93,7 +100,7 @@ class Predictions:
         return self._fastest_split_over(found)
 
     def rate_of(self, batch: int) -> float:
-        """Return the predicted samples/s at a global batch; 0 if it fits nowhere."""
+        """Return the highest predicted samples/s for a global batch; 0 if it fits nowhere."""
         split = self._fastest_split_over(self._trusted_devices, batch)
         rates = [split.samples_per_second if split else 0.0]
         for position in self.machine.live:
@@ -105,7 +112,10 @@ class Predictions:
     def _fastest_split_over(
         self, devices: Sequence[DeviceCurve], of: int | None = None
     ) -> Allocation | None:
-        """Return the fastest split over some of these devices, or None."""
+        """Return the fastest allocation to several of these devices, or None.
+
+        `of` is a global batch to use instead of the requested one.
+        """
         # `of`: a global batch instead of the requested one
         batch = of or self.problem.global_batch
         limit = self.problem.max_global_batch
@@ -120,7 +130,7 @@ class Predictions:
 
     @cached_property
     def _trusted_devices(self) -> tuple[DeviceCurve, ...]:
-        """The devices with their curves, limited to rows for which the curves are trusted."""
+        """Each device's compute time by rows, up to the most rows for which it is reliable."""
         found = []
         for curve in self.machine.split_curves:
             limit = self.machine.devices[curve.position].trusted_rows(curve.curve, curve.limit)
@@ -131,12 +141,15 @@ class Predictions:
 
     @cached_property
     def fastest_single(self) -> Allocation | None:
-        """The fastest predicted allocation to one device, or None."""
+        """The fastest allocation to a single device, or None."""
         return fastest(map(self.single, self.machine.live))
 
     @cached_property
     def best_single_rate(self) -> float:
-        """The best samples/s of a single device, measured while others were idle, or predicted."""
+        """The highest samples/s of a single device.
+
+        Measured while the other devices were idle or, without such a measurement, predicted.
+        """
         found = [
             self.machine.others_idle.get(i) or self.single(i)
             for i in {*self.machine.others_idle, *self.machine.live}
@@ -144,7 +157,7 @@ class Predictions:
         return max((one.samples_per_second for one in found if one), default=0.0)
 
     def single(self, position: int) -> Allocation | None:
-        """Return the fastest allocation to this device alone, or None."""
+        """Return the fastest batch for this device alone, or None if it can't train alone."""
         device = self.machine.devices[position]
         if device.solo_curve is None or not device.largest_in_one_pass or self.problem.all_together:
             return None
@@ -155,10 +168,10 @@ class Predictions:
         return self._best_alone(DeviceCurve(position, device.solo_curve, reach))
 
     def within(self, part: float) -> Allocation | None:
-        """Return the smallest batch that should be fast enough, or None.
+        """Return the allocation with the smallest batch that is predicted to be fast enough.
 
-        It may be slower than the fastest by a fraction `part` of the tolerance. None for a fixed
-        batch, or without a tolerance.
+        Fast enough is at most `part` * tolerance slower than the fastest. None if a global batch is
+        requested or the tolerance is 0.
         """
         problem = self.problem
         if problem.global_batch is not None or not problem.tolerance:
@@ -174,7 +187,10 @@ class Predictions:
         return min(reaching, key=lambda one: (one.global_batch, one.seconds), default=None)
 
     def _smallest_split_reaching(self, rate: float) -> Allocation | None:
-        """Return the smallest split with at least `rate` samples/s."""
+        """Return the allocation to several devices with the smallest batch for these samples/s.
+
+        None if no batch reaches `rate`.
+        """
         shares = self.fastest_split.shares if self.fastest_split else ()
         hosts = {self.machine.hosts[i] for i, _ in shares}
         # only hosts of the fastest split
@@ -190,7 +206,7 @@ class Predictions:
         )
 
     def _smallest_singles_reaching(self, rate: float) -> list[Allocation | None]:
-        """Return each device's smallest batch with at least `rate` samples/s."""
+        """Return, for each device alone, its smallest batch with at least `rate` samples/s."""
         found = []
         for curve in self.machine.split_curves:
             alone = self.machine.devices[curve.position].solo_curve
@@ -207,9 +223,11 @@ class Predictions:
 def split_over_hosts(
     devices: Sequence[DeviceCurve], hosts: Sequence[int], costs: Sequence[Costs], solve: Solve
 ) -> Allocation | None:
-    """Return the fastest allocation over some of the hosts.
+    """Return the fastest allocation, which may leave out whole hosts.
 
-    - `hosts`: the host of each position.
+    Worthwhile because exchange between hosts is slow.
+
+    - `hosts`: the host of each device, by position.
     - `costs`: exchange seconds by number of hosts and of devices.
     - `solve`: finds the fastest allocation for given devices and costs.
     """
@@ -237,5 +255,5 @@ def split_over_hosts(
 
 
 def fastest(found: Iterable[Allocation | None]) -> Allocation | None:
-    """Return the allocation with the most samples/s, or None."""
+    """Return the allocation with the highest samples/s; None if there is none."""
     return max((one for one in found if one), key=lambda one: one.samples_per_second, default=None)

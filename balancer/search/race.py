@@ -1,9 +1,9 @@
-"""The last stage: candidates run in turns A B C A B C.
+"""The last stage of a search: measures the best layouts in turns (A B C A B C) until one wins.
 
-It ends when more turns aren't worth their time. In the first turn (0), every candidate is measured
-once. The candidates with the highest expected samples/s, relative to the duration of their probe,
-come first. If exploration has measured a split, or a device with the others idle, that measurement
-counts as the layout's turn 0. Then larger packs are measured while they gain.
+It ends when more turns aren't worth their time. In the first turn (0), every layout is measured
+once. Layouts with high expected samples/s and a short probe come first. If a step over several
+devices, or a device with the others idle, was measured in an earlier stage, that measurement counts
+as the layout's turn 0. Then larger numbers of jobs per device are tried while they gain.
 
 Later turns decide which layout is fastest. The winner is measured with each requested knob (a tuned
 option such as XLA or mixed precision). Finally, another measurement checks the winner's samples/s,
@@ -35,7 +35,7 @@ FEW_STEPS = 24
 class Race:
     """The final comparison: the best layouts are measured in alternation until one wins.
 
-    In a round, each remaining layout is measured once.
+    In a round (turn), each remaining layout is measured once.
     """
 
     def __init__(self, offers: Offers, machine: MachineModel, budget: Budget) -> None:
@@ -47,7 +47,7 @@ class Race:
         self._seen = machine.seen
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """Return the next probe of the comparison; empty if it is decided or time is up."""
+        """Return the next probe; empty if the comparison is decided or time is up."""
         # packs on logical devices have as many trainings as the best pack of plain processes
         first = [one for one in self._unmeasured if one.layout.placement != "logical"]
         return (
@@ -60,7 +60,7 @@ class Race:
 
     @cached_property
     def running(self) -> tuple[Candidate, ...]:
-        """The candidates that haven't failed."""
+        """The layouts that haven't failed in the comparison."""
         candidates = self.offers.candidates
         here = (
             candidate
@@ -70,7 +70,7 @@ class Race:
         return tuple(one for one in here if self._seen.first_failure(one.layout) is None)
 
     def repeat_best(self, chosen: Layout) -> tuple[Probe, ...]:
-        """Return another probe of the winner or of close layouts, to spend the rest of a budget.
+        """Return another probe of the winner or its closest rival, to use up the budget.
 
         Empty without a budget.
         """
@@ -82,10 +82,10 @@ class Race:
         return self._next_turn(whole, Stage.KNOBS if chosen.knobs else Stage.RACE, settled=True)
 
     def check(self, best: Result) -> tuple[Probe, ...]:
-        """Return a probe that measures the winner again, or nothing if its samples/s are certain.
+        """Return a probe that measures the winner again, to get an unbiased speed.
 
-        The samples/s that a layout won by are probably too high. Further checks follow if the first
-        was throttled or too rough, but none after a check that failed.
+        The speed for which a layout was chosen is probably too high. Further probes follow if that
+        one was throttled or too noisy. Empty if no more are needed, or if one failed.
         """
         layout = best.layout
         checks = [seen for seen in self._seen.in_stage(Stage.CHECK) if seen.probe.layout == layout]
@@ -109,12 +109,15 @@ class Race:
 
     @cached_property
     def turns(self) -> dict[Layout, Turns]:
-        """The measurements of each running layout, by round."""
+        """Each layout's measurements, by round."""
         return {one.layout: self._seen.turns(one.layout) for one in self.running}
 
     @cached_property
     def ranking(self) -> tuple[RankedLayout, ...]:
-        """The compared layouts, the winner first; with knobs, if any were tried."""
+        """The measured layouts, best first.
+
+        If tuning options were compared, the winner appears with each of them.
+        """
         rivals = self._knob_rivals
         turns = {rival.layout: self._seen.turns(rival.layout, Stage.KNOBS) for rival in rivals}
         tried = rank(rivals, turns, self._problem)
@@ -130,19 +133,19 @@ class Race:
 
     @property
     def unmeasured(self) -> tuple[Candidate, ...]:
-        """The main candidates without a measurement."""
+        """The layouts that have no measurement yet, without optional ones."""
         return tuple(one for one in self._unmeasured if not one.extra)
 
     @cached_property
     def waiting(self) -> tuple[list[Candidate], bool]:
-        """The candidates that need another measurement, and whether some are tied."""
+        """The layouts that need another measurement, and whether the fastest ones are tied."""
         rivals, tied = self._find_undecided(self.running, Stage.RACE)
         return [*self._unmeasured, *rivals], tied
 
     # ------------------------------------------------------------------ first turn
 
     def _first_turn(self, wanted: Sequence[Candidate]) -> tuple[Probe, ...]:
-        """Return the first probe of the most promising unmeasured candidate."""
+        """Return the first probe of the most promising layout that wasn't measured yet."""
         if not wanted:
             return ()
         layout = min(wanted, key=self._first_turn_key).layout
@@ -160,7 +163,7 @@ class Race:
         return (Probe(layout, stage, seconds, FIRST_TURN),)
 
     def _first_turn_key(self, candidate: Candidate) -> tuple[bool, float]:
-        """Sort key of the first round: fast layouts with cheap probes come first."""
+        """Sort key for the first round: fast layouts with short probes come first."""
         comparable = [candidate]
         if not candidate.synchronous:
             # a pack or placement is expected to be as fast as the fastest other candidate
@@ -175,7 +178,7 @@ class Race:
     # ------------------------------------------------------------------ packs
 
     def _grow_packs(self) -> tuple[Probe, ...]:
-        """Return a probe of the next larger pack."""
+        """Return a probe with the next larger number of jobs on one device, if it may gain."""
         found = [packing.next_layout() for _, packing in self.offers.view.packings]
         # the smallest first
         wanted = sorted((one for one in found if one is not None), key=lambda one: one.processes)
@@ -192,7 +195,10 @@ class Race:
     def _next_turn(
         self, rivals: Sequence[Candidate], stage: Stage, settled: bool = False
     ) -> tuple[Probe, ...]:
-        """Return the probe of the next layout in this round or the following one."""
+        """Return the probe of the next layout in the current round, or else in the next one.
+
+        `settled` means that all layouts take part because the winner is already known.
+        """
         taken = {rival.layout: set(self._seen.turns(rival.layout, stage)) for rival in rivals}
         # further turns replace those in which a device was throttled
         for layout, turns in taken.items():
@@ -209,7 +215,7 @@ class Race:
         return ()
 
     def _reserved_seconds(self, layout: Layout, stage: Stage) -> float:
-        """Return the seconds to keep for later probes of the comparison."""
+        """Return how many seconds later probes of the comparison will need."""
         knobs = self._knobs_seconds if stage == Stage.RACE else 0.0
         # another such probe and, in the race, a turn with each knob
         return self._budget.least_seconds(layout) + knobs
@@ -217,7 +223,7 @@ class Race:
     def _rivals_in_turn(
         self, rivals: Sequence[Candidate], stage: Stage, turn: int
     ) -> list[Candidate]:
-        """Return the layouts to measure in a round."""
+        """Return the layouts to measure in a round: those that may still win."""
         # the first turn of the race is in `_first_turn`
         if turn == FIRST_TURN and stage == Stage.KNOBS:
             return list(rivals)
@@ -229,9 +235,9 @@ class Race:
     def _find_undecided(
         self, rivals: Sequence[Candidate], stage: Stage, before: int = MOST_TURNS
     ) -> tuple[list[Candidate], bool]:
-        """Return the layouts that need another measurement, and whether some are tied.
+        """Return the layouts that need another measurement, and whether others tie.
 
-        Only rounds before `before` count.
+        Only measurements from rounds before `before` are used.
         """
         turns = {}
         for one in rivals:
@@ -250,7 +256,7 @@ class Race:
 
     @cached_property
     def _knob_rivals(self) -> list[Candidate]:
-        """The winner with and without each knob; empty without knobs."""
+        """The winner without and with each tuning option; empty if none was requested."""
         if not self._without_knobs or not self.options.knobs:
             return []
         winner = self._without_knobs[0].candidate
@@ -262,16 +268,16 @@ class Race:
 
     @property
     def turn_seconds(self) -> float:
-        """Seconds to measure all candidates and knobs once."""
+        """Seconds to measure each layout and each tuning option once."""
         candidates = sum(self._budget.least_seconds(one.layout) for one in self.running)
         return candidates + self._knobs_seconds
 
     @cached_property
     def _knobs_seconds(self) -> float:
-        """Seconds to measure each knob once."""
+        """Seconds to measure the winner with each tuning option once."""
         return sum(self._budget.least_seconds(rival.layout) for rival in self._knob_rivals)
 
 
 def _was_held_back_in_only_turn(turns: Turns) -> bool:
-    """Whether a layout was throttled in its only measurement."""
+    """Whether a layout has a single measurement, in which a device was throttled."""
     return len(turns) == 1 and all(seen.held_back() for seen in turns.values())

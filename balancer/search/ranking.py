@@ -47,10 +47,10 @@ TurnsByLayout = Mapping[Layout, Turns]
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """The relative difference of two layouts' samples/s.
+    """How much faster one layout is than another, with its uncertainty.
 
-    `value` is its mean over `turns` measurements of each, and `deviation` the standard deviation of
-    one.
+    `value` is the mean relative difference of their samples/s over `turns` pairs of measurements.
+    `deviation` is the standard deviation of a single pair.
     """
 
     value: float
@@ -58,15 +58,15 @@ class Difference(msgspec.Struct, frozen=True):
     turns: int
 
     def interval(self) -> Interval:
-        """Return the 95 % interval of the mean."""
+        """Return the mean with its 95 % confidence interval."""
         half = student(DRIFT_WEIGHT + self.turns - 1) * self.deviation / math.sqrt(self.turns)
         return Interval(self.value, self.value - half, self.value + half)
 
     def expected_gain(self, more_turns: float = 0.0) -> float:
-        """Return E[max(0, d)], the gain expected from choosing the faster of the two layouts.
+        """Return E[max(0, d)]: how much choosing the first layout is expected to gain.
 
-        d is the true relative lead of the first one. `more_turns` are further measurements, which
-        would reduce the error.
+        d is the true difference, as a fraction; where the first layout is slower, nothing is
+        gained. `more_turns` assumes further measurements that reduce the uncertainty.
         """
         error = self.deviation / math.sqrt(self.turns + more_turns)
         z = self.value / error
@@ -74,9 +74,9 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class RankedLayout(msgspec.Struct, frozen=True):
-    """A layout in the final comparison.
+    """A layout's place in the final comparison.
 
-    `against` is its speed relative to the winner, minus 1; None for the winner itself.
+    `against` is its samples/s relative to the winner's, minus 1; None for the winner itself.
     """
 
     candidate: Candidate
@@ -87,17 +87,20 @@ class RankedLayout(msgspec.Struct, frozen=True):
 
     @property
     def result(self) -> Result:
-        """The layout with its samples/s."""
+        """The layout with its samples/s and number of measurements."""
         return Result(self.candidate.layout, self.throughput, self.turns)
 
     @property
     def unclear(self) -> bool:
-        """Whether it ties with the winner although they differ by more than 3 %."""
+        """Whether it ties with the winner although their samples/s differ by more than 3 %.
+
+        The measurements are then too noisy to say which one is faster.
+        """
         return self.tie and self.against is not None and abs(self.against.value) > UNCLEAR
 
     @property
     def step(self) -> Interval:
-        """Step time in seconds, with its interval."""
+        """The step time in seconds, with its 95 % interval."""
         layout = self.candidate.layout
         rate = self.throughput
         samples = layout.global_batch * layout.processes
@@ -108,7 +111,7 @@ class RankedLayout(msgspec.Struct, frozen=True):
 def rank(
     candidates: Sequence[Candidate], turns: TurnsByLayout, problem: Problem
 ) -> tuple[RankedLayout, ...]:
-    """Return the measured candidates, the winner first, then by samples/s."""
+    """Return the measured layouts: the winner first, then the others by samples/s."""
     ran = [candidate for candidate in candidates if turns.get(candidate.layout)]
     ran.sort(key=lambda one: -throughput(turns[one.layout]).value)
     if not ran:
@@ -119,11 +122,12 @@ def rank(
 
 
 def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Problem) -> Candidate:
-    """Return the candidate that the plan should use.
+    """Return the layout to use for training.
 
-    - An objective that trades speed picks the highest value among layouts that are fast enough.
-    - A free global batch picks the smallest batch within the tolerance of the fastest.
-    - Otherwise, the simplest of the layouts nearly as fast as the fastest wins.
+    - For an objective such as energy, the layout with the best value that isn't too slow.
+    - If the global batch is free, the layout with the smallest batch within the tolerance of
+      the fastest.
+    - Otherwise, the simplest layout that is practically as fast as the fastest.
     """
     rates = {one.layout: throughput(turns[one.layout]).value for one in ran}
 
@@ -156,14 +160,20 @@ def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Probl
 def _list_tolerable(
     ran: Sequence[Candidate], turns: TurnsByLayout, leader: Turns, tolerance: float
 ) -> list[Candidate]:
-    """Return the synchronous candidates within the tolerance of the fastest."""
+    """Return the layouts whose samples/s are within the tolerance of the fastest.
+
+    Only synchronous layouts, because the batches of others can't be compared.
+    """
     # other layouts have global batches that can't be compared with the leader's
     synchronous = [candidate for candidate in ran if candidate.synchronous]
     return [one for one in synchronous if is_tolerable(turns[one.layout], leader, tolerance)]
 
 
 def is_tolerable(one: Turns, leader: Turns, tolerance: float) -> bool:
-    """Whether a layout is at most `tolerance` slower than the fastest, with a little slack."""
+    """Whether a layout is slower than the fastest by at most `tolerance`, a fraction.
+
+    Half a percent more is allowed if the difference is that uncertain.
+    """
     # the true difference may be smaller than the measured one
     gap = compare_turns(one, leader).interval()
     return gap.value + min((gap.high - gap.low) / 2, EDGE_SLACK) >= -tolerance
@@ -172,10 +182,11 @@ def is_tolerable(one: Turns, leader: Turns, tolerance: float) -> bool:
 def undecided(
     ran: Sequence[Candidate], turns: TurnsByLayout, turns_left: float, most_turns: int
 ) -> tuple[list[Candidate], bool]:
-    """Return the fastest layout and those worth another measurement, and whether others tie.
+    """Return the layouts to measure again to find the fastest, and whether others tie.
 
-    A layout is worth it if the remaining measurements can show whether it is faster. Otherwise it
-    ties. The list is empty if none is worth it.
+    - The list holds the fastest one and each layout that may still prove faster with the turns
+      that are left. It is empty if there is none.
+    - Layouts that may be faster, but can't be separated in that time, tie.
     """
     # the fastest takes part because the two are compared within turns
     if len(ran) < 2:
@@ -196,9 +207,9 @@ def undecided(
 
 
 def compare_turns(one: Turns, other: Turns) -> Difference:
-    """Return the relative difference of two layouts, from the rounds in which both ran.
+    """Return how much faster `one` is than `other`, from the rounds in which both ran.
 
-    Without common rounds, all their measurements are compared.
+    Without a common round, all their measurements are compared.
     """
     common = [(one[turn], other[turn]) for turn in sorted(one.keys() & other.keys())]
     pairs = common or list(product(one.values(), other.values()))
@@ -216,7 +227,7 @@ def compare_turns(one: Turns, other: Turns) -> Difference:
 
 
 def throughput(turns: Turns) -> Interval:
-    """Return the samples/s over all measurements, with the 95 % interval."""
+    """Return the mean samples/s of all measurements, with a 95 % confidence interval."""
     measured = [seen.throughput for _, seen in sorted(turns.items())]
     if len(measured) == 1:
         return measured[0]
@@ -228,7 +239,10 @@ def throughput(turns: Turns) -> Interval:
 
 
 def _pooled_deviation(assumed: float, values: Sequence[float]) -> float:
-    """Return the standard deviation of values, combined with the usual variance."""
+    """Return the standard deviation of a few values, pooled with an assumed variance.
+
+    `assumed` keeps the result from being too small if the values agree by chance.
+    """
     mean = fmean(values)
     spread = math.fsum((value - mean) ** 2 for value in values)
     # `assumed`, the usual variance, counts as much as `DRIFT_WEIGHT` turns
@@ -236,19 +250,19 @@ def _pooled_deviation(assumed: float, values: Sequence[float]) -> float:
 
 
 def center(interval: Interval, value: float) -> Interval:
-    """Move an interval so that it surrounds `value`, but not below 0."""
+    """Return the interval moved so that `value` is in its middle; it never goes below 0."""
     half = (interval.high - interval.low) / 2
     return Interval(value, max(0.0, value - half), value + half)
 
 
 def widen(interval: Interval, error: float) -> Interval:
-    """Extend an interval to at least the relative `error` on both sides."""
+    """Return the interval, extended to at least a relative `error` on both sides."""
     low = min(interval.low, interval.value * max(0.0, 1 - error))
     return Interval(interval.value, low, max(interval.high, interval.value * (1 + error)))
 
 
 def overlap(one: Interval, other: Interval) -> bool:
-    """Whether two intervals have a value in common."""
+    """Whether two intervals overlap."""
     return one.low <= other.high and other.low <= one.high
 
 

@@ -1,4 +1,4 @@
-"""What a search hands over at its end."""
+"""The data that a search hands over at its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .ranking import RankedLayout
 
 
 class SearchReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that the result of a search is made from."""
+    """The data of a finished search from which its result is written."""
 
     problem: Problem
     options: LayoutOptions
@@ -44,5 +44,5 @@ class SearchReport(msgspec.Struct, frozen=True, kw_only=True):
     own_rate: float = 0.0  # predicted samples/s at the script's own batch; 0: unknown
 
     def turns_of(self, layout: Layout) -> tuple[Timed, ...]:
-        """Return the measurements that count for a layout; empty if there are none."""
+        """Return the measurements on which a layout's samples/s are based; empty if none."""
         return self.turns.get(layout, ())

@@ -1,4 +1,4 @@
-"""Propose layouts for training runs that count shares in rows."""
+"""Propose layouts in which each device gets a number of rows, by their predicted speed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ MOST_TO_COMBINE = 6
 
 
 class RowPolicy:
-    """Choose candidates by the predicted and measured speed of rows."""
+    """Chooses which layouts to compare, for workloads whose rows all cost the same.
+
+    `TextPolicy` does the same for rows of different lengths.
+    """
 
     def __init__(self, machine: MachineModel) -> None:
         self.machine = machine
@@ -39,11 +42,15 @@ class RowPolicy:
         self.seen = machine.seen
 
     def why_none(self) -> End | None:
-        """Return None: some layout of rows may always work."""
+        """Return None: there is no reason known in advance why no layout could work."""
         return None
 
     def is_sensible(self, layout: Layout) -> bool:
-        """Whether the layout may be chosen as the plan."""
+        """Whether the layout may become the plan.
+
+        Excluded are gradient accumulation on a single device if the batch is free, and single
+        devices if the workload must use all.
+        """
         if layout.traits.together:
             return True
         if self.problem.all_together:
@@ -52,7 +59,11 @@ class RowPolicy:
         return self.problem.global_batch is not None or not layout.in_passes
 
     def apart_seconds(self, layout: Layout) -> float | None:
-        """Return the seconds of the slowest share if each device ran alone; None if unknown."""
+        """Return the compute time of the slowest device, if each ran its rows with others idle.
+
+        In seconds. Compared with a measured step, it shows the cost of running together. None if no
+        device was measured.
+        """
         seconds = []
         for position in layout.computing:
             curve = self.machine.devices[position].solo_curve
@@ -61,9 +72,9 @@ class RowPolicy:
         return max(seconds, default=None)
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return each device's split curve and its most rows per pass, for the plan file.
+        """Return, for the plan file, each device's compute time by rows and its row limit.
 
-        Devices without a share, and layouts on one device, get an empty curve.
+        Empty curves for devices without rows, and for layouts on a single device.
         """
         found = list(NO_CURVE * len(layout.shares))
         if not layout.traits.together:
@@ -78,7 +89,7 @@ class RowPolicy:
         return tuple(found)
 
     def predicted_curve(self, position: int) -> PredictedCurve:
-        """Return points of a device's curve for a plot."""
+        """Return the predicted step times of one device, as points to plot."""
         device = self.machine.devices[position]
         largest = device.guessed_rows or device.memory.largest_ran or None
         points: tuple[tuple[int, float], ...] = ()
@@ -90,9 +101,10 @@ class RowPolicy:
     # ------------------------------------------------------------------ one device
 
     def singles(self) -> list[Layout]:
-        """Return the best layout on one device; empty if there is none.
+        """Return the best layout on a single device; empty if no device can run the batch.
 
-        If it has several passes although one would surely fit, the layout with one pass follows.
+        If it uses gradient accumulation although one pass would surely fit, the layout with one
+        pass comes second.
         """
         ranked = self._singles_by_rate()
         if not ranked:
@@ -105,7 +117,11 @@ class RowPolicy:
         return [best, at_once]
 
     def _singles_by_rate(self) -> list[Layout]:
-        """Return the layouts on one device, fastest first."""
+        """Return the layouts on a single device, fastest first.
+
+        If the batch is free, these are the batches that ran. Otherwise, each device gets the
+        requested batch.
+        """
         batch = self.problem.global_batch
         if batch is None:
             # a free batch: all solo layouts that exploration measured
@@ -125,9 +141,9 @@ class RowPolicy:
         return sorted(fitting, key=lambda layout: -self.single_rate(layout, contended=False))
 
     def single_rate(self, layout: Layout, contended: bool = True) -> float:
-        """Return the samples/s of a layout on one device, measured or predicted.
+        """Return the samples/s of a layout on one device, predicted if it wasn't measured.
 
-        Measurements while other devices computed count only if `contended`.
+        `contended` includes measurements taken while the other devices were busy.
         """
         timed = self.seen.timed_in(layout, Stage.REST)
         if not timed and contended:
@@ -137,13 +153,19 @@ class RowPolicy:
         )
 
     def efficient(self) -> list[Layout]:
-        """Return the layouts to try for an objective that trades speed."""
+        """Return layouts with a good ratio of samples/s to cost, such as power.
+
+        They are candidates for an objective that accepts a slower layout with lower costs.
+        """
         alone = {layout.active[0]: layout for layout in reversed(self._singles_by_rate())}
         layouts = [*alone.values(), *map(self.predictions.layout, self._most_efficient())]
         return [layout for layout in layouts if self.machine.fits(layout)]
 
     def _most_efficient(self) -> list[Allocation]:
-        """Return the splits with the most samples per cost that are fast enough."""
+        """Return the splits with the highest samples/s per cost, such as per watt.
+
+        Only splits at most `max_slowdown` slower than the fastest layout are considered.
+        """
         objective = find_objective(self.problem.objective)
         costs = objective.costs(self.seen.timed(), self.problem.devices)
         if not costs:
@@ -168,7 +190,10 @@ class RowPolicy:
         return sorted(enough, key=value, reverse=True)[:LIKELY_SETS]
 
     def _list_device_sets(self, costs: list[tuple[float, float]]) -> Iterator[tuple[int, ...]]:
-        """Yield the sets of devices to try, smaller than all."""
+        """Yield sets of two or more devices, smaller than all, that may be the most efficient.
+
+        `costs` holds each device's cost while it trains and while it is idle.
+        """
         # `costs` are the (active, idle) costs of each device
         counts = range(2, len(self.machine.live))
         if len(self.machine.live) <= MOST_TO_COMBINE:
@@ -187,7 +212,11 @@ class RowPolicy:
     # ------------------------------------------------------------------ several devices
 
     def best_splits(self) -> list[Layout]:
-        """Return the splits to compare: the preferred one, promising ones, and the fastest."""
+        """Return the layouts over several devices that belong in the final comparison.
+
+        These are the smallest measured batch that is fast enough, layouts that are predicted to be
+        better, and the fastest one measured.
+        """
         found = self._split_rates()
         if not found:
             fastest = self.predictions.fastest_split if self.machine.splits else None
@@ -201,7 +230,7 @@ class RowPolicy:
         ]
 
     def _split_rates(self) -> dict[Layout, float]:
-        """Return the best measured samples/s of each split."""
+        """Return the highest measured samples/s of each layout over several devices."""
         batch = self.problem.global_batch
         found = [
             split
@@ -213,7 +242,10 @@ class RowPolicy:
         return {one.probe.layout: one.samples_per_second for one in found}
 
     def _preferred_split(self, found: dict[Layout, float]) -> Layout:
-        """Return the smallest split within the tolerance of the fastest."""
+        """Return the split with the smallest batch among those within the tolerance.
+
+        The tolerance is relative to the fastest split. `found` holds samples/s by split.
+        """
         # `found` are the samples/s of the splits, and must not be empty
         tolerance = self.problem.tolerance if self.problem.global_batch is None else 0.0
         least = max(found.values()) * (1 - tolerance)
@@ -221,7 +253,10 @@ class RowPolicy:
         return min(enough, key=lambda layout: (layout.global_batch, -found[layout]))
 
     def _promising_splits(self, chosen: Layout) -> list[Layout]:
-        """Return splits that are predicted to be better than the chosen one and surely fit."""
+        """Return splits that surely fit and are predicted to be better than `chosen`.
+
+        Better means clearly faster or, if the batch is free, a smaller batch that is fast enough.
+        """
         # smaller batches within the tolerance
         found = list(self._smaller_splits(chosen))
         fastest = self.predictions.fastest_split
@@ -233,7 +268,7 @@ class RowPolicy:
         return [layout for layout in found if self.machine.surely_fits(layout)]
 
     def _smaller_splits(self, chosen: Layout) -> Iterator[Layout]:
-        """Yield splits with smaller batches that are predicted to be fast enough."""
+        """Yield splits with smaller batches than `chosen` that are predicted to be fast enough."""
         tolerance = self.problem.tolerance
         ran = {
             one.probe.layout
@@ -258,7 +293,11 @@ class RowPolicy:
     def _smallest_within(
         self, turns: dict[Layout, Turns], leader: Turns, most: int
     ) -> Layout | None:
-        """Return the smallest measured layout within the tolerance, or None."""
+        """Return the measured layout with the smallest batch within the tolerance, or None.
+
+        The tolerance is relative to the samples/s of `leader`. Batches above `most` count only if
+        they were measured again after being chosen.
+        """
         # a layout without a check must have a batch of at most `most`
         checked = {one.probe.layout for one in self.seen.in_stage(Stage.CHECK)}
         found = []
@@ -269,7 +308,7 @@ class RowPolicy:
         return min(found, key=lambda one: (one.global_batch, one.shares), default=None)
 
     def _nearest_raced(self, layout: Layout, raced: Iterable[Layout]) -> Layout:
-        """Return a measured layout with nearly the same shares, or the layout itself."""
+        """Return a measured layout whose shares hardly differ from this one's, else this one."""
         # shares differ by at most 2 %, so a measurement of `layout` would show nothing new
         near = [one for one in raced if same_measurement(one, layout, SAME_BATCH)]
         batch = layout.global_batch
@@ -280,9 +319,9 @@ class RowPolicy:
         return min(near, key=distance, default=layout)
 
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
-        """Return equal shares over all usable devices.
+        """Return layouts with equal shares, over all usable devices.
 
-        `scaling` adds equal shares over fewer devices, the fastest first.
+        `scaling` adds such layouts over fewer devices, which are chosen by speed.
         """
         order = sorted(self.machine.live, key=lambda i: -self.machine.devices[i].evidence.best_rate)
         counts = device_counts(len(order)) if scaling else (len(order),)
@@ -293,7 +332,10 @@ class RowPolicy:
     def _make_even_split(
         self, positions: tuple[int, ...], splits: Sequence[Layout], whole: bool
     ) -> Layout | None:
-        """Return equal shares over these positions, or None if they don't fit."""
+        """Return equal shares over these devices, or None if they don't fit in memory.
+
+        If `whole` is set, a requested global batch is never reduced to fit.
+        """
         # if `whole`, a fixed batch isn't reduced when it doesn't fit
         count = len(positions)
         quantum = self.machine.quantum
@@ -313,7 +355,7 @@ class RowPolicy:
         return split_evenly(self.problem.devices, positions, safe * count, quantum)
 
     def _even_batch(self, positions: tuple[int, ...], splits: Sequence[Layout]) -> int:
-        """Return the global batch for equal shares if the request has none."""
+        """Return the global batch to use for equal shares if none was requested."""
         count = len(positions)
         if splits:
             # each device gets the mean rows per live device

@@ -1,4 +1,7 @@
-"""Search for the fastest layout: ask for probes, tell what came of them."""
+"""Search for the fastest layout:
+
+`ask` returns the probes to run, `tell` takes what they observed.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ LEAST_STEPS = 20
 
 
 class Search:
-    """Finds the fastest layout of a problem.
+    """Finds the fastest way to train a workload on the given devices.
 
-    The caller runs the probes of `ask` and passes what it observed to `tell`. The answers depend
-    only on the set of observations, not on their order. The search has no clock: elapsed seconds
-    come from the observations.
+    The caller runs the probes that `ask` returns, and passes their observations to `tell`, until
+    `ask` returns none. The answers depend only on the set of observations, not on their order. The
+    search has no clock: elapsed seconds come from the observations.
     """
 
     def __init__(self, problem: Problem, options: LayoutOptions = BALANCE) -> None:
@@ -32,18 +35,18 @@ class Search:
 
     @property
     def evaluation(self) -> Evaluation:
-        """The evaluation of all observations so far."""
+        """What follows from all observations so far."""
         return self._evaluation
 
     def tell(self, seen: Observation) -> None:
-        """Add an observation."""
+        """Add what a probe observed."""
         self._seen.add(seen)
         self._evaluation = Evaluation(self.problem, self.options, self._seen)
 
     def learn_data(self, facts: Facts) -> None:
-        """Add facts about the workload that its first probes found out.
+        """Add facts about the workload that only its first probes could find out.
 
-        A free global batch is limited so that an epoch keeps a useful number of steps.
+        If the global batch is free, it is limited so that an epoch keeps enough steps.
         """
         problem = self.problem
         free = problem.global_batch is None and problem.max_global_batch is None
@@ -71,36 +74,39 @@ class Search:
             self._evaluation = Evaluation(problem, self.options, self._seen)
 
     def ask(self) -> tuple[Probe, ...]:
-        """Return the probes to run now, all at once; empty if the search is over."""
+        """Return the probes to run now, all at the same time; empty if the search is over."""
         return self._evaluation.next_probes
 
     def ended(self) -> End | None:
-        """Return why the search is over, or None if it goes on."""
+        """Return why the search ended, or None if it goes on."""
         return self._evaluation.ended()
 
     def why_stopped(self) -> str | None:
-        """Return the reason as a sentence, or None while the search goes on."""
+        """Return as a sentence why the search ended, or None if it goes on."""
         end = self.ended()
         return None if end is None else end.words
 
     def belief(self) -> Belief:
-        """Return the predicted curves and what is measured next."""
+        """Return, for display, the predicted step times and what is measured next."""
         return self._evaluation.belief()
 
     def best(self) -> Result | None:
-        """Return the best layout so far, or None."""
+        """Return the layout to recommend so far, with its samples/s; None if nothing ran."""
         return self._evaluation.best
 
     def report(self, own_batch: int | None = None) -> SearchReport | None:
-        """Return the material for the result, or None if no layout ran.
+        """Return the data from which the result is written, or None if nothing ran.
 
-        `own_batch` is the script's own global batch.
+        `own_batch` is the global batch of the user's script. Its speed is predicted for the result.
         """
         return self._evaluation.report(own_batch)
 
 
 def _largest_batch_of(rows: int, problem: Problem) -> int:
-    """Return the largest useful global batch for so many rows of data."""
+    """Return the largest global batch that leaves an epoch enough steps.
+
+    `rows` is the number of rows in the data set.
+    """
     quantum = problem.multiple_of
     # with few rows, an epoch may have fewer steps
     wanted = max(rows // LEAST_STEPS, problem.devices * quantum, SMALL)

@@ -69,7 +69,7 @@ FAR_SLOWER = 0.5
 
 
 class RowDemand(msgspec.Struct, frozen=True):
-    """What rows cost on a device, besides its part of the state.
+    """What a micro-batch needs on a device besides the device's part of the model's state.
 
     A pass of r rows takes `base_bytes + r * row_bytes` bytes and `fixed_seconds + r * row_seconds`
     seconds.
@@ -81,21 +81,22 @@ class RowDemand(msgspec.Struct, frozen=True):
     row_seconds: float
 
     def rows_in(self, seconds: float) -> float:
-        """Return the rows that the device computes in so many seconds."""
+        """Return how many rows the device can compute in `seconds`."""
         return max(0.0, seconds - self.fixed_seconds) / self.row_seconds
 
     def seconds(self, rows: float) -> float:
-        """Return the seconds of a pass with so many rows."""
+        """Return how long a pass of `rows` takes, in seconds."""
         return self.fixed_seconds + self.row_seconds * rows
 
 
 class StateDivision(msgspec.Struct, frozen=True):
-    """How the model's state is divided among the devices.
+    """How the parameters, gradients and optimizer state are divided among devices.
 
     - `parts`: each device's fraction of the state; empty if not known yet.
-    - `in_passes`: whether the division leaves room for gradients between passes.
+    - `in_passes`: whether memory is left for gradients that are kept between
+      gradient-accumulation passes.
     - `limits`: usable bytes of each device; None where unknown.
-    - `rows`: the rows of a pass on each device for which the division was made.
+    - `rows`: the micro-batch of each device that the division leaves memory for.
     """
 
     parts: tuple[float, ...]
@@ -105,21 +106,22 @@ class StateDivision(msgspec.Struct, frozen=True):
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """A sharded layout and its predicted seconds per step."""
+    """A sharded layout and its predicted step time in seconds."""
 
     layout: Layout
     seconds: float
 
     def rate(self, more_seconds: float = 0.0) -> float:
-        """Return the samples/s if a step takes `more_seconds` longer than predicted."""
+        """Return the predicted samples/s, for a step that takes `more_seconds` longer."""
         return self.layout.global_batch / (self.seconds + more_seconds)
 
 
 class Sharding:
-    """The search for the best sharded layout.
+    """The search for the fastest layout that shards the model over all devices.
 
-    Devices are first measured alone with a small part of the state. Their memory and times decide
-    how to divide it, and whole steps follow.
+    Each device is first measured alone, with a small part of the state. From the memory and time of
+    its rows follows how large a part of the state it should hold. Then steps over all devices are
+    measured.
     """
 
     def __init__(self, problem: Problem, seen: Sequence[Observation]) -> None:
@@ -134,7 +136,7 @@ class Sharding:
             self._problem = msgspec.structs.replace(self._problem, budget_seconds=max(0.0, left))
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """Return the next probes; empty if nothing is worth measuring."""
+        """Return the next probes; empty if no further measurement is worth its time."""
         policy = self.policy
         budget = Budget(policy.problem, BALANCE, policy.seen)
         probes = () if self.parts is None else explore(policy, budget, with_splits=True)
@@ -150,9 +152,9 @@ class Sharding:
         return () if whole and not self.parts else tuple(map(self._with_shards, probes))
 
     def _urgent_whole_step(self, budget: Budget) -> Probe | None:
-        """Return the first whole step, if it shouldn't wait for more solo measurements, or None.
+        """Return the first step over all devices if it should run before further solo probes.
 
-        It comes early if little time is left, or if starting its processes is expensive.
+        It should if little time is left, or if starting its processes takes long. Otherwise None.
         """
         policy = self.policy
         if not self.parts or policy.machine.splits:
@@ -172,7 +174,11 @@ class Sharding:
         return None
 
     def _smaller_whole_step(self, budget: Budget) -> Probe | None:
-        """Return a smaller whole step after one ran out of memory, or None."""
+        """Return a step with fewer rows to try after one ran out of memory, or None.
+
+        Used only if measuring single devices again would take long, because their processes have
+        ended.
+        """
         # single devices could only be measured again after a new start of their children, which
         # ended for the whole step
         if not budget.is_expensive(budget.starts.alone):
@@ -194,13 +200,13 @@ class Sharding:
         return Probe(rows_alone, Stage.SPLIT, seconds)
 
     def layouts(self) -> list[Layout]:
-        """Return the sharded layouts to compare."""
+        """Return the sharded layouts for the final comparison."""
         found = self.policy.best_splits() if self.parts else []
         held = [one.probe.layout for one in self._that_still_fit(self._held)]
         return [*(self._shard(one) for one in found if one.traits.together), *held]
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return the time curve and the most rows of each device of a layout."""
+        """Return the compute time by rows, and the row limit, of each device of a layout."""
         if _some_hold_only(layout):
             return NO_CURVE * len(layout.shares)
         return self.policy.curves(layout_of(layout.shares, layout.micro))
@@ -214,7 +220,7 @@ class Sharding:
 
     @cached_property
     def _division(self) -> StateDivision | None:
-        """The division of the state, or None if it doesn't fit."""
+        """How the state is divided among the devices; None if they can't hold it."""
         problem = self._problem
         if not self._needs_are_known:
             # no parts until all devices were measured alone
@@ -232,16 +238,16 @@ class Sharding:
 
     @property
     def _limits(self) -> list[int]:
-        """Usable bytes of the devices whose memory is known."""
+        """The bytes that each device has for state and rows; unknown devices are left out."""
         beside = self._state.beside_bytes
         return [max(1, size - beside) for size in self._problem.memory_bytes if size is not None]
 
     def _divide(
         self, limits: Sequence[int], without_rows: frozenset[int] = frozenset()
     ) -> StateDivision | None:
-        """Return a division that leaves headroom, or None if the state doesn't fit.
+        """Return how to divide the state with some headroom, or None if it doesn't fit.
 
-        Devices `without_rows` only hold state.
+        The devices in `without_rows` hold state but compute nothing.
         """
         failures, needs, problem = self._failures, self._row_demands, self._problem
         # headroom is doubled for each whole step that ran out of memory; if the state then doesn't
@@ -258,7 +264,7 @@ class Sharding:
 
     @property
     def _failures(self) -> list[int]:
-        """How often each device ran out of memory in a whole step."""
+        """How often each device ran out of memory in a step over several devices."""
         counts = [0] * self._problem.devices
         for one in self._seen:
             if isinstance(one, OutOfMemory) and one.probe.layout.traits.together:
@@ -269,7 +275,7 @@ class Sharding:
 
     @property
     def _row_demands(self) -> list[RowDemand]:
-        """The demand of each device, from its first two measurements alone."""
+        """Memory and time per row of each device, from its first two measurements alone."""
         # later ones would change the division, which must stay the same after a whole step
         first = Observations(self._problem)
         for position in range(self._problem.devices):
@@ -279,7 +285,7 @@ class Sharding:
         return [self._need(device) for device in devices if device.alone]
 
     def _measured_alone(self, position: int) -> list[Timed]:
-        """Return the device's measurements alone, in order."""
+        """Return the measurements in which only this device ran, in order."""
         found = []
         for one in self._seen:
             layout = one.probe.layout
@@ -297,7 +303,10 @@ class Sharding:
 
     @cached_property
     def without_rows(self) -> Proposal | None:
-        """The best proposal in which some devices only hold state, or None."""
+        """The fastest predicted layout in which some devices hold state but compute nothing.
+
+        None if there is none.
+        """
         limits = self._limits
         if not self._needs_are_known or len(limits) < self._problem.devices:
             return None
@@ -310,7 +319,7 @@ class Sharding:
         return max(found, key=lambda one: one.rate(), default=None)
 
     def _sets_of_holders(self) -> list[frozenset[int]]:
-        """Return the sets of devices that may go without rows."""
+        """Return the sets of devices to try as holders of state that compute nothing."""
         positions = range(self._problem.devices)
         slowest = sorted(positions, key=lambda i: -self._row_demands[i].seconds(1))
         smallest = sorted(positions, key=lambda i: self._limits[i])
@@ -319,7 +328,7 @@ class Sharding:
         return [frozenset(order[:count]) for order in (slowest, smallest) for count in counts]
 
     def _probe_without_rows(self, budget: Budget) -> Probe | None:
-        """Return a probe of the best layout with devices that only hold state, or None."""
+        """Return a probe of the fastest layout in which some devices only hold state, or None."""
         wanted = self.without_rows
         if wanted is None or len(self._held) >= RETREATS or not self._may_win(wanted):
             return None
@@ -331,7 +340,7 @@ class Sharding:
         return Probe(wanted.layout, Stage.SHARD, seconds)
 
     def _may_win(self, wanted: Proposal) -> bool:
-        """Whether the proposal is predicted to beat what ran."""
+        """Whether a layout is predicted to be faster than all sharded layouts that ran."""
         ran = [one for one in self._that_still_fit(self._seen) if one.probe.layout.state]
         if ran:
             # the time to gather units isn't known: the shortest of those that ran is assumed
@@ -346,7 +355,7 @@ class Sharding:
         return everywhere is None or wanted.rate() > (1 + LEAST_GAIN) * everywhere.rate()
 
     def _surely_loses(self, layout: Layout) -> bool:
-        """Whether a whole step is predicted to be far slower than one that ran."""
+        """Whether a layout is predicted to reach less than half the speed of one that ran."""
         rates = [one.samples_per_second for one in self._that_still_fit(self._held)]
         if not rates or not layout.traits.together:
             return False
@@ -354,12 +363,12 @@ class Sharding:
         return expected < FAR_SLOWER * max(rates)
 
     def _that_still_fit(self, seen: Sequence[Observation]) -> list[Timed]:
-        """Return the timed observations whose layout never ran out of memory."""
+        """Return the measurements of layouts that have never run out of memory."""
         full = [one.probe.layout for one in self._seen if isinstance(one, OutOfMemory)]
         return [one for one in seen if isinstance(one, Timed) and one.probe.layout not in full]
 
     def _beyond_rows(self, timed: Timed) -> float:
-        """Return the seconds of a step that its rows don't explain."""
+        """Return the seconds of a step that aren't computation, such as gathering parameters."""
         layout = timed.probe.layout
         # the prediction leaves out gathering
         return max(0.0, timed.step_seconds - expect_seconds(layout, self._row_demands))
@@ -368,7 +377,7 @@ class Sharding:
 
     @cached_property
     def policy(self) -> RowPolicy:
-        """The policy for rows, with the memory that the state leaves free."""
+        """The rules that choose each device's rows, within the memory left by the state."""
         division = self._division or StateDivision((), limits=self._problem.memory_bytes)
         # parts are rounded, and may leave a little less than the rows for which they were chosen
         held = [
@@ -390,7 +399,10 @@ class Sharding:
         return RowPolicy(MachineModel(problem, known, TimeLeft(problem, BALANCE, known)))
 
     def _without_shards(self, observation: Observation) -> Observation:
-        """Return the observation as if the model weren't sharded, without the state's memory."""
+        """Return an observation as the search for unsharded layouts would see it.
+
+        The memory of the state is subtracted.
+        """
         layout = observation.probe.layout
         probe = msgspec.structs.replace(
             observation.probe,
@@ -404,7 +416,7 @@ class Sharding:
         )
 
     def _bytes_without_state(self, timed: Timed) -> tuple[int | None, ...]:
-        """Return the peak bytes of each device without the state; None where they show nothing."""
+        """Return each device's peak bytes minus its part of the state; None if meaningless."""
         layout = timed.probe.layout
         parts = layout.state or (MEASURED_PART,) * len(layout.shares)
         held = [part * state_bytes_at_peak(self._state, layout.in_passes) for part in parts]
@@ -421,7 +433,11 @@ class Sharding:
     def _check_fit_beside_state(
         self, observation: Observation, left: Sequence[int | None]
     ) -> Observation:
-        """Count a solo measurement as out of memory if it wouldn't fit beside the state."""
+        """Turn a solo measurement into a failure if its rows don't fit beside the state.
+
+        Solo probes hold only a small part of the state, so more rows fit in them than in training.
+        `left` is the bytes that the state leaves free on each device.
+        """
         # a device measured alone held less of the state
         if (
             not isinstance(observation, Timed)
@@ -443,7 +459,7 @@ class Sharding:
         )
 
     def _with_shards(self, probe: Probe) -> Probe:
-        """Return the probe for a sharded model."""
+        """Return a probe of unsharded rows as a probe of the sharded model."""
         layout = probe.layout
         if layout.traits.together:
             return msgspec.structs.replace(probe, layout=self._shard(layout), stage=Stage.SHARD)
@@ -455,13 +471,13 @@ class Sharding:
 
 
 def _subtract_bytes(sizes: Sequence[int | None], taken: Sequence[float]) -> tuple[int | None, ...]:
-    """Subtract bytes from each size, down to 1; None stays None."""
+    """Return each size minus the bytes taken, at least 1; None stays None."""
     pairs = zip(sizes, taken, strict=True)
     return tuple(size and max(1, size - round(state)) for size, state in pairs)
 
 
 def _fit_time(device: DeviceEvidence) -> tuple[float, float]:
-    """Return the seconds of a pass without rows, and per row."""
+    """Return the fixed seconds of a pass, and its seconds per row."""
     points = sorted(device.alone, key=lambda point: point.batch)
     first, last = points[0], points[-1]
     proportion = last.seconds / last.batch
@@ -479,13 +495,13 @@ def divide_state(
     problem: Problem,
     without_rows: frozenset[int] = frozenset(),
 ) -> StateDivision | None:
-    """Return the division of the state with the most samples/s, or None if it doesn't fit.
+    """Return the division of the state with the highest samples/s, or None if it doesn't fit.
 
     - `limits`: usable bytes of each device.
-    - `needs`: the demand of rows on each device.
-    - `without_rows`: devices that only hold state.
+    - `needs`: memory and time per row of each device.
+    - `without_rows`: devices that hold state but compute nothing.
 
-    A fixed global batch is computed in one pass if it fits, otherwise in several.
+    A requested global batch is computed in one pass if it fits, otherwise by gradient accumulation.
     """
     # in their first pass, devices without rows compute one filler row that doesn't count
     room = StateRoom(limits, needs, problem, without_rows=without_rows)
@@ -500,7 +516,10 @@ def divide_state(
 def propose(
     division: StateDivision, needs: Sequence[RowDemand], problem: Problem
 ) -> Proposal | None:
-    """Return the layout for a division, with the predicted step time, or None without rows."""
+    """Return the layout for a division of the state, with its predicted step time.
+
+    None if no device has rows.
+    """
     quantum, batch = problem.multiple_of, problem.global_batch
     shares = [int(rows) // quantum * quantum for rows in division.rows]
     if not any(shares):
@@ -521,7 +540,7 @@ def propose(
 
 
 def expect_seconds(layout: Layout, needs: Sequence[RowDemand]) -> float:
-    """Return the predicted seconds of a sharded step, without gathering and exchange."""
+    """Return the predicted compute seconds of a sharded step, without any communication."""
     passes = max(map(layout.passes, layout.computing))
     rows = [max(1.0, layout.shares[i] / passes) for i in layout.computing]
     pairs = zip(layout.computing, rows, strict=True)
@@ -529,15 +548,16 @@ def expect_seconds(layout: Layout, needs: Sequence[RowDemand]) -> float:
 
 
 def _some_hold_only(layout: Layout) -> bool:
-    """Whether some devices hold state but compute no rows."""
+    """Whether some devices of a layout hold state but compute nothing."""
     return layout.computing != layout.active
 
 
 class StateRoom:
-    """Divides the model's state over the memory that rows leave free.
+    """Computes how to divide the state, for the memory that each device's rows leave free.
 
-    `limits` are the usable bytes of each device. With `in_passes`, gradients are kept between
-    passes and take memory too.
+    - `limits`: usable bytes of each device.
+    - `in_passes`: whether gradients are kept between gradient-accumulation passes, which takes
+      memory.
     """
 
     def __init__(
@@ -560,7 +580,10 @@ class StateRoom:
         self._of_step = self._state / (self._state + problem.state.step_bytes)
 
     def divide(self) -> StateDivision | None:
-        """Return the division with the most samples/s, or None if the state doesn't fit."""
+        """Return the division with the highest samples/s; None if the state doesn't fit.
+
+        The global batch is free, or computed in several passes of any size.
+        """
         if not self._fits(self._rows_in(0.0)):
             return None
         low, high = 0.0, max(self._row_demands[i].seconds(self._most) for i in self._computing)
@@ -577,7 +600,7 @@ class StateRoom:
         return self._parts(max(map(self._rows_in, found), key=self._rate))
 
     def divide_for(self, batch: int) -> StateDivision | None:
-        """Return the division for a fixed batch in one pass, or None if it doesn't fit."""
+        """Return the division for a requested batch in one pass; None if it doesn't fit."""
         low, high = 0.0, max(self._row_demands[i].seconds(batch) for i in self._computing)
         for _ in range(HALVINGS):
             middle = (low + high) / 2
@@ -591,7 +614,7 @@ class StateRoom:
         return self._parts(rows)
 
     def _rows_in(self, seconds: float) -> list[float]:
-        """Return the rows that each device computes in so many seconds and can hold."""
+        """Return the rows that each device can compute in `seconds`, as far as memory allows."""
         found = [0.0] * len(self._row_demands)
         for i in self._computing:
             rows = max(self._fewest, self._row_demands[i].rows_in(seconds))
@@ -600,13 +623,16 @@ class StateRoom:
         return found
 
     def _most_rows(self, position: int) -> float:
-        """Return the most rows that the device can hold beside a minimal part of the state."""
+        """Return the most rows that fit on a device if it holds hardly any state."""
         need = self._row_demands[position]
         left = self._limits[position] - need.base_bytes - LEAST_PART * self._held
         return left / need.row_bytes if need.row_bytes else float(UNBOUNDED)
 
     def _bytes_left(self, rows: Sequence[float]) -> list[float]:
-        """Return the bytes of state that each device can hold beside its rows."""
+        """Return how many bytes of state each device can hold besides these rows.
+
+        Negative if the rows themselves don't fit.
+        """
         # negative if the rows themselves don't fit
         found = []
         for limit, need, own in zip(self._limits, self._row_demands, rows, strict=True):
@@ -622,7 +648,7 @@ class StateRoom:
         return min(left) > 0 and sum(left) >= self._state
 
     def _rate(self, rows: Sequence[float]) -> float:
-        """Return the predicted samples/s."""
+        """Return the predicted samples/s if the devices have these rows."""
         return sum(rows) / max(self._row_demands[i].seconds(rows[i]) for i in self._computing)
 
     def _parts(self, rows: Sequence[float]) -> StateDivision:
@@ -631,10 +657,7 @@ class StateRoom:
 
 
 def _round_parts(sizes: Sequence[float]) -> tuple[float, ...]:
-    """Return each size's part of their sum, rounded; the parts sum to 1.
-
-    None is larger than its exact part by more than its last decimal, or smaller by more than that.
-    """
+    """Return each size as a fraction of their total, rounded to sum to exactly 1."""
     units = 10**DIGITS
     exact = [units * size / sum(sizes) for size in sizes]
     rounded = [max(1, math.floor(part)) for part in exact]
@@ -649,8 +672,8 @@ def _round_parts(sizes: Sequence[float]) -> tuple[float, ...]:
 
 
 def state_bytes_at_peak(state: ModelState, in_passes: bool) -> int:
-    """Return the state's bytes while activations are at their peak.
+    """Return the bytes of the state while activations are at their peak.
 
-    Within one pass, the gradients don't exist yet.
+    Without gradient accumulation, gradients don't exist yet at that moment.
     """
     return state.state_bytes - (0 if in_passes else state.gradient_bytes)

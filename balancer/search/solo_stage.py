@@ -1,13 +1,13 @@
-"""The first stage: every device runs alone with a few batches.
+"""The first stage of a search: measures step time and memory of each device alone.
 
-All devices run at the same time. A round is one probe of each device that takes part. Rounds of two
-small batches give a first curve and the memory per row. The next rounds measure shares of an
-optimistic layout: the one that would be fastest if every device were as fast as its points allow.
+All devices run at the same time. A round is one probe on each device that takes part. The first two
+rounds run small batches, which give a first curve of the step time and the memory per row.
 
-A share is worth a measurement if it is larger than all measured batches. It also is if it lies in a
-gap between two points in which the time may rise only late. Rounds go on while that layout promises
-to gain more than a round costs. A device that would keep the others waiting for little gain is left
-out of a round.
+Later rounds are optimistic. The measurements leave a range of step times for each batch that hasn't
+run. The search takes the lower end of that range for every device, and finds the layout that would
+then be fastest. The batches of this layout are measured next if they are larger than all that ran,
+or if their range is still wide. Rounds end when this layout promises less gain than a round costs.
+A device is left out of a round if the others would wait long for it and gain little.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ Batches = dict[DeviceModel, int]  # the batch of each device in a round
 
 
 class SoloStage:
-    """Measures the devices alone, all at the same time, until more batches promise no gain."""
+    """Measures step time and memory of the devices alone, all at the same time.
+
+    It ends when no further batch promises a faster layout.
+    """
 
     def __init__(self, predictions: Predictions, budget: Budget) -> None:
         self._predictions = predictions
@@ -52,7 +55,7 @@ class SoloStage:
         self._live = [self._machine.devices[i] for i in self._machine.live]
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """Return the probes of the next round; empty if no round is worth its time."""
+        """Return one probe for each device to measure now; empty when the stage is over."""
         first = self._first_rounds()
         if first or self._turn >= MOST_ROUNDS:
             return first
@@ -61,7 +64,7 @@ class SoloStage:
     # ------------------------------------------------------------------ a round
 
     def _first_rounds(self) -> tuple[Probe, ...]:
-        """Return a round with the first two batches of each device, or smaller ones."""
+        """Return probes of the first two batches, or smaller ones after running out of memory."""
         for turn in range(2):
             due = self._next_small_batches(turn)
             if due and turn:
@@ -83,7 +86,10 @@ class SoloStage:
         return self._round(quick, self._turn)
 
     def _next_small_batches(self, turn: int) -> Batches:
-        """Return the first or second batch of the devices that haven't run it."""
+        """Return the small batch of each device that is due for it in this round.
+
+        `turn` is 0 for the first small batch and 1 for the second.
+        """
         due: Batches = {}
         for one in self._live:
             batch = self._small_batch(one)
@@ -94,7 +100,7 @@ class SoloStage:
         return due
 
     def _lacks_memory_line(self, device: DeviceModel) -> bool:
-        """Whether the device needs another small batch to predict its memory."""
+        """Whether the device needs another small batch before its memory use can be predicted."""
         memory = device.memory
         # two batches are needed, and it never ran
         if not device.evidence.alone:
@@ -107,7 +113,11 @@ class SoloStage:
         return self._is_new(device, self._small_batch(device))
 
     def _devices_worth_waiting_for(self, due: Batches) -> Batches:
-        """Return the devices whose second batch is worth the time of the round."""
+        """Return the devices that should measure their second batch in the next round.
+
+        Slow devices are left out if the round would take longer for little gain. Empty if the round
+        isn't worth its time.
+        """
         costs = {one: self._probe_seconds(one, batch) for one, batch in due.items()}
         order = sorted(due, key=lambda one: costs[one])
         rounds = [order[:count] for count in range(1, len(order) + 1)]
@@ -126,7 +136,7 @@ class SoloStage:
         return {one: due[one] for one in kept}
 
     def _affords_second(self, device: DeviceModel, batch: int) -> bool:
-        """Whether there is time for a device's second batch."""
+        """Whether the remaining time allows a probe of the device's second batch."""
         step_seconds = _step_seconds(device, batch)
         if any(len(other.evidence.alone) > 1 for other in self._live):
             return self._has_time(self._probe_seconds(device, batch), step_seconds)
@@ -136,7 +146,10 @@ class SoloStage:
         return self._budget.affords(layout, Stage.RACE, step_seconds)
 
     def _optimistic_round(self) -> tuple[Probe, ...]:
-        """Return a round of the batches that may give the fastest layout."""
+        """Return probes of the batches in the layout that could turn out to be the fastest.
+
+        Without such batches, a cheap round may follow instead.
+        """
         wanted = self._optimistic
         if wanted is None:
             return ()
@@ -147,7 +160,7 @@ class SoloStage:
         return self._cheap_round()
 
     def _add_other_devices(self, wanted: Batches) -> Batches:
-        """Give the other devices batches too, if they don't prolong the round much."""
+        """Let the other devices measure a batch meanwhile, if the round takes hardly longer."""
         # all devices should compute at the same time, like in a split
         longest = max(self._probe_seconds(one, batch) for one, batch in wanted.items())
         batches = dict(wanted)
@@ -163,7 +176,10 @@ class SoloStage:
         return batches
 
     def _fill_round(self, due: Batches) -> Batches:
-        """Add idle devices whose optimistic batches take no longer than the round."""
+        """Let devices that would be idle in a round measure a promising batch meanwhile.
+
+        A device is added only if its probe ends no later than the longest one in `due`.
+        """
         longest = max(self._probe_seconds(one, batch) for one, batch in due.items())
         idle = {
             one: batch
@@ -173,7 +189,7 @@ class SoloStage:
         return due | idle
 
     def _cheap_round(self) -> tuple[Probe, ...]:
-        """Return a round that costs little, with equal shares or gaps near the best batch."""
+        """Return probes that take little time, to check equal shares or near the best batch."""
         wanted: Batches = {}
         for one in self._devices_of_split:
             # the equal share or, as the samples/s may have a peak there, the middle of a gap
@@ -188,7 +204,10 @@ class SoloStage:
         return self._round(self._add_other_devices(wanted), self._turn)
 
     def _gap_at_best(self, device: DeviceModel) -> int:
-        """Return a batch in the widest gap around the best batch; 0 if no peak can hide there."""
+        """Return an unmeasured batch near the fastest one, where speed may be even higher.
+
+        0 if the neighbouring batches are close enough or too noisy.
+        """
         undivided = self._problem.global_batch is not None and not device.pass_rows
         if device.solo_curve is None or device.solo_curve.error > TIE or undivided:
             # the measurements are too noisy to show a peak
@@ -200,7 +219,10 @@ class SoloStage:
         return self._middle_of_widest([point.batch for point in around], WIDE)
 
     def _even_share(self, device: DeviceModel) -> int:
-        """Return the device's equal share of a fixed batch, or 0 if it shows nothing new."""
+        """Return the device's rows for equal shares of a fixed batch, if worth measuring.
+
+        0 if they aren't more than it has run already, or may not fit.
+        """
         batch = self._problem.global_batch or 0
         even = batch // len(self._devices_of_split) // self._quantum * self._quantum
         return (
@@ -213,7 +235,10 @@ class SoloStage:
 
     @cached_property
     def _devices_of_split(self) -> Sequence[DeviceModel]:
-        """The devices of the optimistic split, or all."""
+        """The devices of the layout that is fastest by optimistic step times.
+
+        All usable devices if that layout has fewer than two.
+        """
         shares = self._optimistic.shares if self._optimistic else ()
         devices = [self._machine.devices[i] for i, _ in shares]
         return devices if len(devices) > 1 else self._live
@@ -240,12 +265,15 @@ class SoloStage:
 
     @cached_property
     def _optimistic(self) -> Allocation | None:
-        """The fastest allocation that the measurements still allow, or None."""
+        """The layout that would be fastest if each device reached its possible best speed.
+
+        None if there is none.
+        """
         return self._predictions.fastest_of(list(self._optimistic_curves.values()))
 
     @cached_property
     def _optimistic_batches(self) -> Batches:
-        """The batches of this allocation that are worth measuring."""
+        """The batch to measure next on each device of that possibly fastest layout."""
         found: Batches = {}
         for position, share in self._optimistic.shares if self._optimistic else ():
             one = self._machine.devices[position]
@@ -259,7 +287,7 @@ class SoloStage:
 
     @cached_property
     def _optimistic_curves(self) -> dict[int, DeviceCurve]:
-        """The optimistic curve of each usable device, by position."""
+        """For each usable device, the lowest step times that its measurements don't rule out."""
         return {
             one.position: one.with_best_passes(one.optimistic, one.guessed_alone_rows)
             for one in self._live
@@ -267,12 +295,15 @@ class SoloStage:
         }
 
     def _micro_batch(self, position: int, share: int) -> int:
-        """Return the rows of a pass that the share would be computed in."""
+        """Return the rows of one pass in which the device would compute this share."""
         curve = self._optimistic_curves[position].curve
         return curve.rows if isinstance(curve, PassCurve) and share > curve.pass_limit else share
 
     def _expected_gain(self, wanted: Allocation) -> float:
-        """Return the relative gain to expect from an allocation; infinite if nothing ran."""
+        """Return the speedup to expect from a layout over the fastest one known so far.
+
+        A fraction: 0.1 is 10 % more samples/s. Infinite if nothing ran yet.
+        """
         ran = []
         for one in self._live:
             most = min(one.memory.largest_ran, one.trusted_alone_rows)
@@ -291,7 +322,7 @@ class SoloStage:
         return COMES_TRUE * (wanted.samples_per_second / known.samples_per_second - 1) - error
 
     def _would_show_more(self, device: DeviceModel, share: int) -> bool:
-        """Whether measuring this share could improve the curve."""
+        """Whether measuring this batch could show that the device is faster than assumed."""
         if (
             device.solo_curve is None
             or device.optimistic is None
@@ -304,22 +335,25 @@ class SoloStage:
         return device.optimistic.seconds(share) < (1 - TIE) * device.solo_curve.seconds(share)
 
     def _is_new(self, device: DeviceModel, batch: int) -> bool:
-        """Whether no batch near this one was measured."""
+        """Whether neither this batch nor one close to it was measured on the device."""
         return batch > 0 and all(abs(p.batch - batch) > SAME_BATCH * p.batch for p in device.points)
 
     def _probe_seconds(self, device: DeviceModel, batch: int) -> float:
-        """Return the least seconds of a probe of the batch."""
+        """Return the seconds of the shortest useful probe of this batch."""
         layout = solo(self._problem.devices, device.position, batch)
         return self._budget.least_seconds(layout, _step_seconds(device, batch))
 
     def _has_time(self, seconds: float, step_seconds: float = 0.0) -> bool:
-        """Whether a probe leaves enough time for the first split."""
+        """Whether a probe of `seconds` leaves enough time for the first step over all devices."""
         # without the first split, there is no plan
         return self._budget.has_time(seconds, self._reserved_seconds, step_seconds)
 
     @cached_property
     def _reserved_seconds(self) -> float:
-        """Seconds to keep for the first measurement of a plan."""
+        """Seconds to reserve for the first measurement of a layout that can become the plan.
+
+        0 once such a measurement exists.
+        """
         # 0 once it has run
         if self._machine.splits or (self._machine.others_idle and len(self._live) == 1):
             return 0.0
@@ -334,7 +368,10 @@ class SoloStage:
         return self._budget.least_seconds(layout, plan.seconds)
 
     def _middle_of_widest(self, batches: Sequence[int], wider: float = 0.0) -> int:
-        """Return the middle of the relatively widest gap between batches."""
+        """Return the batch halfway between the two measured batches with the largest ratio.
+
+        0 if that ratio is at most `wider`.
+        """
         low, high = max(pairwise(batches), key=lambda gap: gap[1] / gap[0], default=(0, 0))
         # 0 if the ratio of its batches is at most `wider`
         if high <= wider * low:
@@ -344,7 +381,10 @@ class SoloStage:
     # ------------------------------------------------------------------ the first two batches
 
     def _small_batch(self, device: DeviceModel) -> int:
-        """Return the next small batch of a device: the first, the second, or one that may fit."""
+        """Return the small batch that the device should run next.
+
+        That is the first one, the second one or, after running out of memory, a smaller one.
+        """
         memory = device.memory
         quantum = self._quantum
         first, second = self._first_two_batches(device.requested_rows)
@@ -365,7 +405,10 @@ class SoloStage:
         return max(quantum, smaller // quantum * quantum)
 
     def _choose_second_batch(self, device: DeviceModel, first: int, second: int) -> int:
-        """Return the second batch, smaller if running out of memory or long steps are costly."""
+        """Return the second batch to measure on a device.
+
+        It is reduced if steps are very slow, or if restarting after running out of memory would be.
+        """
         surely = device.memory.largest_in_proportion()
         if surely is None:
             return second
@@ -381,7 +424,7 @@ class SoloStage:
         return max(first + self._quantum, min(second, wanted))
 
     def _first_two_batches(self, most: int) -> tuple[int, int]:
-        """Return the first two batches to measure, at most `most` rows."""
+        """Return the two small batches that every device runs first, at most `most` rows."""
         # 8 and 64 rows or fewer, rounded up to multiples of the quantum
         quantum = self._quantum
         batch = self._problem.global_batch or self._problem.max_global_batch
@@ -396,7 +439,10 @@ class SoloStage:
 
 
 def _step_seconds(device: DeviceModel, batch: int) -> float:
-    """Return the expected step time of a batch in seconds; 0 if unknown."""
+    """Return the step time of a batch predicted from earlier measurements; 0 without any.
+
+    In seconds.
+    """
     if device.solo_curve is None:
         return 0.0
     if len(device.evidence.alone) == 1:
@@ -407,7 +453,10 @@ def _step_seconds(device: DeviceModel, batch: int) -> float:
 
 
 def _optimistic_rate(due: Batches, some: Sequence[DeviceModel]) -> float:
-    """Return the samples/s of the devices if their batches took no longer than the first."""
+    """Return an upper bound on the samples/s that these devices reach together.
+
+    It assumes that their next batches take no longer than the first batch that each one ran.
+    """
     ran = [device for device in some if device.evidence.alone]
     # the batches take no longer than the first batch that each device ran
     return math.fsum(due[one] / one.evidence.alone[0].seconds for one in ran)

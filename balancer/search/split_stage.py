@@ -1,14 +1,16 @@
-"""The second stage: a few real synchronous steps, each predicted from observations.
+"""The second stage of a search: measures steps over several devices.
 
-The first split is the fastest that the solo curves predict. Its step gives the cost of gradient
-exchange. If the devices' compute times (own work) are reported, it also gives one more point of
-every curve. The stage ends when the predicted split has already been measured, or promises at most
-0.2 % more samples/s than the layouts that ran.
+The first such step ("split") divides the rows in the way that is fastest according to the solo
+measurements. It shows how long gradient exchange takes. If the devices' compute times are reported,
+it also shows how fast each device is while the others compute too. From this, the next split is
+predicted and measured. The stage ends when the predicted split was already measured, or promises at
+most 0.2 % more samples/s than the layouts that ran.
 
-A device that may be faster alone than every split is measured while the others are idle. For a
-fixed batch, this may happen even before the first split, with the fastest single device. Its probe
-must then take little of the remaining time, or the device should be faster than the split. This
-measurement is needed in any case, to compare the splits with it, and starts no new child processes.
+Solo measurements run on all devices at once, and so slow each other down. A device that may be
+faster alone than every split is therefore measured again while the others are idle. With a
+requested global batch, this may happen before the first split, with the fastest device. Its probe
+must then take little of the remaining time, or the device must be predicted to beat the split. It
+isn't wasted: each split is later compared with it, and no new process has to start.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from .time_left import LONE_STEPS, SHORTEST_PROBE_SECONDS
 
 
 class SplitStage:
-    """Measures splits, and single devices while the others are idle."""
+    """Measures steps over several devices, and single devices while the others are idle."""
 
     def __init__(self, predictions: Predictions, budget: Budget, splits: bool) -> None:
         self._predictions = predictions
@@ -39,7 +41,7 @@ class SplitStage:
         self._problem = predictions.problem
 
     def next_probe(self) -> Probe | None:
-        """Return the next probe, or None if none is worth its time."""
+        """Return the next probe; None when the stage is over or out of time."""
         if len(self._seen.in_stage(Stage.SPLIT, Stage.REST)) >= MOST_TURNS:
             return None
         first = self._probe_first_single()
@@ -55,7 +57,10 @@ class SplitStage:
         return self._budget.least_seconds(self._predictions.layout(wanted), wanted.seconds)
 
     def _make_probe(self, wanted: Allocation | None, after: float = 0.0) -> Probe | None:
-        """Return a probe of the allocation, or None if there is no time."""
+        """Return a probe of these rows per device, or None if there is no time for it.
+
+        `after` is how many seconds must remain for later probes.
+        """
         # the probe must leave `after` seconds for later probes
         if wanted is None:
             return None
@@ -78,7 +83,7 @@ class SplitStage:
 
     @cached_property
     def _best_rate(self) -> float:
-        """The samples/s to beat."""
+        """The samples/s that another layout has to beat: the best predicted or measured so far."""
         # as predicted now
         splits = [
             self._machine.predicted_rate(split.probe.layout)
@@ -89,9 +94,10 @@ class SplitStage:
         return max((*splits, *others_idle), default=0.0)
 
     def _use_passes_that_ran(self, layout: Layout, seconds: float) -> tuple[Layout, float]:
-        """Return the layout with safe passes if there is no time for a second attempt.
+        """Return the layout with smaller passes if running out of memory would cost too much.
 
-        The second value is its step time in seconds.
+        That is, if a device ran out before and there is no time for a second attempt. The second
+        value is the expected step time in seconds.
         """
         least = self._budget.least_seconds(layout, seconds)
         full = any(self._machine.devices[i].memory.failure_count for i in layout.active)
@@ -102,7 +108,7 @@ class SplitStage:
         return safe, layout.global_batch / max(self._machine.predicted_rate(safe), LEAST_RATE)
 
     def _next_split(self) -> Allocation | None:
-        """Return the fastest predicted split, or None if it is no gain or was tried."""
+        """Return the fastest predicted split; None if it was tried or isn't clearly faster."""
         tried = self._seen.in_stage(Stage.SPLIT)
         failed = sum(isinstance(seen, Failed) for seen in tried)
         if failed >= TRIES:  # a network that fails takes minutes each time
@@ -116,7 +122,7 @@ class SplitStage:
         return wanted
 
     def _gains(self, wanted: Allocation) -> bool:
-        """Whether a split is predicted to beat everything measured."""
+        """Whether a split is predicted to be clearly faster than everything that ran."""
         if not self._machine.fitting_splits:
             return True
         raced = [self._seen.turns(seen.probe.layout) for seen in self._seen.timed_race()]
@@ -125,7 +131,11 @@ class SplitStage:
         return wanted.samples_per_second > best * (1 + self._budget.least_gain)
 
     def _probe_first_single(self) -> Probe | None:
-        """Return a probe of the fastest device before the first split, if needed."""
+        """Return a probe of the fastest single device to run before the first split, or None.
+
+        Used for a requested global batch, where a short search could otherwise end with a split
+        that is slower than one device.
+        """
         # for a fixed batch: a short search could end with only a split, which may be much slower
         if self._problem.global_batch is None or not self._with_splits:
             return None
@@ -146,7 +156,7 @@ class SplitStage:
         return None
 
     def _longest_first_step(self, wanted: Allocation) -> float:
-        """Return the longest step that the remaining time allows, in seconds."""
+        """Return the longest step, in seconds, for which the first split still has time."""
         # `wanted` is the fastest split, whose steps take too long
         layout = self._predictions.layout(wanted)
         least = self._budget.least_seconds(layout, wanted.seconds, LONE_STEPS)
@@ -155,7 +165,7 @@ class SplitStage:
         return (self._budget.seconds - self._budget.spent - overhead) / LONE_STEPS
 
     def _next_single(self) -> Allocation | None:
-        """Return the device to measure while the others are idle, or None."""
+        """Return the next device to measure while the others are idle, with its batch, or None."""
         others = len(self._machine.live) > 1
         if others and self._with_splits and not self._machine.splits:
             return None
@@ -177,7 +187,10 @@ class SplitStage:
         return wanted if untried else None
 
     def _never_measured_with_others_idle(self) -> list[int]:
-        """Return the devices without such a measurement."""
+        """Return the devices that were only measured while others were busy.
+
+        A device isn't listed if an equally fast one was measured alone.
+        """
         if len(self._machine.live) == 1:
             return [i for i in self._machine.live if self._has_new_best_batch(i)]
         rested = {seen.probe.layout.active[0] for seen in self._seen.in_stage(Stage.REST)}
@@ -186,7 +199,7 @@ class SplitStage:
         return sorted(i for group in groups for i in group)
 
     def _has_new_best_batch(self, position: int) -> bool:
-        """Whether the device's best batch wasn't measured."""
+        """Whether the batch at which the device should be fastest hasn't been measured."""
         wanted = self._predictions.single(position)
         if wanted is None:
             return False
@@ -196,7 +209,7 @@ class SplitStage:
 
 
 def _is_like(layout: Layout, seen: Observation) -> bool:
-    """Whether a split was already tried."""
+    """Whether a measured split is the same as this layout, or too similar to measure both."""
     if isinstance(seen, Timed) and seen.lone:
         # after a single step, similar splits aren't measured either
         return same_measurement(layout, seen.probe.layout)

@@ -1,7 +1,7 @@
-"""Estimates the time to start a probe's child processes from earlier starts.
+"""Estimate how long the processes of a probe take to start, from earlier starts.
 
-The time matters: a model with a billion parameters takes 20 s to load. Child processes that are
-already running can measure all layouts that differ only in their sizes. A child process that ran
+This matters because a model with a billion parameters takes 20 s to load. Processes that are
+already running can measure all layouts that differ only in their batch sizes. A process that ran
 out of memory may have exited, and then has to be started again.
 """
 
@@ -22,19 +22,23 @@ GROUP_SECONDS = 4.0
 
 
 class StartTimes:
-    """Estimates the seconds that the processes of a probe take to start, without imports."""
+    """Estimates how many seconds the processes of a probe take to start, without imports."""
 
     def __init__(self, seen: Observations, groups_end_others: bool = False) -> None:
-        """Read start times from the observations.
+        """Read from the observations how long processes took to start.
 
-        `groups_end_others` is set if processes that train alone end when a group starts.
+        `groups_end_others`: whether processes of single devices end when a probe over several
+        devices starts.
         """
         self._seen = seen
         self._timed = seen.timed()
         self._groups_end_others = groups_end_others
 
     def seconds(self, layout: Layout) -> float:
-        """Return the expected seconds to start the processes of a layout; 0 if they run already."""
+        """Return the expected seconds until the processes of a layout can measure.
+
+        0 if they are already running.
+        """
         own = self._by_children.get(layout.children)
         # the estimate is rather high, because the first starts of a session are the slowest
         if not own:
@@ -58,7 +62,7 @@ class StartTimes:
 
     @cached_property
     def after_out_of_memory(self) -> float:
-        """Seconds to restart a process that ran out of memory; 0 if processes survive that."""
+        """Seconds to restart a process that ran out of memory; 0 if such processes keep running."""
         rounds: defaultdict[Layout, list[Timed | OutOfMemory]] = defaultdict(list)
         for seen in self._seen.in_stage(Stage.SOLO):
             if isinstance(seen, (Timed, OutOfMemory)):
@@ -73,7 +77,7 @@ class StartTimes:
 
     @cached_property
     def _by_children(self) -> dict[Layout, list[float]]:
-        """Measured start seconds by the processes that a layout needs."""
+        """Measured start times in seconds, by the set of processes that a layout needs."""
         starts: defaultdict[Layout, list[float]] = defaultdict(list)
         for seen in self._timed:
             # 0 if the children were already running
@@ -82,13 +86,13 @@ class StartTimes:
 
     @cached_property
     def _recovered(self) -> set[Layout]:
-        """The processes that went on after running out of memory."""
+        """The sets of processes that kept running after they ran out of memory."""
         seen = [one for one in self._seen.in_stage(*STAGES) if isinstance(one, OutOfMemory)]
         return {one.probe.layout.children for one in seen if one.goes_on} - self._exit_counts.keys()
 
     @cached_property
     def _exit_counts(self) -> defaultdict[Layout, int]:
-        """How often processes ended by running out of memory."""
+        """How often each set of processes exited because it ran out of memory."""
         ends: defaultdict[Layout, int] = defaultdict(int)
         for seen in self._seen.in_stage(*STAGES):
             if isinstance(seen, OutOfMemory) and not seen.goes_on:
@@ -104,7 +108,10 @@ class StartTimes:
         return (self.alone + min(more, GROUP_SECONDS)) * layout.processes
 
     def _pack_seconds(self, processes: int) -> float | None:
-        """Return the expected start of a pack in seconds, or None if no pack started."""
+        """Return the expected start of several jobs on one device, in seconds.
+
+        Extrapolated from other numbers of jobs; None if none ever started.
+        """
         found: defaultdict[int, list[float]] = defaultdict(list)
         for seen in self._timed:
             if seen.probe.layout.traits.side_by_side and seen.start_seconds:

@@ -22,7 +22,7 @@ from .ranking import LEAST_RATE
 
 
 class WorkPoint(msgspec.Struct, frozen=True):
-    """A measured step: its work, seconds and relative standard error."""
+    """A measured step: what was computed, how long it took, and its relative standard error."""
 
     work: Work
     seconds: float
@@ -30,23 +30,23 @@ class WorkPoint(msgspec.Struct, frozen=True):
 
 
 class StepCost(msgspec.Struct, frozen=True):
-    """Cost model of a device: `step_s` seconds per step, and the cost of passes and tokens."""
+    """What a step costs on one device: fixed seconds per step, and costs of passes and tokens."""
 
     step_s: float
     cost: Cost
 
     def seconds(self, work: Work) -> float:
-        """Return the seconds of a step with this work."""
+        """Return the predicted seconds of a step that computes this work."""
         return self.step_s + self.cost.seconds_for(work)
 
     def slowed(self, factor: float) -> StepCost:
-        """Return the cost with all times multiplied by a factor."""
+        """Return the cost of a device that is `factor` times as slow."""
         slower = Cost(*(factor * rate for rate in msgspec.structs.astuple(self.cost)))
         return StepCost(factor * self.step_s, slower)
 
 
 def fit_step_cost(points: Sequence[WorkPoint]) -> StepCost | None:
-    """Fit a device's cost to measured steps, or return None if they are too few."""
+    """Fit the cost model of a device to measured steps; None if there are too few."""
     if len(points) < FEWEST_SIZES:
         return None
     works = [(point.work.passes, point.work.padded, point.work.padded_lengths) for point in points]
@@ -63,9 +63,11 @@ def fit_step_cost(points: Sequence[WorkPoint]) -> StepCost | None:
 def fit_rates(
     rows: Sequence[Sequence[float]], values: Sequence[float], errors: Sequence[float]
 ) -> tuple[tuple[float, ...], float]:
-    """Fit non-negative rates by weighted least squares.
+    """Fit the cost per unit of each kind of work, by weighted non-negative least squares.
 
-    Each row holds the amounts of one measurement. Returns the rates, and the sum of squared errors.
+    Each row of `rows` holds the amounts of work of one measurement, for example passes and tokens.
+    `values` are the measured seconds, and `errors` their standard errors. Returns the cost per unit
+    of each amount, and the weighted sum of squared residuals.
     """
     scaled = [[amount / error for amount in row] for row, error in zip(rows, errors, strict=True)]
     columns = [list(column) for column in zip(*scaled, strict=True)]
@@ -81,9 +83,9 @@ def fit_rates(
 def _solve_non_negative(
     columns: Sequence[Sequence[float]], wanted: Sequence[float]
 ) -> tuple[tuple[float, ...], float]:
-    """Return the non-negative rates with the smallest squared residual, and that residual.
+    """Return the non-negative coefficients with the smallest squared residual, and the latter.
 
-    It tries all sets of columns with a positive rate, so it suits few columns only.
+    It tries every subset of columns, so it is meant for few columns only.
     """
     # the residual is |wanted - sum of rate * column|²; columns have norm 1, or 0 if empty
     if not columns:
@@ -126,14 +128,14 @@ _DRAW = 48271, (1 << 31) - 1  # MINSTD: powers of this factor modulo this prime 
 
 
 class TextModel(MachineModel):
-    """Predicts steps in which rows are assigned to devices by the cost of their length."""
+    """Predicts step times if rows differ in length and are assigned to devices by their cost."""
 
     by_rows = False
 
     # ------------------------------------------------------------------ what was seen
 
     def tried_alone(self, position: int) -> list[Observation]:
-        """Return the observations of a device alone."""
+        """Return the observations, in the solo stage, of probes of this device."""
         # layouts with rows of one length, or with a global batch, whose rows have several lengths
         # and are distributed over passes by cost
         own = (
@@ -142,7 +144,7 @@ class TextModel(MachineModel):
         return [seen for seen in own if not seen.probe.layout.by_rows]
 
     def single_passes(self, position: int) -> dict[int, float]:
-        """Return the seconds of each pass that ran with rows of one length, by tokens."""
+        """Return the seconds of each pass that ran with rows of equal length, by token count."""
         found = {}
         for seen in self.tried_alone(position):
             layout = seen.probe.layout
@@ -152,14 +154,14 @@ class TextModel(MachineModel):
 
     @cached_property
     def usual_length(self) -> int:
-        """The mean row length in tokens, rounded."""
+        """The mean length of a row in tokens, rounded."""
         return round(fmean(self.problem.lengths))
 
     # ------------------------------------------------------------------ costs
 
     @cached_property
     def alone(self) -> tuple[StepCost | None, ...]:
-        """Each device's cost when it runs alone; None where it is unknown."""
+        """The cost model of each device running alone; None where it is unknown."""
         found: dict[int, StepCost | None] = {}
         for group in group_by(self.live, self._same_speed):
             cost = fit_step_cost([point for i in group for point in self._points_alone(i).values()])
@@ -167,7 +169,7 @@ class TextModel(MachineModel):
         return tuple(map(found.get, range(self.problem.devices)))
 
     def _same_speed(self, one: int, other: int) -> bool:
-        """Whether two devices differ by no more than noise."""
+        """Whether two devices are equally fast, within noise, in all steps that both ran."""
         ours = self._points_alone(one)
         theirs = self._points_alone(other)
         gaps = []
@@ -179,7 +181,7 @@ class TextModel(MachineModel):
         return is_noise(gaps)
 
     def _points_alone(self, position: int) -> dict[tuple[int, ...], WorkPoint]:
-        """Return measured steps by rows, rows of a pass, and row length."""
+        """Return the device's measured steps, by rows, micro-batch and row length."""
         # the row length is 0 for rows of several lengths
         found: dict[tuple[int, ...], WorkPoint] = {}
         for seen in self.tried_alone(position):
@@ -192,13 +194,13 @@ class TextModel(MachineModel):
 
     @cached_property
     def costs(self) -> tuple[StepCost | None, ...]:
-        """Each device's cost within a split; None where it is unknown."""
+        """The cost model of each device while the others compute too; None where unknown."""
         return tuple(
             one and one.slowed(self._contention_factor(i, one)) for i, one in enumerate(self.alone)
         )
 
     def _contention_factor(self, position: int, alone: StepCost) -> float:
-        """Return how much slower the device is within splits than alone; 1.0 if unknown."""
+        """Return how many times slower the device is while others compute too; 1.0 if unknown."""
         own = 0.0
         expected = 0.0
         for split in self.splits:
@@ -211,15 +213,15 @@ class TextModel(MachineModel):
         return own / expected if own and expected else 1.0
 
     def _costs_of(self, positions: Sequence[int]) -> list[StepCost]:
-        """Return the known costs of devices that train together, or of one alone."""
+        """Return the known cost models of devices that train together, or of one alone."""
         costs = self.costs if len(positions) > 1 else self.alone
         found = [costs[i] for i in positions]
         return [one for one in found if one]
 
     def predict_parts(self, split: Timed) -> list[float]:
-        """Return the predicted compute seconds of each device in a split.
+        """Return each device's predicted compute seconds in a measured split.
 
-        Devices without a cost are missing.
+        Devices without a cost model are left out.
         """
         found = []
         for position in split.probe.layout.active:
@@ -233,12 +235,12 @@ class TextModel(MachineModel):
 
     @cached_property
     def token_limits(self) -> tuple[int, ...]:
-        """The most padded tokens in a pass on each device; 0: no limit known."""
+        """The most tokens of a pass, with padding, that fit on each device; 0 if unknown."""
         return tuple(self._token_limit(self.memory(i)) for i in range(self.problem.devices))
 
     @staticmethod
     def _token_limit(memory: Memory) -> int:
-        """Return the most tokens that fit, with headroom; 0 if no limit is known."""
+        """Return the most tokens that fit in memory, with headroom; 0 if unknown."""
         most = memory.predict_largest()
         if most is None and memory.smallest_failed is None:
             return 0
@@ -247,7 +249,7 @@ class TextModel(MachineModel):
         return max(memory.largest_ran, int(min(predicted, below_failed)))
 
     def memory(self, position: int) -> Memory:
-        """Return the device's memory model, with tokens of a pass instead of rows."""
+        """Return how the device's memory use depends on the tokens of a pass."""
         points: dict[int, int] = {}
         full: list[int] = []
         for seen in (
@@ -269,7 +271,7 @@ class TextModel(MachineModel):
         return read_memory(self.seen.memory_limit(position), points, points, full)
 
     def _largest_pass(self, layout: Layout, position: int) -> int:
-        """Return the tokens of the layout's largest pass on a device."""
+        """Return the token count of the layout's largest pass on a device."""
         if layout.costs:
             return layout.tokens[position] or layout.shares[position] * self.usual_length
         return layout.pass_rows[position] * layout.length
@@ -278,11 +280,11 @@ class TextModel(MachineModel):
 
     @cached_property
     def devices_with_cost(self) -> tuple[int, ...]:
-        """Usable devices whose cost is known."""
+        """The positions of the usable devices that have a cost model."""
         return tuple(i for i in self.live if self.alone[i] is not None)
 
     def layout(self, positions: Sequence[int], batch: int) -> Layout:
-        """Return the layout that assigns a batch to these positions by cost."""
+        """Return the layout that divides a batch among these devices by the cost of its rows."""
         devices = range(self.problem.devices)
         batches = [one.sizes for one in self._batches(positions, batch)]
         sizes = [sum(each) for each in zip(*batches, strict=True)]
@@ -296,7 +298,10 @@ class TextModel(MachineModel):
         )
 
     def seconds(self, positions: Sequence[int], batch: int) -> float:
-        """Return the predicted seconds of a step with exchange, averaged over sample batches."""
+        """Return the predicted step time, in seconds, averaged over sample batches of the data.
+
+        The gradient exchange is included.
+        """
         beside_passes = [one.step_s for one in self._costs_of(positions)]
         steps = [
             max(map(sum, zip(beside_passes, one.seconds, strict=True)))
@@ -305,14 +310,14 @@ class TextModel(MachineModel):
         return fmean(steps) + self.exchange_seconds(positions)
 
     def can_hold(self, positions: Sequence[int]) -> bool:
-        """Whether one of the devices can hold the longest row."""
+        """Whether at least one of these devices has enough memory for the longest row."""
         return any(
             self.token_limits[i] == 0 or self.token_limits[i] >= self.problem.lengths[-1]
             for i in positions
         )
 
     def predicted_rate(self, layout: Layout) -> float:
-        """Return the predicted samples/s of a layout; 0 if a cost is unknown."""
+        """Return the predicted samples/s of a layout; 0 if a device has no cost model."""
         rows = layout.global_batch
         steps = self.single_passes(layout.active[0]) if layout.length else {}
         # a cost that was fitted to small passes predicts too little time for large ones
@@ -326,7 +331,7 @@ class TextModel(MachineModel):
 
     @cached_property
     def best_split(self) -> Layout | None:
-        """The split with the shortest predicted step, or None."""
+        """The layout over several devices with the shortest predicted step, or None."""
         able = sorted(self.devices_with_cost, key=lambda i: self.seconds((i,), self.batch))
         hosts = sorted(set(self.hosts))
         on_one_host = [[i for i in able if self.hosts[i] == host] for host in hosts]
@@ -342,9 +347,9 @@ class TextModel(MachineModel):
 
     @cached_property
     def batch(self) -> int:
-        """The global batch:
+        """The global batch: the requested one, or else the smallest that is fast enough.
 
-        the requested one, or the smallest that is nearly as fast as the fastest.
+        Fast enough is within the tolerance of the fastest batch.
         """
         problem = self.problem
         if problem.global_batch is not None:
@@ -357,7 +362,7 @@ class TextModel(MachineModel):
         return min(batch for batch, rate in rates.items() if rate >= least)
 
     def _free_batches(self) -> list[int]:
-        """Return the batches to predict: powers of two times the smallest, up to a limit."""
+        """Return the global batches to choose from, each twice as large as the one before."""
         quantum = self.quantum
         asked = min(LARGEST_BATCH, self.problem.max_global_batch or LARGEST_BATCH)
         most = max(quantum, asked // quantum * quantum)
@@ -378,7 +383,7 @@ class TextModel(MachineModel):
 def _draw_batches(
     ranks: tuple[RankCost, ...], lengths: tuple[int, ...], batch: int
 ) -> Sequence[RowAssignment]:
-    """Assign sample batches of the data's row lengths to the devices."""
+    """Draw sample batches of row lengths from the data, and assign their rows to the devices."""
     # the same rows in every search
     factor, prime = _DRAW
     rows = range(max(batch, DRAWN_ROWS // batch * batch))

@@ -1,4 +1,4 @@
-"""Exploration with rows of unequal length: first passes, then whole batches.
+"""Measures devices and splits for rows of unequal length: single passes, then whole batches.
 
 Each device's cost is determined by four kinds of passes:
 
@@ -10,9 +10,9 @@ Each device's cost is determined by four kinds of passes:
 All devices run at the same time. A small pass says nothing about the cost of tokens on a fast GPU,
 where launching kernels takes longer than computing them. The larger passes show it.
 
-To test the costs, the global batch is then measured on each device alone. It is also measured in
-the split that should be fastest according to the costs. More splits follow while the compute times
-(own work) in the last one lead to a different assignment of rows.
+To test the costs, the global batch is then measured on each device alone, and in the layout over
+several devices that should be fastest according to the costs. More such layouts follow while the
+compute times of the last one lead to a different assignment of rows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PASS_SECONDS = 2.0
 
 
 class TextStage:
-    """Measures passes of one row length, then batches assigned by cost."""
+    """Measures what rows of different lengths cost, then real batches with these costs."""
 
     def __init__(self, machine: TextModel, budget: Budget, splits: bool) -> None:
         self._machine = machine
@@ -47,7 +47,7 @@ class TextStage:
         self._problem = machine.problem
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """Return the next probes; empty if nothing is worth measuring."""
+        """Return the next probes; empty if no further measurement is worth its time."""
         passes = {i: self._next_passes(i) for i in self._machine.live}
         probes = self._probe_alone(passes)
         if not probes:
@@ -59,7 +59,7 @@ class TextStage:
         return probes
 
     def _probe_alone(self, wanted: Mapping[int, Layout | None]) -> tuple[Probe, ...]:
-        """Return probes of single devices, or none if one of them is too expensive."""
+        """Return a probe of each layout on its device; empty if there isn't time for all."""
         # the keys are positions; None means that the device has nothing to measure
         layouts = {i: layout for i, layout in wanted.items() if layout}
         costs_known = all(self._machine.alone[i] for i in wanted)
@@ -78,7 +78,7 @@ class TextStage:
     # ------------------------------------------------------------------ passes of one length
 
     def _next_passes(self, position: int) -> Layout | None:
-        """Return the next pass to measure on a device, or None."""
+        """Return the device's next measurement with rows of one length; None when done."""
         tried = [seen.probe.layout for seen in self._machine.tried_alone(position)]
         for layout in self._list_passes_to_measure(position):
             if layout not in tried:
@@ -86,7 +86,10 @@ class TextStage:
         return None
 
     def _list_passes_to_measure(self, position: int) -> Iterator[Layout]:
-        """Yield the layouts that show a device's cost: different lengths, rows and passes."""
+        """Yield layouts with rows of one length whose step times reveal the device's costs.
+
+        They differ in the rows' length, and in the number of rows and passes.
+        """
         middle = self._quantile(MIDDLE)
         longest = self._problem.lengths[-1]
         tokens = max(SMALL * middle, longest)
@@ -103,7 +106,7 @@ class TextStage:
             yield self._equal_rows(position, length, largest)
 
     def _equal_rows(self, position: int, length: int, tokens: int, passes: int = 1) -> Layout:
-        """Return a layout with rows of one length and about so many tokens in a pass."""
+        """Return a layout with rows of one length, and about `tokens` tokens in each pass."""
         most = self._problem.global_batch or self._problem.max_global_batch or tokens
         rows = max(1, min(tokens // length, most))
         layout = solo(self._problem.devices, position, rows * passes, rows)
@@ -114,7 +117,11 @@ class TextStage:
         return max(1, lengths[int(part * (len(lengths) - 1))])
 
     def _worth_growing(self, position: int, length: int, tokens: int) -> bool:
-        """Whether a larger pass is needed to show the cost of tokens, and may fit."""
+        """Whether a pass of more tokens should be measured to learn the cost of a token.
+
+        That is if all passes so far took about the same time, and the larger one may fit in memory
+        and in the remaining time.
+        """
         steps = self._machine.single_passes(position).values()
         if not steps:
             return False
@@ -130,7 +137,7 @@ class TextStage:
     # ------------------------------------------------------------------ global batches
 
     def _next_whole(self, position: int) -> Layout | None:
-        """Return the global batch for one device alone, or None if it was tried."""
+        """Return a layout with the whole global batch on one device; None if that was tried."""
         tried = [one for one in self._machine.tried_alone(position) if one.probe.layout.costs]
         ended = len(tried) > RETREATS or any(isinstance(one, Timed | Failed) for one in tried)
         if ended or not self._machine.can_hold((position,)):
@@ -140,7 +147,10 @@ class TextStage:
         return layout if all(one.probe.layout.tokens != layout.tokens for one in tried) else None
 
     def _next_split(self) -> tuple[Probe, ...]:
-        """Return a probe of the best split, or nothing if it was tried or time is up."""
+        """Return a probe of the best layout over several devices.
+
+        Empty if it was measured already, or if there is no time.
+        """
         tried = [
             one.probe.layout
             for one in self._machine.seen.in_stage(Stage.SPLIT)

@@ -14,7 +14,11 @@ from .text_model import TextModel
 
 
 class TextPolicy:
-    """Choose candidates in which rows are assigned by the cost of their length."""
+    """Chooses which layouts to compare, for workloads whose rows differ in length.
+
+    Rows are assigned to devices by what their length costs. `RowPolicy` does the same for rows that
+    all cost the same.
+    """
 
     def __init__(self, machine: TextModel) -> None:
         self.machine = machine
@@ -22,25 +26,31 @@ class TextPolicy:
         self.seen = machine.seen
 
     def why_none(self) -> End | None:
-        """Return why no layout can work, or None: the longest row must fit on some device."""
+        """Return the reason why no layout can work, or None.
+
+        The only reason is a row that is too long for every device's memory.
+        """
         return None if self.machine.can_hold(self.machine.live) else explain_too_long(self.problem)
 
     def is_sensible(self, layout: Layout) -> bool:
-        """Whether the layout may be chosen as the plan."""
+        """Whether the layout may become the plan.
+
+        Excluded are probes with rows of a single length.
+        """
         return bool(layout.costs) or (layout.by_rows and layout.traits.together)
 
     def apart_seconds(self, _layout: Layout) -> float | None:
-        """Return None: the time of a share alone isn't known."""
+        """Return None: how long a device would need for its rows alone isn't measured."""
         return None
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return empty curves: the plan has costs instead."""
+        """Return empty curves, because plans for rows of unequal length hold costs instead."""
         return NO_CURVE * len(layout.shares)
 
     # ------------------------------------------------------------------ candidates
 
     def singles(self) -> list[Layout]:
-        """Return the fastest layout on one device; empty if none can hold the longest row."""
+        """Return the fastest layout on one device; empty if no device can hold the longest row."""
         ran = {}
         for seen in self.seen.timed(Stage.SOLO):
             if seen.probe.layout.costs:
@@ -55,15 +65,19 @@ class TextPolicy:
         return sorted(layouts, key=self.machine.predicted_rate, reverse=True)[:1]
 
     def best_splits(self) -> list[Layout]:
-        """Return the last measured split and the fastest one."""
+        """Return the layouts over several devices that belong in the final comparison.
+
+        These are the last one measured, which has the best assignment of rows, and the fastest one.
+        """
         ran = self.machine.fitting_splits
         by_rate = sorted(ran, key=lambda one: -one.samples_per_second)
         return list(dict.fromkeys(one.probe.layout for one in (*ran[-1:], *by_rate[:1])))
 
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
-        """Return equal row counts on the devices of the first split, in passes that surely fit.
+        """Return a layout with equal row counts, on the devices of the first split.
 
-        Empty without a split.
+        Its micro-batches are small enough for rows of the longest length. Empty if there is no
+        split.
         """
         if not splits:
             return []

@@ -37,7 +37,7 @@ EXPLORES = 0.4
 
 
 class TimeLeft:
-    """The remaining time of a search's budget."""
+    """How much time a search has left, and how long steps may be to fit into it."""
 
     def __init__(self, problem: Problem, options: LayoutOptions, seen: Observations) -> None:
         self._devices = problem.devices
@@ -48,14 +48,15 @@ class TimeLeft:
 
     @cached_property
     def spent(self) -> float:
-        """Seconds that all probes have taken."""
+        """Seconds that all probes so far have taken."""
         return self._seen.spent_seconds()
 
     def growth(self, step_seconds: float) -> float:
-        """Return how many times as large as the last batch the next one may be, by the time left.
+        """Return how many times larger the next batch may be than the last one.
 
-        `step_seconds` is the step time of the largest batch so far. The result is at least 1, and
-        infinite for a step time of 0.
+        The remaining time limits it, on the assumption that the step time grows in proportion to
+        the batch. `step_seconds` is the step time of the largest batch so far. At least 1; infinite
+        for a step time of 0.
         """
         # a step is assumed to take longer in proportion to the batch, because a level curve shows
         # nothing about larger batches
@@ -68,16 +69,16 @@ class TimeLeft:
         return max(1.0, part * self._left_to_explore / (2 * step_seconds))
 
     def longest_step(self) -> float:
-        """Return the longest step, in seconds, that a new probe still has time for."""
+        """Return the longest step time, in seconds, that a new batch may have."""
         left = max(SHORTEST_PROBE_SECONDS, EXPLORES * self._left_to_explore - self.overhead_seconds)
         fewest = LONE_STEPS if self._lone_steps_save_time else FEWEST_STEPS
         longest = LONGEST_PROBE_SECONDS / (FEWEST_STEPS + self.tuning_steps)
         return min(longest, left / (fewest + self.tuning_steps))
 
     def takes_lone_steps(self, step_seconds: float, part: float = 1 / SURPRISE) -> bool:
-        """Whether steps are so slow that a probe should time a single one.
+        """Whether steps are so slow that a probe should time just one.
 
-        `part` is the fraction of the remaining time that a longer probe may take.
+        A longer probe would take more than the fraction `part` of the remaining time.
         """
         # more steps would show the noise, but it is better to measure several batches with an error
         # of 3 % than a few exactly
@@ -87,12 +88,15 @@ class TimeLeft:
         return CERTAIN_STEPS * step_seconds > part * left
 
     def fewest_steps(self, step_seconds: float) -> int:
-        """Return the least number of steps of a probe, including one that isn't timed."""
+        """Return how many steps a probe needs at least, including a first one that isn't timed."""
         return LONE_STEPS if self.takes_lone_steps(step_seconds) else FEWEST_STEPS
 
     @property
     def _lone_steps_save_time(self) -> bool:
-        """Whether tuning in the first step is short enough for single steps to save time."""
+        """Whether timing a single step is much shorter than timing several.
+
+        It isn't if the first step is slow because kernels are tuned in it.
+        """
         return self.tuning_steps <= CERTAIN_STEPS
 
     @cached_property
@@ -101,18 +105,21 @@ class TimeLeft:
 
     @cached_property
     def overhead_seconds(self) -> float:
-        """Median untimed seconds of a probe, without its start."""
+        """Median time that probes spend on warm-up and other untimed work, in seconds.
+
+        The start of processes isn't included.
+        """
         return median([untimed_seconds(seen) for seen in self._seen.timed(*EXPLORATION)] or [0.0])
 
     @cached_property
     def lone_overhead_seconds(self) -> float:
-        """Median extra seconds of a first step."""
+        """Median time by which the first step of a probe is longer than later ones, in seconds."""
         found = [first_step_overhead(seen) for seen in self._seen.timed(*EXPLORATION)]
         return median(found or [0.0])
 
     @cached_property
     def tuning_steps(self) -> float:
-        """How many step times the first step spends on tuning, such as choosing kernels."""
+        """How long the first step spends on tuning, such as choosing kernels, in step times."""
         alone: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for seen in self._seen.timed(Stage.SOLO):
             layout = seen.probe.layout
@@ -131,10 +138,10 @@ class TimeLeft:
 
 
 def untimed_seconds(seen: Timed) -> float:
-    """Return the seconds of a probe besides its start and its timed steps."""
+    """Return the seconds that a probe spent on neither process start nor timed steps."""
     return max(0.0, seen.elapsed_seconds - seen.start_seconds - seen.steps * seen.step_seconds)
 
 
 def first_step_overhead(seen: Timed) -> float:
-    """Return how much longer the first step took than a usual one, in seconds."""
+    """Return by how many seconds the first step was longer than later ones; at least 0."""
     return max(0.0, seen.first_step_seconds - seen.step_seconds)

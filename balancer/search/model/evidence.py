@@ -1,4 +1,4 @@
-"""Read what the observations say about each device."""
+"""Collect what the observations of a search say about each device."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ FEWEST_SIZES = 2
 
 
 class DeviceEvidence(msgspec.Struct, frozen=True):
-    """Everything that was measured about one device.
+    """All measurements of one device.
 
-    `rounds` counts its solo probes in one pass. `lost` is the reason why it can't be used, or "".
+    `rounds` is how many measurements it has alone and in one pass. `lost` is the reason why it
+    can't be used; "" if it can.
     """
 
     alone: tuple[
@@ -47,20 +48,22 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
     undivided: bool = False  # a step in passes failed for a reason other than memory
 
     def is_unusable(self, quantum: int) -> bool:
-        """Whether the device is lost, or can't even run `quantum` rows."""
+        """Whether the device failed, or can't hold even `quantum` rows in memory."""
         return bool(self.lost) or (
             self.memory.smallest_failed is not None and self.memory.smallest_failed <= quantum
         )
 
     @property
     def best_rate(self) -> float:
-        """The best samples/s of the device while the others computed too; 0 if it never ran."""
+        """The highest samples/s of the device alone, while others were busy; 0 if it never ran."""
         return max((point.batch / point.seconds for point in self.alone), default=0.0)
 
     def solo_points(self, devices: int) -> tuple[Point, ...]:
-        """Return the time points for a curve of the device alone.
+        """Return the step times to which the device's solo curve is fitted.
 
-        With several devices, other measurements count only above the largest solo batch.
+        `devices` is the number of devices. If there are several, step times measured in splits or
+        while the others were idle count only for batches above the largest one measured in the solo
+        stage.
         """
         # with a single device, all points were measured under the same conditions
         largest = max((p.batch for p in self.alone), default=0) if devices > 1 else 0
@@ -69,7 +72,7 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
 
 
 def read_device(store: Observations, position: int) -> DeviceEvidence:
-    """Collect the evidence about one device from all observations."""
+    """Collect all measurements of one device from the observations."""
     seen = store.explored(position)
     by_rows = [one for one in seen if one.probe.layout.by_rows]
     own = _sort_by_use(by_rows)
@@ -90,7 +93,7 @@ def read_device(store: Observations, position: int) -> DeviceEvidence:
 
 
 class _ObservationsByUse(msgspec.Struct):
-    """The observations of a device, sorted by their use for its model."""
+    """The observations of one device, by the conditions in which they were made."""
 
     # alone in one pass, while the other devices computed too
     rounds: list[Observation] = []
@@ -118,13 +121,13 @@ def _sort_by_use(by_rows: Iterable[Observation]) -> _ObservationsByUse:
 
 
 def _may_blame_passes(position: int, seen: Observation) -> bool:
-    """Whether the probe failed in several passes, so that fewer passes may work."""
+    """Whether a probe failed with gradient accumulation, which may be the reason."""
     failed = isinstance(seen, Failed) and seen.cause != "device"
     return failed and seen.probe.layout.passes(position) > 1
 
 
 def _read_memory_use(store: Observations, position: int, by_rows: list[Observation]) -> Memory:
-    """Return the device's memory use by rows of a pass, and where it ran out."""
+    """Return the device's memory use by micro-batch, and the micro-batches that didn't fit."""
     # a batch size is the number of rows in one pass
     alone: dict[int, int] = {}
     in_splits: dict[int, int] = {}
@@ -149,7 +152,7 @@ def _read_memory_use(store: Observations, position: int, by_rows: list[Observati
 
 
 def _fits_no_rows(store: Observations, position: int, by_rows: Sequence[Observation]) -> bool:
-    """Whether the device can't even hold the model, without any rows."""
+    """Whether the device has too little memory for the model itself, without any rows."""
     if any(isinstance(seen, Timed) for seen in by_rows):
         return False
     full = [seen for seen in by_rows if _out_of_memory(store, position, seen)]
@@ -158,7 +161,7 @@ def _fits_no_rows(store: Observations, position: int, by_rows: Sequence[Observat
 
 
 def _out_of_memory(store: Observations, position: int, seen: Observation) -> bool:
-    """Whether a probe ran out of memory on this device, and still would."""
+    """Whether a probe ran out of memory on this device, and would do so again."""
     if isinstance(seen, Failed):
         return _too_large(store, position, seen)
     # other processes may have held memory that they have released since
@@ -176,7 +179,10 @@ def _out_of_memory(store: Observations, position: int, seen: Observation) -> boo
 
 
 def _too_large(store: Observations, position: int, seen: Failed) -> bool:
-    """Whether a failure is explained by a batch larger than any that ran on this device."""
+    """Whether a probe probably failed because its batch is too large for a kernel.
+
+    That is if it was larger than every batch that ran on the device.
+    """
     layout = seen.probe.layout
     if layout.active != (position,) or layout.in_passes or seen.cause == "device":
         return False
@@ -186,7 +192,7 @@ def _too_large(store: Observations, position: int, seen: Failed) -> bool:
 
 
 def _why_left_out(store: Observations, position: int, explored: Sequence[Observation]) -> str:
-    """Return why the device can't be used, or ""."""
+    """Return the reason why the device can't be used, or "" if it can."""
     if position in store.gone:
         return store.gone[position]
     for seen in explored:
@@ -203,7 +209,7 @@ def _why_left_out(store: Observations, position: int, explored: Sequence[Observa
 
 
 def _throttling_factor(store: Observations, position: int, own: _ObservationsByUse) -> float:
-    """Return how much slower the device is while throttled; 1.0 if it isn't."""
+    """Return how many times slower the device is because it is throttled; 1.0 if it isn't."""
     throttled = _list_if_still_throttled(store, position)
     unthrottled = (*_steady_points(own.rounds, position), *_steady_points(own.splits, position))
     unthrottled_curve = fit_curve(unthrottled) if throttled else None
@@ -217,7 +223,7 @@ def _throttling_factor(store: Observations, position: int, own: _ObservationsByU
 
 
 def _list_if_still_throttled(store: Observations, position: int) -> list[Timed]:
-    """Return the throttled measurements of the device, or nothing if throttling has passed."""
+    """Return the device's throttled measurements, or nothing if it has recovered."""
     timed = store.timed(Stage.SPLIT, Stage.RACE, Stage.CHECK)
     later = [one for one in timed if one.probe.layout.shares[position]]
     checks = [one for one in later if one.probe.stage == Stage.CHECK]
@@ -230,16 +236,16 @@ def _list_if_still_throttled(store: Observations, position: int) -> list[Timed]:
 
 
 def _steady_points(seen: Sequence[Observation], position: int) -> Iterator[Point]:
-    """Yield the time points of measurements in which no device was throttled."""
+    """Yield the device's step times from measurements in which no device was throttled."""
     timed = (observation for observation in seen if isinstance(observation, Timed))
     return read_points([one for one in timed if not one.held_back()], position)
 
 
 def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0) -> Iterator[Point]:
-    """Yield the time points of a device.
+    """Yield the step times of a device from its measurements.
 
-    `slower` is the factor of throttling that still lasts; it is applied to unthrottled
-    measurements.
+    `slower` is how many times slower the device is now because it is throttled. Step times measured
+    without throttling are multiplied by it.
     """
     # if `slower` is 1, measurements in which the device was throttled are used only if there are no
     # others; if it is larger, all are used, and the times without throttling are multiplied by it
@@ -270,7 +276,7 @@ def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0)
 
 
 def _typical_noise(seen: Iterable[Timed]) -> float:
-    """Return the median relative noise of a step."""
+    """Return the median relative noise of a single step."""
     # a probe with a single step doesn't show its noise
     certain = (timed for timed in seen if not timed.lone)
     noises = [relative_error(one) * math.sqrt(max(1, one.steps)) for one in certain]
@@ -278,7 +284,7 @@ def _typical_noise(seen: Iterable[Timed]) -> float:
 
 
 def _own_seconds(seen: Timed, position: int) -> float:
-    """Return the device's compute time in a step; 0 if unknown."""
+    """Return the device's compute time in a step, in seconds; 0 if unknown."""
     # that of the whole step if the device ran alone
     own = seen.device_seconds[position]
     if own:
@@ -287,7 +293,7 @@ def _own_seconds(seen: Timed, position: int) -> float:
 
 
 def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
-    """Add the drift between repeated measurements to the error of each point."""
+    """Raise the error of each step time by the typical drift between repeated measurements."""
     # without the additional 0, a single pair of points, which one disturbance may have changed,
     # would be taken for drift
     drift = median_low([0.0, *_list_drifts(devices)])
@@ -307,7 +313,7 @@ def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
 
 
 def _list_drifts(devices: Sequence[DeviceEvidence]) -> Iterator[float]:
-    """Yield how far each pair of points with nearly the same batch differs beyond noise."""
+    """Yield the relative drift between measurements of nearly the same batch; 0 within noise."""
     for device in devices:
         for a, b in combinations((*device.alone, *device.in_splits), 2):
             rows = abs(math.log(a.batch / b.batch))
@@ -318,7 +324,7 @@ def _list_drifts(devices: Sequence[DeviceEvidence]) -> Iterator[float]:
 
 
 def relative_error(seen: Timed) -> float:
-    """Return the relative standard error of a measurement's step time."""
+    """Return the standard error of a measured step time, as a fraction of it."""
     if seen.step_seconds <= 0:
         return 1.0
     half = (seen.high_seconds - seen.low_seconds) / 2
@@ -326,7 +332,7 @@ def relative_error(seen: Timed) -> float:
 
 
 def step_error(seen: Timed) -> float:
-    """Return the relative standard error of a step time; a fixed value for a single step."""
+    """Return the relative standard error of a step time; a typical value for a single step."""
     return LONE_ERROR if seen.lone else relative_error(seen)
 
 
@@ -334,9 +340,10 @@ def step_error(seen: Timed) -> float:
 
 
 def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ()) -> list[list[int]]:
-    """Group devices whose speeds can't be distinguished.
+    """Group devices that are equally fast within noise.
 
-    `limits` are the fractions of the hardware that each may use; only equal ones share a group.
+    `limits` are the fractions of the hardware that each device may use. Devices with different
+    limits are never in the same group.
     """
     pace = [device.alone[0].seconds if device.alone else math.inf for device in devices]
     order = sorted(range(len(devices)), key=lambda i: (pace[i], i))
@@ -350,9 +357,9 @@ def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ())
 
 
 def group_by(order: Iterable[int], same: Callable[[int, int], bool]) -> list[list[int]]:
-    """Put each position into the last group whose first member it is the same as.
+    """Group positions by an equality that holds only approximately.
 
-    The groups are sorted inside.
+    Each position joins the last group for whose first member `same` is true, or starts a new one.
     """
     groups: list[list[int]] = []
     for position in order:
@@ -366,7 +373,7 @@ def group_by(order: Iterable[int], same: Callable[[int, int], bool]) -> list[lis
 
 
 def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
-    """Whether two devices differ by no more than noise wherever both were measured."""
+    """Whether two devices took the same time, within noise, for every batch that both ran."""
     if one.lost or other.lost:
         return False
     pairs = chain(product(one.alone, other.alone), product(one.in_splits, other.in_splits))
@@ -375,7 +382,7 @@ def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
 
 
 def contradict_each_other(one: DeviceEvidence, other: DeviceEvidence) -> bool:
-    """Whether the times of two devices can't come from the same rising curve."""
+    """Whether the step times of two devices can't come from one curve that rises."""
     for a, b in product(one.alone, other.alone):
         fewer, more = sorted((a, b), key=lambda point: point.batch)
         noise = BATCH_ERRORS * math.hypot(a.sure_error, b.sure_error)
@@ -387,7 +394,10 @@ def contradict_each_other(one: DeviceEvidence, other: DeviceEvidence) -> bool:
 
 
 def _log_ratio(one: Point, other: Point) -> tuple[float, float]:
-    """Return the logarithm of the ratio of two times, and its error."""
+    """Return the logarithm of the ratio of two step times, and its standard error.
+
+    Small differences of the batches are corrected for.
+    """
     # corrected for a small difference of the batches: times grow with the square root, between a
     # level curve and proportional growth
     gap = math.log(one.seconds / other.seconds * (other.batch / one.batch) ** 0.5)
@@ -395,9 +405,9 @@ def _log_ratio(one: Point, other: Point) -> tuple[float, float]:
 
 
 def is_noise(gaps: Iterable[tuple[float, float]]) -> bool:
-    """Whether pairs of a difference and its error are consistent with no difference.
+    """Whether differences, given with their standard errors, are consistent with zero.
 
-    False for fewer than two pairs.
+    False for fewer than two of them.
     """
     total = 0.0
     mean = 0.0

@@ -1,9 +1,9 @@
-"""Predicts the time of a gradient exchange from the speed of the link.
+"""Predict the time of a gradient exchange from the speed of the link between devices.
 
 A ring all-reduce over n ranks sends 2 (n - 1) / n times the bytes of the gradients over each link.
 It overlaps with computation, so only the part that computation doesn't hide prolongs a step.
-Predicted times are lower bounds, so that a search doesn't reject a layout because of an estimate
-that is too high. This module has no side effects.
+Predicted times are lower bounds: an estimate that is too high could make a search reject a good
+layout. This module has no side effects.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def all_reduce_seconds(size: int, ranks: int, link: KnownLink) -> float:
 
 
 def shard_pass_seconds(size: int, ranks: int, link: KnownLink) -> float:
-    """Return the predicted transfer seconds of one pass of sharded training, without latency.
+    """Return the predicted transfer time, in seconds, of one pass of sharded training.
 
-    `size` is the bytes of all parameters.
+    `size` is the bytes of all parameters. Latency isn't included.
     """
     # the number of collectives depends on how the model is divided into units, which isn't known
     bandwidth = KnownLink(link.ranks, link.bytes_per_second)

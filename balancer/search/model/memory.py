@@ -1,13 +1,12 @@
-"""Estimates how many samples fit on a device.
+"""Predicts the largest batch that fits in a device's memory.
 
-The estimate follows from the device's memory use, and from what ran or failed. Memory use is
-extrapolated with the line through the two largest distinct batches ("memory line"). The next guess
-is the batch at which the line reaches the device's memory.
+Peak memory is extrapolated with the line through the two largest measured batches ("memory line").
+The next guess is the batch at which the line reaches the device's memory.
 
-A guess that runs out of memory refutes the line. From then on, the next attempt is in the gap
-between the largest batch that ran and the smallest that failed. It is nearer to the batch that ran,
-a quarter of the gap above it, because a failure costs more than a batch that runs. If memory use in
-bytes is unknown, the batch grows by a factor until it fails.
+If that runs out of memory, the line is wrong. From then on, the next attempt is between the largest
+batch that ran and the smallest that failed. It is nearer to the batch that ran, a quarter of the
+gap above it, because a failure costs more than a batch that runs. If memory use in bytes is
+unknown, the batch grows by a factor until it fails.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ UNBOUNDED = 1 << 30  # samples
 
 
 class Memory(msgspec.Struct, frozen=True, dict=True):
-    """A device's memory use by batch, and the largest batch that fits.
+    """A device's peak memory by batch, and which batches ran or ran out of memory.
 
     `points` are pairs of a batch and its peak in bytes, in increasing order of batch. A
     `limit_bytes` of None means that the device's memory is unknown.
@@ -49,7 +48,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def distinct_points(self) -> tuple[tuple[int, int], ...]:
-        """The points whose batches are far enough apart to fit a line."""
+        """The measured points that differ enough in batch to fit a line to them."""
         # from the largest batch down, each batch is kept that is clearly smaller than the last one
         # kept
         kept: list[tuple[int, int]] = []
@@ -62,7 +61,10 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def line(self) -> tuple[float, float] | None:
-        """Fixed bytes and bytes per row, through the last two distinct points; None for fewer."""
+        """The bytes without rows and the bytes per row, by the line through two points.
+
+        These are the two largest batches that differ enough. None with fewer points.
+        """
         if len(self.distinct_points) < 2:
             return None
         (b0, m0), (b1, m1) = self.distinct_points[-2:]
@@ -70,7 +72,10 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return m1 - slope * b1, slope
 
     def predict_largest(self) -> int | None:
-        """Return the predicted largest batch that fits; None without a limit or a rising line."""
+        """Return the largest batch that is predicted to fit in memory.
+
+        None if the device's memory is unknown, or if memory use doesn't grow with the batch.
+        """
         line = self.line
         if line is None or self.limit_bytes is None:
             return None
@@ -89,7 +94,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return max(0, most - int(MARGIN * most))
 
     def _slope_increase(self) -> float:
-        """Return the growth of bytes per row towards larger batches; 0 if memory grows linearly."""
+        """Return how much the bytes per row grew between the last batches; 0 if they didn't."""
         if len(self.distinct_points) < 3:
             return 0.0
         (b0, m0), (b1, m1), (b2, m2) = self.distinct_points[-3:]
@@ -98,9 +103,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return last - before if last > before * (1 + LEVEL) else 0.0
 
     def largest_in_proportion(self) -> int | None:
-        """Return a batch that surely fits because memory grows at most in proportion, or None.
+        """Return a batch that is sure to fit even if memory grows in proportion to the batch.
 
-        None unless exactly one batch was measured and none has failed.
+        Used to choose the second batch: None unless exactly one batch has run and none has failed.
         """
         if self.smallest_failed is not None or len(self.points) != 1 or self.limit_bytes is None:
             return None
@@ -109,11 +114,14 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return int(rows * self.limit_bytes / used) if used else None
 
     def largest_to_try(self, cap: int, quantum: int = 1, optimistic: bool = False) -> int:
-        """Return the largest batch worth trying alone, at most `cap`, as a multiple of `quantum`.
+        """Return the largest batch that a probe of the device alone should try.
 
-        It is the predicted limit or, without one, a step beyond the largest that ran. If a batch
-        failed, it lies below that one. `optimistic` tries just below the first failure. 0 if no
-        batch can fit.
+        It is the predicted limit or, without a prediction, a multiple of the largest batch that
+        ran. After a failure, it lies between that batch and the one that failed. 0 if no batch can
+        fit.
+
+        - `cap`: the most rows to return; the result is a multiple of `quantum`.
+        - `optimistic`: after a single failure, assume that a slightly smaller batch fits.
         """
         narrow = max(quantum, SAME_BATCH * self.largest_ran)
         settled = (
@@ -133,9 +141,10 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return min(cap, max(quantum, wanted)) // quantum * quantum
 
     def largest_in_split(self, cap: int, quantum: int = 1, bold: bool = False) -> int:
-        """Return the largest batch worth trying in a split.
+        """Return the largest micro-batch to try in a step over several devices.
 
-        Without a prediction, it is the largest that ran, unless `bold`.
+        It is the predicted limit. Without a prediction, it is the largest that ran or, if `bold` is
+        set, more.
         """
         unknown = self.limit_bytes is None or self.line is None
         if (unknown and not bold) or self._line_is_refuted:
@@ -144,14 +153,14 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def _line_is_refuted(self) -> bool:
-        """Whether the device ran out of memory twice, in spite of the prediction."""
+        """Whether two failures show that the predicted limit is too high."""
         if self.failure_count < 2:
             return False
         guess = self.predict_largest()
         return guess is None or self.smallest_failed is None or guess >= self.smallest_failed
 
     def largest_safe(self, cap: int, quantum: int = 1) -> int:
-        """Return the largest batch that surely fits: one that ran, or slightly more."""
+        """Return the largest batch that is sure to fit: one that ran, or slightly more."""
         safe = self.largest_ran
         guess = self.predict_largest()
         if self.smallest_failed is None and guess is not None and self.largest_ran:
@@ -159,9 +168,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return min(safe, cap) // quantum * quantum
 
     def largest_within(self, limit_bytes: float) -> int:
-        """Return the largest batch that takes at most `limit_bytes`.
+        """Return the largest batch that needs at most `limit_bytes`.
 
-        Memory is interpolated between the points. Needs at least one point.
+        Interpolated between the measured points, of which there must be at least one.
         """
         points = self.points if len(self.points) > 1 else ((0, 0), *self.points)
         above = bisect_left(points, limit_bytes, key=lambda point: point[1])
@@ -183,6 +192,7 @@ def read_memory(
 ) -> Memory:
     """Return the memory model of a device.
 
+    - `limit_bytes`: the device's memory; None if unknown.
     - `points`: peak bytes by batch.
     - `ran`: batches that fitted.
     - `full`: batches that ran out of memory.

@@ -1,9 +1,12 @@
-"""Estimates the highest speed that a device may have between and beyond measured batches.
+"""Estimate the lowest step times that a device's measurements don't rule out.
 
-Times rise with the batch, but not necessarily on a line between two points: there may be a knee, a
-jump, or another kernel. So in the first half of each gap between points, time may continue with the
-slope before the gap. It then rises only in the second half. A step function ("stairs") is assumed
-to continue beyond the batches that ran.
+A search uses this lower bound to decide which batches are worth measuring.
+
+Step times rise with the batch, but not necessarily on a line between two measured batches: the
+curve may be flat and then bend, it may jump, or another kernel may be used. So in the first half of
+each gap between batches, the bound continues with the slope before the gap, and it rises to the
+next measured time only in the second half. A step-shaped curve is assumed to continue beyond the
+batches that ran.
 """
 
 from __future__ import annotations
@@ -19,10 +22,10 @@ from .step_time import LEVEL, Point, fit_stairs, make_rising, merge_points
 
 
 def optimistic_curve(points: Sequence[Point], curve: Curve) -> Curve:
-    """Return the fastest curve that the points still allow.
+    """Return a lower bound on the step time by batch, given measured step times.
 
-    It goes through the points and, between and beyond them, is as fast as plausible. A batch where
-    it promises much is worth a measurement.
+    The bound equals the measured times, and is as low between and beyond them as is plausible.
+    Batches at which it is far below `curve`, the likely step times, are worth measuring.
     """
     found = merge_points(points)
     if curve.simple and len(curve.batches) > 2:
@@ -47,7 +50,7 @@ def optimistic_curve(points: Sequence[Point], curve: Curve) -> Curve:
 
 
 def _least_rise(points: Sequence[Point], curve: Curve) -> Curve:
-    """Return a level curve if two points differ by no more than noise, otherwise `curve`."""
+    """Return a flat curve if two step times are equal within noise, otherwise `curve`."""
     one, other = points
     error = math.hypot(one.error, other.error) * other.seconds
     if abs(other.seconds - one.seconds) > CLEAR * error:
@@ -59,7 +62,7 @@ def _least_rise(points: Sequence[Point], curve: Curve) -> Curve:
 
 
 def _slope_beyond(points: Sequence[Point], curve: Curve) -> float:
-    """Return the lowest plausible slope beyond the last point, in seconds per row."""
+    """Return the lowest plausible seconds per row beyond the largest measured batch."""
     first, middle, end = points[-3:]
     before = _slope(first, middle)
     last = _slope(middle, end)
@@ -74,13 +77,16 @@ def _slope_beyond(points: Sequence[Point], curve: Curve) -> float:
 
 
 def bend_is_open(points: Sequence[Point], curve: Curve) -> bool:
-    """Whether the points leave open where a level curve starts to rise."""
+    """Whether it is still unclear at which batch a flat curve starts to rise."""
     risen = sum(point.seconds > (1 + LEVEL) * curve.times[0] for point in points)
     return curve.bent and (len(points) == 3 or risen == 1)
 
 
 def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | None:
-    """Return the lowest plausible point in the gap before `points[right]`, or None."""
+    """Return the batch and time at which the bound bends between two measured batches.
+
+    The gap is the one before `points[right]`. None if the bound has no bend there.
+    """
     one, other = points[right - 1], points[right]
     own = _slope(one, other)
     before = _slope_before(points, right, own)
@@ -96,7 +102,10 @@ def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | Non
 
 
 def _slope_before(points: Sequence[Point], right: int, own: float) -> float:
-    """Return the slope with which the curve may enter the gap before `points[right]`."""
+    """Return the slope, in seconds per row, with which the bound enters a gap.
+
+    The gap is the one before `points[right]`. `own` is the slope across it.
+    """
     # the time may continue as in the gap before
     # `own`: the slope across that gap
     if right > 1:

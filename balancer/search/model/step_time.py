@@ -3,8 +3,8 @@
 The points are few and noisy, and the curve is the simplest that fits them:
 
 - a straight line (fixed cost + cost per sample)
-- a level stretch up to a knee, and a line after it
-- a step function ("stairs")
+- flat up to some batch, and a line from there
+- a step function, because kernels compute rows in tiles ("stairs")
 - a line that is bent towards the points; each point's deviation from the line is shrunk by the
   fraction that noise explains
 
@@ -57,24 +57,25 @@ class Point(msgspec.Struct, frozen=True):
 
     @property
     def sure_error(self) -> float:
-        """The relative error, but at least the usual error of any timing."""
+        """The relative standard error, but at least that of the most precise timing."""
         return max(self.error, LEAST_ERROR)
 
     @property
     def weight(self) -> float:
-        """The weight of the point in a fit."""
+        """The weight of the measurement in a least-squares fit."""
         return 1 / self.sure_error**2
 
     @property
     def tolerance_seconds(self) -> float:
-        """How far a fitted curve may miss the point, in seconds."""
+        """The largest difference, in seconds, between the measurement and a curve that fits it."""
         return LINE_ERRORS * self.sure_error * self.seconds
 
 
 def fit_curve(points: Iterable[Point], among: int = 1) -> Curve | None:
-    """Return the step time by batch that fits the points, or None if there are none.
+    """Fit a curve of the step time by batch; None if there are no measurements.
 
-    `among` is the number of devices in a step. With more devices, stairs are used more cautiously.
+    `among` is the number of devices in a step. The more there are, the more cautious is a
+    step-shaped curve about where it jumps.
     """
     return _fit_points(tuple(points), among)
 
@@ -103,14 +104,14 @@ def _fit_points(points: tuple[Point, ...], among: int) -> Curve | None:
 
 
 def _level_curve(point: Point) -> Curve:
-    """Return the curve through a single point: level up to it, then in proportion to the batch."""
+    """Return a curve through one measurement: flat up to it, then in proportion to the batch."""
     batches = (0.0, float(point.batch))
     times = (point.seconds, point.seconds)
     return Curve(batches, times, point.seconds / point.batch, True, point.error)
 
 
 def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Point]:
-    """Average points whose batches and times hardly differ, in increasing order of batch.
+    """Average measurements whose batches and times hardly differ, in increasing order of batch.
 
     `near` is the largest relative difference of the batches.
     """
@@ -125,7 +126,7 @@ def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Poin
 
 
 def _is_same(one: Point, other: Point, near: float) -> bool:
-    """Whether two points are the same measurement up to noise."""
+    """Whether two measurements have nearly the same batch, and the same time within noise."""
     errors = LINE_ERRORS * (one.sure_error + other.sure_error)
     # beyond noise, the time may jump between the batches
     larger = other.batch / one.batch - 1
@@ -144,7 +145,10 @@ def _average(group: Sequence[Point]) -> Point:
 
 
 def _simplest_curve(points: Sequence[Point]) -> tuple[Curve, float]:
-    """Return a line or a level curve with a knee, and its largest residual in errors."""
+    """Return a line, or a flat curve followed by a line, whichever fits better.
+
+    The second value is the largest deviation of a measurement, in standard errors.
+    """
     line = _straight_curve(*rising_line(_weighted(points)))
     worst = _worst_residual(points, line)
     if worst <= LINE_ERRORS or len(points) < 3:
@@ -156,7 +160,7 @@ def _simplest_curve(points: Sequence[Point]) -> tuple[Curve, float]:
 
 
 def _knee_curve(points: Sequence[Point], cut: int) -> Curve:
-    """Return the curve that is level through the first `cut` points, then a line."""
+    """Return a curve that is flat through the first `cut` measurements, then a line."""
     before = points[:cut]
     rest = points[cut:]
     weights = math.fsum(p.weight for p in before)
@@ -172,7 +176,7 @@ def _knee_curve(points: Sequence[Point], cut: int) -> Curve:
 
 
 def _straight_curve(fixed: float, slope: float, flat: float = 0.0) -> Curve:
-    """Return the curve of the line `fixed + slope * batch` that is never below `flat`."""
+    """Return the curve `fixed + slope * batch`, but at least `flat` seconds."""
     if slope > 0 and flat > fixed:
         # level up to the knee, where both terms are equal
         return Curve((0.0, (flat - fixed) / slope), (flat, flat), slope)
@@ -189,7 +193,10 @@ def _worst_residual(points: Sequence[Point], line: Curve) -> float:
 
 
 def _bend_factors(points: Sequence[Point], line: Curve) -> list[tuple[int, float]]:
-    """Return the ratio of each point to the line, without noise; empty if noise explains all."""
+    """Return each measurement's ratio to the line, with the effect of noise removed.
+
+    Empty if noise explains all deviations from the line.
+    """
     residuals = [p.seconds / line.seconds(p.batch) - 1 for p in points]
     noise = math.fsum(p.error**2 for p in points) / len(points)
     spread = max(0.0, math.fsum(r * r for r in residuals) / len(points) - noise)
@@ -203,7 +210,7 @@ def _bend_factors(points: Sequence[Point], line: Curve) -> list[tuple[int, float
 
 
 def make_rising(times: Sequence[float]) -> list[float]:
-    """Lower times so that no batch takes longer than a larger one."""
+    """Lower the times where needed, so that no batch takes longer than a larger one."""
     # a larger batch may take less time with a faster kernel, which smaller batches could then use
     # too
     return [max(time, 0.0) for time in accumulate(reversed(times), min)][::-1]
@@ -212,9 +219,10 @@ def make_rising(times: Sequence[float]) -> list[float]:
 def rising_line(
     samples: Sequence[Sample], intercept_not_negative: bool = True
 ) -> tuple[float, float]:
-    """Fit intercept and slope by weighted least squares; the slope is never negative.
+    """Fit a line by weighted least squares, with a slope of at least 0.
 
-    `intercept_not_negative` forces the line through 0 if its intercept would be below.
+    Returns the intercept and the slope. `intercept_not_negative` forces a line with a negative
+    intercept through 0.
     """
     total = math.fsum(w for _, _, w in samples)
     mean_x = math.fsum(w * x for x, _, w in samples) / total
@@ -232,9 +240,10 @@ def rising_line(
 
 
 def fit_pass_overhead(steps: Sequence[Point], curve: Curve, rows: int) -> float:
-    """Return the seconds that each further pass adds to a step, besides its rows.
+    """Return the overhead of each further gradient-accumulation pass, in seconds.
 
-    `rows` is the size of the passes for which it is used, and limits how negative it can be.
+    `steps` are measured steps with several passes, and `curve` gives the time of single passes. It
+    may be negative, but only as far as a pass of `rows` rows stays clearly longer than 0.
     """
     # a pass of `rows` rows is assumed to take at least `LEVEL` (5 %) of the time of these rows, so
     # that further passes never seem nearly free
@@ -254,7 +263,7 @@ def fit_pass_overhead(steps: Sequence[Point], curve: Curve, rows: int) -> float:
 
 
 class Stairs(msgspec.Struct, frozen=True):
-    """A step time that rises in equal stairs, because kernels compute rows in tiles.
+    """A step-shaped curve: times rise in equal steps, because kernels compute rows in tiles.
 
     - `first`, `rise`: seconds of level 0, and of each further level.
     - `least`: the lowest time in seconds.
@@ -268,10 +277,10 @@ class Stairs(msgspec.Struct, frozen=True):
     corners: tuple[tuple[float, float, float], ...]
 
     def curve(self, largest: int, error: float, among: int = 1) -> Curve:
-        """Return the stairs as a curve up to the batch `largest`.
+        """Return the step function as a curve up to the batch `largest`.
 
-        The end of a level is known only as a range. With more devices (`among`), a smaller batch of
-        that range is taken, because one late device delays all.
+        The batch at which a level ends is known only as a range. With more devices (`among`), a
+        smaller batch of it is assumed, because one late device delays all.
         """
         # the batch at which a level ends is known only to be in a range; the curve assumes a
         # smaller batch of this range for more devices
@@ -298,7 +307,7 @@ class Stairs(msgspec.Struct, frozen=True):
         )
 
     def _range_of_level_end(self, level: int) -> tuple[int, int]:
-        """Return the smallest and the largest batch that may be the last one of a level."""
+        """Return the smallest and the largest batch at which a level may end."""
         earliest = min(
             math.floor((level - most) / each + ROUNDING) for each, _, most in self.corners
         )
@@ -310,7 +319,10 @@ class Stairs(msgspec.Struct, frozen=True):
 
 @lru_cache(CURVES_KEPT)
 def fit_stairs(measured: tuple[Point, ...]) -> Stairs | None:
-    """Fit stairs to the points; None for fewer than four points, or if no stairs fit."""
+    """Fit a step function to measured step times.
+
+    None if it doesn't fit, or with fewer than four measurements.
+    """
     points = merge_points(measured, 0.0)
     if len(points) < FEWEST:
         return None
@@ -331,14 +343,17 @@ def fit_stairs(measured: tuple[Point, ...]) -> Stairs | None:
 
 
 def _shows_width(points: Sequence[Point], levels: Sequence[int]) -> bool:
-    """Whether the levels of the points limit the width of a stair."""
+    """Whether the measurements limit how many rows one level of the step function has."""
     rise = bisect_left(levels, levels[0] + 1)
     # three levels, or two whose nearest batches aren't far apart
     return len(set(levels)) > 2 or points[rise].batch <= WIDE * points[rise - 1].batch
 
 
 def _fit_stairs_to_levels(points: Sequence[Point], levels: Sequence[int]) -> Stairs | None:
-    """Return the stairs with these levels, or None if a point is off."""
+    """Return the step function in which each measurement is on the given level.
+
+    None if a measurement deviates by more than its error.
+    """
     # levels are counted from 0 at the smallest batch
     samples = [
         (float(n), p.seconds, 1 / p.tolerance_seconds**2)
@@ -357,9 +372,9 @@ def _fit_stairs_to_levels(points: Sequence[Point], levels: Sequence[int]) -> Sta
 def _find_feasible_region(
     batches: Sequence[int], levels: Sequence[int]
 ) -> tuple[tuple[float, float, float], ...]:
-    """Return the corners of all widths and shifts that give each batch its level.
+    """Return the step widths and shifts at which each batch is on its given level.
 
-    Empty if there are none.
+    They are the corners of the region of possible values; empty if there is none.
     """
     pairs = list(combinations(zip(batches, levels, strict=True), 2))
     # bounds of 1 / width
@@ -389,7 +404,7 @@ def _find_feasible_region(
 
 
 def _shifts(batches: Sequence[int], levels: Sequence[int], each: float) -> tuple[float, float]:
-    """Return the lowest and the highest shift for a given number of levels per row."""
+    """Return the lowest and the highest possible shift, for `each` levels per row."""
     # no shift is possible if the lowest exceeds the highest
     most = min(n - each * b for b, n in zip(batches, levels, strict=True))
     return max(n - 1 - each * b for b, n in zip(batches, levels, strict=True)), most
