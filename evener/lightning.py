@@ -1,10 +1,9 @@
-"""Train with a plan in Lightning: pass `strategy=split.strategy()` to the trainer.
+"""Train with a plan in Lightning, through a strategy.
 
-The whole call is `L.Trainer(strategy=split.strategy(), use_distributed_sampler=False)`. The
-trainer's batches are this rank's shares of the global batches, so its batch indices count global
-batches. The strategy weights the loss before the backward pass, in automatic and in manual
-optimization. A share that doesn't fit in memory is cut into passes. All ranks have the same number
-of passes, because they communicate in each pass that logs a metric.
+Write `L.Trainer(strategy=split.strategy(), use_distributed_sampler=False)`. Each batch of the
+trainer is this rank's share of a global batch. Losses are weighted before the backward pass, in
+automatic and in manual optimization. All ranks have the same number of passes per batch, because
+each pass that logs a metric communicates with the other ranks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The process that outlives a launcher: `python watcher.py RUN PREFIX`.
+"""Watch over a training run from outside its launcher: `python watcher.py RUN PREFIX`.
 
-The watcher creates the training run's folder and prints its name. Its standard input is a pipe that
-closes when the launcher exits or is killed. Then the watcher waits for the leftover processes of
-the run RUN, kills those that don't exit in time, and removes the folder. If a run succeeded, its
-leftover processes may continue. The watcher imports no module of evener, so that it starts quickly.
+The watcher creates the run's temporary folder and prints its path. Its standard input closes when
+the launcher exits or is killed. The watcher then gives the run's remaining processes a few seconds
+to exit, kills those that are left, and removes the folder. After a successful run, these processes
+may continue. No other module of evener is imported, so the watcher starts quickly.
 """
 
 from __future__ import annotations

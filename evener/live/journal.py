@@ -1,9 +1,8 @@
-"""The journal of a training run: its steps/s, changes of shares and restarts.
+"""The journal of a training run: its speed, share changes, restarts and end.
 
-The first rank writes the journal if evener launch started the run or if the script asks for one. It
-is a JSON Lines file in the run's folder. A run that starts again continues its file. If the disk
-isn't writable, one warning is issued and training continues; the missing entries are written later.
-Each line is written completely or removed again.
+The first rank writes it, as JSON lines, if `evener launch` started the run or the script asks for
+it. A restarted run continues its file. Lines are written whole or not at all. If the disk isn't
+writable, entries are kept and written later, and a warning is issued once.
 """
 
 from __future__ import annotations

@@ -9,8 +9,6 @@ duration of a whole step in one pass. Each pass after the first takes `extra` se
 a step. `extra` is negative if such a pass is faster, because a part such as the optimizer isn't
 repeated. A share that fits in memory takes one pass. A larger share takes passes of at most `rows`
 rows, which is the pass size with the highest samples/s.
-
-This module has no side effects.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Find the CPU cores and memory that this process may use, and divide the cores into slices.
+"""Find the CPU cores and memory that this process may use, and divide the cores.
 
-A container's control groups, version 1 or 2, may allow less than the machine has. A slice is one of
-several equal sets of cores. A training run gets the same slices as its measurement. Hardware
-threads of a core stay together if there are enough cores.
+Limits of containers (cgroups version 1 and 2) are respected. A slice is one of several equal sets
+of logical CPUs; hardware threads of a core stay together if there are enough cores. The same number
+of slices gives the same CPUs in a search and in training.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Find what limits a training run's steps: the ranks' compute time (own work), hosts or input.
+"""Find out whether other shares can make the steps of a training run faster.
 
-Moving rows between ranks helps only if the slowest rank then computes fewer rows in less time. It
-doesn't help if a GPU waits for its host to start kernels, or if a rank waits for rows that other
-processes fetch. If a CPU is shared with other programs, its speed changes within seconds, so shares
-change only after longer measurements.
-
-This module has no side effects.
+Moving rows helps only if the slowest rank then computes for less time. It doesn't help if a GPU
+waits for its host to start kernels, or a rank for rows that other processes load. The speed of a
+CPU that other programs use changes within seconds, so shares then change only after longer
+measurements.
 """
 
 from __future__ import annotations

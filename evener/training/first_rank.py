@@ -1,9 +1,8 @@
-"""Start a program's first rank alone; the others wait for a process group.
+"""Start the first rank of a program alone, and the others once it creates a process group.
 
-So a script for one GPU runs only once, and a launcher in the program can use all devices.
-Environment variables show whether evener or such a launcher started a process. The launcher sets
-another rank, number of ranks or id of an elastic run than evener. An elastic run is a run of
-PyTorch's elastic agent.
+A script for one GPU thus runs only once, and a program that starts its own processes can use all
+devices. Environment variables distinguish the processes that evener started from those of another
+launcher, which sets other ranks or another run id.
 """
 
 from __future__ import annotations

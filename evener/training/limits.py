@@ -1,11 +1,8 @@
-"""What limits the speed of a training run: parts of a step, remedies and their expected gains.
+"""Bottlenecks of a training step, their remedies and the expected gains in speed.
 
-A limit is a part of the step's time that a remedy can shorten, such as waiting for input. Searches
-and training runs measure these parts differently, and both use this module. Measured parts may
-overlap: a host that is starved of CPU cores also delays input. Overlaps are removed, so that the
-limits never add up to more than the step.
-
-This module has no side effects.
+A bottleneck is a part of the step that a remedy can shorten, such as waiting for input. Measured
+parts may overlap, because a host that lacks CPU cores also delays input. Overlaps are removed, so
+that all bottlenecks together take at most the step's time.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ Otherwise per_row is the steepest slope from a smaller size's peak to the larges
 slope is too flat if a smaller size's peak was too high, for example because evener checked the loss
 in that step. So per_row has a lower limit: the largest size's peak, minus the memory that is held
 between steps, divided by the rows of that size.
-
-This module has no side effects.
 """
 
 from __future__ import annotations

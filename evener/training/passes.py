@@ -13,7 +13,7 @@ smaller passes with the same rows:
 
 The rules are the same for every trainer and framework: the user's own training loops
 (`evener/torch/step`), transformers' Trainer, Lightning and Keras. Each of their adapters undoes the
-failed attempt itself before the retry. This module has no side effects.
+failed attempt itself before the retry.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class PassQueue:
     def retry(self, is_whole: bool = True) -> None:
         """Put the taken pass back after it ran out of memory.
 
-        `is_whole` means that its gradients count only once all of its rows are computed.
+        `is_whole` is False for a piece of a pass that had failed before.
         """
         # The failed pass is the one that `take` returned last. `complete` then returns False until
         # all rows of the failed pass are computed or, for a piece, all rows of the earlier pass.

@@ -17,8 +17,6 @@ If no curve was measured, compute time is assumed to be proportional to rows. Th
 of rows then shows which part of the compute time is fixed. A pass costs the host about the same
 time however few rows it has. So the cost of a further pass is measured when the number of a rank's
 passes changes.
-
-This module has no side effects.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Find what limits a running training, from the step times of its ranks.
+"""Find the bottlenecks of training from the ranks' measured step times.
 
-The rank that reaches the gradient exchange last (the straggler) determines the duration of a step,
-because the other ranks wait for it. If a part of a step, such as waiting for input, takes about as
-long on every rank, it limits the whole training run. A part that takes long on only one rank costs
-the time that the others wait for that rank.
-
-This module has no side effects.
+The straggler, the last rank to reach the gradient exchange, determines the time of a step. A part
+of the step that takes about as long on every rank slows the whole run. A part that is long on one
+rank costs the time for which the others wait.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ interval of the gain is at least 2 % away from 0.
 Devices may have become faster or slower in the meantime. Therefore the compute time (own work) at
 the end is used to compute how long steps with the first shares would take now. If that differs too
 much from the time that they took at first, the step times can't be compared.
-
-This module has no side effects.
 """
 
 from __future__ import annotations

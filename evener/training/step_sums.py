@@ -1,12 +1,9 @@
-"""The parts of a rank's steps, as sums over many steps.
+"""Times of training steps, added up by activity.
 
-A step has five parts: input, compute time (own work), waiting for other ranks, exchange, and the
-time until the next batch. The exchange is the all-reduce of the gradients. A single rank can't
-distinguish its waiting from the exchange, so `divide_steps` needs the sums of all ranks. Means are
-used instead of medians, so that work in only every tenth step, such as writing a checkpoint, counts
-too.
-
-This module has no side effects.
+A step consists of loading input, computing, waiting for other ranks, the all-reduce of gradients,
+and the time until the next batch. A single rank can't distinguish waiting from the all-reduce, so
+`divide_steps` compares all ranks. Totals are kept rather than medians, so that rare work such as a
+checkpoint counts too.
 """
 
 from __future__ import annotations
