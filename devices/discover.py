@@ -1,4 +1,4 @@
-"""Find the devices of a request, open their readings, and check what other programs do on them."""
+"""Find requested devices, open a source of their readings, and check for other programs on them."""
 
 from __future__ import annotations
 

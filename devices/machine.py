@@ -177,7 +177,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class SimulatedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Step times of a model whose layers are spread over several devices."""
+    """Step times of a model whose layers are on several devices."""
 
     name: Annotated[str, Meta(min_length=1)]
     curve: Curve  # (batch, step ms)
@@ -314,8 +314,8 @@ class Machine(msgspec.Struct, frozen=True):
         """Return the bytes that a device needs if it holds a fraction `part` of the state.
 
         `rows` is the number of rows of a pass. Without gradient accumulation (`in_passes` is
-        False), gradients and activations aren't in memory at the same time. Raises `ValueError` if
-        the machine's model can't be sharded.
+        False), gradients and activations don't exist at the same time. Raises `ValueError` if the
+        machine's model can't be sharded.
         """
         shards = self.shards
         if shards is None:

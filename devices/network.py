@@ -81,8 +81,8 @@ def find_own_address(host: str, hosts: Iterable[str]) -> str:
 class Listener:
     """Accepts connections for a connectivity test between hosts.
 
-    It listens on a free port and, unless it is taken, on port 29400, PyTorch's rendezvous port.
-    Raises `OSError` if it can't listen at the address.
+    Two ports are opened: a free one and, unless it is taken, 29400, PyTorch's rendezvous port.
+    Raises `OSError` if the address can't be used.
     """
 
     def __init__(self, address: str) -> None:

@@ -239,7 +239,7 @@ class History:
 def stale(
     snapshot: Snapshot, age_seconds: float, why: str = "the driver does not answer"
 ) -> Snapshot:
-    """Return a copy of the snapshot whose readings are marked as stale, with a message why.
+    """Return a copy of the snapshot with stale readings and a message that says why.
 
     `age_seconds` is added to the age of each current reading.
     """

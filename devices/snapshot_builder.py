@@ -1,4 +1,4 @@
-"""Completes device readings to a snapshot, with processes and the speed of training runs."""
+"""Builds snapshots of devices, processes and the throughput of training runs."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ class TrainingRates:
 
 
 def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
-    """Return the sum of rates as a reading. A rate is ignored if it is 5 seconds overdue.
+    """Return the sum of rates as a reading. Rates more than 5 seconds overdue are ignored.
 
     If all are overdue, their sum is returned as a stale reading. Without rates, the reading is
     unsupported.

@@ -110,7 +110,7 @@ class Workload(ABC):
 
     @abstractmethod
     def loss_is_finite(self) -> bool:
-        """Return whether the latest known loss is finite."""
+        """Return whether the latest loss is finite."""
 
     def work(self) -> Work | None:
         """Return the tokens and passes computed so far, or None if rows have no lengths."""
@@ -141,8 +141,8 @@ class Workload(ABC):
     def time_on_device(self) -> float | None:
         """Return the seconds of a step on the GPU when all its kernels are enqueued beforehand.
 
-        The difference to a usual step is time that the host takes to launch kernels. None if it
-        can't be measured.
+        The difference from a normal step's time is the host's overhead of launching kernels. None
+        if it can't be measured.
         """
         return None
 
@@ -225,7 +225,10 @@ class MemoryMeter:
         return (max(0, peak - self._before),)
 
     def release(self) -> tuple[int | None, ...]:
-        """Free cached memory, and return the bytes still held by device. Here they are None."""
+        """Free cached memory, and return the bytes still reserved on each device.
+
+        On a CPU this does nothing, and all values are None.
+        """
         return (None,) * self._devices
 
     def held(self) -> int:

@@ -139,7 +139,7 @@ _ENTRIES = {entry.name: entry for entry in _TABLE}
 
 
 def names(framework: str = "") -> tuple[str, ...]:
-    """Return the names of all workloads, or of one framework's."""
+    """Return the names of all workloads, or of the workloads for one framework."""
     return tuple(entry.name for entry in _ENTRIES.values() if framework in ("", entry.framework))
 
 

@@ -247,7 +247,7 @@ def _check_arguments(name: str, function: Callable[..., Any], arguments: Mapping
 def find_line(error: BaseException, name: str = "") -> str:
     """Return `FILE:LINE` of the user's code where an error occurred, or "".
 
-    `name` is the workload, whose file counts as the user's code wherever it is.
+    The file of the workload `name` counts as user code even in an installed package.
     """
     # An error from a TensorFlow graph has its lines only in its message, so the message is searched
     # too.
@@ -266,7 +266,7 @@ INSTALLED = {"site-packages", "dist-packages"}
 
 
 def is_user_file(file: str) -> bool:
-    """Return whether a file is the user's code: not in Python, an installed package or evener."""
+    """Return whether a file belongs to the user, not to Python, evener or an installed package."""
     folders = [
         Path(evener.__file__).parent,
         *map(Path, map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))),
@@ -332,7 +332,7 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def _without_function(name: str, path: Path) -> RequestError:
-    """Return an error for a name without a function."""
+    """Return an error for a workload name without a function. It suggests functions of the file."""
     # Its remedy lists the functions that could return the model.
     functions = [node for node in _functions(path) if _could_build(node)]
     free = _callable_as_they_are(functions)

@@ -112,13 +112,13 @@ class Agent:
         self._group: Any = None  # the placement group that holds the reserved CPUs
 
     def begin(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the actor, and return Ray's reference to the result without waiting."""
+        """Start a call of the actor's method, and return Ray's reference to the result."""
         return getattr(self._actor, method).remote(*arguments)
 
     def finish(
         self, call: Any, seconds: float = ANSWER_SECONDS, stop: threading.Event | None = None
     ) -> Any:
-        """Wait for the result of a call of `begin`.
+        """Wait for a call that `begin` started, and return its result.
 
         Returns None if `stop` is set meanwhile. Exceptions of the called function are raised again
         here. Raises `HostLostError` after `seconds` without a result or if the host is gone, and
@@ -247,11 +247,11 @@ class RemoteObject:
         return self._agent.restart(generation)
 
     def begin(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the object, and return Ray's reference to the result without waiting."""
+        """Start a call of the object's method, and return Ray's reference to the result."""
         return self._agent.begin("ask", self._name, method, *arguments)
 
     def finish(self, call: Any, seconds: float) -> Any:
-        """Wait for the result of a call of `begin`, at most `seconds`; see `Agent.finish`."""
+        """Wait for a call that `begin` started, at most `seconds`; see `Agent.finish`."""
         return self._agent.finish(call, seconds)
 
     def ask(
@@ -333,7 +333,7 @@ REMEDY = (
 
 
 def find_agent(host: str) -> Agent:
-    """Return this process's agent of a host. Raises `HostLostError` if there is none."""
+    """Return the agent for a host. Raises `HostLostError` if this process has started none."""
     agent = _agents.get(host)
     if agent is None:
         raise HostLostError(host, "has no actor of evener")
@@ -341,7 +341,7 @@ def find_agent(host: str) -> Agent:
 
 
 def start_actor(node: Node, gpus: int) -> Any:
-    """Start an actor on a node, with this many GPUs reserved, without waiting for it."""
+    """Start an actor on a node with this many GPUs reserved. Does not wait for it."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -39,7 +39,7 @@ def connect(address: str = "") -> None:
 
     Without an address, RAY_ADDRESS is used, or else the cluster that runs on this machine. Raises
     `RequestError` if Ray isn't installed or the address is malformed, and `DeviceError` if this
-    machine isn't a node of a cluster or the cluster can't be joined.
+    machine isn't a node of a cluster or can't join it.
     """
     if find_spec("ray") is None:
         raise RequestError("Ray is not installed.", "Install it: pip install 'evener[ray]'.")
@@ -60,7 +60,7 @@ def connect(address: str = "") -> None:
 
 
 def list_nodes() -> tuple[Node, ...]:
-    """Return the living nodes of the cluster, one per address, sorted by address."""
+    """Return the nodes of the cluster that are alive, sorted by address. Addresses are unique."""
     import ray
     from ray._private.state import available_resources_per_node
 
@@ -147,7 +147,7 @@ def _explain(address: str, error: Exception) -> DeviceError:
 
 
 def _check_listener(address: str) -> None:
-    """Check that a Ray cluster listens at this address, because Ray itself would retry for long.
+    """Check that a Ray cluster listens at the address. Ray itself would retry for a long time.
 
     Raises `RequestError` for a malformed address, and `DeviceError` if nothing listens there or the
     answer isn't HTTP/2, which gRPC uses.

@@ -81,7 +81,7 @@ def _hold_cpus(agents: Sequence[Agent], devices: Sequence[Device]) -> tuple[str,
 
 
 def assign_terms(terms: Sequence[Term], nodes: Sequence[Node]) -> dict[str, list[Term]]:
-    """Return the terms for each host, by address.
+    """Return the requested terms by host address.
 
     A term for all hosts is assigned to every node.
 
@@ -113,7 +113,7 @@ def find_node(host: str, nodes: Sequence[Node]) -> Node:
 
 
 def find_on_host(terms: Sequence[Term], gpu_ids: Sequence[str] | None) -> HostDevices:
-    """Find the requested devices on this host, as a function that runs in the host's actor.
+    """Find the requested devices on this host. The actor of each host calls this function.
 
     `gpu_ids` are the GPUs that Ray has assigned to the actor; None allows all.
     """
@@ -273,7 +273,7 @@ def explain_versions(by_host: dict[str, dict[str, str]]) -> tuple[str, ...]:
 
 
 def find_plan_nodes(plan: Plan, address: str) -> dict[str, Node]:
-    """Return the nodes that a plan's hosts stand for, by the host's name in the plan.
+    """Return the cluster's nodes for the hosts of a plan, by host name.
 
     Raises `PlanError` if the plan is for a single machine, and `RequestError` if a host isn't in
     the cluster.
@@ -320,9 +320,9 @@ OpenHost = Callable[[tuple[Device, ...]], Source]
 
 
 class ClusterSource:
-    """Source of readings of devices on several hosts, each read by an actor there.
+    """Source of readings of devices on several hosts, each read by an actor on its host.
 
-    `open_host` opens a host's own source, and runs on that host.
+    `open_host` runs on a host and opens the source of its devices.
     """
 
     def __init__(
@@ -424,7 +424,7 @@ def _place(live: LiveDevice, host: str) -> LiveDevice:
 
 
 def _add_hosts(hosts: Sequence[HostSample]) -> HostSample:
-    """Return the totals of several hosts as one sample, with CPU load weighted by cores."""
+    """Combine the samples of several hosts: sums, and the mean CPU load over all cores."""
     cores = sum(host.cores for host in hosts)
     return HostSample(
         cpu_percent=sum(host.cpu_percent * host.cores for host in hosts) / max(1, cores),

@@ -1,4 +1,4 @@
-"""Backend of NVIDIA GPUs: NVML lists and reads them, CUDA_VISIBLE_DEVICES selects, MPS limits."""
+"""NVIDIA GPUs: listed by NVML, selected by CUDA_VISIBLE_DEVICES, and limited by MPS."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class NvmlVitals:
     def read(self, full: bool) -> Vitals:
         """Return throttling, clock and energy; with `full`, also memory and processes.
 
-        Raises nothing if the GPU or the driver fails: `trouble` then says why, and the next call
-        tries to open NVML again.
+        Failures of the GPU or the driver aren't raised: `trouble` describes them, and the next call
+        opens NVML again.
         """
         nvml = self._nvml
         try:
@@ -194,7 +194,7 @@ class NvidiaGpus(Backend):
     def name_path(self, first: Device, second: Device) -> str:
         """Return the connection of two GPUs: "NVLink", "PCIe, P2P" or "PCIe, no P2P".
 
-        "" if it can't be found out, and for MIG instances.
+        Returns "" if it is unknown, and for MIG instances.
         """
         if any(device.id.startswith("MIG-") for device in (first, second)):
             return ""

@@ -1,4 +1,4 @@
-"""Whether CUDA runs in this process, found out without starting it."""
+"""Check whether CUDA is initialized in this process, without initializing it."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ VALUE = 0x5EED
 
 
 def check_gpu(cuda: ctypes.CDLL) -> bool:
-    """Fill 4 MiB of the first visible GPU's memory, and return whether they can be read back."""
+    """Fill 4 MiB of the first visible GPU's memory, and return whether they read back correctly."""
     # `cuda` is the driver
     device = ctypes.c_int()
     context = ctypes.c_void_p()

@@ -97,8 +97,8 @@ LEAST_NAMED_PERCENT = 0.5  # a reason for a smaller part of a tick isn't named
 class GpuReader:
     """Reads one GPU or MIG instance through NVML.
 
-    `parent` is the GPU of a MIG instance. Metrics that change slowly or cost much are read less
-    often than at each call.
+    `parent` is the GPU of a MIG instance. Slowly changing and expensive metrics are read at longer
+    intervals.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class GpuReader:
         return min(1.0, clock / highest)
 
     def _note_clock(self, read: Reading) -> float | None:
-        """Return the clock in MHz, and remember the highest one so far."""
+        """Return the clock in MHz, and record it if it is the highest so far."""
         clock = read.current
         if clock is not None:
             self._reached_mhz = max(self._reached_mhz, clock)
@@ -345,7 +345,7 @@ class GpuReader:
         return used
 
     def _current(self, field: Reading, fallback: str, now: float) -> Reading:
-        """Return the field's reading, or else the result of the equivalent NVML call."""
+        """Return the field's reading, or the result of an equivalent NVML call."""
         return (
             field
             if field.current is not None
@@ -436,10 +436,10 @@ FIRST_WINDOW_MICROSECONDS = 3_000_000  # how much of the driver's buffer is read
 
 
 class GpuProcesses:
-    """Lists the processes on a GPU, with their memory and use of the multiprocessors.
+    """Lists the processes on a GPU, with their use of memory and multiprocessors.
 
-    `since` is the time on the driver's clock, in microseconds, after which use is counted. NVML
-    can't report it for MIG instances.
+    Use is counted after `since`, in microseconds on the driver's clock. NVML can't report it for
+    MIG instances.
     """
 
     def __init__(self, nvml: Library, handle: Handle, is_mig: bool, since: int = 0) -> None:

@@ -151,7 +151,7 @@ class Metric(Batch):
         self._call = call
 
     def read_one(self, now: float) -> Reading:
-        """Return the reading, which is renewed if it is due."""
+        """Return the value, read again if it is due."""
         return self.read(now)[0]
 
     def _ask(self, due: Sequence[int], now: float) -> Mapping[int, Outcome]:
@@ -203,7 +203,7 @@ class Counter:
     def rate(self, reading: Reading, now: float) -> Reading:
         """Return the counter's increase per second since its previous reading.
 
-        Pending at the first reading, and after the counter has been reset.
+        The result is pending at the first reading and after a reset of the counter.
         """
         number = reading.current
         if number is None and reading.state is not State.STALE:

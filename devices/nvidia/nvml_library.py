@@ -73,7 +73,7 @@ class GpuHandle(NamedTuple):
 
 
 def load() -> Library:
-    """Import NVML's Python binding, only when it is needed."""
+    """Import NVML's Python binding, pynvml."""
     import pynvml
 
     return pynvml
@@ -100,7 +100,7 @@ def driver_fault(error: Exception) -> DeviceError:
 
 @contextmanager
 def opened(library: Library | None = None) -> Iterator[Library]:
-    """Context manager: NVML, initialized and shut down at the end.
+    """Context manager that initializes NVML and shuts it down at the end.
 
     Raises `DeviceError` if the driver can't be used.
     """
@@ -183,9 +183,9 @@ def mig_instances(nvml: Library, handle: Handle) -> tuple[Handle, ...] | None:
 
 
 def find_gpu(nvml: Library, uuid: str) -> GpuHandle | None:
-    """Return the handle of the GPU or MIG instance with this UUID, or None if there is none.
+    """Return the handle of the GPU or MIG instance with this UUID, or None.
 
-    Raises `NVMLError` if it isn't found while a GPU doesn't answer, which may be the one.
+    If it isn't found and some GPU doesn't answer, that GPU's `NVMLError` is raised.
     """
     # not NVML's lookup by UUID: for a lost GPU, it would say that there is no such GPU
     handles, silent = enumerate_gpus(nvml)

@@ -57,7 +57,7 @@ class _Slot:
 
 
 class NvmlSource:
-    """Source of readings of NVIDIA GPUs, which survives the loss of a GPU or of the driver.
+    """Source of readings of NVIDIA GPUs. It recovers from a lost GPU or driver.
 
     If `devices` is None, all GPUs are read. Not thread-safe. Raises `DeviceError` if the driver
     can't be opened at first; later failures appear in the samples.
@@ -130,7 +130,7 @@ class NvmlSource:
                 self._attach(gpu)
 
     def _watch_events(self) -> None:
-        """Start the thread that waits for events at the third sample."""
+        """At the third sample, start the thread that waits for events."""
         # a program that takes one sample then doesn't wait for the thread when it ends
         self._looks += 1
         if self._is_open and self._events is None and self._looks > 2:

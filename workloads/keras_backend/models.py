@@ -177,7 +177,10 @@ class AdamInPlace(DenseAdam):
 
 
 def placed_step(places: Sequence[Sequence[str]], model: Any, batch: Any) -> dict[str, Any]:
-    """Train the two-tower model for one step, with each layer and its gradient on one device."""
+    """Train the two-tower model for one step, with each layer and its gradient on one device.
+
+    `places` are the devices of each tower's layers.
+    """
     x, y = batch
     variables = model.trainable_variables
     ends = []

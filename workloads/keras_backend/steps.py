@@ -167,7 +167,7 @@ def slice_rows(data: Any, start: int, stop: int) -> Any:
 
 
 def _put(data: Any, scope: AbstractContextManager[Any]) -> Any:
-    """Copy the arrays of a nested structure to the devices of the scope."""
+    """Copy the arrays of a nested structure to the device of the scope."""
     # through tensors in host memory
     with tf.device("CPU:0"):
         loaded = keras.tree.map_structure(tf.convert_to_tensor, data)

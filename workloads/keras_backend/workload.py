@@ -95,7 +95,7 @@ def make_stream_data(make: Callable[[int], Any], rows: int = 0) -> KerasData:
 
 
 def pool(sample_batch: SampleBatch) -> KerasData:
-    """Return training data of synthetic rows, as many as fit in 64 MiB.
+    """Return training data of rows made by `sample_batch`, as many as fit in 64 MiB.
 
     There are at least 64 and at most 65,536 rows.
     """

@@ -33,7 +33,7 @@ ENDLESS_STEPS = 1 << 40
 
 
 class EndlessSampler(UnevenBatchSampler):
-    """Sampler without end, for synthetic rows or fewer rows than a global batch.
+    """Sampler without end, used for synthetic rows and for data sets below one global batch.
 
     `sizes` are the rows of each rank in a global batch.
     """
@@ -161,7 +161,7 @@ class Data:
         self.lengths = read_lengths(None if callable(given) else given, self.rows)
 
     def use_workers(self, count: int) -> None:
-        """Set the number of worker processes of the data loader."""
+        """Set the number of the data loader's worker processes."""
         options = self.options
         if not count:
             for name in OF_WORKERS:

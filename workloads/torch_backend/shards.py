@@ -67,7 +67,7 @@ class RecipeShards:
         self._computes = True
 
     def compute_nothing(self) -> None:
-        """Let this rank take part only by its shard, without rows of its own."""
+        """Let this rank hold its shard, but compute no rows."""
         if self._computes:
             self._computes = False
             self.sharded.compute_nothing()

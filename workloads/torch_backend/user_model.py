@@ -307,7 +307,7 @@ def _read_data(given: Any) -> Data:
 
 
 def _first_optimizer(given: Any) -> Any:
-    """Return the first optimizer of what `configure_optimizers` returned, or None."""
+    """Return the first optimizer in the result of `configure_optimizers`, or None."""
     if isinstance(given, Mapping):
         given = given.get("optimizer")
     while isinstance(given, tuple | list):

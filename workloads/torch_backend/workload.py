@@ -67,9 +67,9 @@ class Recipe(msgspec.Struct, frozen=True):
 
 
 class Waits:
-    """Measures how long a GPU waits for gradients of other ranks.
+    """Measures how long a GPU waits for the gradients of other ranks.
 
-    A wait lasts from its own last gradient to the end of the all-reduce.
+    A wait lasts from the GPU's own last gradient to the end of the all-reduce.
     """
 
     def __init__(self, exchange: Exchange, clock: Any) -> None:
@@ -410,7 +410,10 @@ class TorchWorkload(Workload, StepListener):
         return {key: str(value) for key, value in known.items() if value is not None}
 
     def _computes_bfloat16(self) -> bool:
-        """Return whether the setup, the recipe or a weight's type means bfloat16."""
+        """Return whether the model computes in bfloat16.
+
+        It does if the setup, the recipe's mixed precision or a parameter's dtype says so.
+        """
         # An autocast in the user's own code isn't recognised, because it is known only when the
         # code runs.
         return (
@@ -435,7 +438,7 @@ class TorchWorkload(Workload, StepListener):
         return self._batches
 
     def begin(self, origin: object, sizes: tuple[int, ...], batch: Any) -> None:
-        """Set the weight of this rank's gradients, by its share of the batch that begins."""
+        """Weight this rank's gradients by its share of the batch that begins."""
         model = self._model
         exchange: Any = model.exchange if isinstance(model, Exchanged) else None
         if self._shards is not None:
