@@ -474,6 +474,8 @@ def draw_for_rows(x: Any) -> Any:
         (lambda net, x: (net(x) + torch.rand(4)).square().mean(), True),  # rows have no entries
         (lambda net, x: masked_mean(net(x), per_row=True), True),
         (lambda net, x: masked_mean(net(x), per_row=False), False),
+        (lambda net, x: masked_mean(drop_as_on_gpus(net(x)), per_row=True), True),
+        (lambda net, x: masked_mean(drop_as_on_gpus(net(x)), per_row=False), False),
         (lambda net, x: (net(x) - torch.rand(len(x), 1).mean()).square().mean(), False),
     ],
 )
@@ -486,6 +488,11 @@ def test_a_loss_by_a_random_count_is_no_mean_over_rows(loss: Any, is_mean: bool)
     computations = make_launcher_computations(few, lambda part: loss(net, part.batch[0]))
     sketcher = GradientSketcher([net], dict(net.named_parameters()), losses_only=True)
     assert (find_loss_by_rows(sketcher, computations, few) is None) is is_mean
+
+
+def drop_as_on_gpus(values: Any) -> Any:
+    """Apply dropout by the operation of GPUs, which returns its mask too."""
+    return torch.native_dropout(values, 0.2, True)[0]
 
 
 def masked_mean(values: Any, per_row: bool) -> Any:

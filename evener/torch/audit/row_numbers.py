@@ -55,6 +55,8 @@ class RowRandomness(EvenRandomness):
             made.append(draw_equal_rows(function, own, dict(keywords), seed)[0])
         if function._schema.is_mutable:  # rows of the argument were filled
             return arguments[0], True
+        if isinstance(made[0], tuple):  # such as GPUs' dropout with its mask
+            return tuple(map(torch.cat, zip(*made, strict=True))), True
         return torch.cat(made), True
 
 
