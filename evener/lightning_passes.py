@@ -33,9 +33,9 @@ DummyLogger = import_module(f"{LIGHTNING}.loggers.logger").DummyLogger
 
 
 def check_module_part(strategy: Any, part: Part, rows: int) -> None:
-    """Check that a pass may be computed again in smaller parts of `rows` rows.
+    """Check that a pass of `rows` rows gives the same gradient in smaller parts.
 
-    Raises RequestError if its gradient would differ, or for LBFGS.
+    Raises RequestError if it doesn't, if its rows can't be cut, or for LBFGS.
     """
     # The pass has run out of memory. The parts' gradients must add up to the pass's.
     module = strategy.lightning_module

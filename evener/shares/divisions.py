@@ -76,10 +76,10 @@ WORTH_BYTES = 8 << 20  # fewer bytes are summed at once, because a second sum wo
 
 
 def divide_sums(tensors: Sequence[tuple[int, Hashable]], apart: int = 0) -> list[list[int]]:
-    """Group gradient tensors for all-reduce, and return the indices of each group.
+    """Group tensors for all-reduce, and return the indices of each group.
 
-    `tensors` are pairs of size in bytes and type, in the order in which the gradients are ready.
-    The last `apart` tensors form groups of their own.
+    `tensors` are pairs of size in bytes and dtype, in the order in which they are computed. The
+    last `apart` tensors are summed separately.
     """
     # Tensors of different types are never in the same group. If all tensors have less than 8 MiB in
     # total, each type has one group. Otherwise, each type has an early group, summed during the
