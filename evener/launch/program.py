@@ -88,7 +88,8 @@ def _find_script(arguments: Sequence[str]) -> str:
     for word, following in zip(arguments, (*arguments[1:], ""), strict=True):
         if word.endswith(".py"):
             return word
-        if word in ("-m", "--module") and following:
+        # the option is a flag: the module needn't come right after it
+        if word in ("-m", "--module") and following and not following.startswith("-"):
             return f"-m {following}"
     return ""
 

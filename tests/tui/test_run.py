@@ -246,6 +246,7 @@ def test_a_command_is_named_by_what_it_runs(tmp_path: Path) -> None:
         ("/bin/torchrun", "--nproc-per-node 2 -m package.train x.py", "-m package.train"),
         ("-m torch.distributed.run", "--standalone train.py", "train.py"),
         ("/bin/accelerate", "launch --num_processes 2 train.py", "train.py"),
+        ("/bin/torchrun", "-m --nproc-per-node=2 package.train", "torchrun"),
         ("/bin/torchrun", "--help", "torchrun"),
         ("/bin/llamafactory-cli", "train config.py", "llamafactory-cli"),
         ("/src/main.py", "other.py", "main.py"),
