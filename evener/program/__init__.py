@@ -1,1 +1,1 @@
-"""Training of unchanged programs: hooks in PyTorch and its libraries that let shares differ."""
+"""Train a user's unmodified script with unequal shares of each batch, by hooks in PyTorch."""

@@ -1,4 +1,4 @@
-"""Advice for scripts that use one GPU: the lines of DDP that make them train on all."""
+"""Tell the user of a single-GPU script which lines of DDP code would train it on all GPUs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def advise(optimizer: Any, loader: Any) -> str:
 
 
 def _describe_changes(frame: FrameType | None, loader: str, models: Set[str]) -> tuple[str, str]:
-    """Return where the lines go, and which method calls on the models have to be rewritten."""
+    """Say before which line the DDP code goes, and which method calls need `.module`."""
     # The place has a line number if the frame's file can be parsed. The other lines use the models'
     # own methods. `loader` and `models` are the script's names for its loader and its models.
     body = None if frame is None else _parse_file(frame)
@@ -120,7 +120,7 @@ def advise_lightning() -> str:
 
 
 def _share_rows(name: str, loader: Any) -> list[str]:
-    """Return the lines that give each rank its own rows by a `DistributedSampler`."""
+    """Return the suggested lines that give each rank its own rows by a `DistributedSampler`."""
     # `name` is the script's variable for the loader. The lines have placeholders unless `loader` is
     # a DataLoader with a batch size.
     data = "torch.utils.data"
@@ -160,7 +160,7 @@ def _find_frame(weights: set[int], loader: Any) -> FrameType | None:
 
 
 def _collect_weights(names: Mapping[str, Any]) -> set[int]:
-    """Return the parameter ids of all optimizers among the variables."""
+    """Return the parameter ids of all optimizers among a frame's variables."""
     # such as one optimizer for each model of a GAN
     optimizers = [name for name in names.values() if isinstance(name, torch.optim.Optimizer)]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -168,7 +168,7 @@ def _collect_weights(names: Mapping[str, Any]) -> set[int]:
 
 
 def _name_loader(names: Mapping[str, Any], loader: Any) -> str:
-    """Return the variable that holds `loader`, or "" if none does."""
+    """Return the name of the script's variable that holds `loader`, or "" if none does."""
     # a DataLoader that is an attribute of a library's object has a name such as
     # "train_loader.loader"
     if loader is None:
@@ -183,7 +183,7 @@ def _name_loader(names: Mapping[str, Any], loader: Any) -> str:
 
 
 def _name_models(names: Mapping[str, Any], weights: set[int]) -> list[tuple[str, ...]]:
-    """Return the names of each trained model, largest model first."""
+    """Return each trained model's variable names, the largest model first."""
     # Models inside other models are left out. `weights` are the ids of the optimizers' parameters.
     # `names` are the script's variables; a model may have several. A name like "models[0]" comes
     # first, because the others may be set only in the loop.
@@ -200,7 +200,7 @@ def _name_models(names: Mapping[str, Any], weights: set[int]) -> list[tuple[str,
 
 
 def _list_names(frame: FrameType) -> dict[str, Any]:
-    """Return the frame's variables, with attributes of objects and elements of lists."""
+    """Return a frame's variables, with attributes of its objects and elements of its lists."""
     # attributes are listed for objects of the script's own classes
     names = {name: value for name, value in frame.f_locals.items() if not name.startswith("__")}
     attributes = {}
@@ -218,14 +218,14 @@ def _list_names(frame: FrameType) -> dict[str, Any]:
 
 
 def _file_of(kind: type) -> str:
-    """Return the file that defines `kind`, or torch's if it has none."""
+    """Return the file that defines a class; torch's own file if the class has none."""
     module = sys.modules.get(kind.__module__)
     path: str | None = getattr(module, "__file__", None)
     return path or str(torch.__file__)
 
 
 def _find_place(frame: FrameType, body: ast.AST, loader: str) -> int:
-    """Return the line before which the new lines belong, or 0 if no loop was found."""
+    """Return the line before which the suggested code belongs; 0 if no training loop was found."""
     # This is the line of the outermost loop around the current line, or an earlier line that
     # creates an iterator over the loader.
     first = frame.f_code.co_firstlineno
@@ -234,7 +234,7 @@ def _find_place(frame: FrameType, body: ast.AST, loader: str) -> int:
 
 
 def _describe_methods(frame: FrameType, body: ast.AST, models: Set[str], inserted: int) -> str:
-    """Say which method calls on the models have to go through `.module`."""
+    """Say which calls of the models' own methods have to go through DDP's `.module` attribute."""
     # Return "" if there is nothing to rewrite. Models are wrapped before line `inserted`. `body` is
     # the frame's parsed file, and `models` are the models' names. Uses of the models' own methods
     # are rewritten, except for those before line `inserted`. DistributedDataParallel keeps the
@@ -255,7 +255,7 @@ def _describe_methods(frame: FrameType, body: ast.AST, models: Set[str], inserte
 
 
 def _find_methods(nodes: Iterable[ast.AST], models: Set[str]) -> Iterator[tuple[str, int]]:
-    """Yield attributes of the models that `DistributedDataParallel` lacks, with their lines."""
+    """Yield each use of a model attribute that DistributedDataParallel lacks, with its line."""
     for node in nodes:
         if isinstance(node, ast.Attribute) and not _is_in_wrapper(node.attr):
             model = ast.unparse(node.value)
@@ -265,7 +265,7 @@ def _find_methods(nodes: Iterable[ast.AST], models: Set[str]) -> Iterator[tuple[
 
 
 def _name_lines(numbers: Iterable[int]) -> str:
-    """Return, for example, "line 3" or "lines 3, 7"."""
+    """Return line numbers as text, for example "line 3" or "lines 3, 7"."""
     every = sorted(set(numbers))
     text = ", ".join(map(str, every))
     return f"lines {text}" if len(every) > 1 else f"line {text}"
@@ -285,7 +285,7 @@ def _is_assigned(node: ast.AST) -> bool:
 
 
 def _is_in_wrapper(name: str) -> bool:
-    """Return whether `DistributedDataParallel` has an attribute of this name itself."""
+    """Return whether DistributedDataParallel itself has an attribute of this name."""
     return hasattr(DistributedDataParallel, name) or name in ("module", "training")
 
 
@@ -315,7 +315,7 @@ def _find_loop(body: ast.AST, line: int, first: int) -> int:
 
 
 def _count_trained(value: Any, weights: set[int]) -> int:
-    """Return how many parameters of `value` are in `weights`; 0 if it isn't a module."""
+    """Return how many of a module's parameter ids are in `weights`; 0 if `value` is no module."""
     if not isinstance(value, torch.nn.Module):
         return 0
     return sum(id(parameter) in weights for parameter in value.parameters())

@@ -1,10 +1,10 @@
-"""The steps with equal shares with which a library's trainer begins under `evener run`.
+"""Keep shares equal in a library trainer's first steps, and check whether they may differ.
 
-In a plain loop, evener can compute a loss again to test whether unequal shares change it. In a
-library's trainer, it can't. Therefore the first steps have equal shares, and two checks are made.
-Audits check whether the plan's shares give the same gradient. The program's collectives are
-observed, because their results may affect a later loss. If neither check finds a reason to keep
-shares even, the plan's shares take effect.
+In a user's plain loop, evener can compute a loss again to test whether unequal shares change it. In
+the trainer of a library such as Lightning, it can't. Therefore the first steps under `evener run`
+have equal shares, and two checks are made. An audit compares gradients of a few rows, divided
+equally and by the plan's shares. The user's own collectives are watched, because their results may
+affect a later loss. If neither check finds a reason against it, the plan's shares take effect.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 
 
 class RankStart(msgspec.Struct):
-    """What one rank saw during the first steps, exchanged with the other ranks."""
+    """What a rank observed in its first steps; ranks exchange it before shares may differ."""
 
     exchanged: str  # a collective and its line in the program's own code; "" if it called none
     ahead: int  # number of batches that the rank's loader has fetched ahead
@@ -39,7 +39,7 @@ class RankStart(msgspec.Struct):
 
 
 class EvenStart:
-    """Keeps shares equal in the first steps, then starts unequal shares if every rank agrees.
+    """Keeps shares equal in a trainer's first steps; unequal shares begin if every rank agrees.
 
     `exchange` gathers one `RankStart` from each rank, `stay` is called with the reason if shares
     have to stay equal, and `leave` when unequal shares begin.
@@ -75,12 +75,12 @@ class EvenStart:
         return shares
 
     def note_collective(self, name: str, place: str) -> None:
-        """Remember the first collective that the user's callbacks call, and its line."""
+        """Remember the first collective that a callback of the user called, and its line."""
         if not self._exchanged:
             self._exchanged = f"{name} ({place})"
 
     def _after_batch(self, _: Sequence[int]) -> None:
-        """Decide about unequal shares once the audits have finished, or are overdue."""
+        """After a batch, end the equal start if the audits have finished or have taken too long."""
         # the training then switches to the plan's shares or stays equal
         if self.is_over:
             return
@@ -121,9 +121,9 @@ def _find_fault(every: list[RankStart]) -> str:
 
 
 def find_callback() -> str:
-    """Return the user's callback that calls a collective, as file and line.
+    """Return file and line of the user's trainer callback that is calling a collective.
 
-    The result is "" if the call doesn't come from a trainer's callback.
+    The result is "" if the call doesn't come from such a callback.
     """
     # Call this from the hook of the collective. evener counts as a library, too. A trainer runs if
     # it is on the call stack.
@@ -144,5 +144,5 @@ def find_callback() -> str:
 
 
 def comes_from_rows(name: str) -> bool:
-    """Return whether the collective's result depends on every rank's data, unlike a broadcast."""
+    """Return whether a collective combines data of several ranks; a broadcast doesn't."""
     return name not in FROM_ONE

@@ -1,7 +1,7 @@
-"""Collectives that the program itself calls, checked for a dependence on each rank's rows.
+"""Check collectives that the user's script calls: would unequal row counts change their results?
 
-An all-reduced mean, or a gathered tensor, may change if ranks have different row counts. While
-shares are equal, calls are traced to find out. Once shares differ, gathers are padded.
+An all-reduced mean or a gathered tensor may change if ranks have different row counts. While shares
+are equal, calls are traced to find out. Once shares differ, gathered tensors are padded.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ _BETWEEN = (
 
 
 class ExchangeCall(msgspec.Struct, frozen=True):
-    """One call of a collective, with its arguments."""
+    """One call of a collective by the user's script, with its arguments."""
 
     name: str
     place: str  # line in the program's own code, such as train.py:12
@@ -103,13 +103,13 @@ class ExchangeCall(msgspec.Struct, frozen=True):
         return f"{self.name} ({self.place})"
 
     def run(self, **other: Any) -> Any:
-        """Call the collective; `other` replaces arguments by name."""
+        """Call the collective, with arguments replaced by those in `other`."""
         self.bound.arguments.update(other)
         return self.function(*self.bound.args, **self.bound.kwargs)
 
 
 class Exchanges:
-    """Checks the collectives that the program calls while it trains.
+    """Checks the collectives that the user's script calls while it trains.
 
     `fault` says why one of them rules out unequal shares, or is "". `note` is called with each
     `ExchangeCall`.
@@ -132,10 +132,11 @@ class Exchanges:
         is_uneven: bool,
         checks: bool = True,
     ) -> Any:
-        """Check a collective, run it, and mark its result as exchanged between ranks.
+        """Check a collective, call it, and mark its result as coming from other ranks.
 
-        If `is_uneven`, tensors with different row counts are padded for the exchange. `guard` is
-        the recorder of the current step, or None; without `checks`, it is only kept up to date.
+        If `is_uneven`, tensors with different row counts are padded for the call. `guard` records
+        the current step, or is None. If `checks` is False, the guard only learns that the output
+        was overwritten.
         """
         # a gather then returns each rank's tensor with its own number of rows
         call = make_call(wrapped, arguments, keywords, place)
@@ -171,12 +172,15 @@ class Exchanges:
         return find_caller(sys._getframe(1))
 
     def _run(self, call: ExchangeCall, is_uneven: bool) -> Any:
-        """Run the collective, with padding if ranks may have different row counts."""
+        """Call the collective, with padding if the ranks' row counts may differ."""
         with self._within():
             return run_compared(call) if is_uneven and not self._knows_rows else call.run()
 
     def note_entered(self, words: str, what: str) -> None:
-        """Record that the result of the collective `words` affects `what`, such as "its loss"."""
+        """Record that a collective's result affects `what`, such as "its loss".
+
+        The first such record becomes `fault`, and keeps shares equal.
+        """
         # an example of `what` is "its loss"; an earlier fault stays
         if words and not self.fault:
             self.fault = (
@@ -224,7 +228,7 @@ class Exchanges:
             )
 
     def _mark_total(self, call: ExchangeCall, guard: Guard, result: Any) -> None:
-        """Mark the result as a total over all rows, which is the same with any shares."""
+        """Mark a collective's result as a total over all rows, which no shares can change."""
         _forget_filled(call, guard)
         filled = result if call.filled is None else call.filled
         if call.name in _GATHERS:
@@ -241,7 +245,7 @@ class Exchanges:
 
 
 def sends_flag(call: ExchangeCall) -> bool:
-    """Return whether the call sends a single 0 or 1, such as a flag to stop early."""
+    """Return whether the call sends a single 0 or 1, such as a flag for early stopping."""
     single = [tensor for tensor in _tensors(call) if tensor.numel() == 1]
     return any(not tensor.is_complex() and float(tensor.detach()) in (0, 1) for tensor in single)
 
@@ -265,12 +269,12 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _depends_on_rows(call: ExchangeCall, guard: Guard) -> bool:
-    """Return whether the result may depend on the ranks' rows."""
+    """Return whether the collective's result may depend on how rows are divided among ranks."""
     return call.name not in FROM_ONE or any(map(guard.comes_from_batch, _tensors(call)))
 
 
 def _sums_rows(call: ExchangeCall, guard: Guard) -> bool:
-    """Return whether the call adds up sums over rows, from all ranks."""
+    """Return whether the call combines sums that each rank has made over its own rows."""
     # such results are the same however the rows are divided among the ranks
     every = _tensors(call)
     if call.name == "all_reduce":
@@ -284,28 +288,28 @@ def _sums_rows(call: ExchangeCall, guard: Guard) -> bool:
 
 
 def _name_operation(call: ExchangeCall) -> str:
-    """Return the reduce operation in lower case, such as "sum"; "" if there is none."""
+    """Return the name of the call's reduce operation, such as "sum"; "" if it has none."""
     given = call.bound.arguments
     operation = given.get("op", given.get("reduceOp", ""))
     return str(operation).rpartition(".")[2].lower()
 
 
 def _prepare_guard(call: ExchangeCall, guard: Guard) -> None:
-    """Save scalars that the call will overwrite, in case one of them is a loss."""
+    """Save one-element tensors that the call will overwrite; one of them may be the loss."""
     # one of them may be a loss
     for tensor in each_tensor_in(call.filled):
         guard.save_scalar(tensor)
 
 
 def _forget_filled(call: ExchangeCall, guard: Guard) -> None:
-    """Make the guard treat the call's output as input data."""
+    """Make the guard treat the collective's output as input data, not as computed values."""
     # how the program computed their previous contents no longer matters
     for tensor in each_tensor_in(call.filled):
         guard.treat_as_input(tensor)
 
 
 def _counts_rows(call: ExchangeCall, rows: int) -> bool:
-    """Return whether the call sends the rank's row count."""
+    """Return whether the call sends this rank's row count to other ranks."""
     # many other values equal 1
     numbers = [each for each in _tensors(call) if each.numel() == 1 and not each.is_complex()]
     return rows > 1 and any(float(number.detach()) == rows for number in numbers)
@@ -316,9 +320,9 @@ def _tensors(call: ExchangeCall) -> list[torch.Tensor]:
 
 
 def find_caller(frame: FrameType | None) -> str:
-    """Return the user's file and line that called the hook, such as "train.py:12".
+    """Return file and line of the user's code that called a collective, such as "train.py:12".
 
-    The result is "" if one of the known libraries called it.
+    The result is "" if a known library called it.
     """
     # the frame is the hook's caller
     while frame is not None and is_between(frame):
@@ -333,12 +337,12 @@ def find_caller(frame: FrameType | None) -> str:
 
 
 def name_package(frame: FrameType) -> str:
-    """Return the top-level package of a stack frame."""
+    """Return the top-level package that a stack frame's code belongs to."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def is_between(frame: FrameType) -> bool:
-    """Return whether the frame belongs to a wrapper between a program and a collective."""
+    """Return whether a stack frame is wrapper code between the user's script and a collective."""
     return _is_module_between(str(frame.f_globals.get("__name__", "")))
 
 
@@ -359,7 +363,7 @@ def is_installed(path: str) -> bool:
 
 
 def run_compared(call: ExchangeCall) -> Any:
-    """Run a collective, padding tensors if the ranks' row counts differ.
+    """Call a collective, with tensors padded if the ranks' row counts differ.
 
     Raises RequestError if the tensors can't be padded: other dimensions differ, the collective
     isn't a gather, or an output can't be resized.
@@ -403,7 +407,7 @@ class _Complete:
 
 
 def _can_all_fill(call: ExchangeCall) -> bool:
-    """Return whether every rank can resize its output tensors."""
+    """Return whether every rank can resize the tensors that receive the call's output."""
     # a view can't be resized to other ranks' numbers of rows
     can = not any(map(is_view, each_tensor_in(call.filled)))
     every = torch.tensor(int(can), device=call.given.device)
@@ -437,7 +441,7 @@ def pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _gather_all(call: ExchangeCall, counts: list[int]) -> list[torch.Tensor]:
-    """Gather the tensors of all ranks, which differ in their row counts."""
+    """Gather all ranks' tensors although their row counts differ, by padding."""
     # `counts` has each rank's number of rows. Tensors are padded to the largest of these numbers
     # for the exchange.
     padded = pad_rows(call.given.detach(), max(counts))
@@ -465,6 +469,6 @@ def _gather_to_tensor(call: ExchangeCall, counts: list[int]) -> None:
 
 
 def _fill(place: torch.Tensor, rows: torch.Tensor) -> None:
-    """Make the tensor share the storage and shape of `rows`."""
+    """Make the tensor `place` share the storage and shape of `rows`."""
     with torch.no_grad():
         place.set_(rows)

@@ -1,7 +1,7 @@
-"""Prepare a process for the process group that its program creates.
+"""Prepare each process for the process group that the user's script creates.
 
-The group consists of the ranks that `evener run` started, or of processes that the program itself
-started. Some programs never create a group. Therefore evener's first rank runs the program alone
+The group consists of the ranks that `evener run` started, or of processes that the script itself
+started. Some scripts never create a group. Therefore evener's first rank runs the script alone
 until it creates a group with the others. A process that evener didn't start gets the plan's device
 for its rank.
 """
@@ -51,7 +51,7 @@ _place: GroupRank | None = None
 
 
 def current_rank() -> int:
-    """Return this process's rank in its group, or else the variable RANK; 0 if unset."""
+    """Return this process's rank in its group, or else the environment's RANK; 0 if unset."""
     if _place is not None:
         return _place.rank
     text = os.environ.get("RANK", "")
@@ -99,7 +99,7 @@ def _read_place(given: dict[str, Any]) -> GroupRank | None:
 
 
 def _is_eveners_group(place: GroupRank, method: str | None) -> bool:
-    """Return whether the program joins the group whose ranks evener started."""
+    """Return whether the script joins the process group whose ranks `evener run` started."""
     # `method` is the program's `init_method`. A script may choose its own rendezvous address. So
     # another address means another group only if a launcher in the program has started sibling
     # ranks.
@@ -113,9 +113,9 @@ def _is_eveners_group(place: GroupRank, method: str | None) -> bool:
 
 
 def _refuse_missing_ranks(place: GroupRank, given: dict[str, Any]) -> None:
-    """Raise RequestError if the group has another size than the number of devices.
+    """Raise RequestError if the script's group size differs from evener's number of devices.
 
-    Without this check, the program would wait for ranks that never start.
+    Without this check, the script would wait for ranks that never start.
     """
     # for example, the program's options list fewer GPUs than evener has devices
     world = os.environ.get("WORLD_SIZE")
@@ -143,7 +143,7 @@ def _eveners_address() -> str:
 
 
 def _address_of(method: str | None, variables: dict[str, str]) -> str:
-    """Return host and port of the rendezvous, such as "127.0.0.1:29500"."""
+    """Return host and port where the group's ranks meet, such as "127.0.0.1:29500"."""
     # a tcp:// URL is preferred to the environment
     if method and urlsplit(method).scheme == "tcp":
         return urlsplit(method).netloc.replace("localhost", "127.0.0.1")
@@ -163,7 +163,7 @@ def _read_start_environment(process: str) -> dict[str, str]:
 
 
 def _has_sibling(own: dict[str, str]) -> bool:
-    """Return whether a process of another rank with the same rendezvous is running."""
+    """Return whether another rank of the same group is running, found by its environment."""
     # a sibling has the same run, rendezvous address and number of ranks, but another rank
     alike = (RUN, "WORLD_SIZE", *_ADDRESS)
     for process in filter(str.isdecimal, os.listdir("/proc")):
@@ -175,7 +175,7 @@ def _has_sibling(own: dict[str, str]) -> bool:
 
 
 def _set_own_device(place: GroupRank) -> None:
-    """Choose the device of a process that the program started itself."""
+    """Set the plan's device for a process that the user's script started itself."""
     # This is the plan's device for the process's rank. If there are more processes than shares,
     # some use the same device. If the numbers differ, shares are equal.
     if place.is_given and is_eveners_rank():  # the variables are those of the parent process
@@ -195,7 +195,7 @@ def _set_own_device(place: GroupRank) -> None:
 
 
 def _free_interfaces(place: GroupRank) -> None:
-    """Let gloo and NCCL use other network interfaces if the group spans several machines."""
+    """Let gloo and NCCL leave loopback if the group spans several machines."""
     # until then, they are restricted to loopback
     here = os.environ.get("LOCAL_WORLD_SIZE", str(place.world))
     if is_in_other_run() and here != str(place.world):
@@ -205,24 +205,21 @@ def _free_interfaces(place: GroupRank) -> None:
 
 
 def _keep_to(device: str) -> None:
-    """Pin this process to the device's CPU cores if the device is a slice of the CPU."""
+    """Pin this process to a device's CPU cores; does nothing unless the device is a CPU slice."""
     cores = slice_cores(device, allowed_cpus())
     if cores:
         pin_threads(cores)
 
 
 def begin_processes(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Hook of `torch.multiprocessing.start_processes`:
-
-    hide evener's rank from the new processes.
-    """
+    """Hook of `torch.multiprocessing.start_processes`: hide evener's rank from the children."""
     with _without_rank():
         return wrapped(*arguments, **keywords)
 
 
 @contextmanager
 def _without_rank() -> Iterator[None]:
-    """Context manager that removes the rank variables from the environment."""
+    """Context manager that hides RANK and similar variables from processes started meanwhile."""
     # With these variables, child processes would act as ranks that evener started. They stay if
     # evener didn't start this process, or if other ranks run the program by now.
     alone = is_eveners_rank() and (os.environ.get("WORLD_SIZE") == "1" or not is_released())

@@ -1,9 +1,10 @@
-"""Audit the program's own loss for one batch.
+"""Check the user's own loss on one batch: would unequal shares change what is learned?
 
-An audit runs before shares become unequal, and at intervals afterwards. It records the functions
-with which the program computes the loss. Then it runs these functions and their backward pass twice
-on a few rows. The first run has equal parts, like the program's own launcher. The second has parts
-in proportion to the shares. The program's own code runs only once, and its state is restored.
+This check, an audit, runs before shares become unequal, and at intervals afterwards. It records the
+functions with which the user's script computes the loss. Then it runs these functions and their
+backward pass twice on a few rows. The first run has equal parts, like the script's own launcher.
+The second has parts in proportion to the shares. The script's own code runs only once, and its
+state is restored.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Guard(Recorder):
     they change nothing. `measured` is True if computed gradients or losses differ.
 
     - `few`: returns a few rows of the batch, collated by the loader, or None to cut the batch.
-    - `rows`: rows that the loader took, for batches whose tensors differ in length.
+    - `rows`: how many rows the loader took, for batches whose tensors differ in length.
     - `origins`: follows values that ranks exchange; None ignores them.
     - `sketcher`: makes a GradientSketcher; by default for the models' gradients alone.
     - `step`: number of the training step, for messages.
@@ -138,7 +139,7 @@ class Guard(Recorder):
         return super().__torch_function__(function, types, arguments, keywords)
 
     def note_call(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
-        """Follow exchanged values through a call, and notice `len()` of the batch."""
+        """Follow values from other ranks through a function call; note if it was `len(batch)`."""
         # `len` of the batch shows that the program uses the number of rows
         self.has_asked_length |= function is torch.Tensor.__len__ and result == self.rows
         if self._origins is not None:
@@ -154,14 +155,17 @@ class Guard(Recorder):
             super()._write(*arguments, **options)
 
     def _is_given(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor is an input of the step, other than a total over all rows."""
+        """Return whether the step reads this tensor without computing it, such as task weights.
+
+        A total over all ranks' rows doesn't count, because shares can't change it.
+        """
         # Task weights are such a tensor. A sum over all ranks' rows is the same with any shares.
         totals = self._origins.totals if self._origins is not None else None
         is_total = totals is not None and bool(totals.find(tensor))
         return super()._is_given(tensor) and not is_total
 
     def _record_number_use(self, function: Any, given: Any) -> None:
-        """Notice gradients or weights changed by a value that depends on this rank's rows."""
+        """Note whether gradients or weights are scaled by a value from this rank's own rows."""
         super()._record_number_use(function, given)
         if self.local_use or not is_arithmetic(function):
             return
@@ -186,7 +190,7 @@ class Guard(Recorder):
 
     @property
     def is_replaying(self) -> bool:
-        """Whether recorded calls are being repeated for a check."""
+        """Whether the guard is repeating recorded calls, so that hooks should ignore them."""
         return self._busy
 
     def save_scalar(self, tensor: torch.Tensor) -> None:
@@ -206,7 +210,7 @@ class Guard(Recorder):
         return self._find_computing_calls(tensor)[1]
 
     def goes_by_rows(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor was computed from the batch or from its row count."""
+        """Return whether the tensor was computed from the batch, or from its number of rows."""
         places, reached, _ = self._find_computing_calls(tensor)
         return reached or any(
             isinstance(each, RowNumber)
@@ -259,14 +263,14 @@ class Guard(Recorder):
         return torch.nn.ModuleList(getattr(model, "module", model) for model in self.models)
 
     def is_flag(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor is a 0 or 1 that wasn't computed from the batch."""
+        """Return whether the tensor is a single 0 or 1 that wasn't computed from the batch."""
         # programs exchange such a flag, for example to stop all ranks together
         if tensor.numel() != 1 or tensor.is_floating_point() or tensor.is_complex():
             return False
         return int(tensor.detach()) in (0, 1) and not self.comes_from_batch(tensor)
 
     def depends_on_rows(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor's size changes with the number of rows."""
+        """Return whether the tensor would have another size if the batch had fewer rows."""
         # The recorded calls run again on fewer rows to see whether the size changes. If they can't,
         # any tensor computed from the batch counts as dependent.
         if not self.rows or not tensor.ndim or len(tensor) % self.rows:
@@ -288,7 +292,7 @@ class Guard(Recorder):
             self._busy = False
 
     def _make_fewer(self, entries: list[WrittenCall], tensor: torch.Tensor) -> torch.Tensor:
-        """Compute the tensor again from three quarters of the rows."""
+        """Compute the tensor again, from three quarters of the batch's rows."""
         # `tensor` is the result of these calls with all rows
         rows = max(1, self.rows * 3 // 4)
         batch = cut_rows(self.batch, 0, rows, self.rows)
@@ -300,7 +304,7 @@ class Guard(Recorder):
     # ------------------------------------------------------------------ judging
 
     def take_inner(self, model: Any) -> Any:
-        """Return the module in a wrapper, or the wrapper if ranks communicate in the model."""
+        """Return the module in a wrapper, or the wrapper if its layers communicate, as in FSDP."""
         return model if self._agree is not None else super().take_inner(model)
 
     def judge(self, loss: torch.Tensor) -> str:
@@ -320,7 +324,7 @@ class Guard(Recorder):
             return _describe_error(error)
 
     def _find_record(self, loss: torch.Tensor) -> LossRecord | str:
-        """Return the recorded calls that computed the loss, or why they can't be repeated."""
+        """Return the recorded calls that computed the loss, or say why they can't be repeated."""
         if not self.batch:
             return f"its batch is a {self._kind}, not tensors in tuples, lists or dicts"
         if self.rows < 2:
@@ -336,7 +340,10 @@ class Guard(Recorder):
         return record
 
     def _judge_on_all_ranks(self, record: LossRecord | str, agree: Callable[[str], str]) -> str:
-        """Compare losses on all ranks together; return the first rank's error message, or ""."""
+        """Compare losses of equal and unequal parts on all ranks at once.
+
+        Return the first rank's error message, or "".
+        """
         # All ranks run the same passes to find out. `record` has the calls that computed the loss
         # on this rank, or says why there are none. `agree` gathers the ranks' reasons and returns
         # the first.

@@ -1,4 +1,4 @@
-"""Hooks of fastai for a script that trains on one device."""
+"""Hooks of fastai for a script that runs on one device without a process group."""
 
 from __future__ import annotations
 

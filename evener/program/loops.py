@@ -1,4 +1,4 @@
-"""Follow a plain PyTorch loop, and divide its rows by shares.
+"""Divide the rows of a user's plain PyTorch loop by shares instead of equally.
 
 Such a loop has a DataLoader whose sampler divides rows evenly, and a DistributedDataParallel model.
 Each rank draws every rank's batches from copies of its batch sampler. So it knows the global
@@ -38,7 +38,7 @@ _SHARDS = (("rank", "num_replicas"), ("process_index", "num_processes"))
 
 
 def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
-    """Hook of `DataLoader.__iter__`: return a `Loop` if the loader's batches are trained on."""
+    """Hook of `DataLoader.__iter__`: return a `Loop` if its batches train a model."""
     PROGRAM.note_loader(loader)
     opened = getattr(loader.batch_sampler, "opens", False)  # set by an outer loop
     return (
@@ -49,7 +49,7 @@ def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
 
 
 def begin_own(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
-    """Hook of `__iter__` of a subclass of `DataLoader`, such as torchdata's."""
+    """Hook of `__iter__` in subclasses of `DataLoader`, such as torchdata's."""
     # with any other iterator, the number of batches fetched ahead is unknown
     if getattr(loader.batch_sampler, "opens", False) or not PROGRAM.trains(loader):
         return wrapped(*arguments, **keywords)
@@ -62,7 +62,7 @@ def begin_own(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
 
 
 def begin_outer(wrapped: Any, outer: Any, *_: Any) -> Any:
-    """Hook of loaders around a `DataLoader`, such as accelerate's and timm's."""
+    """Hook of loaders that wrap a `DataLoader`, such as accelerate's and timm's."""
     inner = getattr(outer, "base_dataloader", None) or outer.loader
     return Loop(inner, wrapped, outer) if PROGRAM.trains(inner) else wrapped()
 
@@ -131,7 +131,7 @@ class Loop:
         return is_loader_iterator(self._batches)
 
     def leave(self) -> Any:
-        """Restore the loader's own batch sampler and return the iterator."""
+        """Give the loader its own batch sampler back and return the plain iterator."""
         self.shared_batches.opens = False
         if self._loader.batch_sampler is self.shared_batches:
             vars(self._loader)["batch_sampler"] = self.shared_batches.given
@@ -139,11 +139,11 @@ class Loop:
 
     @property
     def batch_maker(self) -> str:
-        """Class of the program's own batch sampler, or "" if it is a library's."""
+        """Class name of the batch sampler if the user defines it, or "" if a library does."""
         return name_own_sampler(self.shared_batches.given)
 
     def follow(self, training: Any) -> None:
-        """Divide this loop's batches by the shares of a training run."""
+        """Divide this loop's batches from now on by the shares of `training`."""
         assert self.sampler is not None
         training.follow(self.sampler, self.ahead)
         self.sampler.changes = True
@@ -151,7 +151,7 @@ class Loop:
         self.sampler.take(self._step)
 
     def varies(self) -> bool:
-        """Return whether the data set gives another sample each time for the same row."""
+        """Return whether the data set gives a different sample each time for the same index."""
         with suppress(Exception):  # the user's code may not support this call
             copied_data = copy_dataset(self._loader.dataset)
             number = next(iter(self.sampler.sample_rows(1, 1))) if self.sampler is not None else 0
@@ -163,17 +163,20 @@ class Loop:
         return False
 
     def summarize_data(self) -> same_data.RankData | None:
-        """Return a summary of the data set to compare with other ranks; None without a sampler."""
+        """Return a summary of the data set, to check that all ranks have the same one.
+
+        The result is None if the rows can't be divided.
+        """
         if self.sampler is None:
             return None
         return same_data.summarize(self._loader.dataset, self._loader.collate_fn, self.sampler)
 
     def count_rows(self) -> int:
-        """Return this rank's row count in the current batch; 0 without a sampler."""
+        """Return this rank's row count in the current batch; 0 if the rows can't be divided."""
         return 0 if self.sampler is None else len(self.sampler.rows_at(self._step))
 
     def few_rows(self) -> FewRows | None:
-        """Fetch a few rows of the current batch again, collated by the program's function.
+        """Fetch a few rows of the current batch again, collated by the script's own function.
 
         The result is None for PyTorch's own collate function, and if the function doesn't reproduce
         the batch.
@@ -198,7 +201,7 @@ _OTHER_ROWS = "its sampler draws other rows each time that it is asked"
 
 
 class SharedBatches:
-    """Batch sampler that yields shares of the global batch instead of equal batches.
+    """Batch sampler that gives each rank its share of the global batch instead of an equal part.
 
     It replaces the loader's own sampler, `given`, and takes effect in loops that set `opens`. If
     the rows can't be divided, `fault` says why.
@@ -234,7 +237,7 @@ class SharedBatches:
         return getattr(self.given, name)
 
     def __reduce_ex__(self, _: Any) -> Any:
-        """Pickle as the program's own sampler, so that its checkpoints don't need evener."""
+        """Pickle as the script's own sampler, so that its checkpoints don't need evener."""
         # So the program's files don't refer to evener. Later protocols than 1 don't allow an object
         # to be replaced by one of another class.
         return self.given.__reduce_ex__(1)
@@ -268,7 +271,7 @@ class SharedBatches:
         yield from _draw_own_batches_too(sampler, own, expected)
 
     def _divide_epoch(self) -> tuple[UnevenBatchSampler, list[list[Any]]] | None:
-        """Draw the epoch's rows of all ranks and divide them by the shares; None if impossible."""
+        """Draw all ranks' rows of the next epoch and divide them by shares; None if impossible."""
         # Return a sampler, and the batches that this rank's own sampler should draw. If rows can't
         # be divided, `fault` says why. The returned sampler divides the rows, and both results are
         # for the next epoch.
@@ -295,7 +298,7 @@ class SharedBatches:
 
 
 class EpochBatches:
-    """Iterator over an epoch's batches that can save and load its sampler's state."""
+    """Iterator over an epoch's batches that can save and load the script's own sampler state."""
 
     # torchdata's loaders save the state of the program's own sampler through it
 
@@ -319,7 +322,7 @@ class EpochBatches:
         return self._drawn
 
     def __getattr__(self, name: str) -> Any:
-        """Return a state method of the program's own iterator, such as `state_dict`.
+        """Return a state method of the own sampler's iterator, such as `state_dict`.
 
         Raises AttributeError for other names.
         """
@@ -336,7 +339,7 @@ class EpochBatches:
 def _draw_own_batches_too(
     batches: Iterable[Any], drawn: Iterator[Any], expected: Sequence[list[Any]]
 ) -> Iterator[Any]:
-    """Yield `batches` while also advancing the program's own sampler.
+    """Yield `batches`, and advance the script's own sampler by one batch for each.
 
     Raises RequestError if its batches differ from `expected`.
     """
@@ -352,7 +355,7 @@ def _draw_own_batches_too(
 
 
 def name_own_sampler(sampler: Any) -> str:
-    """Return the class of a batch sampler of the program's own, or "" if it is a library's."""
+    """Return the class name of a batch sampler if the user defines it, or "" if a library does."""
     for each in _chain(sampler):
         home = type(each).__module__.partition(".")[0]
         if home not in ("torch", "accelerate", "evener"):
@@ -361,7 +364,7 @@ def name_own_sampler(sampler: Any) -> str:
 
 
 def draw_ranks(sampler: Any) -> list[list[Any]]:
-    """Return the batches of row indices that the sampler would give each rank in this epoch.
+    """Return, for each rank, the batches of row indices that its sampler draws in this epoch.
 
     Raises RequestError if the sampler doesn't know its rank or gives ranks different batch counts
     or sizes.
@@ -381,7 +384,7 @@ def draw_ranks(sampler: Any) -> list[list[Any]]:
 
 
 def _draw_rank(sampler: Any, rank: int) -> list[Any]:
-    """Return the batches of row indices that a copy of the sampler draws for `rank`."""
+    """Return the batches of row indices that rank `rank` draws, from a copy of the sampler."""
     # at most one batch more than the sampler's length
     try:
         with kept_state():
@@ -393,7 +396,7 @@ def _draw_rank(sampler: Any, rank: int) -> list[Any]:
 
 
 def _check_sizes(every: list[list[Any]]) -> None:
-    """Raise RequestError if batches differ in size, other than the last one."""
+    """Raise RequestError if batches differ in size between ranks or, before the last one, steps."""
     sizes = [{len(batch) for batch in step} for step in zip(*every, strict=True)]
     # an epoch's last batch may have another number, equal on all ranks
     whole = set.union(*sizes[:-1], sizes[0])
@@ -429,7 +432,10 @@ def _copy_for(sampler: Any, rank: int) -> Any:
 
 
 def _find_rank_attribute(sampler: Any) -> Any:
-    """Return the sampler that stores this rank and the attribute's name, or None."""
+    """Find which of the nested samplers stores the rank; return it and the attribute's name.
+
+    The result is None if there is none.
+    """
     for each in _chain(sampler):
         for own, world in _SHARDS:
             if (getattr(each, own, -1), getattr(each, world, -1)) == (
@@ -442,7 +448,7 @@ def _find_rank_attribute(sampler: Any) -> Any:
 
 
 def _chain(sampler: Any) -> Iterator[Any]:
-    """Yield the sampler and, from outside in, the samplers nested in it."""
+    """Yield a sampler, then the samplers nested in it, the outermost first."""
     while sampler is not None and hasattr(sampler, "__dict__"):
         yield sampler
         inner = vars(sampler)
@@ -452,7 +458,10 @@ def _chain(sampler: Any) -> Iterator[Any]:
 
 
 def begin_dispatcher(wrapped: Any, outer: Any, *_: Any) -> Any:
-    """Hook of accelerate's `DataLoaderDispatcher`, whose batches are left unchanged."""
+    """Hook of accelerate's `DataLoaderDispatcher`:
+
+    keep shares equal, as one rank loads all rows.
+    """
     if PROGRAM.trains(outer):
         PROGRAM.stay_even(DISPATCHED)
     with PROGRAM.left_unchanged():
@@ -460,7 +469,7 @@ def begin_dispatcher(wrapped: Any, outer: Any, *_: Any) -> Any:
 
 
 def gather(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Hook of `Accelerator.gather` that accepts different row counts."""
+    """Hook of `Accelerator.gather`: let ranks gather tensors with different row counts."""
 
     def gather(tensor: torch.Tensor) -> Any:
         if not tensor.ndim:

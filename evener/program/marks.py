@@ -1,4 +1,4 @@
-"""Marks on tensors and their storages, to follow values through a step."""
+"""Mark tensors with the collective that their values come from, to follow them through a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FORGET = 1000  # expired storages are dropped once there are this many
 
 
 class TensorMarks:
-    """Marks tensors with the place that their values come from.
+    """Maps tensors to text that says where their values come from.
 
     A mark belongs to one tensor object, or to a storage and so to all its views.
     """
@@ -25,7 +25,7 @@ class TensorMarks:
         self._written: dict[StorageWeakRef, str] = {}
 
     def mark(self, tensor: torch.Tensor, place: str) -> None:
-        """Mark this tensor object."""
+        """Mark this tensor object; its views stay unmarked."""
         self._made[tensor] = place
 
     def mark_storage(self, tensor: torch.Tensor, place: str) -> None:
@@ -39,7 +39,7 @@ class TensorMarks:
             }
 
     def find(self, tensor: torch.Tensor) -> str:
-        """Return the mark of the tensor or of its storage, or ""."""
+        """Return the tensor's own mark, or else that of its storage; "" without either."""
         # the tensor's own mark has priority over the mark of its storage
         if tensor in self._made:
             return self.find_own(tensor)
@@ -48,7 +48,7 @@ class TensorMarks:
         return "" if storage is None else self._written.get(StorageWeakRef(storage), "")
 
     def find_own(self, tensor: torch.Tensor) -> str:
-        """Return the mark of this tensor object, or ""."""
+        """Return the mark of this tensor object itself, or ""."""
         return str(self._made.get(tensor, ""))
 
     def remove(self, tensor: torch.Tensor) -> None:
@@ -65,7 +65,7 @@ def each_tensor_in(data: Any) -> Iterator[torch.Tensor]:
 
 
 def leaves_of(data: Any) -> Iterator[Any]:
-    """Yield the values in nested dicts, tuples, lists, sets, slices and dataclasses."""
+    """Yield the values inside nested dicts, tuples, lists, sets, slices and dataclasses."""
     if isinstance(data, dict):
         inner: Iterable[Any] = data.values()
     elif isinstance(data, tuple | list | set):
@@ -92,7 +92,7 @@ def is_in_place(function: Any) -> bool:
 
 
 def find_storage(tensor: torch.Tensor) -> Any:
-    """Return the tensor's storage, or None if it has none, such as a sparse tensor."""
+    """Return the tensor's storage, or None if it has none, as a sparse tensor."""
     try:
         return tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):

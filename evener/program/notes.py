@@ -1,4 +1,4 @@
-"""What each rank of an unchanged program prints and reports back to `evener run`."""
+"""What each rank of a user's script prints, and what it reports to `evener run` at its end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ READ_STEPS = 10  # number of steps between readings of the timer, which stores t
 
 
 class SharesOrigin(msgspec.Struct, frozen=True):
-    """Model and batch size for which the plan's shares were found."""
+    """Model and batch size for which a plan's shares were found; for others they may be wrong."""
 
     # for another model or batch, these shares may be wrong
 
@@ -30,7 +30,7 @@ class SharesOrigin(msgspec.Struct, frozen=True):
 
 
 class ProgramSettings(msgspec.Struct, frozen=True):
-    """Settings that `evener run` passes to the program's processes."""
+    """Settings that `evener run` passes to the script's processes in an environment variable."""
 
     folder: str  # folder for the RankNote of each rank; "" writes none
     name: str  # name of the program, for messages
@@ -41,7 +41,7 @@ class ProgramSettings(msgspec.Struct, frozen=True):
 
 
 class RankNote(msgspec.Struct):
-    """Report of one rank at its end: hooks, step times and why shares stayed equal."""
+    """What one rank reports when it exits: active hooks, step times and why shares stayed equal."""
 
     rank: int
     device: str  # id of the device
@@ -57,7 +57,7 @@ class RankNote(msgspec.Struct):
 
 
 def read_settings() -> ProgramSettings:
-    """Return the settings from the environment, or defaults if evener didn't set any."""
+    """Return the settings of `evener run` from the environment; defaults without `evener run`."""
     text = os.environ.get(PROGRAM)
     return msgspec.json.decode(text, type=ProgramSettings) if text else ProgramSettings("", "")
 
@@ -73,7 +73,7 @@ def print_on_first_rank(words: str) -> None:
 
 
 class Notebook:
-    """Prints messages about the training run and writes this process's `RankNote` when it exits."""
+    """Prints messages about the training run, and writes this rank's `RankNote` when it exits."""
 
     def __init__(self, settings: ProgramSettings) -> None:
         self.settings = settings
@@ -94,7 +94,7 @@ class Notebook:
             Finalize(None, self.leave, exitpriority=1)
 
     def watch(self, training: Any, hooks: str) -> None:
-        """Follow the steps of a training run, and print its devices and shares.
+        """Print a training run's devices and shares, and record its step times from now on.
 
         `hooks` names the integration, for example "DistributedDataParallel and DataLoader".
         """
@@ -121,12 +121,12 @@ class Notebook:
             print_on_first_rank(f"shares stay equal: {self.why}{more}")
 
     def suppose_even(self, why: str) -> None:
-        """Print why shares are equal so far; a later loop may still change them."""
+        """Print why shares are equal so far; the decision may change when a later loop begins."""
         self.pending_reason, self._supposes_even = why, True
         print_on_first_rank(f"shares stay equal: {why}")
 
     def warn(self, words: str) -> None:
-        """Print a warning, once."""
+        """Print a warning, unless the same one was printed before."""
         if words not in self.warned:
             self.warned.add(words)
             print_on_first_rank(words)
@@ -138,7 +138,7 @@ class Notebook:
             self._read_steps()
 
     def _read_steps(self) -> None:
-        """Copy new step times from the timer into the record, full batches only."""
+        """Add the timer's new step times to the record; steps with partial batches are left out."""
         # without steps of fewer rows than a global batch, such as an epoch's last
         for step in self._training.timer.last():
             if step.number <= self._read:

@@ -1,4 +1,4 @@
-"""Follows values that ranks have exchanged, to see whether they reach the loss or the weights."""
+"""Follow values that ranks exchange, to see whether they reach the loss or the model's weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .totals import Rows, Totals
 
 
 class Origins:
-    """Follows the results of collectives through the program's computations.
+    """Marks results of the script's collectives, and all tensors that are computed from them.
 
     Marks are strings that name the collective and its line, such as "all_reduce (train.py:12)".
     """
@@ -28,25 +28,34 @@ class Origins:
         self.reads = 0  # number of such reads
 
     def write(self, data: Any, place: str) -> None:
-        """Mark the tensors in `data` as filled by the collective at `place`."""
+        """Mark the tensors in `data` as filled by a collective; `place` names it and its line."""
         self.seen = True
         for tensor in each_tensor_in(data):
             self._marks.mark_storage(tensor, place)
 
     def write_totals(self, data: Any, place: str) -> None:
-        """Mark the tensors in `data` as totals over all ranks' rows."""
+        """Mark the tensors in `data` as totals over all ranks' rows.
+
+        `place` names the collective and its line.
+        """
         for tensor in each_tensor_in(data):
             self._marks.remove(tensor)
             self.totals.write(tensor, place)
 
     def write_gathered(self, data: Any, place: str) -> None:
-        """Mark `data` as sums gathered from all ranks, not yet added up."""
+        """Mark `data` as per-rank sums that were gathered but not added up.
+
+        `place` names the collective and its line.
+        """
         for tensor in each_tensor_in(data):
             self._marks.remove(tensor)
         self.totals.write_gathered(data, place)
 
     def write_objects(self, data: Any, place: str) -> None:
-        """Mark the tensors in gathered Python objects; plain numbers count as read."""
+        """Mark tensors in gathered Python objects.
+
+        Plain numbers in them can't be followed, so they count as read by the script.
+        """
         # what the program does with Python numbers can't be tracked, so it counts as having read
         # them
         self.write(data, place)
@@ -58,7 +67,7 @@ class Origins:
         self.reads += 1
 
     def find(self, data: Any) -> str:
-        """Return the collective that a value in `data` comes from, or ""."""
+        """Return the collective, with its line, that a value in `data` comes from, or ""."""
         for leaf in leaves_of(data):
             place = self._marks.find(leaf) if isinstance(leaf, torch.Tensor) else ""
             if place:
@@ -66,11 +75,11 @@ class Origins:
         return ""
 
     def find_made(self, tensor: torch.Tensor) -> str:
-        """Return the collective that this tensor object was computed from, or ""."""
+        """Return the collective that this tensor was computed from, or "" if it has no mark."""
         return self._marks.find_own(tensor)
 
     def follow(self, function: Any, arguments: Any, keywords: Any, result: Any, rows: Rows) -> None:
-        """Mark the result of a PyTorch function if one of its arguments is marked."""
+        """After a PyTorch call, mark its result if one of its arguments came from another rank."""
         place = self.find((arguments, keywords)) if self.seen else ""
         place = place or self.totals.follow(function, arguments, keywords, result, rows)
         if not place:

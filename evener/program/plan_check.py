@@ -1,4 +1,4 @@
-"""Ends a program that was launched with a plan but doesn't apply it."""
+"""End a script that was launched with a plan but never opens it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _steps = 0
 
 
 def count_step(*_: Any) -> None:
-    """Optimizer hook: check after the fifth step whether the plan has been read."""
+    """Optimizer hook: after the fifth step, check that the script has opened its plan."""
     global _steps
     _steps += 1
     if _steps == FIRST_STEPS:
@@ -23,13 +23,13 @@ def count_step(*_: Any) -> None:
 
 
 def begin_fit(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Hook of Keras' `Model.fit`: check whether the plan has been read."""
+    """Hook of Keras' `Model.fit`: check that the script has opened its plan."""
     check_use()
     return wrapped(*arguments, **keywords)
 
 
 def check_use() -> None:
-    """Exit with an explanation if the program hasn't read its plan.
+    """Exit with an explanation if the script hasn't opened its plan.
 
     Raises SystemExit with exit code 2.
     """

@@ -1,4 +1,4 @@
-"""State and hooks of an unchanged program that trains by DDP, FSDP or DeepSpeed."""
+"""State and hooks for a user's script that trains by DDP, FSDP or DeepSpeed under `evener run`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ EXCHANGE_SECONDS = 60.0  # timeout for all ranks to reach the end of the first s
 
 
 class Program:
-    """A program whose shares evener may change while it trains.
+    """A user's script whose shares evener may change while it trains.
 
     Its methods are hooks of PyTorch functions. The only instance is `PROGRAM`.
     """
@@ -75,7 +75,7 @@ class Program:
         self._begin_undecided()
 
     def _begin_undecided(self) -> None:
-        """Reset the state to that of a program before its first step."""
+        """Reset all state to that before the first step, when shares are still equal."""
         self.training: PlannedTraining | None = None
         self._loop: Any = None  # the loop that yielded the latest batch
         self._other_loop: Any = None  # another loop whose batch belongs to the same step
@@ -102,16 +102,16 @@ class Program:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Rows of each rank in a step; empty while evener hasn't taken over the batches."""
+        """Rows of each rank in a step; empty until evener divides the batches."""
         return () if self.training is None else self.training.ranks.batches
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Rows of each rank in the current batch; empty outside of loops."""
+        """Rows of each rank in the current batch; empty outside of training loops."""
         return () if self._loop is None else self._loop.sizes
 
     def trains(self, loader: Any) -> bool:
-        """Return whether batches of `loader` are trained on, and not only evaluated."""
+        """Return whether a loop over `loader` trains a model rather than evaluates it."""
         # a model is in training mode, or the loader has trained before: some programs leave their
         # models in evaluation mode after an epoch
         group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -127,7 +127,7 @@ class Program:
         self._note_whole(model)
 
     def _note_whole(self, model: Any) -> None:
-        """Record a wrapped model in place of its submodules."""
+        """Record a wrapped model and forget its submodules; ignore a part of a recorded model."""
         # a part of a model that is already recorded is ignored
         if not any(model in other.modules() for other in self.models):
             for module in model.modules():
@@ -148,7 +148,7 @@ class Program:
     def run_backward(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
         """Hook of `autograd.backward`:
 
-        weight the loss by the rank's share if gradients can't be.
+        scale the loss by the rank's share if the model is sharded.
         """
         training = self.training
         # a backward pass inside another one, as with checkpointing
@@ -164,7 +164,7 @@ class Program:
         return result
 
     def _count_passes(self) -> None:
-        """Print why shares stay equal if backward passes go by without an optimizer step."""
+        """Print why shares stay equal if backward passes run but no PyTorch optimizer steps."""
         # the hooks don't see the steps of optimizers other than PyTorch's, such as fastai's
         has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if self._stepped or not self.models or not has_group or self.notebook.pending_reason:
@@ -181,7 +181,7 @@ class Program:
             self._end_strictly(words)
 
     def _find_loader_obstacle(self) -> str:
-        """Return why no loop over the program's loader was seen."""
+        """Say why evener can't follow the script's loop over its loader."""
         # the optimizer trains a wrapped model, so the reason is in the loop's loader
         if self._own_iteration:
             return views.OWN_ITERATION.format(self._own_iteration)
@@ -193,16 +193,16 @@ class Program:
         return self._uneven > 0 or len(set(self.sizes)) > 1
 
     def note_own_iteration(self, loader: Any) -> None:
-        """Record a loader whose own `__iter__` evener can't follow."""
+        """Record the class of a loader whose own `__iter__` evener can't follow."""
         self._own_iteration = type(loader).__name__
 
     def note_loader(self, loader: Any) -> None:
-        """Record the loader over which a loop begins."""
+        """Record a loader when a loop over it begins."""
         self._newest_loader = weakref.ref(loader)
         self._has_begun_early = not self.models
 
     def begin_update(self, optimizer: Any, *_: Any) -> None:
-        """Optimizer hook before a step: check values that the ranks have exchanged."""
+        """Optimizer hook before a step: check whether values from other ranks affect the step."""
         # before training by shares, also whether values that ranks exchanged affect the step
         if self._guard is not None:
             self._guard.steps = True
@@ -210,7 +210,7 @@ class Program:
                 self._check_exchanged_values(optimizer)
 
     def _check_exchanged_values(self, optimizer: Any) -> None:
-        """Check whether exchanged values affect this optimizer step."""
+        """Note if values from other ranks reached the loss, gradients, weights or learning rate."""
         # through the loss, the gradients, the weights or the optimizer's settings
         exchanges = self.exchanges
         if not exchanges.origins.seen:
@@ -235,7 +235,10 @@ class Program:
             exchanges.note_entered(exchanges.origins.read, "the rate of its optimizer")
 
     def note_update(self, optimizer: Any, *_: Any) -> None:
-        """Optimizer hook after a step: record it, and say if shares can't differ."""
+        """Optimizer hook after a step:
+
+        record it, and print why shares can't differ if they can't.
+        """
         self._updated = True
         self._stepped = True
         if self._loop is not None:
@@ -253,7 +256,7 @@ class Program:
             self._note_obstacle(optimizer)
 
     def _note_rates(self, optimizer: Any) -> None:
-        """Add the optimizer's settings to the digest that ranks compare."""
+        """Add the optimizer's settings to a checksum that ranks compare to find differences."""
         # once the program trains by shares, only learning rates are added, and no fault is recorded
         undecided = self.training is None and not self._fault and bool(self.models)
         if undecided and sharded.trains_others(optimizer, self.models):
@@ -265,7 +268,7 @@ class Program:
         self._rates = crc32(repr(rates).encode(), self._rates)
 
     def _note_single_rank(self, optimizer: Any) -> None:
-        """Say that only one device trains, and which lines of code would use all."""
+        """Print that only one device trains, and which lines of code would use all devices."""
         if self.notebook.why:
             return
         if not self.is_single_rank:
@@ -277,12 +280,12 @@ class Program:
 
     @property
     def is_single_rank(self) -> bool:
-        """Whether evener's first process trains alone, without a process group."""
+        """Whether only evener's first process runs the script, as it creates no process group."""
         has_group = dist.is_available() and dist.is_initialized()
         return not has_group and is_eveners_rank() and not is_released()
 
     def report_single_device(self, advice: str) -> None:
-        """Print that the program trains on one device, with advice.
+        """Print that the script trains on one device, with advice.
 
         Raises RequestError in strict mode.
         """
@@ -290,7 +293,7 @@ class Program:
         self._end_strictly(views.FOR_ONE)
 
     def _begin_rates(self) -> None:
-        """Save the optimizers' settings at the start of a batch."""
+        """Save the optimizers' settings when a batch begins, to detect changes within it."""
         # A schedule changes the settings between batches. An exchanged value may be the cause of a
         # change within a batch.
         self._begun_reads = self.exchanges.origins.reads
@@ -298,7 +301,7 @@ class Program:
             self._begun_rates[optimizer] = views.read_numbers(optimizer)
 
     def _note_obstacle(self, optimizer: Any) -> None:
-        """Say why this optimizer's steps can't have unequal shares, if there is a reason."""
+        """Print why this optimizer's model can't train with unequal shares, if it can't."""
         # the step isn't in a loop that can train by shares; a later one may be
         words = views.find_obstacle(optimizer, list(self.models), self._find_loader_obstacle())
         if words:
@@ -306,7 +309,7 @@ class Program:
             self._end_strictly(words)
 
     def clip(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Hook of gradient clipping: refuse to clip before gradients are averaged over ranks.
+        """Hook of gradient clipping: refuse clipping before gradients are averaged over ranks.
 
         Raises RequestError if shares have differed already.
         """
@@ -323,7 +326,7 @@ class Program:
         return wrapped(*arguments, **keywords)
 
     def run_collective(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Hook of the collectives: check and run a call of the program's own code."""
+        """Hook of collectives: if the user's own code calls one, check the call; then run it."""
         if self._even_start is not None and comes_from_rows(wrapped.__name__):
             self._note_callback(self._even_start, wrapped.__name__)
         guard = self._guard
@@ -335,7 +338,7 @@ class Program:
         return self.exchanges.see(wrapped, arguments, keywords, guard, place, is_uneven, checks)
 
     def _note_callback(self, start: EvenStart, name: str) -> None:
-        """Record a collective in the user's callback of a trainer."""
+        """Note if a callback that the user gave to a trainer is calling a collective."""
         # `name` is the collective, and `start` observes the first steps
         place = find_callback()
         if not place or not start.is_training:
@@ -347,7 +350,7 @@ class Program:
             self.notebook.warn(views.EXCHANGED)
 
     def note_exchange(self, call: ExchangeCall | None = None) -> None:
-        """Warn that ranks with unequal shares exchange values."""
+        """Warn if the user's script exchanges values between ranks with unequal shares."""
         # this is called for each collective of the program
         if len(set(self.sizes)) <= 1 or not any(model.training for model in self.models):
             return
@@ -359,7 +362,7 @@ class Program:
         self.notebook.warn(views.EXCHANGED)
 
     def open_loop(self) -> None:
-        """End the current training run if a loop begins with another model."""
+        """End the current training run if the new loop trains another model."""
         # If the program trains another model from now on, as for the next fold of a
         # cross-validation, a new training run begins. Its shares are equal until its loss has been
         # checked.
@@ -418,7 +421,7 @@ class Program:
         self._loop = loop
 
     def _needs_guard(self, loop: Any) -> bool:
-        """Return whether the loss of the next step should be checked."""
+        """Return whether the next step's loss has to be checked for an effect of unequal shares."""
         # every batch before training by shares, the first uneven one, then at growing intervals
         if self.training is None:
             return not self.notebook.why and not loop.shared_batches.fault
@@ -428,7 +431,10 @@ class Program:
         return is_first_uneven or self._steps == self._look
 
     def _begin_step(self, loop: Any, training: PlannedTraining) -> None:
-        """Start a step with unequal shares: set gradient weights, and check a changed loss."""
+        """Start a step with unequal shares:
+
+        set gradient weights, and check the loss if it changed.
+        """
         # The loss needs a check if it has just changed, or if a setting that affects the loss has.
         # A guard disturbs the step's time, which isn't used for rebalancing.
         if self._loader_steps is None or loop.origin is None:
@@ -464,7 +470,7 @@ class Program:
     def finish(self, loop: Any) -> None:
         """Finish the step of the loop's last batch.
 
-        After the first step, this decides whether shares may differ.
+        After the first step, all ranks decide whether shares may differ.
         """
         if loop.was_interrupted:
             raise RequestError(*views.INTERRUPTED)
@@ -480,7 +486,7 @@ class Program:
         self._drop_guard()
 
     def end(self, loop: Any) -> None:
-        """End a loop over a loader, after its last batch or when the program left it early."""
+        """End a loop over a loader, whether it ran to the end or the script left it early."""
         self._drop_guard()
         if loop.is_over:
             return
@@ -490,15 +496,15 @@ class Program:
             self._compare_records(loop)
 
     def _drop_guard(self) -> None:
-        """Close the guard if it has seen no loss."""
+        """Close the check of this batch's loss if no backward pass has run since."""
         if self._guard is not None and not self._guard.done:
             self._guard.close()
             self._guard = None
 
     def _handle_several_loops(self, loop: Any) -> None:
-        """Check that two loops of one step divide their rows in the same ratios.
+        """Check that two loops in one step divide their rows in the same ratios between ranks.
 
-        Raises RequestError if the ratios differ.
+        Raises RequestError if they don't.
         """
         # `loop` is the second loop; shares are different if they divide the loops' rows in other
         # ratios
@@ -516,7 +522,7 @@ class Program:
             )
 
     def _compare_records_if_due(self, loop: Any) -> None:
-        """Count the step, and compare the ranks' records from time to time."""
+        """Count a step; compare all ranks' records if a comparison is due."""
         self._steps += 1
         if self._steps > self._look:
             self._look *= LOOK_AGAIN
@@ -529,7 +535,7 @@ class Program:
             self._compare_records(loop)
 
     def _exchange_change(self) -> None:
-        """Report this rank's check of a changed loss without waiting for other ranks."""
+        """Send this rank's check of a changed loss to the others, without waiting for theirs."""
         # Such a check is made after a change of the loss or of a setting that affects the loss.
         # This rank doesn't wait for the others, because they may not have seen the change.
         assert self.training is not None
@@ -541,7 +547,7 @@ class Program:
             self.training.audits.report(guard.fault if guard.measured else "")
 
     def _note_fault(self, guard: Guard) -> None:
-        """Warn if the guard couldn't compare losses."""
+        """Warn if the loss couldn't be compared with that of equal shares."""
         if guard.fault and guard.fault != UNSEEN and not guard.measured:
             self.notebook.warn(
                 f"in step {self._steps}, its loss couldn't be compared with that of equal shares: "
@@ -549,7 +555,7 @@ class Program:
             )
 
     def _compare_records(self, loop: Any) -> None:
-        """Compare what the ranks saw, and return to equal shares if one reports a problem.
+        """Compare all ranks' records of the last steps; if one has a problem, make shares equal.
 
         Raises RequestError if ranks have trained with different row orders or learning rates.
         """
@@ -569,13 +575,13 @@ class Program:
             self._go_back(loop, fault.rstrip("."))
 
     def _go_back(self, loop: Any, fault: str) -> None:
-        """Return to equal shares for the rest of the training run."""
+        """Return a loop to equal shares for the rest of the training run, and say why."""
         assert self.training is not None
         self.training.follow(loop.sampler, loop.ahead)
         self.go_even(self.training, f"in step {self._steps}, {fault}")
 
     def go_even(self, training: PlannedTraining, fault: str) -> None:
-        """Make shares equal for good and say why.
+        """Make shares equal for the rest of the training run and say why.
 
         Raises RequestError in strict mode.
         """
@@ -597,11 +603,11 @@ class Program:
         )
 
     def audit(self, training: PlannedTraining) -> None:
-        """Start the checks of gradients during training; a failed one makes shares equal."""
+        """Start to check gradients during training; if a check fails, shares become equal."""
         training.audits.follow_launcher(partial(self.go_even, training))
 
     def begin_even(self, training: PlannedTraining, hooks: str) -> None:
-        """Start a library's trainer with equal shares until its first steps have been checked."""
+        """Keep a library trainer's shares equal until its first steps have been checked."""
         self.notebook.pending_reason = views.EVEN_START
         leave = partial(self._leave_even, training, hooks)
         self._even_start = EvenStart(training, self.exchange, self.stay_even, leave)
@@ -611,10 +617,10 @@ class Program:
         self.notebook.watch(training, hooks)
 
     def exchange(self, own: Any, seconds: float = 0) -> list[Any]:
-        """Return the values that all ranks pass, in rank order.
+        """Send `own` to all ranks and return every rank's value, in rank order.
 
-        They are exchanged through the process group's store. `own` must be serializable by msgspec.
-        The result is empty if a rank doesn't answer within `seconds`; 0 uses the default timeout.
+        They go through the process group's store, and must be serializable by msgspec. The result
+        is empty if a rank doesn't answer within `seconds`; 0 uses the default timeout.
         """
         # values are exchanged through the process group's store
         self._exchanges += 1
@@ -630,7 +636,7 @@ class Program:
         return [msgspec.msgpack.decode(each, type=type(own)) for each in every]
 
     def _agree(self, fault: str) -> str:
-        """Return the first error message of any rank, or ""."""
+        """Exchange error messages with all ranks; return the first one that isn't empty, or ""."""
         # Ranks agree before they run passes together, in which they communicate layer by layer. If
         # a rank doesn't answer, that is a reason, too.
         every = self.exchange(RankView(fault), EXCHANGE_SECONDS)
@@ -670,7 +676,7 @@ class Program:
         self.notebook.watch(training, f"{sharded.name_wrapper(models)} and DataLoader")
 
     def _plan_loop(self, models: list[Any], loop: Any, are_sums: bool) -> PlannedTraining:
-        """Create the training run of a loop and attach its models."""
+        """Create a training run by the plan for this loop's rows, and attach its models to it."""
         # losses are sums over rows, and the gradients are those of the ranks
         weigh = sharded.choose_weigh(models)
         training = self.plan(models, loop.sampler.global_batch, weigh)
@@ -682,7 +688,7 @@ class Program:
     def choose_plan(self, models: Sequence[Any], global_batch: int) -> Plan | None:
         """Return a plan with equal shares if the launched plan was for another model or batch.
 
-        Otherwise return None.
+        The result is None if the launched plan can be used.
         """
         # If the shares of that plan were determined for another model or batch size, the result is
         # a copy with equal shares.
@@ -708,9 +714,9 @@ class Program:
         weigh: Weigh = "gradients",
         **place: Any,
     ) -> PlannedTraining:
-        """Create a training run with the plan's shares.
+        """Create a training run that uses the plan's shares.
 
-        Raises EvenerError if the plan doesn't fit the program.
+        Raises EvenerError if the plan doesn't fit the script.
         """
         settings = self.notebook.settings
         chosen = self.choose_plan(models, global_batch)
@@ -720,7 +726,7 @@ class Program:
         )
 
     def _make_record(self, loop: Any) -> RankView:
-        """Return what this rank saw in the last steps, to compare with other ranks."""
+        """Return what this rank observed in the last steps, to be compared with other ranks."""
         guard, self._guard = self._guard, None
         if guard is not None:
             guard.close()
@@ -749,7 +755,7 @@ class Program:
         )
 
     def _view_shares(self, loop: Any, guard: Guard | None) -> RankView:
-        """Return this rank's record of a step with unequal shares."""
+        """Return this rank's record of a step that had the plan's shares."""
         # `guard` has checked the last step; None if there was no check
         order = loop.shared_batches.digest
         if guard is None:
@@ -759,7 +765,7 @@ class Program:
         return RankView(fault or guard.local_use, order, self._rates, guard.numbers, guard.uses)
 
     def _find_fault(self, loop: Any, guard: Guard | None) -> str:
-        """Return why this rank needs equal shares, or ""."""
+        """Return why this rank can't train with unequal shares, or ""."""
         # `guard` has checked the latest batch; None if there was no check
         sampler = loop.sampler
         if sampler is not None and sampler.global_batch == dist.get_world_size():
@@ -775,7 +781,7 @@ class Program:
         return next(filter(None, faults), "")
 
     def _compare_numbers(self, numbers: tuple[float, ...] | None) -> None:
-        """Notice a number in the loss that has changed since the last step."""
+        """Note if a scalar in the loss has changed since the last step, perhaps by other ranks."""
         # The program may have computed such a number from exchanged values. `numbers` are those of
         # the latest step's loss.
         before, self._numbers = self._numbers, numbers
@@ -784,7 +790,10 @@ class Program:
 
     @contextmanager
     def left_unchanged(self) -> Iterator[None]:
-        """Context manager for training that other hooks handle."""
+        """Context manager:
+
+        these hooks ignore training inside it, because a library's hooks handle it.
+        """
         self._others += 1
         try:
             yield
@@ -792,15 +801,12 @@ class Program:
             self._others -= 1
 
     def stay_even(self, why: str) -> None:
-        """Say why shares stay equal.
-
-        Raises RequestError in strict mode.
-        """
+        """Keep shares equal and print why. Raises RequestError in strict mode."""
         self.notebook.stay_even(why)
         self._end_strictly(self.notebook.why)
 
     def _end_strictly(self, why: str) -> None:
-        """Raise RequestError in strict mode."""
+        """Raise RequestError with this reason if `--strict` was given."""
         if self.notebook.settings.strict:
             raise RequestError(
                 f"Shares can't differ: {why}.",
@@ -809,7 +815,10 @@ class Program:
 
 
 def _find_common_fault(every: list[RankView]) -> str:
-    """Return the first rank's reason for equal shares, or how the ranks differ, or ""."""
+    """Return why shares stay equal:
+
+    the first rank's reason or a difference between ranks; or "".
+    """
     if not every:
         # a rank is missing
         return views.ALONE
@@ -828,7 +837,10 @@ def share_state(trainer: Any, kind: type[Any]) -> Any:
 
 @contextmanager
 def stays_if_refused(trainer: Any) -> Iterator[None]:
-    """Context manager: an EvenerError inside restores the trainer and leaves shares equal."""
+    """Context manager:
+
+    if an EvenerError is raised inside, restore the trainer and keep shares equal.
+    """
     before = dict(vars(trainer))
     try:
         with kept_state():

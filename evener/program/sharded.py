@@ -35,27 +35,27 @@ def find_library(model: Any) -> str:
 
 
 def has_copies(models: Iterable[Any]) -> bool:
-    """Return whether the optimizer trains copies of the parameters, as DeepSpeed's does."""
+    """Return whether the optimizer trains copies of the parameters, as DeepSpeed does."""
     return any(find_library(model) == "DeepSpeed" for model in models)
 
 
 def trains_others(optimizer: Any, models: Iterable[Any]) -> bool:
-    """Return whether the optimizer trains parameters outside of `models`."""
+    """Return whether the optimizer also trains parameters that belong to none of `models`."""
     return not has_copies(models) and unowned.trains_others(optimizer, models)
 
 
 def choose_weigh(models: Iterable[Any]) -> Weigh:
-    """Return what to weight by the ranks' shares: "loss" for sharded models, else "gradients"."""
+    """Return what to multiply by a rank's share: "loss" for sharded models, else "gradients"."""
     return "loss" if any(map(find_library, models)) else "gradients"
 
 
 def name_wrapper(models: Iterable[Any]) -> str:
-    """Return the name of the wrapper, such as "FSDP2" or "DistributedDataParallel"."""
+    """Return which wrapper trains the models, such as "FSDP2" or "DistributedDataParallel"."""
     return next(filter(None, map(find_library, models)), "DistributedDataParallel")
 
 
 def follow(training: Any, model: Any) -> None:
-    """Weight the model's gradients or losses by the ranks' shares from now on.
+    """From now on, weight a model's losses or gradients by its rank's share.
 
     Raises RequestError if this model can't be weighted.
     """
@@ -111,7 +111,7 @@ def _find_deepspeed_fault(engine: Any) -> str:
 
 
 def run_weighted(training: Any, backward: Any, arguments: Any, keywords: Any) -> Any:
-    """Run a backward pass with losses weighted by the rank's share."""
+    """Run a backward pass whose losses are multiplied by the rank's share weight."""
     bound = _signature(backward).bind(*arguments, **keywords)
     losses = _as_list(bound.arguments["tensors"])
     gradients = _as_list(bound.arguments.get("grad_tensors")) or [None] * len(losses)

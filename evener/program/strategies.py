@@ -1,4 +1,4 @@
-"""Hooks of Lightning's fit loop, which switch a DDP Trainer to unequal shares."""
+"""Hooks of Lightning's fit loop: a DDP Trainer continues with the plan's unequal shares."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .views import OUTSIDE, find_fault
 
 
 class ProgramStrategy(PlanStrategy):
-    """Strategy that replaces DDP in the Trainer of an unchanged program."""
+    """Strategy that replaces DDP in the user's Lightning Trainer to give ranks unequal shares."""
 
     # so that the program can resume from its checkpoints without evener
     loaders_in_checkpoints = False
 
     def teardown(self) -> None:
-        """Restore the Trainer's own strategy after training."""
+        """Give the Trainer its own strategy back after training."""
         _forget_metrics(self)
         trainer = self.lightning_module.trainer
         super().teardown()
@@ -39,7 +39,7 @@ class ProgramStrategy(PlanStrategy):
 
 
 def run(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Hook of the fit loop's `run`: advise on DDP if only one device trains."""
+    """Hook of the fit loop's `run`: print how to use DDP if only one device trains."""
     if PROGRAM.is_single_rank:
         PROGRAM.report_single_device(advise_lightning())
     with PROGRAM.left_unchanged():
@@ -47,7 +47,7 @@ def run(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 
 
 def begin_epoch(wrapped: Any, loop: Any, arguments: Any, keywords: Any) -> Any:
-    """Hook at the start of an epoch: switch to unequal shares, or apply them to a new loader."""
+    """Hook at the start of an epoch: install unequal shares, or apply them to a reloaded loader."""
     # If the Trainer already trains by shares, and has created a new loader for the epoch, that
     # loader is replaced by one that divides rows by shares.
     loop.setup_data()  # called again in case the trainer reloads its loaders each epoch
@@ -82,9 +82,9 @@ def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
 
 
 def _switch_to_shares(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
-    """Replace the Trainer's strategy by one for unequal shares, if every rank agrees.
+    """Give the Trainer a strategy for unequal shares, unless some rank has a reason against it.
 
-    `fault` is this rank's reason against it, or "".
+    `fault` is this rank's reason, or "".
     """
     if fault := next(filter(None, PROGRAM.exchange(fault)), ""):
         PROGRAM.stay_even(fault)
@@ -104,7 +104,7 @@ def _switch_to_shares(loop: Any, strategy: Any, loader: Any, fault: str) -> None
 
 
 def _refuse_difference(strategy: ProgramStrategy, loader: Any) -> None:
-    """Raise RequestError if shares would change the loss on any rank."""
+    """Raise RequestError if, on any rank, unequal shares would change the loss."""
     # an audit in the first step would reach all ranks two steps after the shares are unequal
     found = PROGRAM.exchange(strategy.find_difference(loader))
     if differing := next(filter(None, found), ""):
@@ -113,7 +113,7 @@ def _refuse_difference(strategy: ProgramStrategy, loader: Any) -> None:
 
 @contextmanager
 def _used_unless_refused(trainer: Any, strategy: Any) -> Iterator[Any]:
-    """Context manager: install a ProgramStrategy, and restore the old one after an error."""
+    """Context manager: use a ProgramStrategy; if an error is raised inside, restore the old one."""
     # the ProgramStrategy shares the attributes of `strategy`, which is the Trainer's own strategy
     chosen = share_state(strategy, ProgramStrategy)
     chosen.program_strategy = strategy
@@ -126,13 +126,13 @@ def _used_unless_refused(trainer: Any, strategy: Any) -> Iterator[Any]:
 
 
 def _count_rows(loader: Any) -> int:
-    """Return the row count of a global batch."""
+    """Return the row count of a global batch, over all ranks."""
     # each rank's loader has the same batch size
     return int(loader.batch_size * dist.get_world_size())
 
 
 def _forget_metrics(strategy: Any) -> None:
-    """Delete the metrics that the program has logged so far."""
+    """Delete the metrics logged so far, because Lightning would reduce them by the old strategy."""
     # Lightning would reduce them with the strategy that it remembers for each metric
     loop = strategy.lightning_module.trainer.fit_loop.epoch_loop
     for each in (loop, loop.val_loop):
@@ -140,7 +140,7 @@ def _forget_metrics(strategy: Any) -> None:
 
 
 def _make_sharing_loader(strategy: ProgramStrategy, loader: Any) -> Any:
-    """Return a loader that divides the same global batches by the shares.
+    """Return a loader with the same global batches that gives each rank its share of the rows.
 
     Raises RequestError if the global batch size has changed.
     """
@@ -167,6 +167,6 @@ def _make_sharing_loader(strategy: ProgramStrategy, loader: Any) -> Any:
 
 
 def _give(loop: Any, loader: Any) -> None:
-    """Make the loop use `loader`, without changing the state of random generators."""
+    """Make Lightning's fit loop use `loader`, without advancing any random generator."""
     with kept_state():
         private.replace_loader(loop, loader)

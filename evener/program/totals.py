@@ -1,4 +1,4 @@
-"""Follows totals over all rows, which stay the same when shares change."""
+"""Follow totals over all ranks' rows, which stay the same however rows are divided."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _VIEWS = {torch.Tensor.view, torch.Tensor.reshape, torch.Tensor.flatten, torch.T
 
 
 class Rows(Protocol):
-    """Protocol: knows which tensors depend on this rank's rows."""
+    """Protocol of an object that knows which tensors were computed from this rank's rows."""
 
     rows: int
     has_asked_length: bool
 
     def goes_by_rows(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor depends on this rank's rows or on their count."""
+        """Return whether the tensor was computed from this rank's rows, or from their number."""
         ...
 
 
 class Totals:
-    """Marks tensors that hold sums over the rows of all ranks.
+    """Marks tensors that hold sums over the rows of all ranks, and tensors computed from them.
 
-    It also follows sums that were gathered but not yet added up.
+    It also follows per-rank sums that were gathered but not added up yet.
     """
 
     def __init__(self) -> None:
@@ -38,13 +38,13 @@ class Totals:
         self._parts = TensorMarks()  # the sum over one rank's rows
 
     def write(self, tensor: torch.Tensor, place: str) -> None:
-        """Mark the tensor as a total over all ranks."""
+        """Mark the tensor as a total over all ranks; `place` names the collective and its line."""
         self._mark_only(self._whole, tensor, place)
 
     def write_gathered(self, data: Any, place: str) -> None:
-        """Mark `data` as gathered sums:
+        """Mark `data` as one sum per rank:
 
-        one tensor with an element per rank, or a list of tensors.
+        a tensor with an element per rank, or a list of tensors.
         """
         kind = self._gathered if isinstance(data, torch.Tensor) else self._parts
         for tensor in each_tensor_in(data):
@@ -56,13 +56,17 @@ class Totals:
         kind.mark_storage(tensor, place)
 
     def find(self, tensor: torch.Tensor) -> str:
-        """Return the collective that made this total, or "" if the tensor isn't one."""
+        """Return the collective, such as "all_reduce (train.py:12)", that added up this total.
+
+        The result is "" if the tensor isn't a total.
+        """
         return self._whole.find(tensor)
 
     def follow(self, function: Any, arguments: Any, keywords: Any, result: Any, rows: Rows) -> str:
-        """Mark the results of a call, and return the collective if they may depend on shares.
+        """After a call that uses totals, decide whether its result could change with the shares.
 
-        The result is "" if they don't.
+        If it could, return the collective that made the total. If not, mark the result as a total
+        too, and return "".
         """
         # the result depends on the shares if the call also uses this rank's own rows, or reads a
         # sum as a number
@@ -102,7 +106,7 @@ class Totals:
     def _follow_parts(
         self, function: Any, tensors: list[torch.Tensor], result: Any, parts: list[str]
     ) -> str:
-        """Follow a call on gathered sums that are still separate tensors."""
+        """Follow a call that uses gathered per-rank sums that are still separate tensors."""
         # Return "" if the result joins the sums of all ranks, and otherwise the first of `parts`.
         # `parts` are the collectives that gathered the sums. A function such as torch.stack joins
         # tensors.
@@ -113,7 +117,7 @@ class Totals:
         return ""
 
     def _follow_gathered(self, function: Any, leaves: list[Any], result: Any, place: str) -> str:
-        """Follow a call on a tensor with each rank's sum: adding them up makes a total."""
+        """Follow a call that uses a tensor with a sum per rank; adding them up gives a total."""
         # `place` is the collective that gathered the sums
         if function in _SUMS and len(leaves) == 1:
             self._whole.mark(result, place)
@@ -126,12 +130,12 @@ class Totals:
 
 
 def _find_places(marks: TensorMarks, tensors: list[torch.Tensor]) -> list[str]:
-    """Return the marks of the tensors, without unmarked ones."""
+    """Return the marks of those tensors that have one."""
     return [place for place in map(marks.find, tensors) if place]
 
 
 def _is_fixed(value: Any, rows: Rows) -> bool:
-    """Return whether the value is the same with any shares, unlike a row count."""
+    """Return whether a number is the same with any shares; a row count isn't."""
     # The number of ranks can't be one either, unless it equals the rows and the program has asked
     # for their number.
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -1,7 +1,7 @@
-"""Hooks of transformers' Trainer, which make it train with a plan's shares.
+"""Hooks that make a user's transformers Trainer train with a plan's shares.
 
-When the program calls `Trainer.train`, a second Trainer with the same attributes trains instead.
-`evener run --balance` runs the program up to that call, to measure its Trainer.
+When the user's script calls `Trainer.train`, a second Trainer with the same attributes trains
+instead. `evener run --balance` runs the script up to that call, to measure its Trainer.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _planned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def _trains_as_loop(trainer: Any) -> bool:
-    """Return whether the hooks of PyTorch handle this Trainer instead."""
+    """Return whether the PyTorch hooks handle this Trainer, as with FSDP or DeepSpeed."""
     # the hooks handle a Trainer with FSDP or DeepSpeed, or with a loader that creates its own
     # batches
     if trainer.args.world_size == 1 or PROGRAM.notebook.why:
@@ -69,7 +69,7 @@ def _trains_as_loop(trainer: Any) -> bool:
 
 
 def _plan(trainer: Any) -> None:
-    """Create a Trainer for unequal shares from the program's own, and check its loss."""
+    """Create a second Trainer that uses unequal shares, from the user's own, and check its loss."""
     # the new Trainer is used in place of `trainer`
     own, settings = type(trainer), PROGRAM.notebook.settings
     world = trainer.args.world_size
@@ -121,7 +121,7 @@ def _plan(trainer: Any) -> None:
 
 
 def _steps_others(trainer: Any) -> bool:
-    """Return whether the optimizer also trains parameters outside of the model."""
+    """Return whether the Trainer's optimizer also trains parameters outside of its model."""
     # each rank would update such parameters with its own gradients
     from transformers import Trainer
 
@@ -131,7 +131,7 @@ def _steps_others(trainer: Any) -> bool:
 
 
 def _warn_of_tail(trainer: Any, global_batch: int) -> None:
-    """Warn if the last batch of an epoch isn't full."""
+    """Warn that the last batch of an epoch has fewer rows than with the script's own launcher."""
     # the program's own launcher would fill the last batch up
     rows = len(trainer.train_dataset)
     if rows % global_batch and not trainer.args.dataloader_drop_last:
@@ -143,7 +143,7 @@ def _warn_of_tail(trainer: Any, global_batch: int) -> None:
 
 
 class _TrainerFound(BaseException):
-    """Raised by `Trainer.train` to return the trainer instead of training."""
+    """Raised by `Trainer.train` while measuring: ends the script and carries its trainer."""
 
     # The function `build` catches this. As a BaseException, it isn't caught by programs that catch
     # Exception.
@@ -153,9 +153,9 @@ class _TrainerFound(BaseException):
 
 
 def build() -> Any:
-    """Run the program up to `Trainer.train` and return its Trainer.
+    """Run the user's script up to its call of `Trainer.train`, and return that Trainer.
 
-    Raises RequestError if the program ends without training.
+    Raises RequestError if the script ends without training.
     """
     from transformers import Trainer
 
@@ -181,7 +181,10 @@ _start = subprocess.Popen.__init__
 
 
 def _start_no_python(process: Any, words: Any, *more: Any, **options: Any) -> None:
-    """Raise RequestError if the program starts a Python process or torchrun."""
+    """Replacement of `Popen.__init__`:
+
+    raise RequestError if the script starts Python or torchrun.
+    """
     # This replaces `subprocess.Popen.__init__`. The program would train there instead of in this
     # process.
     first = words if isinstance(words, str | bytes | os.PathLike) else next(iter(words), "")
@@ -199,7 +202,7 @@ def _find(trainer: Any, *_: Any, **__: Any) -> NoReturn:
 
 
 def _run_program(words: Sequence[str]) -> None:
-    """Run a script or module as `__main__`, with its arguments."""
+    """Run the user's script or module as `__main__`, with its arguments."""
     # a script, or `-m` and a module, then the program's arguments
     module = words[0] == "-m"
     target, *arguments = words[module:]

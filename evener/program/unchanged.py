@@ -46,7 +46,7 @@ MOST_SEARCHED, MOST_ITEMS = 100, 16
 
 
 class _Iteration:
-    """One loop over a loader, with the number of batches that weren't trained on."""
+    """One loop over a loader; counts the batches that no optimizer step followed."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = None if loader is None else weakref.ref(loader)
@@ -84,7 +84,7 @@ class _Loaders:
 
 
 class _Harmless:
-    """Context manager that prints an exception and stops the timing instead of raising."""
+    """Context manager: an exception inside is printed and stops the timing, but isn't raised."""
 
     def __init__(self, stop: Callable[[], None]) -> None:
         self._stop = stop
@@ -107,7 +107,7 @@ class _Harmless:
 
 
 class _UpdateTimer(StepTimer):
-    """Step timer that never raises in the program's optimizer step."""
+    """Step timer that never raises an error in the user's optimizer step."""
 
     # Updates on other threads than the one that creates it are ignored.
 
@@ -223,7 +223,7 @@ class UnchangedTraining:
         return iteration
 
     def _find_iteration(self, iterator: Any) -> _Iteration:
-        """Return the record of an iterator, creating it if needed."""
+        """Return the record of an iterator; create it if the iterator is new."""
         iteration = self._iterations.get(iterator)
         if iteration is None:
             iteration = self._iterations[iterator] = _Iteration(None)
@@ -247,7 +247,7 @@ class UnchangedTraining:
             self._timer.pause()
 
     def _is_validation(self, iteration: _Iteration) -> bool:
-        """Update the iteration's counts, and return whether it is for validation."""
+        """Update the counts of a loop over a loader, and return whether it is for validation."""
         # It is if several batches of this iteration, or of an earlier one over the same loader,
         # weren't followed by a backward pass.
         passes, iteration.passes = iteration.passes, self._passes
@@ -290,7 +290,7 @@ class UnchangedTraining:
             timer.note_pass_alone()
 
     def save(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Hook of `torch.save`: don't count writing a checkpoint as a slow step."""
+        """Hook of `torch.save`: mark the step as disturbed while a checkpoint is written."""
         if self._timer is None or not self._is_without_loader or not self._is_own_thread:
             return wrapped(*arguments, **keywords)
         with self._timer.writing():
@@ -301,7 +301,10 @@ class UnchangedTraining:
         return self._thread in (0, get_ident())
 
     def end_update(self, optimizer: Any, *_: Any) -> None:
-        """Optimizer hook after a step: count it, and end a training step without a DataLoader."""
+        """Optimizer hook after a step:
+
+        count it; without a DataLoader, a training step ends here.
+        """
         if self._is_over or not self._is_own_thread:
             return
         timer = self._timer
@@ -333,7 +336,7 @@ class UnchangedTraining:
 
     @leave_uncompiled
     def _begin(self, device: torch.device) -> None:
-        """Start timing, unless something else already reports the steps."""
+        """Start timing, unless another part of evener already reports this process's steps."""
         if not self._is_own_thread:
             return
         owner = self._find_owner()
@@ -377,7 +380,7 @@ class UnchangedTraining:
         self._reporter.report(rows)
 
     def _find_owner(self) -> Literal["nobody", "other", "undecided"]:
-        """Return whether another part of evener reports this process's steps."""
+        """Return whether another part of evener already reports this process's steps."""
         # "other" also if it isn't known how many processes train together; "undecided" while the
         # processes may still begin to train by shares
         own = None if self._reporter is None else self._reporter.reporter
@@ -395,7 +398,7 @@ class UnchangedTraining:
         return "nobody" if PROGRAM.notebook.why or is_likely else "undecided"
 
     def _stop(self) -> None:
-        """Stop timing for good and withdraw the report."""
+        """Stop timing for good, and remove this process from the monitor."""
         self._is_over = True
         if self._reporter is not None:
             self._reporter.reporter.discard()
@@ -414,7 +417,7 @@ def _follow_forks() -> None:
 
 
 def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
-    """Hook of `DataLoader.__iter__`: record the new iterator."""
+    """Hook of `DataLoader.__iter__`: record the iterator, to time the loop's steps."""
     UNCHANGED.begin_loop(loader)
     iterator = wrapped(*arguments, **keywords)
     UNCHANGED.note_loop(loader, iterator)

@@ -1,4 +1,4 @@
-"""Reasons against unequal shares, and the comparison of what the ranks saw."""
+"""Reasons that keep shares equal, and the comparison of what all ranks observed."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ DIFFERENCES = {  # differences between the views of the ranks, the most serious 
 
 
 class RankView(msgspec.Struct, frozen=True):
-    """What one rank saw in a training step, to compare with other ranks.
+    """What one rank observed in a training step, sent to all ranks for comparison.
 
     Shares may differ if all ranks agree and no `fault` is set.
     """
@@ -111,7 +111,7 @@ class RankView(msgspec.Struct, frozen=True):
 
 
 def find_difference(every: list[RankView]) -> str:
-    """Return the first difference between the ranks, a key of `DIFFERENCES`, or ""."""
+    """Return how the ranks' records first differ, as a key of `DIFFERENCES`, or ""."""
     for name in ("order", "rates", "are_sums"):
         if len({getattr(each, name) for each in every}) > 1:
             return name
@@ -121,7 +121,7 @@ def find_difference(every: list[RankView]) -> str:
 
 
 def _have_other_numbers(every: list[RankView]) -> bool:
-    """Return whether the ranks' losses or optimizer steps use different scalars."""
+    """Return whether ranks multiply losses, gradients or weights by different scalars."""
     # Such a number is, for example, a factor of the loss. The `uses` are compared only if all ranks
     # have equally many: one rank may compute something alone, for example to log it.
     looked = [each for each in every if each.numbers is not None]
@@ -131,7 +131,7 @@ def _have_other_numbers(every: list[RankView]) -> bool:
 
 
 def differ(every: Sequence[Any]) -> bool:
-    """Return whether any sequence of numbers differs from the first, except for rounding.
+    """Return whether any sequence of numbers differs from the first by more than rounding.
 
     NaNs are equal to each other.
     """
@@ -148,7 +148,7 @@ def _are_near(one: Any, other: Any) -> bool:
 
 
 def read_numbers(optimizer: Any, names: tuple[str, ...] = ()) -> list[float]:
-    """Return the scalars in the optimizer's settings, or only those called `names`."""
+    """Return all scalars in the optimizer's settings, or only those called `names`."""
     groups = optimizer.param_groups
     chosen = [
         one
@@ -176,7 +176,7 @@ def find_fault(model: Any) -> str:
 
 
 def find_obstacle(optimizer: Any, models: Any, of_loader: str) -> str:
-    """Return why the batches of this optimizer's model can't have unequal shares, or "".
+    """Return why an optimizer's model can't train with unequal shares, or "".
 
     `of_loader` is the reason to give if the model itself is suitable. The result is also "" if the
     optimizer trains none of `models`.

@@ -1,4 +1,4 @@
-"""A wrapper for library functions that can still be copied and pickled."""
+"""Wrap a library's function with a hook so that it can still be copied and pickled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from wrapt import FunctionWrapper
 
 
 class WrappedFunction(FunctionWrapper):  # type: ignore[type-arg]
-    """Function with a hook; a pickle of it refers to the library's function by `path`."""
+    """Function with a hook; its pickle contains only `path`, the library function's name."""
 
     def __init__(self, wrapped: Any, wrapper: Any, path: str) -> None:
         super().__init__(wrapped, wrapper)
