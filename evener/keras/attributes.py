@@ -1,8 +1,8 @@
-"""Tensors that a model's call stores in attributes, such as `self.z_mean`.
+"""Tensors that a model's call stores in attributes, such as `self.z_mean` in a VAE.
 
-A loss may read such tensors, as in a VAE. The call on one device (a tower) stores only tensors
-computed from this device's rows. Therefore the tensors are collected after each call, joined in the
-order of the rows, and written back before the loss is computed.
+A loss may read such tensors. The call on one device (a tower) stores only tensors computed from
+this device's rows. Therefore the tensors are collected after each device's call, joined in the
+order of the rows, and written back before the loss of the whole batch is computed.
 """
 
 from __future__ import annotations
@@ -24,32 +24,38 @@ Leaves = dict[str, Any]  # tensors by name: layer number, attribute and item, as
 
 
 class PlainVariables:
-    """Saves the values of `tf.Variable` attributes, which Keras doesn't track."""
+    """Saves and restores the values of a model's `tf.Variable` attributes.
+
+    Keras doesn't track such variables.
+    """
 
     def __init__(self, model: Any) -> None:
         self._before = [(each, tf.identity(each)) for each in plain_variables(model)]
 
     def restore(self) -> None:
-        """Assign the saved values."""
+        """Assign the saved values to the variables."""
         for variable, value in self._before:
             variable.assign(value)
 
 
 class TensorPlace(NamedTuple):
-    """An attribute or an item of a container that holds tensors."""
+    """A place in a model that holds tensors: an attribute, or an item of a list or dict."""
 
     name: str
     container: Any
     key: Any
 
     def leaves(self) -> Leaves:
-        """Return the tensors by name."""
+        """Return the tensors at this place, by name."""
         flat = tf.nest.flatten(self.container[self.key])
         return {f"{self.name}/{place}": leaf for place, leaf in enumerate(flat)}
 
 
 class CallTensors:
-    """Saves the tensors in a model's attributes before a call."""
+    """Finds the tensors that a model's call stores in attributes, and restores the attributes.
+
+    Create it before the call.
+    """
 
     def __init__(self, model: Any) -> None:
         self._layers = [vars(layer) for layer in (model, *all_layers(model))]
@@ -60,13 +66,13 @@ class CallTensors:
         self._contents = [_copy(container) for container in self._containers]
 
     def collect(self) -> Leaves:
-        """Return the tensors that have been stored since."""
+        """Return the tensors in attributes that are new since this object was created."""
         slots = self._find_slots([])
         found = {name: leaf for slot in slots for name, leaf in slot.leaves().items()}
         return {name: leaf for name, leaf in found.items() if self._before.get(name) is not leaf}
 
     def restore(self) -> None:
-        """Restore attributes, lists and dicts as they were."""
+        """Restore the attributes, and the lists and dicts in them, as they were before the call."""
         for layer, before in zip(self._layers, self._attributes, strict=True):
             now = _users_attributes(layer)
             for name in {**before, **now}:
@@ -80,14 +86,14 @@ class CallTensors:
             _fill(container, content)
 
     def put(self, leaves: Leaves) -> None:
-        """Store tensors in the attributes and containers named by `leaves`."""
+        """Write the tensors in `leaves` to the places in the model that their keys name."""
         for slot in self._find_slots([]):
             flat = [leaves.get(name, leaf) for name, leaf in slot.leaves().items()]
             value = tf.nest.pack_sequence_as(slot.container[slot.key], flat)
             slot.container[slot.key] = value
 
     def _find_slots(self, containers: list[Any]) -> list[TensorPlace]:
-        """Return all places of tensors in the layers' attributes."""
+        """Return all places in the layers' attributes that hold tensors."""
         # appends each searched list or dict to `containers`
         return [
             slot
@@ -131,7 +137,7 @@ def _places_of_tensors(
 
 
 def _open(value: Any) -> Any:
-    """Return the list or dict that holds a value's items, or None."""
+    """Return the list or dict in which a value keeps its items; None if it has none."""
     # For a plain object, this is the dictionary of the object's attributes.
     if isinstance(value, list | dict):
         return value
@@ -150,7 +156,7 @@ def _copy(container: Any) -> Any:
 
 
 def _fill(container: Any, content: Any) -> None:
-    """Restore the content of a list or dict."""
+    """Set the content of a list or dict to `content`, in place."""
     # Items that are already the same aren't assigned.
     if isinstance(container, dict):
         for key in [key for key in container if key not in content]:
@@ -171,15 +177,16 @@ def join_leaves(
     kinds: Mapping[str, str],
     pad: Callable[[Any], Any],
 ) -> Leaves:
-    """Join the tensors that calls on several parts of a batch have stored.
+    """Join the tensors that a model's call has stored in attributes on each part of a batch.
 
     - `every`: tensors of each part, by name.
     - `sizes`: row counts of the parts.
     - `parts`: these counts as fractions of the batch.
-    - `kinds`: how tensors without rows add up, by name (see `main_part`).
+    - `kinds`: by name, whether tensors without rows are averaged or summed (see `main_part`).
     - `pad`: pads a tensor before rows are concatenated.
 
-    Scalars, and tensors named in `kinds`, are added with the parts' weights.
+    Tensors with rows are concatenated. Scalars, and tensors named in `kinds`, are added with
+    weights.
     """
     joined = {}
     for name in every[0]:
@@ -197,7 +204,7 @@ def join_leaves(
 
 
 def _counted_rows(leaf: Any, size: Any) -> Any:
-    """Return the leaf's rows, or none if the device has only a filler row."""
+    """Return the tensor's rows, or no row if the device has only computed a filler row."""
     # A device without rows (`size` 0) computes a filler row.
     return leaf[: tf.where(size > 0, tf.shape(leaf, tf.int64)[0], 0)]
 

@@ -1,8 +1,9 @@
-"""Audits: check that an engine computes the same gradient as one device.
+"""Audits: check that training by shares gives the gradients that one device would give.
 
-Before an audited step, a few rows of its batch are trained on twice, in graphs without side
-effects. One graph is Keras' own step on one device. The other is the engine's step, with its shares
-and passes.
+Some training steps are audited. Before such a step, a few rows of its batch are computed twice, in
+graphs that leave the model unchanged: once by Keras' own step on one device, and once by evener's
+engine, which divides the rows into shares and gradient-accumulation passes. Then the gradients of
+both are compared.
 
 `evener/training/audit.py` decides when to audit, which differences exceed rounding, and whether to
 warn or to raise an error.
@@ -93,7 +94,7 @@ IN_PARTS = LikelyCause(
 
 
 class StepPair(NamedTuple):
-    """The same step, traced as Keras runs it and as the engine runs it."""
+    """A training or test step in two traced versions: Keras' own, and the engine's."""
 
     # Keras' own step runs on one device.
 
@@ -102,7 +103,7 @@ class StepPair(NamedTuple):
 
 
 class Finding(msgspec.Struct):
-    """A difference that a check has found, with a message and a remedy."""
+    """A difference between the engine's step and Keras' own step, with a message and a remedy."""
 
     difference: GradientDifference
     message: str
@@ -110,10 +111,11 @@ class Finding(msgspec.Struct):
 
 
 class StepAudit:
-    """Checks gradients, losses, outputs and states of training steps on a few rows.
+    """Checks on a few rows that an engine trains and evaluates as Keras does on one device.
 
-    `pass_rows` is the row count of the largest pass, or None without passes. In `strict` training,
-    a difference raises an error.
+    Gradients, losses, outputs and non-trainable variables are compared. `pass_rows` is the row
+    count of the largest gradient-accumulation pass, or None without passes. In `strict` training, a
+    difference raises an error.
     """
 
     def __init__(
@@ -142,13 +144,13 @@ class StepAudit:
         self._looks = False  # True if the next step begins an epoch, so these values are read again
 
     def begin_anew(self) -> None:
-        """Forget traced steps after the model was compiled again."""
+        """Forget the traced steps, because the user has compiled the model again."""
         self._compiled += 1
         self._traced.clear()
         self._specs.clear()
 
     def before_steps(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a train function that checks a step first, if a check is due."""
+        """Wrap Keras' train function `run` so that a step is audited first if an audit is due."""
 
         def run_audited(batches: Any) -> Any:
             steps = self._model.steps_per_execution
@@ -168,11 +170,11 @@ class StepAudit:
         return run_audited
 
     def begin_epoch(self) -> None:
-        """Check before the next step whether watched variables have changed."""
+        """Read the watched variables again before the next step (see `_watch`)."""
         self._looks = True
 
     def _count_changes(self, begins_epoch: bool, is_loop: bool) -> None:
-        """Read the watched variables, and count a change if any differs."""
+        """Read the watched variables, and count a change if the user's code has changed any."""
         # The variables are checked when an epoch begins (`begins_epoch`) and, in one process,
         # before each step of the user's own loop (`is_loop`).
         if not begins_epoch and not (is_loop and self._group is None):
@@ -184,7 +186,10 @@ class StepAudit:
         self._values = values
 
     def _watch(self, plain: TracedStep) -> None:
-        """Choose small variables that the step reads but doesn't assign."""
+        """Choose the variables to watch:
+
+        small ones that the user's step reads but doesn't assign.
+        """
         # Their changes are watched.
         # a callback may assign them, for example; the training has then changed and is audited
         # again
@@ -197,7 +202,7 @@ class StepAudit:
         self._values = [_to_bytes(each.read()) for each in self._watched]
 
     def _describe_batches(self, batches: Any, first: Any) -> str:
-        """Return the types and shapes of batches as text."""
+        """Return a text with the dtypes and shapes of batches; a new text leads to a new audit."""
         # The text shows when the types or shapes change.
         if not isinstance(batches, tf.data.Iterator):
             leaves = tf.nest.flatten(first)
@@ -210,10 +215,10 @@ class StepAudit:
         return self._spec_text
 
     def look(self, batch: Tensors, signature: Any = None) -> None:
-        """Compare a training step on a few rows of `batch`.
+        """Audit one training step: compare the engine with one device on a few rows of `batch`.
 
-        Raises RequestError if the difference changes what is learned and has to end the training;
-        otherwise a warning is printed.
+        `signature` identifies the type of the batch. Raises RequestError if the gradients differ so
+        that the training has to end. Otherwise, a difference is printed as a warning.
         """
         self._moment = f"In step {self.audits.step}"
         self._trains = True
@@ -236,7 +241,7 @@ class StepAudit:
         warn(f"{finding.message} The training goes on; strict=True would end it. {remedy}")
 
     def before_tests(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a test function that checks the first batch of an evaluation."""
+        """Wrap Keras' test function `run`, so that the first batch of an evaluation is audited."""
         is_first = True
 
         def run_audited(batches: Any) -> Any:
@@ -251,7 +256,10 @@ class StepAudit:
         return run_audited
 
     def _look_at_test(self, batch: Tensors) -> None:
-        """Compare a test step on a few rows. Raises RequestError if it differs."""
+        """Audit one test step: compare the engine with one device on a few rows of `batch`.
+
+        Raises RequestError if the results differ.
+        """
         self._moment = "In an evaluation"
         self._trains = False
         with _plain_float32():
@@ -269,7 +277,7 @@ class StepAudit:
     # ---------------------------------------------------------------- rows and graphs
 
     def _take_rows(self, batch: Tensors) -> Tensors:
-        """Return the first rows of a batch."""
+        """Return the first rows of a batch, on which the audit compares the steps."""
         # All processes get the same rows, or None if they can't exchange their rows.
         with tf.device(HOST):
             triple = read_triple(batch)
@@ -311,7 +319,7 @@ class StepAudit:
         return found
 
     def _trace_tests(self, rows: Tensors) -> StepPair | None:
-        """Trace both test steps, or return None if that fails."""
+        """Trace Keras' own test step and the engine's, or return None if tracing fails."""
         model, spec = self._model, tf.nest.map_structure(open_rows, rows)
         try:
             plain = self._plain.trace(spec, training=False)
@@ -327,7 +335,10 @@ class StepAudit:
         self._warn_once(f"the {name} can't be traced{find_users_line(error)}: {first_line(error)}")
 
     def _none_if_random(self, steps: StepPair | None) -> StepPair | None:
-        """Return None, with a warning, if a step draws random numbers outside of keras.random."""
+        """Return the steps, or None if one draws random numbers without keras.random.
+
+        Such steps can't be compared; a warning says so.
+        """
         # a row's random numbers depend on the device or pass that computes it
         if steps is not None and any(step.draws for step in steps):
             self._warn_once("it draws random numbers that aren't Keras'; use keras.random")
@@ -335,7 +346,10 @@ class StepAudit:
         return steps
 
     def _trace_steps(self, rows: Tensors, signature: Any) -> StepPair | None:
-        """Trace both training steps, or return None if that fails."""
+        """Trace Keras' own training step and the engine's, or return None if tracing fails.
+
+        `signature` identifies the type of the batch.
+        """
         spec = tf.nest.map_structure(open_rows, rows)
         before = self._specs.get(signature)
         if before is not None:
@@ -362,7 +376,7 @@ class StepAudit:
 
     @contextmanager
     def _in_small_passes(self, rows: int) -> Iterator[None]:
-        """Context manager in which each device computes its rows in two passes."""
+        """Context manager: the engine divides each device's few rows into two passes."""
         # The passes divide a device's part of `rows` rows. The context has no effect if the engine
         # doesn't use passes.
         cut = self._engine.cut
@@ -378,7 +392,7 @@ class StepAudit:
     def _find_failure(
         self, plain: TracedStep, rows: Tensors, batch: Tensors, signature: Any
     ) -> tuple[Finding | None, Tensors]:
-        """Check that rows can be computed apart from the rest of their batch."""
+        """Check that a part of the rows can be computed without the other rows of the batch."""
         # Return a finding, if any, and the rows on which to compare the steps.
         self._fails = False
         count, whole = int(count_rows(rows)), self._count_batch(batch)
@@ -402,13 +416,19 @@ class StepAudit:
         return self._compare_outputs(plain, rows), rows
 
     def _mixes_rows(self, signature: Any) -> bool:
-        """Return whether the user's class overrides the step."""
+        """Return whether the user's model class overrides `train_step`, and so may mix rows.
+
+        In an evaluation (`signature` is "test"), the method in question is `test_step`.
+        """
         # An overridden step may mix rows.
         # every engine gives an overridden step the whole batch
         return overrides(self._model, "test_step" if signature == "test" else "train_step")
 
     def _compare_outputs(self, plain: TracedStep, rows: Tensors) -> Finding | None:
-        """Check that each row's output is the same in parts of the batch."""
+        """Check that the model's output for a row doesn't depend on the other rows of the batch.
+
+        Returns a finding if it does, else None.
+        """
         few = min(int(count_rows(rows)), FEW)
         first = max(1, 3 * few // 8)
         together = self._run_own_step_on_part(plain, cut_rows(rows, 0, few))
@@ -434,7 +454,7 @@ class StepAudit:
         return None
 
     def _are_close(self, one: Any, other: Any, whole: Any) -> bool:
-        """Return whether outputs are equal except for rounding."""
+        """Return whether two outputs of the model are equal except for rounding."""
         # The error that rounding may cause is relative to the largest absolute value in `whole`,
         # the sums of all rows' outputs.
         kind = computes_in_half(self._model) or keras.config.floatx()
@@ -443,13 +463,16 @@ class StepAudit:
         return bool(np.allclose(one, other, rtol=0, atol=near, equal_nan=True))
 
     def _needs_all_rows(self, plain: TracedStep, batch: Tensors, error: Exception) -> bool:
-        """Return whether the step works on the whole batch, but not on a few rows."""
+        """Return whether Keras' step fails on a few rows, but works on the whole batch.
+
+        `error` is the step's error on a few rows.
+        """
         if self._group is not None:  # no process has all rows
             return isinstance(error, tf.errors.InvalidArgumentError)
         return not isinstance(self._try(plain, read_triple(batch)), Exception)
 
     def _list_own_passes(self, rows: Tensors) -> Iterator[Tensors]:
-        """Yield the rows of each of this process's passes."""
+        """Yield the audited rows of each gradient-accumulation pass that this process computes."""
         cut, total = self._engine.cut, int(count_rows(rows))
         edges = [int(edge) for edge in cut.bounds(total)]
         for device, (start, stop) in enumerate(pairwise(edges)):
@@ -465,20 +488,24 @@ class StepAudit:
         return int(batch.rows if isinstance(batch, OwnRows) else count_rows(read_triple(batch)))
 
     def _find_incomplete(self, what: str, error: Exception) -> Finding:
-        """Return a finding for rows that can't be computed alone."""
+        """Return a finding that says that some rows can't be computed without the others."""
         # `what` names these rows, and `error` is the reason.
         message = f"{self._moment}, {what} can't be computed alone: {first_line(error)}"
         return Finding(_unknown_difference(), f"{message.rstrip('.')}.", ALONE)
 
     def _try(self, step: TracedStep, rows: Tensors) -> StepResult | Exception:
-        """Run a step and return its result or its exception."""
+        """Run a traced step on some rows, and return its result or the exception that it raised."""
         try:
             return step.run(rows, self._list_seeds())
         except Exception as error:  # whatever the user's program raises
             return error
 
     def _run_own_step_on_part(self, plain: TracedStep, rows: Tensors) -> StepResult | Exception:
-        """Run Keras' step on a part of the rows, or only the model's call if the loss fails."""
+        """Run Keras' own step on a part of the rows.
+
+        If the loss needs the whole batch and fails on a part, only the model's call is run. Returns
+        an exception if that fails too.
+        """
         result = self._try(plain, rows)
         if not isinstance(result, Exception) or self._engine.judges_parts(self._trains):
             return result
@@ -491,7 +518,11 @@ class StepAudit:
         return self._try(call, rows)
 
     def _compare_steps(self, steps: StepPair, rows: Tensors, signature: Any) -> Finding | None:
-        """Compare gradients, ranks, attributes and decisions of both steps."""
+        """Compare Keras' own step with the engine's, and return the first finding, or None.
+
+        Gradients, variables across processes, attributes of the model, and decisions (comparisons
+        in the user's code) are compared.
+        """
         # Return the first finding, or None.
         found = self._compare_gradients(steps, rows, {}, "")
         unequal = self._compare_ranks(steps.plain)
@@ -514,7 +545,11 @@ class StepAudit:
         values: Mapping[int, Any],
         moved: str,
     ) -> Finding | None:
-        """Compare the gradients of both steps, then logs and states."""
+        """Compare gradients, then metrics and variables, of Keras' own step and the engine's.
+
+        `values` are temporary values of variables. `moved` describes what was changed for this
+        comparison; it is "" if nothing was.
+        """
         # Both steps run with variables set to `values`. `moved` describes values or labels that
         # were changed for this comparison. If `moved` isn't empty, only gradients are compared.
         plain, shared = steps
@@ -540,7 +575,7 @@ class StepAudit:
         return self._compare_states(plain, rows, reference, trained)
 
     def _compare_tests(self, steps: StepPair, rows: Tensors) -> Finding | None:
-        """Compare the losses, logs and states of two test steps."""
+        """Compare losses, metrics and variables of Keras' own test step and the engine's."""
         plain, shared = steps
         seeds = self._list_seeds()
         reference = plain.run(rows, seeds)
@@ -562,7 +597,10 @@ class StepAudit:
     def _run_engine_step(
         self, shared: TracedStep, rows: Tensors, values: Mapping[int, Any]
     ) -> StepResult:
-        """Run the engine's step. Raises RequestError if the parts' results can't be joined."""
+        """Run the engine's step on a few rows, with `values` of variables.
+
+        Raises RequestError if the devices' results have shapes that can't be joined.
+        """
         try:
             return shared.run(rows, values)
         except tf.errors.InvalidArgumentError as error:
@@ -573,7 +611,7 @@ class StepAudit:
             ) from error
 
     def _cause(self, training: bool) -> LikelyCause:
-        """Return the likely cause of a difference."""
+        """Return the likely cause of a difference, for the error message."""
         # `training` is False for an evaluation.
         return IN_PARTS if self._engine.judges_parts(training) else IN_MODEL
 
@@ -584,7 +622,7 @@ class StepAudit:
         moved: str,
         repeats: Sequence[StepResult] = (),
     ) -> GradientDifference | None:
-        """Return the difference of two gradients, or else of their losses."""
+        """Compare one device's gradients and loss with the engine's; return None if they agree."""
         # Return None if they agree. Losses are compared only if the gradients agree and `moved` is
         # empty. `repeats` are results of the reference with random rounding errors, which show what
         # rounding may change.
@@ -603,7 +641,7 @@ class StepAudit:
         return GradientDifference(LOSS, relative, allowed, abs(one), abs(other), (one, other))
 
     def _list_seeds(self) -> dict[int, Any]:
-        """Return a seed for each of the model's seed generators, by variable."""
+        """Return seeds for the model's random layers, by variable; both steps then draw alike."""
         seeds = [variable for variable in self._model.non_trainable_variables if is_seed(variable)]
         return {
             # the same in all processes, however often they have drawn, and different in each step
@@ -614,7 +652,10 @@ class StepAudit:
     def _repeat_with_rounding_errors(
         self, plain: TracedStep, rows: Tensors, values: Mapping[int, Any]
     ) -> list[StepResult]:
-        """Run Keras' step several times with random errors in inputs and weights."""
+        """Run Keras' own step several times, with random errors as large as rounding errors.
+
+        The results show how much rounding alone can change the gradients.
+        """
         # The inputs and the weights have these errors.
         weights = {id(each.value.handle) for each in self._model.trainable_variables}
         found = []
@@ -630,7 +671,7 @@ class StepAudit:
         return found
 
     def _round(self, value: Any, number: int) -> Any:
-        """Return the value with a random relative error in each element."""
+        """Return the value with a random error in each element, as large as a rounding error."""
         # `number` selects the random changes
         if not (isinstance(value, tf.Tensor) and value.dtype.is_floating):
             return value
@@ -640,7 +681,7 @@ class StepAudit:
         return tf.cast(tf.cast(value, tf.float64) * (1 + amount * drawn), value.dtype)
 
     def _compare_logs(self, reference: StepResult, trained: StepResult) -> None:
-        """Warn about metrics that differ."""
+        """Warn about metrics that differ between Keras' own step and the engine's."""
         for name, one in reference.logs.items():
             other = trained.logs.get(name, one)
             differs = abs(one - other) > FIGURES_DIFFER * max(abs(one), abs(other))
@@ -655,7 +696,10 @@ class StepAudit:
     def _compare_states(
         self, plain: TracedStep, rows: Tensors, reference: StepResult, trained: StepResult
     ) -> Finding | None:
-        """Return a finding for a non-trainable variable that differs after the steps."""
+        """Return a finding if a variable differs after Keras' own step and after the engine's.
+
+        Only non-trainable variables are compared, such as moving averages.
+        """
         own = {id(each.value.handle) for each in self._model.non_trainable_variables}
         own |= {id(each.handle) for each in plain_variables(self._model)}
         for variable in list_states(self._model, plain):
@@ -683,7 +727,10 @@ class StepAudit:
         return None
 
     def _compare_attributes(self, steps: StepPair, rows: Tensors) -> Finding | None:
-        """Compare plain attributes after both steps, in eager mode only."""
+        """Return a finding if the model's plain attributes differ after both steps.
+
+        This is checked in eager mode only.
+        """
         # A plain attribute is, for example, a counter.
         # the Python code of a traced step runs only once
         if not self._model.run_eagerly:
@@ -701,13 +748,16 @@ class StepAudit:
 
     @staticmethod
     def _teaches(plain: TracedStep, rows: Tensors, key: int, values: Sequence[Any]) -> bool:
-        """Return whether the variable's value changes the gradients."""
+        """Return whether the gradients differ between two `values` of a variable.
+
+        `key` identifies the variable.
+        """
         # The gradients of two values are compared.
         one, other = (plain.run(rows, {key: value}).gradients for value in values)
         return compare(one, other) is not None
 
     def _compare_decisions(self, steps: StepPair, rows: Tensors) -> Finding | None:
-        """Return a finding if an `if` in the user's code may turn out differently for parts."""
+        """Return a finding if an `if` in the user's code may take another branch for some rows."""
         # It may if user code decides something by a comparison that isn't made for each row
         # (see `decisions.py`), the compared values are different for parts of the rows, and the
         # gradient depends on the decision.
@@ -752,13 +802,13 @@ class StepAudit:
             return None
 
     def _cut_parts(self, rows: Tensors) -> list[Tensors]:
-        """Return each device's rows."""
+        """Cut the audited rows into the devices' shares."""
         # Empty parts are left out.
         edges = [int(edge) for edge in self._engine.cut.bounds(int(count_rows(rows)))]
         return [cut_rows(rows, start, stop) for start, stop in pairwise(edges) if stop > start]
 
     def _compare_ranks(self, plain: TracedStep) -> Finding | None:
-        """Return a finding if a variable differs between processes, else None."""
+        """Return a finding if a variable of the model isn't equal in all processes, else None."""
         if self._group is None:
             return None
         weights = {id(variable.value.handle) for variable in self._model.trainable_variables}
@@ -791,7 +841,10 @@ class StepAudit:
     def _list_variants(
         self, plain: TracedStep, rows: Tensors
     ) -> Iterator[tuple[str, Mapping[int, Any], Tensors]]:
-        """Yield changes of variables and labels that may reveal a hidden difference."""
+        """Yield variants of the audited rows, because a difference may not show with these rows.
+
+        A variant has other labels, or nonzero values for variables that are 0.
+        """
         # A change is a description, the values of variables, and the rows. The audited rows
         # themselves may hide the difference.
         values, names = raise_zeros(self._model, plain)
@@ -811,11 +864,11 @@ class StepAudit:
     # ---------------------------------------------------------------- agreement and messages
 
     def _if_all(self, steps: StepPair | None) -> StepPair | None:
-        """Return the steps if all processes have traced theirs, else None."""
+        """Return the steps if every process could trace its own, else None."""
         return steps if self._all(steps is not None) else None
 
     def _all(self, fine: bool) -> bool:
-        """Return whether `fine` is True in all processes."""
+        """Return whether every process passes `fine=True`."""
         # All processes have to call this method.
         if self._group is None:
             return fine
@@ -823,7 +876,7 @@ class StepAudit:
         return bool(failed == 0)
 
     def _share_finding(self, finding: Finding | None) -> Finding | None:
-        """Return the first process's finding on every process, or None."""
+        """Send one process's finding to all, so that all act alike; None if there is none."""
         if self._group is None:
             return finding
         rank, size = self._group.rank, self._group.size
@@ -856,9 +909,10 @@ class StepAudit:
         return " and ".join(str(size) for size in sizes if size)
 
     def _warn_once(self, why: str) -> None:
-        """Warn that steps can't be checked.
+        """Warn that the training can't be audited, for the reason `why`.
 
-        Raises RequestError if the loss can be trusted only after a check.
+        Raises RequestError instead if the kind of the loss is unknown, because then only an audit
+        can show that the gradients are right.
         """
         # Each reason `why` is reported once. With another kind of loss, only an audit could show
         # that the gradient is right.
@@ -881,7 +935,7 @@ def _is_finite(gradients: Sketch) -> bool:
 
 @contextmanager
 def _plain_float32() -> Iterator[None]:
-    """Context manager that turns off TensorFloat-32."""
+    """Context manager that turns off TensorFloat-32, which rounds too much for a comparison."""
     # GPUs then multiply float32 at full precision.
     before = tf.config.experimental.tensor_float_32_execution_enabled()
     tf.config.experimental.enable_tensor_float_32_execution(False)
@@ -892,7 +946,7 @@ def _plain_float32() -> Iterator[None]:
 
 
 def _open_unequal(one: Any, other: Any) -> Any:
-    """Return a spec that fits both tensors."""
+    """Merge two tensor specs into one that fits both: unequal axes get length None."""
     # Axes of unequal length have length None.
     if not isinstance(one, tf.TensorSpec) or one.shape.rank != other.shape.rank:
         return other
@@ -913,14 +967,17 @@ def _norm(value: Any) -> float:
 
 
 def _distance(one: Any, other: Any) -> float:
-    """Return the norm of the difference, relative to the larger norm."""
+    """Return the norm of the tensors' difference, divided by the larger of their norms."""
     # It is relative to the larger norm of the two.
     size = max(_norm(one), _norm(other))
     return _norm(_as_float64(one) - _as_float64(other)) / size if size else 0.0
 
 
 def _states_differ(before: Any, one: Any, other: Any) -> bool:
-    """Return whether two values of a variable differ by more than rounding."""
+    """Return whether a variable has different values after two steps, except for rounding.
+
+    `before` is its value before the steps.
+    """
     # `one` and `other` are the values after two steps, and `before` is the value before both steps.
     # The more the steps change the value, the larger is the difference that is allowed.
     if one.shape != other.shape or not _is_number(one):
@@ -940,7 +997,7 @@ MOST_WATCHED = 16  # maximum number of elements of a variable whose changes are 
 
 
 def _is_small(handle: Any) -> bool:
-    """Return whether the variable has at most 16 elements."""
+    """Return whether a variable, given by its handle, has at most 16 elements."""
     count = handle._handle_data.shape_and_type[0].shape
     sizes = tf.TensorShape(count).num_elements()
     return sizes is not None and sizes <= MOST_WATCHED
@@ -956,7 +1013,7 @@ def _as_float64(value: Any) -> Any:
 
 
 def _summary(value: Any) -> Any:
-    """Return two weighted sums of the absolute values, to compare between processes."""
+    """Return two weighted sums of a tensor's absolute values, to compare it between processes."""
     # One sum is weighted by position. Processes compare the sums.
     if not _is_number(value):
         return tf.zeros([2], tf.float64)
@@ -969,12 +1026,12 @@ def _summary(value: Any) -> Any:
 
 
 def _unknown_difference() -> GradientDifference:
-    """Return a difference without a name or values."""
+    """Return a GradientDifference for a finding that isn't about one gradient."""
     return GradientDifference("", math.inf, 0.0, math.nan, math.nan, (math.nan, math.nan))
 
 
 def _with_finite(difference: GradientDifference) -> GradientDifference:
-    """Return the difference with values that JSON can represent."""
+    """Replace inf and NaN in a difference by finite numbers, because JSON can't hold them."""
     # Infinities and NaN are replaced by numbers that JSON can hold.
     fields = {
         name: each if math.isfinite(each) else math.copysign(1e300, each)
@@ -991,7 +1048,7 @@ def _with_finite(difference: GradientDifference) -> GradientDifference:
 
 
 def _mixed_labels(y: Any) -> Any:
-    """Return the labels in a shuffled order of rows."""
+    """Return the labels shuffled, so that rows have the labels of other rows."""
     if not isinstance(y, tf.Tensor) or y.shape.rank == 0:
         return y
     order = np.random.default_rng(5).permutation(int(y.shape[0]))
@@ -999,7 +1056,7 @@ def _mixed_labels(y: Any) -> Any:
 
 
 def _change_labels(y: Any, outputs: Tensors) -> Any:
-    """Return labels that differ in each row, or None if they don't match the outputs."""
+    """Return other valid labels for each row, or None if they don't match the model's outputs."""
     labels = keras.tree.flatten(y)
     found = keras.tree.flatten(outputs)
     if len(labels) != len(found) or not all(isinstance(label, tf.Tensor) for label in labels):
@@ -1026,7 +1083,10 @@ def _vary_labels(y: Any, outputs: Any) -> Any:
 
 
 def _missing_labels(missing: float, y: Any) -> Any:
-    """Replace 40 % of the labels by `missing`, if their type can hold it."""
+    """Replace 40 % of the labels by `missing`, the user's possible mark for a missing label.
+
+    Labels whose dtype can't hold `missing` are returned unchanged.
+    """
     if not isinstance(y, tf.Tensor) or not _is_number(y) or y.dtype.is_bool:
         return y
     if not y.dtype.is_floating and not (y.dtype.min < 0 and math.isfinite(missing)):

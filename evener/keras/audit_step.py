@@ -1,7 +1,8 @@
-"""Traces a training or test step and runs it on a few rows without changing the model.
+"""Traces a Keras training or test step, and runs it on a few rows without changing the model.
 
-Gradients are intercepted before the optimizer applies them, and reduced to random sums. All
-variables that the step assigns are restored.
+Audits use it to compare the gradients of two steps. Gradients are intercepted before the optimizer
+applies them, and each is reduced to a few sums with random signs. All variables that the step
+assigns are restored.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Values = dict[int, Any]  # values of variables, by their keys
 
 
 class StepCall(NamedTuple):
-    """Result of the model's call in a step: outputs, losses and stored tensors."""
+    """What the model's call in a step has computed: outputs, losses, and tensors in attributes."""
 
     # These results determine the loss of the step.
 
@@ -47,7 +48,7 @@ class StepCall(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """Gradients, logs, changed variables and outputs of one run."""
+    """Result of a traced step: gradients, metrics, assigned variables and outputs."""
 
     gradients: Sketch
     logs: dict[str, float]
@@ -58,7 +59,7 @@ class StepResult(NamedTuple):
 
 
 class StepVariable(NamedTuple):
-    """A variable that a traced step reads or assigns."""
+    """A TensorFlow variable that a traced step reads or assigns."""
 
     key: int
     name: str
@@ -75,11 +76,12 @@ class StepVariable(NamedTuple):
 
 
 class TracedStep:
-    """A step as a TensorFlow graph, which leaves the weights and variables as they were.
+    """A training or test step as a TensorFlow graph; running it leaves all variables unchanged.
 
+    - `step`: the function to trace, such as the model's `train_step`.
     - `spec`: element spec of a batch, with any row count.
-    - `shifted`: comparisons in the user's code can be shifted (see `run_shifted`).
-    - `plain`: the step is Keras' own, so that results include a `StepCall`.
+    - `shifted`: whether comparisons in the user's code can be shifted (see `run_shifted`).
+    - `plain`: whether the step is Keras' own; then results include a `StepCall`.
 
     After tracing, `variables` are the variables that the step uses, by key, and `assigned` the keys
     of those it may assign. `draws` is True if it draws random numbers outside of keras.random.
@@ -115,7 +117,11 @@ class TracedStep:
         self.draws = any(map(_is_draw, _list_operations(self._graph.graph)))
 
     def run_shifted(self, data: Tensors, place: str, amounts: Sequence[Any]) -> StepResult:
-        """Run the step with `amounts` added to the left sides of the comparisons at `place`."""
+        """Run the step with comparisons in the user's code forced to another result.
+
+        `amounts` are added to the left sides of the comparisons at `place`, a line of the user's
+        code.
+        """
         assert self._shifts is not None
         self._shifts.assign(place, amounts)
         try:
@@ -124,7 +130,10 @@ class TracedStep:
             self._shifts.clear()
 
     def run(self, data: Tensors, values: Mapping[int, Any] | None = None) -> StepResult:
-        """Run the step, with `values` of variables by key, and restore all variables."""
+        """Run the step on a batch, and then restore all variables.
+
+        `values` are temporary values of variables, by key.
+        """
         given = {key: value for key, value in (values or {}).items() if key in self.variables}
         changed = [self.variables[key] for key in sorted(self.assigned | given.keys())]
         before = [(each, each.read()) for each in changed]
@@ -148,13 +157,13 @@ class TracedStep:
         return StepResult(sketch, numbers, states, by_place, summed, _with_masks(call))
 
     def leave(self, call: StepCall) -> None:
-        """Set the attributes as the model's call in a plain step leaves them."""
+        """Set the model's attributes to the tensors that its call stored in a plain step."""
         # A loss may read tensors that the call stored in attributes.
         self._left.restore()
         self._left.put(call.attributes)
 
     def _run_step(self, data: Tensors, seed: Any) -> tuple[Any, Any, Any, Any, Any]:
-        """Run the step while tracing, and return its results as tensors."""
+        """The function that is traced: run the step, and return its results as tensors."""
         # It returns five results. First, random sums of the gradients: a row for each weight, in
         # the order of `_kinds`. Then the logs, and the margins of decisions (left minus right
         # side), in the order of `_places`. Then random sums of the model's outputs. Last, the
@@ -180,7 +189,7 @@ class TracedStep:
         return sums, logs, margins, outputs, call
 
     def _note_types(self, variables: Sequence[Any]) -> None:
-        """Record the dtype of each gradient by the weight's name."""
+        """Record the dtype of each weight's gradient, by the weight's name."""
         # They are the gradients of these variables.
         names, half = _name_weights(self._model), computes_in_half(self._model)
         self._kinds.clear()
@@ -188,7 +197,7 @@ class TracedStep:
             self._kinds[names[id(variable)]] = half or tf.as_dtype(variable.dtype).name
 
     def _note_sparse(self, reached: Sequence[tuple[Any, Any]]) -> None:
-        """Record which gradients are sparse, and how their rows repeat."""
+        """Record which gradients are sparse, and whether they may contain a table row twice."""
         once = {id(variable) for each, variable in reached if has_each_row_once(each)}
         weights = enumerate(self._model.trainable_weights)
         self.merged = tuple(place for place, each in weights if id(each) in once)
@@ -196,7 +205,7 @@ class TracedStep:
 
     @contextmanager
     def _recording_loss_calls(self, calls: list[tuple[Any, ...]]) -> Iterator[None]:
-        """Context manager that records the model's outputs whenever its loss is computed."""
+        """Context manager that records the model's outputs in `calls` when its loss is computed."""
         # Only calls of a plain step are recorded. A record has the fields of a `StepCall`, with the
         # outputs' masks after the outputs.
         if not self._plain:
@@ -218,7 +227,7 @@ class TracedStep:
             yield
 
     def _read_margins(self) -> list[Any]:
-        """Return the difference between both sides of each comparison in the user's code."""
+        """Return left side minus right side of each comparison in the user's code."""
         # A margin is the left side minus the right side.
         found = list(list_decisions(tf.compat.v1.get_default_graph()))
         self._places[:] = [place for place, _ in found]
@@ -230,7 +239,7 @@ class TracedStep:
 
 
 class PlainSteps:
-    """Keras' own steps of a model, traced on one device."""
+    """Traces Keras' own training and test steps of a model, on one device, and keeps them."""
 
     # Each type of batch is traced once.
 
@@ -240,24 +249,31 @@ class PlainSteps:
         self._traced: dict[tuple[bool, str, bool], TracedStep | Exception] = {}
 
     def clear(self, training: bool) -> None:
-        """Forget the traced training steps, or test steps."""
+        """Forget the traced training steps, or with `training=False` the test steps."""
         self._traced = {key: step for key, step in self._traced.items() if key[0] != training}
 
     def trace(self, spec: Tensors, training: bool) -> TracedStep:
-        """Return the traced train or test step. Raises the error of the user's code, if any."""
+        """Return Keras' own training or test step, traced for batches of this spec.
+
+        Raises the error of the user's code, if any.
+        """
         kind = type(self._model)
         own = functools.partial(kind.train_step if training else kind.test_step, self._model)
         return self._find((training, repr(spec), False), own, spec)
 
     def trace_call(self, spec: Tensors, training: bool) -> TracedStep:
-        """Return a traced step of the model's call alone, without a loss."""
+        """Return a traced step that only calls the model, and computes no loss.
+
+        `training` is the mode in which the model is called. Raises the error of the user's code, if
+        any.
+        """
         call = functools.partial(_call_without_loss, self._model, training)
         without_loss = replaced(self._model, "_compute_loss", lambda **_: tf.zeros([]))
         with without_loss:
             return self._find((training, repr(spec), True), call, spec)
 
     def _find(self, key: tuple[bool, str, bool], step: Any, spec: Tensors) -> TracedStep:
-        """Return the traced step of this key, or raise the error of its tracing."""
+        """Return the step of `key`, traced at its first use; raise tracing's error, if any."""
         if key not in self._traced:
             self._traced[key] = self._trace(step, spec, training=key[0])
         found = self._traced[key]
@@ -274,7 +290,7 @@ class PlainSteps:
 
 
 def _call_without_loss(model: Any, training: bool, data: Tensors) -> dict[str, Any]:
-    """Call the model as a step would, and pass its outputs to a replaced loss."""
+    """Call the model as a step does, and give its outputs to a loss that computes nothing."""
     # The result has no logs.
     x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
     # a `TracedStep` picks the outputs up there
@@ -286,7 +302,7 @@ LATE = 1_000_000  # a late step, by which everything that grows with the steps h
 
 
 def list_states(model: Any, step: TracedStep) -> list[StepVariable]:
-    """Return the variables that a step uses, other than weights, metrics and seeds."""
+    """Return the variables that a step uses, except weights, metrics, optimizer state and seeds."""
     others = [
         *model.trainable_variables,
         *model.metrics_variables,
@@ -302,9 +318,10 @@ def list_states(model: Any, step: TracedStep) -> list[StepVariable]:
 
 
 def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
-    """Return values above 0 for variables that are all 0, and for step counters.
+    """Return nonzero values for variables that are all 0, and large values for step counters.
 
-    Both the values, by key, and the variables' names are returned.
+    With such values, a step may show effects that don't occur at the start of a training run. Both
+    the values, by key, and the variables' names are returned.
     """
     values: Values = {}
     names = []
@@ -328,7 +345,7 @@ def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
 
 
 def _with_masks(call: Any) -> StepCall | None:
-    """Return a StepCall whose outputs have their masks attached again."""
+    """Return a StepCall, with Keras' masks attached again to its outputs."""
     # `call` has outputs, their masks, losses and attributes.
     if call is None:
         return None
@@ -340,13 +357,16 @@ def _with_masks(call: Any) -> StepCall | None:
 
 
 def _is_here(tensor: Any) -> bool:
-    """Return whether the tensor is eager or belongs to the current graph."""
+    """Return whether a tensor can be used in the current graph: it is eager or belongs to it."""
     here = tf.compat.v1.get_default_graph()
     return not tf.is_symbolic_tensor(tensor) or tensor.graph is here
 
 
 def _project_gradients(gradients: Sequence[Any], shapes: Sequence[Any], seed: Any) -> Any:
-    """Reduce each gradient to a few sums with random signs."""
+    """Reduce each gradient to a few sums of its elements, taken with random signs.
+
+    `seed` determines the signs, so the sums of equal gradients are equal.
+    """
     # The elements of a gradient are added with random signs.
     pairs = zip(gradients, shapes, strict=True)
     matrices = [_as_matrix(gradient, shape) for gradient, shape in pairs]
@@ -372,7 +392,7 @@ def _project_gradients(gradients: Sequence[Any], shapes: Sequence[Any], seed: An
 
 
 def _sum_vectors(vectors: Sequence[Any], seed: Any) -> Any:
-    """Return the signed sums of gradients that have a single row."""
+    """Sum the elements of one-row gradients, such as those of biases, with random signs."""
     # Gradients of biases, for example, have one row.
     sizes = [vector.shape[1] for vector in vectors]
     # there are many of them, so they are computed together
@@ -384,7 +404,7 @@ def _sum_vectors(vectors: Sequence[Any], seed: Any) -> Any:
 
 
 def _as_matrix(gradient: Any, shape: Any) -> Any:
-    """Return the gradient as a dense float matrix with the last axis as columns."""
+    """Return the gradient as a dense float matrix whose columns are the weight's last axis."""
     dense = tf.convert_to_tensor(gradient)
     columns = shape[-1] if len(shape) else 1
     rows = math.prod(shape[:-1])
@@ -402,7 +422,7 @@ def _has_rows(output: Any) -> bool:
 
 
 def _sum_rows(output: Any, seed: Any) -> Any:
-    """Reduce each row of an output to a few sums with random signs."""
+    """Reduce each row of a model's output to a few sums with random signs."""
     if output.dtype.is_complex:
         output = tf.stack([tf.math.real(output), tf.math.imag(output)], -1)
     flat = tf.cast(output, tf.float64 if output.dtype == tf.float64 else tf.float32)
@@ -422,7 +442,7 @@ def _draw_signs(count: int, seed: Any) -> dict[Any, Any]:
 
 
 def _read_scalars(logs: Any) -> dict[str, float]:
-    """Return the scalars among the logs as floats."""
+    """Return the scalar metrics among a step's logs, as floats."""
     # A metric whose result is a dictionary adds the names in it, as in Keras' own logs.
     scalars: dict[str, float] = {}
     for name, given in logs.items() if isinstance(logs, dict) else ():
@@ -436,7 +456,7 @@ def _read_scalars(logs: Any) -> dict[str, float]:
 
 
 def _name_weights(model: Any) -> dict[int, str]:
-    """Return a unique name for each weight, by id."""
+    """Return a unique name for each trainable weight, by its `id()`."""
     # The names are the weights' paths. A path that occurs twice is numbered.
     names: dict[int, str] = {}
     for weight in model.trainable_weights:
@@ -453,7 +473,7 @@ def computes_in_half(model: Any) -> str:
 
 
 def _list_variables(model: Any, graph: Any) -> Iterator[StepVariable]:
-    """Yield the variables that a graph captures."""
+    """Yield the variables that a traced graph uses."""
     known = {}
     every = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
     for variable in every:
@@ -475,7 +495,7 @@ READING = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShap
 
 
 def _find_assigned(graph: Any) -> set[int]:
-    """Return the keys of variables that the graph may assign."""
+    """Return the keys of the variables that a traced graph may assign."""
     # all captured variables except those that are used only by operations in READING
     found = set()
     for outer, inner in graph.captures:
@@ -516,7 +536,10 @@ def _without_graph_optimization() -> Iterator[None]:
 
 @contextmanager
 def kept_attributes(model: Any) -> Iterator[dict[str, Any]]:
-    """Context manager that restores the model's attributes and yields a dict of changes."""
+    """Context manager that restores the attributes of the model and its layers.
+
+    It yields a dict, which at the end has the changes that were undone.
+    """
     left = CallTensors(model)
     every = [each for each in (model, *all_layers(model), model.loss) if hasattr(each, "__dict__")]
     before = [
@@ -533,7 +556,10 @@ def kept_attributes(model: Any) -> Iterator[dict[str, Any]]:
 
 
 def _restore_plain(owner: Any, plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Restore attributes that are numbers, strings, bools or None, and return their changes."""
+    """Restore an object's attributes that are numbers, strings, bools or None.
+
+    `plain` has the values to restore. Returns the values that were replaced.
+    """
     holder = vars(owner)
     changed = {}
     for name, value in plain.items():

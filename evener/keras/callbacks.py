@@ -21,7 +21,7 @@ BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_tra
 
 
 class GroupSync(kinds.Callback):  # type: ignore[misc]
-    """Keeps callbacks of all processes in step: start epoch, weights and stopping.
+    """Keras callback that keeps several processes in step: same first epoch, weights and stop.
 
     `backup` is the user's BackupAndRestore callback, or None.
     """
@@ -34,7 +34,7 @@ class GroupSync(kinds.Callback):  # type: ignore[misc]
         self._backup = backup
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Start all processes with the first process's epoch and weights."""
+        """Make all processes start with the epoch and the weights of the first process."""
         if self._backup is not None:
             _match_epoch(self._backup)
         epoch = getattr(self.model, "_initial_epoch", None) or 0
@@ -43,34 +43,34 @@ class GroupSync(kinds.Callback):  # type: ignore[misc]
         self._share_weights()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Stop all processes if one stops, and compare the data they have trained on.
+        """Stop all processes if one stops, and check that all have trained on the same data.
 
-        Raises RequestError if the data differ.
+        Raises RequestError if their data differ.
         """
         # This callback is last, so the first process has already written its files.
         self.agree()
         self._engine.check_data(epoch_ends=True)
 
     def agree(self, *_: Any, **__: Any) -> None:
-        """Stop all processes if one of them stops."""
+        """Stop the training in all processes if any process wants to stop."""
         (stops,) = self._group.sum_now([tf.constant(float(self.model.stop_training))])
         self.model.stop_training = bool(stops > 0)
 
 
 class EpochStartCallback(kinds.Callback):  # type: ignore[misc]
-    """Calls a function at the start of each epoch."""
+    """Keras callback that calls a function at the start of each epoch."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         super().__init__()
         self._call = call
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Call the function."""
+        """Call the function given at creation."""
         self._call()
 
 
 def with_callback(given: Any, own: kinds.Callback, model: Any) -> Any:
-    """Add `own` to the callbacks given to `fit`, as the last one."""
+    """Return the user's callbacks for `fit`, with `own` added as the last one."""
     if not isinstance(given, kinds.CallbackList):
         return [*keras.tree.flatten(given or []), own]
     own.set_model(model)
@@ -79,7 +79,7 @@ def with_callback(given: Any, own: kinds.Callback, model: Any) -> Any:
 
 
 def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) -> list[Any]:
-    """Return this process's callbacks, with a GroupSync as the last one.
+    """Return the callbacks that this process of a group uses, with a GroupSync as the last one.
 
     Only the first process keeps callbacks that write files. Every process has to call this.
     """
@@ -107,7 +107,7 @@ def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) 
 
 
 def _may_stop(callback: Any) -> bool:
-    """Return whether a callback runs the user's code after each batch."""
+    """Return whether a callback runs the user's code after each batch, and so may stop training."""
     # Such code may stop the training.
     kind = type(callback)
     # Keras' and evener's callbacks do the same in every process, but a LambdaCallback runs the
@@ -121,14 +121,17 @@ def _may_stop(callback: Any) -> bool:
 
 
 def _only_judge(judge: Callable[..., bool], *values: Any, **named: Any) -> bool:
-    """Update the callback's best value without saving."""
+    """Update the best value of a ModelCheckpoint, but return False, so that it saves no file."""
     # `judge` is the callback's own method, which says whether to save the model.
     judge(*values, **named)
     return False
 
 
 def _save_backup(backup: Any) -> None:
-    """Save weights and epoch so that a kill in between can be recognized."""
+    """Save a BackupAndRestore callback's epoch, then the weights.
+
+    If the process is killed in between, `_match_epoch` recognizes this by the step count.
+    """
     path, steps = Path(backup._training_metadata_path), int(backup.model.optimizer.iterations)
     path.parent.mkdir(parents=True, exist_ok=True)
     before = getattr(backup, "saved", backup.model._initial_epoch or 0)
@@ -146,7 +149,7 @@ def _save_backup(backup: Any) -> None:
 
 
 def _match_epoch(backup: Any) -> None:
-    """Set the start epoch to match the restored weights."""
+    """Set the model's first epoch to match the weights that BackupAndRestore has restored."""
     # `backup` has restored the weights.
     with suppress(OSError):
         note = json.loads(Path(backup._training_metadata_path).read_text())

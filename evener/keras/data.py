@@ -1,7 +1,7 @@
-"""Batches for `fit` and `evaluate`: from arrays, from datasets, and by token lengths.
+"""Batches for `fit` and `evaluate`, from arrays or datasets, also with rows of similar length.
 
-One random number determines an epoch's order, so the rows of any step can be computed directly, and
-a process gathers only its own rows of a global batch.
+The order of an epoch's rows follows from one random number. So the rows of any step can be computed
+directly, and a process gathers only its own rows of a global batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MASK = "Mask it, as Embedding(mask_zero=True) and Masking do, or train without 
 
 
 class AssignedArrays(NamedTuple):
-    """A batch whose rows are ordered by device, after an assignment by length."""
+    """A batch whose rows have been assigned to devices by length, and are ordered by device."""
 
     data: Tensors
     edges: Any  # the first row of each device, then the number of rows
@@ -39,7 +39,8 @@ class AssignedArrays(NamedTuple):
 def assign_arrays(assigner: RowAssigner, tokens: Any) -> tuple[Any, Any, Any]:
     """Assign a batch's rows to devices by their token counts, in a TensorFlow graph.
 
-    Returns the rows' new order, each device's first row, and each device's longest row in tokens.
+    Returns three tensors: the new order of the rows, the first row of each device followed by the
+    row count, and the token count of each device's longest row.
     """
 
     def assign(lengths: Any) -> tuple[Any, ...]:
@@ -63,7 +64,7 @@ def assign_arrays(assigner: RowAssigner, tokens: Any) -> tuple[Any, Any, Any]:
 
 
 def read_lengths(lengths: Any, x: Tensors, rows: int, assigner: RowAssigner) -> Any:
-    """Return the token counts as an int64 array.
+    """Check the token counts that the user has given, and return them as an int64 array.
 
     Raises RequestError if they aren't one whole number per row, or don't fit `x`.
     """
@@ -79,7 +80,10 @@ def read_lengths(lengths: Any, x: Tensors, rows: int, assigner: RowAssigner) -> 
 
 
 def _check_padding(tokens: Any, steps: int | None) -> None:
-    """Raise RequestError if the longest row doesn't fit the padded arrays."""
+    """Raise RequestError if a row has more tokens than the padded arrays have room for.
+
+    `steps` is the length of the arrays' second axis, or None without one.
+    """
     # The room is the length of their second axis. The padded arrays have `steps` steps.
     if steps is None or tokens.max() > steps:
         held = "no second axis" if steps is None else f"a second axis of {steps}"
@@ -100,7 +104,7 @@ def cut_pieces(x: Tensors, assigned: AssignedArrays) -> list[tuple[Tensors, Any]
 
 
 def cut_steps(x: Tensors, steps: Any) -> Tensors:
-    """Cut inputs to `steps` along their second axis."""
+    """Cut the inputs to the first `steps` tokens, along their second axis."""
     whole = _count_steps(x)
     return keras.tree.map_structure(
         lambda each: each[:, :steps] if each.shape.rank > 1 and each.shape[1] == whole else each, x
@@ -108,7 +112,7 @@ def cut_steps(x: Tensors, steps: Any) -> Tensors:
 
 
 def pad_steps(outputs: Tensors, x: Tensors) -> Tensors:
-    """Pad outputs along their second axis to the length of `x`."""
+    """Pad a model's outputs with zeros along their second axis, to the length of the inputs `x`."""
     whole = _count_steps(x)
 
     def pad(tensor: Any) -> Any:
@@ -129,7 +133,10 @@ def pad_steps(outputs: Tensors, x: Tensors) -> Tensors:
 
 
 def check_padding(model: Any, batch: AssignedArrays) -> None:
-    """Raise RequestError if padding changes the model's outputs or its loss."""
+    """Raise RequestError if padding changes the model's outputs or counts in its loss.
+
+    One row is computed with and without padding.
+    """
     if model.run_eagerly:
         raise RequestError(
             "Rows can't be assigned by length eagerly.", "Compile with run_eagerly=False."
@@ -157,7 +164,7 @@ def check_padding(model: Any, batch: AssignedArrays) -> None:
 
 
 def _check_output(whole: Any, short: Any, steps: int, weights: list[Any]) -> None:
-    """Raise RequestError if padding changes a row's output or counts in its loss."""
+    """Raise RequestError if a row's output depends on padding, or if padding counts in the loss."""
     # `whole` is the output of the padded row, and `short` the output of the row without padding,
     # which has `steps` steps. The loss ignores padding that a mask or one of the `weights`
     # excludes.
@@ -235,7 +242,7 @@ class ArrayBatches:
         return self._dataset(functools.partial(self._take, self._tensors), endless)
 
     def own_rows(self, cut: Cut, rank: int, endless: bool = False) -> Any:
-        """Return a dataset with the rows of process `rank` in each batch."""
+        """Return a dataset that yields, of each batch, the rows that process `rank` computes."""
 
         def take_own(epoch: Any, start: Any, stop: Any) -> OwnRows:
             first, last = cut.bounds(stop - start)[rank : rank + 2]
@@ -247,7 +254,7 @@ class ArrayBatches:
         return self._dataset(take_own, endless)
 
     def assigned_rows(self, tokens: Any, assigner: RowAssigner) -> Any:
-        """Return a dataset whose rows are assigned to devices by token counts."""
+        """Return a dataset of batches whose rows are assigned to devices by their token counts."""
 
         def take_assigned(epoch: Any, start: Any, stop: Any) -> AssignedArrays:
             places = self._places(epoch, start, stop)
@@ -273,7 +280,7 @@ class ArrayBatches:
         return dataset.with_options(_own_threads(threads)) if endless else dataset
 
     def _shuffled(self) -> Any:
-        """Return a dataset of the epoch's random number and each step."""
+        """Return a dataset of pairs: the epoch's random number, and the number of a step."""
         # The random number determines the order of the epoch's rows, and is the same in all its
         # steps.
         steps = tf.data.Dataset.range(self.steps)
@@ -290,7 +297,7 @@ class ArrayBatches:
         return _gather(tensors, self._places(epoch, start, stop))
 
     def _places(self, epoch: Any, start: Any, stop: Any) -> Any:
-        """Return the array indices of a batch's rows."""
+        """Return the array indices of rows `start` to `stop` in the order of an epoch."""
         # The rows are at the places `start` to `stop` in the epoch's order. `epoch` is the epoch's
         # random number, which determines that order.
         places = tf.range(start, stop)
@@ -303,9 +310,10 @@ class ArrayBatches:
 def pack_arrays(
     x: Any, y: Any = None, weight: Any = None, class_weight: Any = None
 ) -> tuple[Any, ...]:
-    """Return inputs, labels and weights as a tuple, without those that are None.
+    """Return `(x, y, weight)` without the items that are None.
 
-    Raises RequestError if weights are given without `y`.
+    `class_weight` is combined with the sample weights. Raises RequestError if weights are given
+    without `y`.
     """
     weight = _fold_weights(y, weight, class_weight)
     if y is None and weight is not None:
@@ -314,9 +322,9 @@ def pack_arrays(
 
 
 def array_rows(data: Any) -> int:
-    """Return the row count of the arrays.
+    """Return the number of rows that all arrays have.
 
-    Raises RequestError if the arrays differ in it, or have no rows.
+    Raises RequestError if their row counts differ, or are 0.
     """
     shapes = [array.shape for array in keras.tree.flatten(data) if array is not None]
     if not all(shapes):
@@ -342,7 +350,10 @@ def are_arrays(x: Any) -> bool:
 
 
 def _fold_weights(y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None) -> Any:
-    """Return sample weights that include `class_weight`."""
+    """Return sample weights: those given, or each label's entry in `class_weight`.
+
+    Raises RequestError if both are given.
+    """
     # Without `class_weight`, they are returned unchanged.
     if class_weight is None:
         return sample_weight
@@ -376,7 +387,7 @@ def batch_samples(dataset: Any, size: int | None, inputs: Any = None) -> Any:
 
 
 def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
-    """Return whether the dataset gives batches, or None if its spec doesn't show it.
+    """Return whether a dataset yields batches; None if its spec doesn't show it.
 
     `inputs` are the model's inputs, or None if unknown.
     """
@@ -395,7 +406,7 @@ def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
 
 
 def _are_samples(x: Sequence[Any], inputs: Sequence[Any]) -> bool:
-    """Return whether tensors of these shapes are single samples, given the model's inputs."""
+    """Return whether tensors of the shapes `x` are single samples for the model's inputs."""
     # A sample has each input's shape without the batch axis.
     missing = sum(len(each.shape) for each in inputs) - sum(shape.rank for shape in x)
     if missing != len(inputs):
@@ -406,7 +417,7 @@ def _are_samples(x: Sequence[Any], inputs: Sequence[Any]) -> bool:
 
 
 def _lead_batches(shapes: Sequence[Any]) -> bool | None:
-    """Return whether the first axes look like a batch axis, or None if unknown."""
+    """Return whether the shapes' first axes look like a batch axis; None if that is unclear."""
     leading = {shape[0] for shape in shapes}
     # in batches, the first axis of every shape has an unknown length
     if leading == {None}:
@@ -432,7 +443,10 @@ def batch_rows(dataset: Any) -> int | None:
 
 
 def is_plain(chosen: dict[str, Any], model: Any) -> bool:
-    """Return whether `fit` trains on plain arrays, so that evener can batch them."""
+    """Return whether evener can batch the data given to `fit` itself.
+
+    It can if they are plain arrays, and if every epoch uses all rows.
+    """
     # `chosen` has the arguments of `fit`.
     return (
         _are_dense_arrays(chosen)
@@ -457,21 +471,22 @@ def _is_dense_array(leaf: Any) -> bool:
 
 
 def _weighs_nested_targets(chosen: dict[str, Any]) -> bool:
-    """Return whether weights are given for labels in a nested structure."""
+    """Return whether the user gives weights together with labels in a nested structure."""
     # These are weights for samples or classes.
     is_weighted = chosen["sample_weight"] is not None or chosen["class_weight"] is not None
     return is_weighted and tf.nest.is_nested(chosen["y"])
 
 
 def _trains_whole_epochs(chosen: dict[str, Any]) -> bool:
-    """Return whether every epoch takes all rows."""
+    """Return whether every epoch of `fit` uses all rows of the arrays."""
     return not chosen["validation_split"] and chosen["steps_per_epoch"] is None
 
 
 def split_for_validation(chosen: dict[str, Any]) -> None:
-    """Apply `validation_split` to the arguments of `fit`, in place.
+    """Carry out `validation_split`: move the last rows to `validation_data`, in place.
 
-    Raises RequestError if one of the parts would be empty.
+    `chosen` has the arguments of `fit`. Raises RequestError if no rows would be left to train on or
+    to validate.
     """
     part = chosen["validation_split"]
     chosen["validation_split"] = 0.0

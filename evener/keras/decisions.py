@@ -1,8 +1,8 @@
-"""Find decisions in the graph of a step: comparisons across rows.
+"""Find decisions in the user's code: comparisons whose result depends on all rows of a batch.
 
-An example is the comparison of a batch's mean confidence with a threshold. A part of the batch has
-another mean, so it may take a different branch from the whole. Most batches don't reveal this,
-because the means of the batch and of its parts lie on the same side of the threshold.
+An example is an `if` that compares a batch's mean confidence with a threshold. A part of the batch
+has another mean, so it may take a different branch from the whole batch. Most batches don't reveal
+this, because the means of the batch and of its parts lie on the same side of the threshold.
 
 Therefore an audit compares the margins (left minus right side) of the batch and of its parts. If
 they differ, it forces the decision to each side and compares the gradients of both branches.
@@ -32,7 +32,11 @@ Margins = dict[str, list[Any]]
 
 
 def list_decisions(graph: Any) -> Iterator[tuple[str, Any]]:
-    """Yield comparisons of the user's code whose result has a fixed size."""
+    """Yield each comparison in the user's code that gives a fixed number of results.
+
+    A comparison with a result for each row is left out. Each is yielded as a pair: the line of
+    code, and the graph's operation.
+    """
     # Parts of a batch decide comparisons with one result per row as the whole batch does.
     for operation in graph.get_operations():
         if operation.type not in COMPARISONS:
@@ -62,19 +66,19 @@ def find_place(operation: Any) -> str:
 
 
 def read_margin(operation: Any) -> Any:
-    """Return the left side minus the right side of a comparison."""
+    """Return the left side minus the right side of a comparison, as a tensor."""
     left, right = operation.inputs
     return tf.cast(left, tf.float64) - tf.cast(right, tf.float64)
 
 
 class Shifts:
-    """Amounts that can be added to comparisons in a traced step, to change their results."""
+    """Changes the results of comparisons in a traced step by adding to their left sides."""
 
     def __init__(self) -> None:
         self._amounts: dict[str, list[Any]] = {}
 
     def insert(self, place: str, operation: Any) -> None:
-        """Add an amount, at first 0, to the left side of a comparison."""
+        """Add a changeable amount, at first 0, to the left side of a comparison in the graph."""
         left = operation.inputs[0]
         shape = operation.outputs[0].shape
         amounts = self._amounts.setdefault(place, [])
@@ -86,20 +90,20 @@ class Shifts:
         operation._update_input(0, left + amount)
 
     def assign(self, place: str, amounts: Sequence[Any]) -> None:
-        """Set the amounts of the comparisons at `place`."""
+        """Set the amounts of the comparisons at `place`, a line of the user's code."""
         pairs = zip(self._amounts[place], amounts, strict=True)
         self._amounts[place] = [amount.astype(before.dtype) for before, amount in pairs]
 
     def clear(self) -> None:
-        """Set all amounts to 0."""
+        """Set all amounts to 0, so that the comparisons have their own results again."""
         for every in self._amounts.values():
             every[:] = [np.zeros_like(each) for each in every]
 
 
 def find_apart(whole: Margins, others: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """Return how far apart the margins of parts and of the whole batch are, by place.
+    """Return how much the margins of a batch's parts differ from those of the whole batch.
 
-    Places without a difference are left out.
+    The result has the places in the user's code where they differ.
     """
     found = {}
     for place, margins in whole.items():
@@ -110,7 +114,7 @@ def find_apart(whole: Margins, others: Mapping[str, Sequence[Any]]) -> dict[str,
 
 
 def _farthest(margin: Any, others: Sequence[Any]) -> Any:
-    """Return the largest distance of other margins from this one, elementwise."""
+    """Return the largest distance between `margin` and any of the others, elementwise."""
     distances = [np.abs(other - margin) for other in others if other.shape == margin.shape]
     farthest = np.max(distances, axis=0) if distances else np.zeros_like(margin)
     # distances within rounding count as 0
@@ -118,7 +122,10 @@ def _farthest(margin: Any, others: Sequence[Any]) -> Any:
 
 
 def both_sides(margins: Sequence[Any], apart: Sequence[Any]) -> Iterator[list[Any]]:
-    """Yield amounts that make the comparisons true, then amounts that make them false."""
+    """Yield the amounts that make the comparisons true, then the amounts that make them false.
+
+    `apart` has the distances from `find_apart`; a comparison with distance 0 isn't changed.
+    """
     for side in (0.5, -0.5):
         yield [
             np.where(distance > 0, side * distance - margin, 0.0)

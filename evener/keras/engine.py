@@ -28,7 +28,7 @@ Steps = Callable[[Any], Any]  # Keras' train or test function, called with an it
 
 
 class Engine(Protocol):
-    """Runs the steps of a Keras model: on one device, on several, or in several processes."""
+    """Trains and evaluates a Keras model on one device, several devices or several processes."""
 
     name: str
     model: Any
@@ -39,10 +39,10 @@ class Engine(Protocol):
     splits: bool  # True if the engine's steps replace Keras'
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return a context manager in which variables are created."""
+        """Return the context manager in which the user's model has to be created."""
 
     def sharing_failures(self) -> AbstractContextManager[None]:
-        """Return a context manager that reports an error to the other processes."""
+        """Return a context manager that reports an exception to the other processes."""
 
     def check_model(self) -> None:
         """Raise RequestError if this engine can't train the model."""
@@ -54,47 +54,50 @@ class Engine(Protocol):
         """Raise RequestError if this engine can't run the model's test step."""
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
-        """Train on a batch and return the logs."""
+        """Train on a batch, in place of Keras' `train_step`, and return the logs."""
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
-        """Evaluate a batch and return the logs."""
+        """Evaluate a batch, in place of Keras' `test_step`, and return the logs."""
 
     def predict_step(self, data: Tensors) -> Tensors:
-        """Return the outputs of a batch."""
+        """Compute a batch, in place of Keras' `predict_step`, and return the outputs."""
 
     def judges_parts(self, training: bool) -> bool:
-        """Return whether the loss is computed on parts of a batch instead of the whole."""
+        """Return whether the loss is computed on each part of a batch, not on the whole batch.
+
+        `training` is False for an evaluation.
+        """
 
     def around_training(self, run: Steps) -> Steps:
-        """Wrap Keras' train function."""
+        """Wrap Keras' train function with what the engine does before and after its steps."""
 
     def around_tests(self, run: Steps) -> Steps:
-        """Wrap Keras' test function."""
+        """Wrap Keras' test function with what the engine does before and after its steps."""
 
     def methods(self) -> Mapping[str, Callable[..., Any]]:
-        """Return methods to replace on the model, by name."""
+        """Return functions that replace methods of the model, by the methods' names."""
 
     def build(self, x: Any) -> None:
-        """Build the model for inputs `x`."""
+        """Create the model's weights for inputs like `x`."""
 
     def batches(self, arrays: ArrayBatches, endless: bool) -> Any:
-        """Return a dataset of the batches, or of this process's rows of them."""
+        """Return a dataset of whole batches, or of the rows that this process computes."""
 
     def draw_seed(self) -> int:
         """Draw a random seed, the same in all processes."""
 
     def begin_fit(self, callbacks: Any) -> Any:
-        """Return the callbacks to use in `fit`."""
+        """Return the callbacks that `fit` uses in this process, given the user's."""
 
     def share_weights(self) -> None:
-        """Copy the first process's weights to the others."""
+        """Copy the first process's weights to the other processes."""
 
     def device_times(self) -> Sequence[DeviceTimes]:
-        """Return each device's times in the latest steps, or () if unknown."""
+        """Return how long each device computed and waited in the latest steps, or () if unknown."""
 
 
 class OneProcess:
-    """Base class of engines that use one process."""
+    """Base class of the engines that use a single process."""
 
     name = ""
     splits = True
@@ -108,19 +111,19 @@ class OneProcess:
         self.kinds: defaultdict[bool, PartKinds] = defaultdict(PartKinds)
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return the scope of the first device."""
+        """Return a context manager that places new variables on the first device."""
         scope: AbstractContextManager[Any] = tf.device(self.device)
         return scope
 
     def sharing_failures(self) -> AbstractContextManager[None]:
-        """Return a context manager that does nothing."""
+        """Return a context manager that does nothing, as there are no other processes."""
         return nullcontext()
 
     def check_test_step(self) -> None:
-        """Do nothing: every test step can run."""
+        """Do nothing: a single process can run any test step."""
 
     def judges_parts(self, training: bool) -> bool:
-        """Return whether a training step is divided into passes."""
+        """Return whether a training step is divided into gradient-accumulation passes."""
         return training and self.cut.in_passes
 
     def around_training(self, run: Steps) -> Steps:
@@ -154,7 +157,7 @@ class OneProcess:
         """Do nothing: there are no other processes."""
 
     def device_times(self) -> Sequence[DeviceTimes]:
-        """Return ()."""
+        """Return (): one graph for all devices doesn't show their times."""
         # a single graph doesn't show when each device computes or waits
         return ()
 

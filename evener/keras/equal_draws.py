@@ -1,4 +1,4 @@
-"""Makes dropout and other random layers draw the same for every row, so steps compare."""
+"""Makes dropout and other random layers draw equal numbers, to compare two steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _kept_seeds: ContextVar[frozenset[int] | None] = ContextVar("_kept_seeds", defau
 
 @contextmanager
 def equal_rows(model: Any) -> Iterator[None]:
-    """Context manager: all rows draw the same random numbers.
+    """Context manager: random layers draw the same numbers for each row of a batch.
 
     Batch normalization uses its moving averages meanwhile.
     """
@@ -48,7 +48,7 @@ def equal_rows(model: Any) -> Iterator[None]:
 
 
 def _normalize_still(layer: Any) -> Callable[..., Any]:
-    """Return the layer's `call` with `training=False`."""
+    """Return a normalization layer's `call` that uses the moving averages, as in inference."""
     normalize = layer.call
 
     def call(inputs: Any, training: Any = None, mask: Any = None) -> Any:
@@ -60,7 +60,10 @@ def _normalize_still(layer: Any) -> Callable[..., Any]:
 
 @functools.cache
 def _replace_random_functions() -> None:
-    """Replace random functions of Keras and TensorFlow by versions that can draw equally."""
+    """Replace random functions of Keras and TensorFlow by versions that can draw equal numbers.
+
+    Outside of the context managers in this module, they work as before.
+    """
     # This happens once per process.
     # neither library has a hook for this; outside `equal_rows` and `draws_alike`, the replaced
     # functions work as before
@@ -81,7 +84,10 @@ def _replace_random_functions() -> None:
 def _in_context(
     own: Callable[..., Any], alike: Callable[..., Any], asked: Callable[[], bool]
 ) -> Callable[..., Any]:
-    """Return a function that calls `alike` while `asked()` is True, else `own`."""
+    """Return a function that calls `alike` while `asked()` is True, else `own`.
+
+    Both are random functions: `own` is the library's, `alike` repeats its numbers.
+    """
 
     @functools.wraps(own)
     def draw(*given: Any, **words: Any) -> Any:
@@ -115,7 +121,7 @@ def _drop_equally(drop: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def draws_alike(model: Any) -> Iterator[None]:
-    """Context manager: every step of the model draws the same random numbers.
+    """Context manager: the model's random layers draw the same numbers in every step and row.
 
     Random generators are restored at the end.
     """
