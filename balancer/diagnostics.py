@@ -98,7 +98,8 @@ class Check(msgspec.Struct, frozen=True):
 def check_machine() -> tuple[Check, ...]:
     """Check the Python installation, drivers, frameworks and folders of this machine.
 
-    Imports each framework in a subprocess, which takes seconds.
+    Imports each framework in a subprocess, which takes seconds. A check that fails is a result too;
+    nothing is raised.
     """
     drivers = [_check_driver(backend) for backend in all_backends() if backend.maker]
     return (

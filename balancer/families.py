@@ -99,7 +99,10 @@ class Family(ABC):
 
     @abstractmethod
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return the layouts of this family that are worth comparing now."""
+        """Return the layouts of this family that are worth comparing now, best first.
+
+        The list is empty until exploration has found what they need, such as a global batch.
+        """
 
     @abstractmethod
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:

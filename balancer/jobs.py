@@ -139,7 +139,10 @@ def _check_energy_meters(devices: Sequence[Device], machine: Machine | None) -> 
 
 
 def _find_notes(job: Job) -> tuple[str, ...]:
-    """Return messages about the devices for the user, such as other programs on them."""
+    """Return messages about the devices for the user, such as other programs on them.
+
+    Raises RequestError or DeviceError if a host can't train on its devices.
+    """
     if job.machine is None:
         hosts = check_hosts(group_by_host(job.devices), job.framework)
         return (*job.notes, *hosts, *_find_open_servers(job))

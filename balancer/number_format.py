@@ -70,7 +70,7 @@ def half_width(value: float, low: float, high: float) -> str:
 
 
 def write_error(relative: float) -> str:
-    """Format a relative error as a percentage with one decimal."""
+    """Format a relative error as a percentage, such as "0.4 %", or as "< 0.05 %" if smaller."""
     return percent(relative, 1) if relative >= 0.0005 else "< 0.05 %"
 
 

@@ -45,7 +45,10 @@ class Objective(msgspec.Struct, frozen=True):
 
 
 def mean_power(turns: Iterable[Timed]) -> Power | None:
-    """Return the mean power over measurements, or None if it is unknown in all of them."""
+    """Return the mean power, in watts, or None if no measurement knows it.
+
+    Only measurements in which every device reported its power count.
+    """
     known = [seen.power for seen in turns]
     return Power.mean([power for power in known if power is not None])
 

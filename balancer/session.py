@@ -43,7 +43,8 @@ class Session(EventThread):
 
     Iterate over `events()`. The last event is Finished; without a plan, NoLayoutError is raised
     instead. If the journal can't be written any more, the search ends early, and UnwrittenError is
-    raised after Finished. The run is closed at the end.
+    raised after Finished. The run is closed at the end. Raises RequestError or DeviceError if the
+    search can't begin.
     """
 
     def __init__(self, run: OpenRun) -> None:
@@ -225,7 +226,10 @@ class Session(EventThread):
             )
 
     def _store_facts(self, facts: Facts, at: float) -> None:
-        """Write new facts to the journal, and pass them to the search."""
+        """Write new facts to the journal, and pass them to the search.
+
+        Raises RequestError if the objective counts tokens, but rows have no lengths.
+        """
         self._run.write(FactsEntry(facts))
         self._facts = facts
         self._search.learn_data(facts)

@@ -106,7 +106,7 @@ def _observed(state: SessionState, event: Observed, at_seconds: float) -> Sessio
 
 
 def timed(state: SessionState) -> list[Timed]:
-    """Return the successful measurements."""
+    """Return the successful measurements in the order in which they ended."""
     return [entry.seen for entry in state.seen if isinstance(entry.seen, Timed)]
 
 
@@ -457,6 +457,9 @@ def seconds_left(state: SessionState) -> float | None:
 
 
 def own_speed(running: ProbeProgress, device: int) -> float:
-    """Return the samples/s of one device in a running probe."""
+    """Return the samples/s of one device in a running probe.
+
+    It is 0 before the probe has a rate.
+    """
     layout = running.probe.layout
     return (running.samples_per_second or 0.0) * layout.shares[device] / max(1, layout.global_batch)

@@ -339,7 +339,10 @@ def _measure_first_batches(
     stop: threading.Event,
     largest: LargestModel | None,
 ) -> list[Timed]:
-    """Measure two batch sizes; empty if stopped."""
+    """Measure the first batches of a search on one device; empty if the user stopped.
+
+    Raises NoLayoutError if no step ended within the budget, or if not even one row fits.
+    """
     budget = alone.request.budget_seconds
     running: dict[Probe, ProbeProgress] = {}
 
@@ -385,7 +388,10 @@ def _stopped_after(seconds: float | None, stop: threading.Event) -> Iterator[thr
 def _measure_batches(
     alone: Job, prober: Prober, watch: Report, stop: threading.Event
 ) -> list[Timed]:
-    """Measure the first batches that a search would."""
+    """Run the first probes of a search briefly, and return those that succeeded.
+
+    Raises NoLayoutError if the workload fails.
+    """
     search = make_search(alone)
     timed: list[Timed] = []
     while len(timed) < BATCHES and not stop.is_set():

@@ -140,8 +140,9 @@ def solo(devices: int, position: int, batch: int, micro: int = 0) -> Layout:
 def layout_of(shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> Layout:
     """Return the layout with these shares: "solo" if only one device has rows, else "split".
 
-    `micro` limits the rows per pass on each device. The layout stores the size of the largest pass
-    after the rows are spread evenly over the passes, so that equal layouts compare equal.
+    `micro` limits the rows per pass on each device; empty means one pass. The layout stores the
+    size of the largest pass after the rows are spread evenly over the passes, so that equal layouts
+    compare equal.
     """
     kind: Kind = "solo" if shares.count(0) == len(shares) - 1 else "split"
     if not micro:
@@ -155,7 +156,11 @@ def layout_of(shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> Layout:
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """A request to time some training steps of one layout."""
+    """A request to time some training steps of one layout.
+
+    Equal probes are the same measurement. `turn` numbers the measurements of one layout, or the
+    rounds of a stage in which each device runs alone.
+    """
 
     layout: Layout
     stage: Stage
@@ -318,7 +323,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def padding(self) -> float:
-        """Fraction of the computed tokens that is padding."""
+        """Fraction of the computed tokens that is padding; 0 for rows without lengths."""
         padded = sum(each.padded for each in self.work if each)
         return 1 - self.tokens / padded if padded else 0.0
 

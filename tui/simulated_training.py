@@ -43,7 +43,10 @@ class TrainingSource(SimulatedSource):
         self._first: Training | None = None
 
     def train(self, plan: Plan) -> None:
-        """Start to train with the shares of `plan`, which must be for these devices."""
+        """Start to train with the shares of `plan`, which must be for these devices.
+
+        May be called from any thread.
+        """
         shares = plan.layout.share
         names = [device.label for device in self.devices()]
         most = [share.most for share in shares]

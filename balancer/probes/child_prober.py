@@ -344,7 +344,10 @@ class ChildProber:
     def _start_children(
         self, key: Layout, progress: ProgressReporter, stop: threading.Event
     ) -> ChildGroup:
-        """Start the processes of a layout and build the workload in them."""
+        """Start the processes of a layout and build the workload in them.
+
+        Raises GroupError if a process fails, and ends the others.
+        """
         progress.enter("starting")
         assigned = assign_devices(self._resolved, key)
         environments = [self._child_environment(devices, key) for devices in assigned]
@@ -375,7 +378,10 @@ class ChildProber:
         return group
 
     def _measure_link(self, group: ChildGroup, key: Layout, stop: threading.Event) -> None:
-        """Measure and record the link between the ranks of a new group."""
+        """Measure and record the link between the ranks of a new group.
+
+        Ends the group if that fails, and raises the error.
+        """
         try:
             link = self._measure_all_reduce(group, key, stop)
             group.link_speed = link.bytes_per_second

@@ -272,7 +272,11 @@ class RemoteChild(RunningChild):
 
 
 class RemoteHost:
-    """Connection to the processes and devices of another host."""
+    """Connection to the processes and devices of another host.
+
+    Methods raise HostLostError if the agent there doesn't answer. `script` is the user's script to
+    copy to the host; None for a built-in workload.
+    """
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
 
 
 class Summed(msgspec.Struct, frozen=True, tag=True):
-    """Latency and bandwidth of the all-reduces; `wrong` describes an incorrect result."""
+    """Latency and bandwidth of the all-reduces; `wrong` describes an incorrect result, or is ""."""
 
     latency_seconds: float
     bytes_per_second: float

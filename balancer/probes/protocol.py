@@ -52,7 +52,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     """Command: set shares and passes, and run the first step.
 
     With `costs`, rows are assigned by the cost of their length; `length` makes all rows equally
-    long.
+    long. `micro` limits the rows per pass of each share; empty means one pass each.
     """
 
     shares: tuple[int, ...]
@@ -84,7 +84,10 @@ class TimeOnDevice(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReleaseMemory(msgspec.Struct, frozen=True, tag=True):
-    """Command: release cached memory, because the process will be idle."""
+    """Command: release cached memory, because the process will be idle.
+
+    The reply is `MemoryReleased`.
+    """
 
 
 Command = Build | Prepare | RunSteps | KeepBatch | MeasureLink | TimeOnDevice | ReleaseMemory

@@ -69,10 +69,11 @@ def main() -> None:
 
 
 def run_child(parent: int, channel: int = NO_CHANNEL, shared: SharedRecipe | None = None) -> None:
-    """Execute commands from standard input until it ends or a command fails.
+    """Execute commands from standard input until it ends or a command fails without recovering.
 
     - `parent`: the process id of the fork server; the child ends with it.
-    - `channel`: file descriptor over which ranks share a built workload.
+    - `channel`: descriptor for requests to fork copies of this process, which share the
+      workload that it builds; NO_CHANNEL for none.
     - `shared`: the workload that was built before this process was forked, if any.
     """
     _end_with_parent(parent)

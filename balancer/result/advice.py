@@ -16,13 +16,11 @@ REASONS: tuple[tuple[Doubt, float], ...] = (("disturbed", MOSTLY), ("changed", D
 
 
 def advise(verdict: Verdict) -> Recommendation:
-    """Return the recommendation for a verdict:
+    """Return the recommendation for a verdict.
 
-    train by the plan, train without one, or measure again.
-
-    A loss that was NaN or infinite comes first, then reasons to distrust the measurements. If one
-    device is as fast as the plan, or equal shares are right, the recommendation is to train without
-    a plan.
+    It is to train by the plan, to train without one, or to measure again. A loss that was NaN or
+    infinite comes first, then reasons to distrust the measurements. If one device is as fast as the
+    plan, or equal shares are right, the recommendation is to train without a plan.
     """
     chosen = verdict.chosen
     own = Recommendation("plan", chosen.devices, chosen.batches, chosen.description)

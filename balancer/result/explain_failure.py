@@ -293,7 +293,7 @@ def _describe(position: int, seen: Failed | OutOfMemory, device: Device) -> str:
 def _join_phase(why: str) -> str:
     """Return the reason as the end of a sentence:
 
-    " while building: …", or ", …" if it names no phase.
+    " while building: …", or ", …" without a phase.
     """
     phase, colon, rest = why.partition(": ")
     return f" while {phase}: {rest}" if colon and phase in PHASES else f", {why}"

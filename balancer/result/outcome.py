@@ -140,10 +140,7 @@ def _put_first(single: ComparedLayout, found: Sequence[_Named], devices: int) ->
 def _list_alone(
     report: SearchReport, rivals: Sequence[ComparedLayout], devices: Sequence[Device]
 ) -> Iterator[_Named]:
-    """Yield each device alone:
-
-    its fastest batch and, if another one was measured, the plan's batch.
-    """
+    """Yield each device alone with its fastest batch and, if measured, with the plan's batch."""
     fastest = [one for one in report.solos if one is not None]
     for result in fastest:
         # a device that took part in the race has the result of the race

@@ -167,7 +167,7 @@ def _write_reason(verdict: Verdict, reason: str) -> str:
 
 
 def write_error(measured: MeasuredRate) -> str:
-    """Return half of a rate's interval as text, such as "± 3 %"."""
+    """Return half of a rate's interval as a percentage of the rate, such as "± 3 %"."""
     return f"± {half_width(measured.samples_per_second, measured.low, measured.high)}"
 
 

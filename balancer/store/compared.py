@@ -164,7 +164,10 @@ def compare_plans(before: str, one: Plan, after: str, other: Plan) -> RunDiffere
 
 
 def _list_windows(training: RecordedTraining) -> list[StepsEntry]:
-    """Return a run's measured windows since its last start, without the warm-up."""
+    """Return a run's measured windows since its last start, without the warm-up.
+
+    Raises RequestError if too few are left.
+    """
     windows: list[StepsEntry] = []
     for entry in training.entries:
         if isinstance(entry, StartEntry):

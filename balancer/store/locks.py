@@ -132,7 +132,10 @@ def lock_kernel_files(devices: Iterable[Device]) -> ExitStack:
 
 
 def _lock_own_file(held: ExitStack, path: Path, note: Note) -> Note | None:
-    """Lock a file and write the holder into it; return the holder if it is locked already."""
+    """Lock a file and write the holder into it; return the holder if it is locked already.
+
+    The lock is held until `held` is closed. Raises RequestError if the file can't be written.
+    """
     remedy = (
         "Make room there, or set XDG_STATE_HOME to a folder of a local disk that you may write."
     )

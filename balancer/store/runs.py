@@ -270,7 +270,10 @@ def load_run(name: str) -> StoredRun:
 
 
 def _find_end(record: JournalContents, source: str) -> Finished | None:
-    """Return how the search ended, or what it would have found when it was cut off."""
+    """Return the event that ended a run, with its plan in today's schema.
+
+    If the run was cut off, the event is computed from its measurements; None if they give no plan.
+    """
     if record.ended is not None:
         return msgspec.structs.replace(
             record.ended, plan=parse_plan(to_json(record.ended.plan), source)

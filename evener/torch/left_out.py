@@ -38,7 +38,10 @@ class LeftOutBatches:
         self._left: list[int] = []  # steps that this rank hasn't written to the store yet
 
     def note(self, loss: torch.Tensor, made_of: Hashable) -> None:
-        """Record a loss and the operations it was computed by."""
+        """Record a loss and the operations it was computed by.
+
+        Call this before the backward pass.
+        """
         # Reading a loss makes the host wait for the device. So operations whose loss was once other
         # than 0 aren't checked again.
         self._learns = not self._is_left_out(loss, made_of) or bool(self._learns)
@@ -56,7 +59,8 @@ class LeftOutBatches:
     def begin(self, step: int, shares: Sequence[int]) -> tuple[int, list[int]] | None:
         """Begin a step, and return an earlier step with the ranks that left it out.
 
-        The result is None unless some, but not all, ranks with rows did.
+        The result is None unless some, but not all, ranks with rows did. All ranks have to call
+        this for the same steps; each gets the same result.
         """
         if self._learns is False:
             self._left.append(step - 1)

@@ -74,7 +74,10 @@ class Members:
         return named
 
     def trained(self) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-        """Return the ids of the model's parameters, and whether each requires a gradient."""
+        """Return the ids of the model's parameters, and whether each requires a gradient.
+
+        Both are empty if the model no longer exists.
+        """
         if self._parameters is None:
             self._list_modules()
             model = self._model()

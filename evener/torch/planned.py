@@ -49,13 +49,17 @@ class PlannedTraining:
 
     - `rank_shares`: the shares and this rank's device.
     - `weigh`: "gradients" weights them in the all-reduce; with "loss", the loop calls `scale`;
-      with "trainer", a library's adapter multiplies its losses.
+      with "trainer", a library's adapter multiplies the loss of each pass by its fraction of
+      the global batch times the number of ranks.
     - `strict`: whether to raise an error, instead of a warning, if the plan was made for
       another model or on other devices, or if a late audit fails.
     - `journal`: whether to record the training run.
     - `rebalance`: whether shares follow the measured speed of the ranks.
     - `noise`: whether to measure the gradient noise scale.
     - `backend`: backend of the process group; None chooses it by device.
+
+    An adapter calls `begin` for each global batch, and `report` once it is trained. Every rank has
+    to call every method.
     """
 
     def __init__(
@@ -133,7 +137,10 @@ class PlannedTraining:
         self._release()
 
     def leave(self) -> None:
-        """End this training run, so that another one can train the same models."""
+        """End this training run, so that another one can train the same models.
+
+        Every rank has to call this.
+        """
         if self.rebalancing is not None:
             self.rebalancing.stop()
             self.rebalancing = None
@@ -179,7 +186,10 @@ class PlannedTraining:
             self._data = [*others, (dataset, collate, sampler)]
 
     def summarize_data(self) -> list[RankData]:
-        """Return digests of the data sets to compare, and forget the data sets."""
+        """Return digests of the data sets to compare, and forget the data sets.
+
+        Data sets are compared once: later calls return [].
+        """
         data, self._data = self._data, None
         return [same_data.summarize(*each) for each in data or ()]
 
@@ -227,7 +237,10 @@ class PlannedTraining:
         return self._later is not None
 
     def begin_even(self) -> None:
-        """Begin with equal shares, until `leave_even`."""
+        """Begin with equal shares, until `leave_even`.
+
+        Call this before the first step.
+        """
         self._later = self.ranks.batches, self.ranks.micros
         for sampler in self._samplers:
             sampler.changes = True
@@ -347,7 +360,8 @@ class PlannedTraining:
           None means its row count.
         - `check`: whether to audit the loss.
 
-        A pass that runs out of memory is computed again in smaller passes.
+        A pass that runs out of memory is computed again in smaller passes. Every rank has to call
+        this for each batch.
         """
         total = train_batch(self, batch, compute, count)
         if check:
@@ -364,6 +378,8 @@ class PlannedTraining:
         - `count`: returns the denominator of a part's mean loss, such as its token count;
           None means its row count.
         - `models`: the models that are trained; None means all wrapped models.
+
+        Every rank has to call this for each batch.
         """
         parts = take_parts(self, batch, count, models)
         try:
@@ -376,5 +392,8 @@ class PlannedTraining:
             self.audits.close()
 
     def add_up(self, value: Any) -> torch.Tensor:
-        """Return the sum of a value over all ranks, in float64, or in int64 for integer tensors."""
+        """Return the sum of a value over all ranks, in float64, or in int64 for integer tensors.
+
+        Every rank has to call this.
+        """
         return add_up(value, self.device, self.world, self.timer)

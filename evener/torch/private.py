@@ -120,7 +120,7 @@ def own_buffers(module: Any) -> dict[str, Any]:
 
 
 def unsaved_buffers(module: Any) -> set[str]:
-    """Return the names of a module's buffers that its state dict leaves out."""
+    """Return the names of a module's own buffers that its state dict leaves out."""
     return set(module._non_persistent_buffers_set)
 
 

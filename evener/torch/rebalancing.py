@@ -96,7 +96,7 @@ class Rebalancing:
         """Observe a finished step; `sizes` are the row counts of each rank.
 
         After every two measurement windows the ranks exchange their results, and all make the same
-        change.
+        change. Every rank has to call this.
         """
         self._step += 1
         if self._training.begins_even:
@@ -160,7 +160,7 @@ class Rebalancing:
         )
 
     def _rows_that_fit(self) -> int:
-        """Return the estimated largest share of this rank, in rows, that fits in memory."""
+        """Return the estimated largest share of this rank, in rows, that fits; 0 if unknown."""
         # More memory is left free if rows differ in length, which makes running out of memory
         # likelier, and if the loop computes a batch at once, because that pass can't be repeated in
         # smaller ones.

@@ -158,7 +158,7 @@ class Split(PlannedTraining):
 
     @property
     def noise_scale(self) -> NoiseScale | None:
-        """Gradient noise scale measured so far, or None without `noise=True`."""
+        """Gradient noise scale measured so far, in rows, or None without `noise=True`."""
         return None if self.noise is None else self.noise.scale()
 
     @property
@@ -326,7 +326,9 @@ class Split(PlannedTraining):
     def load(self, folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> Any:
         """Load a checkpoint that `save` wrote, and return its `extra`.
 
-        Every rank has to call this. Raises RequestError if the checkpoint doesn't fit.
+        Every rank has to call this. The shares may have changed since it was saved. Without
+        `optimizer`, its state isn't loaded. Raises RequestError if the checkpoint is missing or is
+        for another model.
         """
         return _checkpoints().load(folder, model, optimizer)
 

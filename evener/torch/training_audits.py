@@ -112,7 +112,7 @@ class RankVerdict(msgspec.Struct):
 class TrainingAudits:
     """Audits the loss of a training run in some of its steps, and after changes.
 
-    `training` is the PlannedTraining.
+    `training` is the PlannedTraining. Every rank has to call each method equally often.
     """
 
     def __init__(self, training: Any) -> None:
@@ -218,7 +218,7 @@ class TrainingAudits:
         """Compare unequal shares with equal shares from now on, instead of with one device.
 
         This is for programs that would train with equal shares under their own launcher. `go_even`
-        is called with a message when a difference is found.
+        is called with a message when a difference is found, on every rank in the same step.
         """
         self._go_even = go_even
         self.question = ""
@@ -266,6 +266,9 @@ class TrainingAudits:
         - `find`: runs the audit, given whether it is the first.
         - `function`: the loss function, whose variables are settings.
         - `holders`: objects whose attributes are settings.
+
+        Every rank has to call this in each step, before its optimizer uses the gradients. Raises
+        RequestError if gradients differ.
         """
         if self._is_single_device:
             return
@@ -290,7 +293,8 @@ class TrainingAudits:
         """Audit a batch that `split.step` has computed, if an audit is due.
 
         `compute` returns the mean loss of a part, and `counted` its denominator; None means the row
-        count. Raises RequestError if gradients differ.
+        count. Raises RequestError if gradients differ. Every rank has to call this after the
+        batch's passes.
         """
         training = self._training
         self.close()
@@ -431,7 +435,7 @@ class TrainingAudits:
             self._warn_once(NOT_AUDITED.format(fault) + self.question)
 
     def end_parts(self) -> None:
-        """Send the result of a part's audit to the other ranks."""
+        """Send the result of a part's audit to the other ranks, after the batch's last part."""
         # not earlier, because other ranks may still wait in the all-reduce of gradients
         self.close()
         found, self._pending = self._pending, None
@@ -548,7 +552,7 @@ class TrainingAudits:
         return self._move_rows(few)
 
     def _move_rows(self, few: FewRows | None) -> FewRows | None:
-        """Return the rows on this rank's device."""
+        """Return the rows on this rank's device, or None without rows."""
         if few is None:
             return None
         device = self._training.device

@@ -101,7 +101,8 @@ def _read_budget(
 ) -> tuple[Request, float | None]:
     """Return the request with its time budget, and by how many seconds to extend a resumed run.
 
-    The second value is None where the budget in the request counts.
+    The second value is None where the budget in the request counts. Raises RequestError for `+5m`
+    without a run to resume.
     """
     if budget is None:
         return request, None

@@ -149,7 +149,8 @@ def _open(devices: str, only_visible: bool, ray_address: str) -> Source:
 def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapshot]:
     """Yield readings of the devices every `pause` seconds, or a single one unless `loops`.
 
-    If a later reading fails, the last one is yielded again, marked as stale.
+    If a later reading fails, the last one is yielded again, marked as stale. Raises DeviceError if
+    the first reading fails, or any reading unless `loops`.
     """
     # The devices are read once before the first snapshot, so that every snapshot has rates.
     from evener.devices.sampler import stale
@@ -304,8 +305,9 @@ def _drawn(line: Line) -> str:
 def show_in_browser(devices: str, readonly: bool, port: int, look: Mapping[str, object]) -> int:
     """Serve the app to browsers on this machine, and return the exit code.
 
-    `look` maps options of `evener monitor` to their values; options with False, None or "" are left
-    out. Raises RequestError or DeviceError before serving if the devices are unavailable.
+    `port` 0 takes a free port. `look` maps options of `evener monitor` to their values; options
+    with False, None or "" are left out. Raises RequestError or DeviceError before serving if the
+    devices are unavailable.
     """
     from evener.devices.sampler import open_sampler
 

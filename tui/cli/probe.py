@@ -98,7 +98,10 @@ def probe(
 
 
 def _parse_length(seconds: str | None, steps: int | None) -> ProbeLength:
-    """Read the length of each run; the options `--seconds` and `--steps` exclude each other."""
+    """Return the length of each run from the options `--seconds` and `--steps`.
+
+    Raises RequestError if both are given, or if the time is out of range.
+    """
     if steps is not None:
         if seconds is not None:
             raise RequestError(

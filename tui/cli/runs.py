@@ -116,7 +116,10 @@ def list_runs(
 
 
 def _parse_states(text: str | None) -> list[State] | None:
-    """Split the comma-separated states of `--state`; raise RequestError for an unknown one."""
+    """Split the comma-separated states of `--state`; None stays None.
+
+    Raises RequestError for an unknown state.
+    """
     words = parse_words(text)
     for word in words or ():
         if word not in get_args(State):
@@ -417,7 +420,7 @@ def replay(
 
 
 def print_events(events: Iterable[Event]) -> Finished | None:
-    """Print the events of a run, and its result at the end.
+    """Print the events of a run to standard error, and its result to standard output.
 
     Returns the event that ended the search, or None if the run has no result.
     """

@@ -72,7 +72,7 @@ def _explain_unknown(error: Exception, command: str, look: str) -> RequestError 
 
 
 def _explain_value(error: Exception, message: str, look: str) -> RequestError | None:
-    """Explain a value that the option's type doesn't accept."""
+    """Return the error for a value that the option's type doesn't accept, or None."""
     parameter = getattr(error, "param", None)
     refused = _REFUSED.match(message)
     if parameter is None or refused is None:

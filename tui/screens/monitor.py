@@ -204,9 +204,9 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self.open_details(f"Process {chosen.sample.pid}", draw)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Return whether an action is possible:
+        """Return whether an action is possible now.
 
-        signals need a process and an app that isn't read-only.
+        Signals need a process in the list, and an app that isn't read-only.
         """
         if action == "signal":
             panel = self.query(ProcessPanel)

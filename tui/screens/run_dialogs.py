@@ -68,7 +68,7 @@ class ContinueDialog(FieldDialog):
 def errors_file(run: str) -> Path | None:
     """Return the file with the errors of a run's probe processes, or None if there is none.
 
-    "" stands for a search that has no run yet.
+    For "", it is the file of the last measurement that belonged to no run.
     """
     with suppress(EvenerError):
         path = runs.errors_path(run) if run else error_file()

@@ -131,7 +131,10 @@ def parse_max_slowdown(text: str) -> float:
 
 
 def _parse_noise_scale(text: str) -> tuple[NoiseScale, int | None]:
-    """Return the gradient noise scale, and the training run's global batch if it is known."""
+    """Return the gradient noise scale, and the training run's global batch if it is known.
+
+    `text` is a number of rows, or the id of a training run that measured the noise scale.
+    """
     if not _LIKE_ROWS.fullmatch(text):
         measured = load_noise(text)
         return measured.scale, measured.batch or None

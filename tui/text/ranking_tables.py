@@ -96,7 +96,12 @@ def where(ranked: RankedLayout, labels: Sequence[str]) -> str:
 
 
 def against(ranked: RankedLayout, winner: RankedLayout) -> str:
-    """Return a layout's gain or loss against the winner, with its 95 % interval."""
+    """Return a layout's gain or loss against the winner, such as "-9.0 % (-9.4 to -8.6)".
+
+    The numbers in parentheses are the 95 % interval. The winner itself is "chosen". In front of the
+    numbers may be "tie", "unclear" (perhaps a tie), "too uncertain" (the faster one is unknown), or
+    "larger batch" (faster, but not chosen because of its batch).
+    """
     if ranked.against is None:
         return "chosen"
     low, high = (

@@ -219,7 +219,10 @@ def summary_lines(
 
 
 def about_lines(plan: Plan, found: Verdict | None, width: int | None) -> list[str]:
-    """Return the workload, framework and precision, and whether devices are simulated."""
+    """Return the workload, framework and precision, and whether devices are simulated.
+
+    Empty without a structured verdict (`found`).
+    """
     if found is None:
         return []
     lines = []

@@ -26,7 +26,8 @@ class Alert(NamedTuple):
     """A problem of a device or training run that has lasted long enough to report.
 
     - `kind`: "hot", "throttled", "idle", "silent" or "below plan".
-    - `about`: the device's key or the training run's id.
+    - `about`: the device's key, or the training run's id; without an id, "pid " and its process
+      id.
     - `label`: their name for people.
     - `at_seconds`: when it was raised, in Unix seconds.
     """

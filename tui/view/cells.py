@@ -284,7 +284,10 @@ def fit_rows(lines: Sequence[Line], height: int, hint: str) -> tuple[Line, ...]:
 
 
 def whole_lines(text: str, width: int, tone: Tone = "text") -> tuple[Line, ...]:
-    """Wrap text without cutting anything; line breaks and indentation stay."""
+    """Wrap text without cutting anything; line breaks and indentation stay.
+
+    Control characters are escaped.
+    """
     rows: list[str] = []
     for given in text.splitlines():
         taken, start = 0, 0

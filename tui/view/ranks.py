@@ -35,7 +35,8 @@ NO_STEP = RankStep(0.0, 0.0, 0.0, 0.0, 0.0)
 class RankRow(msgspec.Struct, frozen=True):
     """A rank of a training run on one of its devices.
 
-    Unknown numbers are 0, unknown texts "", and an unknown rank is -1.
+    Unknown numbers are 0, unknown texts "", and an unknown rank is -1. Fields that end in `_s` are
+    in seconds.
     """
 
     rank: int

@@ -211,7 +211,10 @@ SEARCH_DEVICES: Grid[SearchDeviceRow] = Grid(
 def search_device_rows(
     state: SessionState, samples: Sequence[DeviceSample | None] = ()
 ) -> list[SearchDeviceRow]:
-    """Return a row for each device of the search, with its reading if there is one."""
+    """Return a row for each device of the search, with its reading if there is one.
+
+    `samples` has the readings in the order of the devices; it is empty in a replay.
+    """
     return [
         SearchDeviceRow(state, device, *samples[device : device + 1])
         for device in range(len(state.devices))

@@ -30,7 +30,10 @@ class PastTicks(Protocol):
         """The number of readings since the start."""
 
     def history(self, key: str, metric: str, newest: int) -> tuple[float | None, ...]:
-        """Return up to `newest` last values of a metric, the oldest first; None where unknown."""
+        """Return up to `newest` last values of a metric, the oldest first; None where unknown.
+
+        `key` identifies a device or a training run.
+        """
 
     def times(self, newest: int) -> tuple[float, ...]:
         """Return the Unix times of up to `newest` last readings, the oldest first."""
@@ -70,7 +73,10 @@ class TickWindow(NamedTuple):
         return 2 * self.per_dot / self.stretch
 
     def dots(self, values: Sequence[float | None]) -> list[float | None]:
-        """Return a value for each column of dots: the mean of its readings, or None."""
+        """Return a value for each column of dots: the mean of its readings, or None.
+
+        `values` has a value for each reading, the oldest first.
+        """
         padded = (None,) * (self.newest - len(values)) + tuple(values)
         if self.per_dot > 1:
             whole_dots = len(padded) - len(padded) % self.per_dot
@@ -147,7 +153,10 @@ def _stack(left: int, right: int, rows: int) -> tuple[str, ...]:
 
 
 def shade_tone(tone: Tone, height: float) -> Tone:
-    """Return a darker shade of a tone for the lower parts of a graph; `height` is 0 to 1."""
+    """Return a darker shade of a tone for the lower parts of a graph.
+
+    `height` is the upper edge of the row, from 0 (bottom) to 1 (top). `tone` must have shades.
+    """
     if height > 2 / 3:
         return tone
     shade = "mid" if height > 1 / 3 else "low"

@@ -27,7 +27,10 @@ class TimelinePanel(Lines):
 
     @property
     def span(self) -> float:
-        """The time that the graphs show, in seconds."""
+        """The shortest time that the graphs show, in seconds.
+
+        It is the choice in `SPANS` that is nearest to the user's setting.
+        """
         return nearest_span(self.evener.settings.graph_seconds)
 
     @property

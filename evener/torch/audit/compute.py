@@ -215,7 +215,11 @@ class GradientSketcher:
                 restore()
 
     def add(self, loss: torch.Tensor, **options: Any) -> None:
-        """Add a loss to the pass that is being computed."""
+        """Add a loss to the pass that is being computed.
+
+        Computations with several backward passes call this instead of returning a loss. `options`
+        are those of `GradientSums.add`.
+        """
         assert self._adds is not None
         self._adds(loss, **options)
 

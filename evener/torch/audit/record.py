@@ -403,7 +403,7 @@ def _sum_up(tensor: torch.Tensor) -> list[float]:
 
 
 class Number(msgspec.Struct, frozen=True):
-    """A numeric constant in a record, with the file and line where it was used."""
+    """A numeric constant in a record, with the file and line where it was used, or ""."""
 
     value: float
     place: str

@@ -332,7 +332,7 @@ def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:
 
 @contextmanager
 def _only_hook(tensor: torch.Tensor, function: Callable[[Any], Any] | None) -> Iterator[None]:
-    """Context manager in which `function` is the only gradient hook of a tensor."""
+    """Context manager in which `function` is a tensor's only gradient hook; None means no hook."""
     # None means no hook. The tensor's other hooks, which belong to the training step, are restored
     # on exit.
     own = dict(tensor._backward_hooks or {})

@@ -369,7 +369,7 @@ class StepTimer:
                 self._begin_between()
 
     def _note_files(self, marks: list[tuple[Phase, Any]]) -> None:
-        """Count the time since the last phase as writing files if files were written in it."""
+        """Count the time since the last step as writing files if files were written in it."""
         # `marks` has the phases so far, and the time at which each began. If the last phase is the
         # one between two steps, it is changed in place. Bytes are counted only if the phase is long
         # enough to matter, because counting takes microseconds. So the count may include bytes of

@@ -169,7 +169,10 @@ def _tell_glibc(options: Mapping[int, int]) -> None:
 
 
 def gather_infos(own: RankInfo, process: ProcessRank) -> list[RankInfo]:
-    """Gather each rank's description of itself, in the order of ranks."""
+    """Gather each rank's description of itself, in the order of ranks.
+
+    Every rank has to call this.
+    """
     # It works even before the ranks have chosen their devices and created a process group.
     if process.world == 1:
         return [own]

@@ -77,7 +77,10 @@ class StepListener:
         """Called when a loop over the loader begins."""
 
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
-        """Called before a batch is yielded, with the row count of each rank."""
+        """Called before a batch is yielded, with the row count of each rank.
+
+        `origin` is the iteration that the batch belongs to.
+        """
 
     def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
         """Called after a step, with the row count of each rank and this rank's token counts.
@@ -238,7 +241,10 @@ class Loader:
         self._fresh = self._chosen = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch and the position in it, for a checkpoint."""
+        """Return the epoch and the position in it, for a checkpoint.
+
+        It is the same on every rank, and can be stored as JSON.
+        """
         return self.batch_sampler.state_dict(self._steps)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -355,7 +361,10 @@ class LoaderStates:
         return loader
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the loaders that still exist, for a checkpoint."""
+        """Return the states of the loaders that still exist, for a checkpoint.
+
+        It is the same on every rank, and can be stored as JSON.
+        """
         return {_LOADERS: [loader.state_dict() for loader in self._list()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -384,14 +384,18 @@ def load(folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> A
     """Load a checkpoint that `save` wrote, and return its `extra`.
 
     Every rank has to call this. The number of ranks and their parts may differ from those at
-    saving. Raises RequestError if the checkpoint doesn't fit the model or can't be read.
+    saving. Raises RequestError if the checkpoint doesn't fit the model or can't be read. Without
+    `optimizer`, no optimizer state is loaded.
     """
     # rank 0 reads the checkpoint, one unit at a time
     return _load(folder, model, find_sharded(model), optimizer)
 
 
 def load_whole(folder: str | os.PathLike[str], model: Any, optimizer: Any) -> Any:
-    """Load a checkpoint into an unsharded model and its optimizer, and return `extra`."""
+    """Load a checkpoint into an unsharded model and its optimizer, and return `extra`.
+
+    Every rank has to call this. Otherwise like `load`.
+    """
     return _load(folder, model, WholeModel(model), optimizer)
 
 

@@ -205,7 +205,10 @@ def check_buffers(model: Any) -> None:
 def _choose_parts(
     training: PlannedTraining, state: Sequence[float] | None, beside: Callable[[], int]
 ) -> tuple[float, ...]:
-    """Return the relative size of each rank's part."""
+    """Return the relative size of each rank's part.
+
+    Raises RequestError unless each rank has a part above 0.
+    """
     # the sizes come from `state`, else from the plan, else from the memory left beside the
     # `beside()` bytes for other things
     planned = tuple(share.state for share in training.ranks.shares)

@@ -167,7 +167,10 @@ class GradientSender:
             copy_each(targets, sources)
 
     def add_up(self, total: torch.Tensor) -> None:
-        """Write the weighted sum of all ranks' gradients to `total`, and free the memory."""
+        """Write the weighted sum of all ranks' gradients to `total`, and free the memory.
+
+        Call this after the work of `send` is done.
+        """
         for (piece, own), theirs in zip(self._own, self._theirs, strict=True):
             part = total[piece.start - self._start : piece.stop - self._start]
             if self._weight == 1.0:

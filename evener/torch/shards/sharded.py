@@ -269,7 +269,11 @@ class Sharded:
         )
 
     def read_outside(self, unit: Unit) -> None:
-        """Gather a unit whose parameters are read while its forward method isn't running."""
+        """Gather a unit whose parameters are read outside of its own forward method.
+
+        This happens only while the model computes; the unit stays gathered until the backward pass
+        ends.
+        """
         # for example, a model may multiply by its head's weight without calling the head
         if not (self._computes or _in_backward()) or (unit.gathered and not unit.hidden):
             return
@@ -467,7 +471,7 @@ class Sharded:
 
 
 class LayerParameters(dict[str, Any]):
-    """Parameters dict of a layer that gathers its unit when a parameter is read."""
+    """Parameters dict of a layer that gathers its unit if a parameter is read during a pass."""
 
     def __init__(self, sharded: Any, unit: Unit) -> None:
         super().__init__(unit.module._parameters)

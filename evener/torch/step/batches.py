@@ -14,7 +14,10 @@ from ..rows.structure import tensors_in
 
 
 class TakenBatch:
-    """A batch that a loader has yielded, with weak references to its tensors."""
+    """A batch that a loader has yielded, with weak references to its tensors.
+
+    `sizes` are the rows of each rank, and `origin` is the epoch that the batch is from.
+    """
 
     __slots__ = ("number", "origin", "sizes", "tensors", "used")
 
@@ -56,7 +59,7 @@ Match = Callable[[Any, Sequence[TakenBatch]], list[TakenBatch]]
 
 
 def match_objects(data: Any, batches: Sequence[TakenBatch]) -> list[TakenBatch]:
-    """Return the batches that have the most tensors in common with `data`."""
+    """Return the batches with the most tensors in common with `data`; [] if none has any."""
     given = set(map(id, tensors_in(data)))
     counts = [sum(id(tensor) in given for tensor in batch.alive()) for batch in batches]
     most = max(counts, default=0)

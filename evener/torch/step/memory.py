@@ -31,7 +31,7 @@ class MemoryGauge:
     def measure(self, rows: int) -> int:
         """Measure memory after a step, and return the estimated largest pass in rows.
 
-        `rows` is the number of rows in the largest pass.
+        `rows` is the number of rows in the largest pass. The result is 0 if unknown.
         """
         if self._device.type == "cuda":
             self._capacity_bytes = self._measure_gpu(rows)
@@ -42,7 +42,8 @@ class MemoryGauge:
     def most_in_several(self, gradient_bytes: float) -> int:
         """Return the estimated largest number of rows per pass if a batch takes several.
 
-        Memory then also holds the gradients of earlier passes, `gradient_bytes`.
+        Memory then also holds the gradients of earlier passes, `gradient_bytes`. Returns 0 before
+        passes of two sizes were measured.
         """
         return self._peaks.most_rows_beside(self._capacity_bytes, self._left, gradient_bytes)
 

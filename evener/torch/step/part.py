@@ -144,6 +144,8 @@ def weigh_by_count(
     - `count`: returns the denominator for a part.
     - `sizes`: row count of each rank.
     - `add_up`: sums a tensor over the ranks.
+
+    Every rank has to call this.
     """
     own = torch.stack([_count(count, part) * min(1, part.rows) for part in parts])
     total = add_up(own.sum())

@@ -12,7 +12,7 @@ from .batches import TakenBatch
 
 
 def match_addresses(inputs: Any, batches: Sequence[TakenBatch]) -> list[TakenBatch]:
-    """Return the batches that share the most memory with a model's inputs."""
+    """Return the batches that share the most memory with a model's inputs; [] if none does."""
     tensors = tensors_in(inputs)
     counts = [_count_among(tensors, batch) for batch in batches]
     most = max(counts, default=(0, 0))

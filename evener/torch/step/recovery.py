@@ -134,7 +134,10 @@ class Recovery:
         return self.advice if is_out_of_memory(error) else ""
 
     def begin_batch(self) -> None:
-        """Update the limit of rows per pass at the start of a batch."""
+        """Update the limit of rows per pass at the start of a batch.
+
+        It grows if memory is likely to suffice.
+        """
         self.limit.begin_batch(self._held_by_others)
 
     def open(self, part: Part, exchanges: Sequence[Exchange]) -> RunningPass:

@@ -204,7 +204,8 @@ class Passes:
         Arguments:
 
         - `models`: models whose gradients are all-reduced in the last part only.
-        - `exchanges`: the objects that all-reduce their gradients.
+        - `exchanges`: the objects that all-reduce their gradients; without any, another
+          library does, and no pass can be computed again.
         - `begins`: whether the parts begin a new batch.
         - `move`: whether to move tensors to the device.
         """

@@ -367,7 +367,7 @@ class BatchWeights(BatchTracker):
 
         The result is None if nothing has to be weighted, and a RequestError if no batch matches a
         model that may only predict. Raises RequestError if a batch with several passes is computed
-        at once.
+        at once, or if no batch matches in training mode.
         """
         # outside of training mode, there may be no backward pass
         if self._auditing:

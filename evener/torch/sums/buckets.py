@@ -219,9 +219,10 @@ class Bucket:
 
 
 def make_buckets(parameters: Sequence[Any], most_bytes: int) -> list[Bucket]:
-    """Divide parameters into buckets of about `most_bytes` bytes.
+    """Divide parameters into buckets of about `most_bytes` bytes, in the order they fill up.
 
-    The first is smaller, to be sent early. A bucket's parameters have one dtype and device.
+    `parameters` are in the order in which their gradients are computed. The first bucket is
+    smaller, to be sent early. A bucket's parameters have one dtype and device.
     """
     made: list[Bucket] = []
     open_: dict[Any, list[Any]] = {}

@@ -91,7 +91,10 @@ def refuse_collectives(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count_exchanges() -> dict[str, int]:
-    """Return the number of collectives by process group."""
+    """Return the number of collectives by process group and device type.
+
+    Empty without a process group.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return {}
     return count_collectives()
@@ -149,14 +152,20 @@ def average(value: Any, sizes: Sequence[int], device: Any, timer: Any) -> Any:
 
 
 def is_equal_everywhere(value: int, device: torch.device | None, group: Any = None) -> bool:
-    """Return whether all ranks of a group have the same value."""
+    """Return whether all ranks of a group have the same value.
+
+    Every rank has to call this. A `group` of None is the default group.
+    """
     pair = torch.tensor([value, -value], device=device)
     dist.all_reduce(pair, dist.ReduceOp.MAX, group=group)
     return bool(pair[0] == -pair[1])
 
 
 def spread(tensors: Sequence[torch.Tensor], group: Any = None, source: int = 0) -> None:
-    """Copy the tensors of rank `source` to all ranks of a group."""
+    """Copy the tensors of rank `source` to all ranks of a group.
+
+    Every rank has to call this. A `group` of None is the default group.
+    """
     for device in {tensor.device for tensor in tensors}:
         own = [tensor.detach() for tensor in tensors if tensor.device == device]
         broadcast_each(own, group, 250 << 20, source)

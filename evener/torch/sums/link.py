@@ -72,7 +72,10 @@ class LinkMember:
 
 
 def measure_sums(group: Any, rank: int, members: Sequence[int], device: Any) -> LinkSums:
-    """Return the latency and bandwidth of a group's all-reduces, and check their results."""
+    """Return the latency and bandwidth of a group's all-reduces, and check their results.
+
+    All members have to call this at the same time.
+    """
 
     def add_up(tensor: Any) -> None:
         dist.all_reduce(tensor, group=group)

@@ -22,7 +22,10 @@ _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 class RankNoise:
-    """Compares each rank's gradients with their sum, in one of `every` steps."""
+    """Measures the gradient noise scale, in rows, in one of `every` steps.
+
+    It compares the norms of each rank's gradients with the norm of their sum.
+    """
 
     # A loop may fetch a batch before it has trained the previous one. So besides `begin` for each
     # batch, `note` is called in each backward pass, with its batch if known.
@@ -45,7 +48,7 @@ class RankNoise:
         self._sample: _Sample | None = None  # sample of a batch that may not be over
 
     def begin(self, sizes: Sequence[int], updates: int) -> None:
-        """Begin a batch with the given rows per rank, after `updates` weight updates."""
+        """Begin a batch with the given rows per rank, or () if unknown, after `updates` updates."""
         if self._sample is not None:
             self._pending.append(self._sample)
             self._sample = None
