@@ -1,4 +1,4 @@
-"""Recommend what to do with the result of a search."""
+"""Decide what to recommend to the user after a search."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ REASONS: tuple[tuple[Doubt, float], ...] = (("disturbed", MOSTLY), ("changed", D
 
 
 def advise(verdict: Verdict) -> Recommendation:
-    """Return the recommendation for a verdict.
+    """Return what the user should do after the search.
 
-    It is to train by the plan, to train without one, or to measure again. A loss that was NaN or
-    infinite comes first, then reasons to distrust the measurements. If one device is as fast as the
-    plan, or equal shares are right, the recommendation is to train without a plan.
+    - Fix the code or data first, if the loss was NaN or infinite.
+    - Measure again, if the measurements can't be trusted.
+    - Train on one device, or with equal shares, without a plan, if that is as fast.
+    - Otherwise, train with the plan: the layout that the search found.
     """
     chosen = verdict.chosen
     own = Recommendation("plan", chosen.devices, chosen.batches, chosen.description)
@@ -47,9 +48,10 @@ def advise(verdict: Verdict) -> Recommendation:
 
 
 def _find_reason(verdict: Verdict) -> str:
-    """Return why the measurements can't be trusted, or "" if they can.
+    """Return why the measurements can't be trusted, as a short code; "" if they can.
 
-    The reason is the code of a warning, `uncertain` or `uncompared`.
+    It is the code of a warning, "uncertain" (imprecise samples/s) or "uncompared" (no simpler
+    layout was measured).
     """
     for code, most in REASONS:
         if any(doubt.code == code and doubt.value >= most for doubt in verdict.doubts):
@@ -64,7 +66,7 @@ def _find_reason(verdict: Verdict) -> str:
 
 
 def _lacks_comparison(verdict: Verdict) -> bool:
-    """Whether unequal shares were chosen, but time ran out before any comparison."""
+    """Whether time ran out before the recommended unequal shares were compared with anything."""
     if verdict.chosen.kind != "other_shares":
         return False
     compared = [rival for rival in verdict.rivals if rival.gain is not None]
@@ -72,9 +74,9 @@ def _lacks_comparison(verdict: Verdict) -> bool:
 
 
 def find_single(verdict: Verdict) -> Rival | None:
-    """Return the first single device that is as fast as the plan, or None.
+    """Return a single device that trains as fast as the plan, or None.
 
-    Its global batch equals the plan's. It may be smaller if the search chose the batch.
+    It must have the plan's global batch. A smaller one is accepted if the user requested none.
     """
     batch = verdict.chosen.global_batch
     for rival in verdict.rivals:
@@ -87,7 +89,7 @@ def find_single(verdict: Verdict) -> Rival | None:
 
 
 def is_equal(rival: Rival) -> bool:
-    """Whether a layout ties with the plan and their measured speeds differ by at most 3 %."""
+    """Whether a layout ties with the plan, with measured speeds at most 3 % apart."""
     gap = rival.difference
     return rival.tie and gap is not None and abs(gap.value) <= UNCLEAR
 

@@ -1,4 +1,4 @@
-"""Explain to the user why a search found no plan."""
+"""Write the error that a user sees if a search found no layout that trains."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ REMEDY = "Fix what failed, free memory, or choose another workload or other devi
 def explain_no_plan(
     record: JournalContents, belief: Belief, end: SearchEnd
 ) -> NoLayoutError | DeviceError:
-    """Return the error to raise after a search that ended without a plan.
+    """Return the error for a search in which no layout could be measured.
 
-    It is a `DeviceError` if every device was lost, otherwise a `NoLayoutError`. Both say what was
-    seen and what to do.
+    It says what happened and what to do. It is a `DeviceError` if every device failed, otherwise a
+    `NoLayoutError`.
     """
     header, seen = record.header, record.observations
     ran = any(isinstance(one, Timed) for one in seen)
@@ -61,7 +61,10 @@ def explain_no_plan(
 def _explain_failures(
     record: JournalContents, failures: Sequence[str], end: SearchEnd
 ) -> NoLayoutError | DeviceError:
-    """Return the error for a search in which probes failed or ran out of memory."""
+    """Return the error for a search in which probes failed or ran out of memory.
+
+    `failures` describes what happened on each device.
+    """
     header, seen = record.header, record.observations
     if _lost_all(seen):
         remedy = find_backend(header.devices[0].kind).remedy
@@ -83,14 +86,14 @@ def _explain_failures(
 
 
 def _lost_all(seen: Sequence[Observation]) -> bool:
-    """Whether every probe failed because its device was lost."""
+    """Whether all probes failed because the device itself failed."""
     return all(
         isinstance(observation, Failed) and observation.cause == "device" for observation in seen
     )
 
 
 def _fails_everywhere(seen: Sequence[Observation]) -> bool:
-    """Whether every probe raised the same exception in the user's code."""
+    """Whether all probes failed with the same exception from the user's code."""
     # then neither one device nor its memory can be the cause
     raised = [
         observation
@@ -102,7 +105,10 @@ def _fails_everywhere(seen: Sequence[Observation]) -> bool:
 
 
 def _locate_workload(workload: str, why: str) -> str:
-    """Return text that names the line where the workload's function or class is defined."""
+    """Return text that points to the user's function or class that builds the model.
+
+    "" if `why` already names a line of that file, or if the file can't be read.
+    """
     # "" if the message already names a line of the user's file, or if the file can't be read
     file, _, name = workload.rpartition(":")
     if not file.endswith(".py") or f"{Path(file).name}:" in why:
@@ -119,7 +125,7 @@ def _locate_workload(workload: str, why: str) -> str:
 
 
 def _explain_shards(record: JournalContents) -> Iterator[str]:
-    """Yield why sharded training didn't work either; nothing if it wasn't tried."""
+    """Yield why sharding the model didn't help either; nothing if it wasn't tried."""
     tried = [
         observation for observation in record.observations if observation.probe.stage in SHARDED
     ]
@@ -141,7 +147,7 @@ def _explain_shards(record: JournalContents) -> Iterator[str]:
 
 
 def _may_fit_in_shards(record: JournalContents) -> bool:
-    """Whether shards may fit in memory, although no step over several devices was tried."""
+    """Whether the model may fit in memory if it is sharded, which there was no time to try."""
     tried = [
         observation for observation in record.observations if observation.probe.stage in SHARDED
     ]
@@ -155,7 +161,10 @@ def _may_fit_in_shards(record: JournalContents) -> bool:
 def _write_smallest_steps(
     record: JournalContents, state: ModelState, tried: Sequence[Observation]
 ) -> str:
-    """Describe the memory of each device's smallest timed step, without its part of the state."""
+    """Return text with the memory that the smallest measured step took on each device.
+
+    The device's part of the model's state isn't included.
+    """
     held = round(MEASURED_PART * (state.state_bytes - state.gradient_bytes))
     fewest: dict[int, tuple[int, int]] = {}
     for observation in tried:
@@ -177,7 +186,7 @@ def _write_smallest_steps(
 
 
 def _active(seen: Sequence[Observation], outcome: type[Observation]) -> set[int]:
-    """Return the positions of all devices that took part in a probe with this outcome."""
+    """Return all devices that took part in a probe with this kind of outcome, by position."""
     return {
         i
         for observation in seen
@@ -187,10 +196,10 @@ def _active(seen: Sequence[Observation], outcome: type[Observation]) -> set[int]
 
 
 def _explain_end(header: Header, ran: bool, end: SearchEnd) -> NoLayoutError:
-    """Return the error for a search that ended without a failed probe.
+    """Return the error for a search that ended before anything useful was measured.
 
-    It was interrupted, out of budget, or had nothing to measure. `ran` says whether any probe was
-    timed.
+    It was interrupted, out of budget, or had nothing to measure. `ran` says whether any probe
+    succeeded.
     """
     budget = header.request.budget_seconds
     what = "a layout of the global batch" if ran else "anything"
@@ -218,10 +227,10 @@ def _explain_end(header: Header, ran: bool, end: SearchEnd) -> NoLayoutError:
 def find_unfinished(
     workload: str, devices: Sequence[Device], running: Sequence[ProbeProgress]
 ) -> tuple[Unfinished, ...]:
-    """List the start-up phases in which probes were still running when the search ended.
+    """List what probe processes were still busy with at start-up when the search ended.
 
-    Each entry has the longest time that a probe had spent in the phase, in seconds, and the labels
-    of the devices.
+    Each entry names the phase, such as importing or building the model, the devices, and how long
+    the slowest process had been in it, in seconds.
     """
     found = []
     for phase in ("importing", "loading", "building", "preparing", "warming up"):
@@ -243,7 +252,7 @@ def find_unfinished(
 
 
 def _name_phase(phase: str, workload: str) -> tuple[str, str]:
-    """Return a phase as the user should see it, with the name of the code that was running."""
+    """Return a start-up phase as shown to users, and the name of the code that it runs."""
     home, _, attribute = workload.rpartition(":")
     name = Path(home).name or workload
     if phase != "building":
@@ -253,9 +262,9 @@ def _name_phase(phase: str, workload: str) -> tuple[str, str]:
 
 
 def find_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> list[str]:
-    """Describe the failure with the fewest rows on each device, one text per device.
+    """Describe how each device failed, by its failed probe with the fewest rows.
 
-    If several devices failed for the same reason, and none ran out of memory, they share one text.
+    If all devices failed for the same reason, other than memory, a single text covers them.
     """
     smallest = dict(sorted(_find_smallest(seen).items()))
     reasons = []
@@ -270,7 +279,7 @@ def find_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> lis
 
 
 def _find_smallest(seen: Sequence[Observation]) -> dict[int, Failed | OutOfMemory]:
-    """Return each device's failed probe with the fewest rows in a pass, by position."""
+    """Return each device's failed probe with the smallest micro-batch, by device position."""
     smallest: dict[int, Failed | OutOfMemory] = {}
     for observation in seen:
         if isinstance(observation, Timed):
@@ -291,9 +300,9 @@ def _describe(position: int, seen: Failed | OutOfMemory, device: Device) -> str:
 
 
 def _join_phase(why: str) -> str:
-    """Return the reason as the end of a sentence:
+    """Return the reason of a failure as the end of a sentence.
 
-    " while building: …", or ", …" without a phase.
+    Such as " while building: …" or, without a phase, ", …".
     """
     phase, colon, rest = why.partition(": ")
     return f" while {phase}: {rest}" if colon and phase in PHASES else f", {why}"
@@ -306,9 +315,9 @@ def _describe_reason(seen: Failed, device: Device) -> str:
 def _explain_too_large(
     header: Header, largest: Sequence[int], seen: Sequence[Observation]
 ) -> NoLayoutError:
-    """Return the error for a global batch that exceeds the memory of all devices together.
+    """Return the error for a requested global batch that doesn't fit on all devices together.
 
-    `largest` holds the most rows that fit on each device.
+    `largest` is the most rows that fit on each device.
     """
     taken, most = find_taken_bytes(seen), sum(largest)
     holds = []

@@ -1,4 +1,4 @@
-"""Build the verdict of a search: the chosen layout, its rivals, and what is doubtful or missing."""
+"""Build the verdict of a search: the recommended layout, its rivals, and what is uncertain."""
 
 from __future__ import annotations
 
@@ -72,17 +72,17 @@ class SearchEnd(msgspec.Struct, frozen=True):
 
     @property
     def why_stopped(self) -> str:
-        """The reason as a sentence for the user."""
+        """Why the search ended, as a sentence for users."""
         return self.end.words
 
     @property
     def late(self) -> bool:
-        """Whether the search ended because its budget was spent."""
+        """Whether the search ended because its time budget was used up."""
         return self.end.stop in (Stop.BUDGET, Stop.LATE)
 
 
 def judge(record: JournalContents, report: SearchReport, end: SearchEnd) -> Verdict:
-    """Return the verdict of a search, with its recommendation."""
+    """Return the verdict of a search: what to use, how it compares, and what is uncertain."""
     chosen, devices, request = report.chosen, record.header.devices, record.header.request
     labels = tuple(device.label for device in devices)
     rivals = compare_all(chosen, report.ranking, report.results, report.single)
@@ -143,7 +143,10 @@ def judge(record: JournalContents, report: SearchReport, end: SearchEnd) -> Verd
 
 
 def _describe_chosen(report: SearchReport, labels: Sequence[str]) -> Chosen:
-    """Describe the chosen layout with the labels of its devices."""
+    """Describe the recommended layout for the verdict.
+
+    `labels` are the names of all devices.
+    """
     layout = report.chosen.layout
     family = find_own_family(layout)
     ratios = find_ratios(layout, report.mean_length)
@@ -163,7 +166,7 @@ def _describe_chosen(report: SearchReport, labels: Sequence[str]) -> Chosen:
 
 
 def find_kind(family: Family, layout: Layout) -> LayoutKind:
-    """Return the kind of a layout as verdicts name it, such as "one_device" or "sharded"."""
+    """Return the verdict's name for a kind of layout, such as "one_device" or "sharded"."""
     traits = layout.traits
     if traits.placed:
         return "placed"
@@ -177,7 +180,10 @@ def find_kind(family: Family, layout: Layout) -> LayoutKind:
 
 
 def _describe_rate(report: SearchReport, layout: Layout, interval: Interval) -> MeasuredRate:
-    """Return the measured samples/s of a layout, with tokens/s and padding if rows have lengths."""
+    """Return a layout's samples/s with its interval.
+
+    If rows differ in length, also tokens/s and the fraction of padding.
+    """
     plain = MeasuredRate(interval.value, interval.low, interval.high, is_known(interval))
     if not report.mean_length:
         return plain
@@ -195,9 +201,10 @@ def _has_equal_shares(layout: Layout) -> bool:
 
 
 def find_ratios(layout: Layout, row_tokens: float) -> tuple[float, ...]:
-    """Return the fraction of the work that each device of a layout gets.
+    """Return the fraction of each step's work that each device gets.
 
-    If rows are assigned by their cost, the fractions are for rows of `row_tokens` tokens.
+    If rows are assigned by their cost, a device's fraction is that of its speed on rows of
+    `row_tokens` tokens.
     """
     if layout.costs:
         return cost_ratios(layout.costs, row_tokens)
@@ -205,18 +212,18 @@ def find_ratios(layout: Layout, row_tokens: float) -> tuple[float, ...]:
 
 
 def cost_ratios(costs: Sequence[Cost | None], row_tokens: float) -> tuple[float, ...]:
-    """Return each device's speed as a fraction of the speed of all devices together.
+    """Return each device's speed, on rows of `row_tokens` tokens, as a fraction of all speeds.
 
-    The speeds are for rows of `row_tokens` tokens. A device whose cost is None gets 0.
+    0 for a device whose cost is None.
     """
     speeds = [1 / cost.seconds(USUAL_ROWS, round(row_tokens)) if cost else 0.0 for cost in costs]
     return tuple(speed / sum(speeds) for speed in speeds)
 
 
 def waiting_share(seen: Sequence[Timed]) -> float | None:
-    """Return the mean fraction of a step in which even the slowest device doesn't compute.
+    """Return the mean fraction of a step in which no device computes; None if unknown.
 
-    None if a compute time or a step time is missing.
+    This is the time of gradient exchange and other overhead.
     """
     own = _own_seconds(seen)
     if own is None or any(timed.step_seconds <= 0 for timed in seen):
@@ -227,14 +234,15 @@ def waiting_share(seen: Sequence[Timed]) -> float | None:
 
 
 def padding_share(seen: Sequence[Timed]) -> float:
-    """Return the mean fraction of tokens that are padding; 0 for no measurements."""
+    """Return the mean fraction of tokens that are padding; 0 without measurements."""
     return fmean([timed.padding for timed in seen] or [0.0])
 
 
 def work_gap(seen: Sequence[Timed]) -> float | None:
-    """Return the relative gap between the shortest and the longest compute time of a step.
+    """Return how far apart the compute times of a step's devices are.
 
-    It is the mean over `seen`, or None if a compute time is unknown.
+    The difference between the longest and the shortest, as a fraction of the longest, averaged over
+    the measurements. None if a compute time is unknown.
     """
     own = _own_seconds(seen)
     if own is None or any(max(each) <= 0 for each in own):
@@ -243,7 +251,7 @@ def work_gap(seen: Sequence[Timed]) -> float | None:
 
 
 def _own_seconds(seen: Sequence[Timed]) -> list[list[float]] | None:
-    """Return the compute times of each step's devices, in seconds, or None if one is unknown."""
+    """Return each device's compute time in each measured step, in seconds; None if unknown."""
     own = [[timed.device_seconds[i] or 0.0 for i in timed.probe.layout.computing] for timed in seen]
     missing = any(
         timed.device_seconds[i] is None for timed in seen for i in timed.probe.layout.computing
@@ -255,10 +263,9 @@ def _own_seconds(seen: Sequence[Timed]) -> list[list[float]] | None:
 
 
 def list_alone(report: SearchReport) -> list[ComparedLayout]:
-    """Compare the plan with each device alone.
+    """Compare the plan with every device on its own.
 
-    A device is taken at the plan's global batch if it was measured there, else at its fastest
-    batch.
+    A device's measurement at the plan's global batch is used or, without one, its fastest.
     """
     chosen, batch = report.chosen, report.chosen.layout.global_batch
     found = []
@@ -278,9 +285,9 @@ def list_alone(report: SearchReport) -> list[ComparedLayout]:
 
 
 def compare_alone(chosen: Result, result: Result) -> ComparedLayout:
-    """Compare the plan with one device's result.
+    """Compare the plan with a measurement of a single device.
 
-    The chosen layout itself gets the samples/s of the plan.
+    If this is the plan itself, the plan's latest samples/s are used.
     """
     interval = chosen.throughput if result.layout == chosen.layout else result.throughput
     return compare(chosen, Candidate(SOLO, result.layout), interval)
@@ -289,7 +296,7 @@ def compare_alone(chosen: Result, result: Result) -> ComparedLayout:
 def _name_rivals(
     report: SearchReport, rivals: Sequence[ComparedLayout], labels: Sequence[str]
 ) -> tuple[Rival, ...]:
-    """Describe every layout that the plan is compared with, under distinct names."""
+    """Return every layout that the plan is compared with, under distinct names."""
     # the single device with which the plan is compared comes first
     chosen = report.chosen
     known = {rival.layout for rival in rivals} | {chosen.layout}
@@ -311,7 +318,10 @@ def _name_rivals(
 
 
 def choose_single(report: SearchReport, rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
-    """Return the single device to compare the plan with, or None if no other device ran alone."""
+    """Return the single device that the plan should be compared with.
+
+    If the plan uses one device, it is another one. None if no such device ran alone.
+    """
     chosen, alone = report.chosen, list_alone(report)
     own = chosen.layout.active if chosen.layout.traits.alone else ()
     others = [compared for compared in alone if compared.layout.active != own]
@@ -332,14 +342,14 @@ def _rate(compared: ComparedLayout) -> float:
 
 
 def _list_singles(rivals: Sequence[ComparedLayout]) -> list[ComparedLayout]:
-    """Return the compared layouts that use one device and no knobs."""
+    """Return those of the compared layouts that use a single device without tuning options."""
     return [rival for rival in rivals if rival.family and rival.layout.traits.alone]
 
 
 def _find_fastest(report: SearchReport, known: set[Layout]) -> list[ComparedLayout]:
-    """Return the fastest measured layout that isn't in `known`, if it is faster than the plan.
+    """Return the fastest measured layout, in a list, if it beats the plan and isn't known yet.
 
-    The list has at most one entry.
+    `known` are the layouts that are already compared. Empty otherwise.
     """
     batch, chosen = report.problem.global_batch, report.chosen
     able = [result for result in report.results if batch in (None, result.layout.global_batch)]
@@ -357,9 +367,9 @@ def _describe_rival(
     labels: Sequence[str],
     alone: Sequence[ComparedLayout],
 ) -> Rival:
-    """Describe a compared layout as the verdict stores it.
+    """Return the verdict's entry about a layout that the plan is compared with.
 
-    `alone` holds the solo measurements, which may have been faster than the later ones.
+    `alone` are all solo measurements. The entry says so if the device was faster in one of them.
     """
     layout, gain = compared.layout, compared.gain_of(report.chosen) if compared.compared else None
     kind: RivalKind = find_kind(compared.candidate.family, layout)
@@ -394,7 +404,10 @@ def _describe_rival(
 
 
 def _why_not_chosen(report: SearchReport, compared: ComparedLayout) -> WhyNotChosen | None:
-    """Return why a layout with more samples/s isn't the plan, or None if it has no more."""
+    """Return why a layout with more samples/s than the plan isn't recommended.
+
+    None if it isn't faster.
+    """
     chosen, problem = report.chosen, report.problem
     if compared.throughput.value <= chosen.throughput.value or not is_known(compared.throughput):
         return None
@@ -416,7 +429,10 @@ def _why_not_chosen(report: SearchReport, compared: ComparedLayout) -> WhyNotCho
 
 
 def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> SplitLoss | None:
-    """Find out why the best split is slower than the chosen single device; None if it isn't."""
+    """Return why the best layout over several devices is slower than the recommended device.
+
+    None if it isn't slower, or if the times are unknown.
+    """
     # also None if no times are known
     chosen, split = report.chosen, _best_split(rivals)
     if not chosen.layout.traits.alone or split is None or not _is_surely_slower(split):
@@ -438,7 +454,7 @@ def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> 
 
 
 def _is_surely_slower(split: ComparedLayout) -> bool:
-    """Whether the plan is faster than this split by more than the error."""
+    """Whether this layout is slower than the plan by more than the measurement error."""
     return not split.tie and split.gain >= 0
 
 
@@ -448,10 +464,10 @@ NEARLY = 0.9  # fraction of the sum of all devices alone: anything less is expla
 def _find_sum_loss(
     report: SearchReport, rivals: Sequence[ComparedLayout], limits: Sequence[TrainingLimit]
 ) -> SumLoss | None:
-    """Find out why the plan is clearly slower than the sum of all devices alone.
+    """Return why the plan reaches less than 90 % of the sum of all devices' own samples/s.
 
-    None if it reaches 90 % of the sum, if input or busy CPU cores limit it, or if rates are
-    missing.
+    None if it reaches more, if waiting for data or busy CPU cores explain it, or if a device's
+    samples/s are unknown.
     """
     chosen = report.chosen
     alone = list(map(_rate, _list_compared_alone(report, rivals)))
@@ -475,9 +491,10 @@ def _find_sum_loss(
 def _list_compared_alone(
     report: SearchReport, rivals: Sequence[ComparedLayout]
 ) -> list[ComparedLayout]:
-    """Return one measurement of each device alone, as in the result's column "alone".
+    """Return one measurement of each device alone, to add up their samples/s.
 
-    Measurements with the plan's batch come first, then those of the race, then the fastest.
+    Measurements at the plan's batch are preferred, then those of the final comparison, then the
+    fastest.
     """
     raced = {one.layout: one for one in _list_singles(rivals)}
     single = choose_single(report, rivals)
@@ -500,7 +517,13 @@ def _list_compared_alone(
 def _find_cause_of_lost_time(
     lost: float, by_share: float, by_exchange: float
 ) -> Literal["longest_part", "exchange", "both", "unexplained"]:
-    """Return which cause accounts for the seconds lost in a step."""
+    """Return what explains the time that a step loses compared with devices on their own.
+
+    - `lost`: the seconds to explain.
+    - `by_share`: seconds lost because the device with the most rows computes small, inefficient
+      batches.
+    - `by_exchange`: seconds of gradient exchange.
+    """
     # `by_share`: seconds lost because the largest share is a small, inefficient batch
     if by_share >= COVERS * lost:
         return "longest_part"
@@ -512,7 +535,10 @@ def _find_cause_of_lost_time(
 
 
 def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[LeftOut]:
-    """Yield the devices that work but get no share, with the fastest split that used them."""
+    """Yield the working devices that the plan doesn't use, each with the reason.
+
+    The reason is the speed of the fastest layout that includes the device, or that none was tried.
+    """
     chosen = report.chosen
     if not chosen.layout.traits.by_shares:
         return
@@ -541,7 +567,10 @@ def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[
 
 
 def _list_splits_with(report: SearchReport, position: int) -> list[Result]:
-    """Return the measured splits with a device and at least half of the plan's global batch."""
+    """Return the measured layouts over several devices that include this one.
+
+    Those with less than half of the plan's global batch are left out.
+    """
     least = report.chosen.layout.global_batch / NEAR
     splits = [result for result in report.results if result.layout.traits.together]
     near = [split for split in splits if split.layout.global_batch >= least]
@@ -549,7 +578,7 @@ def _list_splits_with(report: SearchReport, position: int) -> list[Result]:
 
 
 def _best_split(rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
-    """Return the best layout over several devices that is comparable with the plan, or None."""
+    """Return the best layout over several devices that can be compared with the plan, or None."""
     splits = [
         rival
         for rival in rivals
@@ -560,7 +589,7 @@ def _best_split(rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
 
 
 def _lacks_split(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) -> bool:
-    """Whether one of several devices was chosen, and no split was measured to compare it with."""
+    """Whether one device is recommended although no layout over several devices was measured."""
     if not chosen.layout.traits.alone or devices < 2:
         return False
     splits = [rival for rival in rivals if rival.family and rival.layout.traits.together]
@@ -568,9 +597,9 @@ def _lacks_split(chosen: Result, rivals: Sequence[ComparedLayout], devices: int)
 
 
 def _find_slow_bfloat16(record: JournalContents, layout: Layout) -> tuple[str, ...]:
-    """Return the labels of the plan's devices that lack bfloat16 hardware, if others have it.
+    """Return the plan's devices without bfloat16 hardware, if other devices of it have some.
 
-    Empty if the training doesn't use bfloat16.
+    Empty if the workload doesn't use bfloat16.
     """
     request = record.header.request
     asked = request.precision == MIXED or "mixed" in layout.knobs
@@ -587,7 +616,10 @@ def _find_slow_bfloat16(record: JournalContents, layout: Layout) -> tuple[str, .
 
 
 def find_objective_reached(report: SearchReport) -> ObjectiveReached | None:
-    """Return the plan's value of an objective that trades speed; None for other objectives."""
+    """Return the plan's value of an objective other than speed, such as samples per joule.
+
+    None if the objective is speed.
+    """
     objective, chosen = find_objective(report.problem.objective), report.chosen
 
     def value(result: Result) -> float:
@@ -605,7 +637,7 @@ def find_objective_reached(report: SearchReport) -> ObjectiveReached | None:
 
 
 def find_not_compared(report: SearchReport, devices: int) -> Iterator[LeftOut]:
-    """Yield the layouts that failed or ran out of memory in the final comparison."""
+    """Yield the layouts that couldn't be compared because they failed or ran out of memory."""
     for candidate, seen in report.failed:
         name = _name_missing(candidate, devices)
         if isinstance(seen, Failed):
@@ -615,7 +647,7 @@ def find_not_compared(report: SearchReport, devices: int) -> Iterator[LeftOut]:
 
 
 def find_unequal_rows(report: SearchReport) -> Iterator[LeftOut]:
-    """Yield the kinds of layouts that can't be compared, because shares follow the cost of rows."""
+    """Yield the kinds of layouts that can't be compared if rows differ in length."""
     if not report.mean_length:
         return
     for family in report.options.wanted:
@@ -624,9 +656,9 @@ def find_unequal_rows(report: SearchReport) -> Iterator[LeftOut]:
 
 
 def find_unmeasured(report: SearchReport, devices: int, end: SearchEnd) -> Iterator[LeftOut]:
-    """Yield the layouts that the budget left no time for, with a budget that should be enough.
+    """Yield the layouts that there was no time to measure, with a budget that should suffice.
 
-    Nothing if the search had no budget, or was interrupted.
+    Empty if the search had no budget or was interrupted.
     """
     cut = end.end.stop in (Stop.INTERRUPTED, Stop.CUT_OFF)
     if report.problem.budget_seconds is None or cut:
@@ -639,7 +671,7 @@ def find_unmeasured(report: SearchReport, devices: int, end: SearchEnd) -> Itera
 
 
 def _name_missing(candidate: Candidate, devices: int) -> str:
-    """Name a layout that wasn't measured."""
+    """Return the name of a layout that wasn't measured."""
     if candidate.family.equal_shares and len(candidate.layout.active) == devices:
         # the plan may be an even split over fewer devices
         over = "both" if devices == 2 else f"all {devices}"
@@ -648,7 +680,7 @@ def _name_missing(candidate: Candidate, devices: int) -> str:
 
 
 def find_replaced(report: SearchReport, devices: int) -> tuple[ReplacedLayout, ...]:
-    """List the layouts that ran out of memory and the ones measured instead."""
+    """List the layouts that ran out of memory, each with the smaller one measured instead."""
     return tuple(
         ReplacedLayout(
             name_layout(wished, devices),
@@ -666,7 +698,10 @@ def _round_enough(report: SearchReport) -> int:
 def find_short_budget(
     report: SearchReport, seen: Sequence[Observation], end: SearchEnd
 ) -> ShortBudget | None:
-    """Return how much of the budget starting processes took, if no split was tried in time."""
+    """Return how much of the budget went into starting processes, if it was too short.
+
+    It was too short if no step over several devices was tried. Otherwise None.
+    """
     budget = report.problem.budget_seconds
     tried = any(len(observation.probe.layout.active) > 1 for observation in seen)
     wanted = report.problem.devices > 1 and report.options.with_splits
@@ -680,7 +715,7 @@ def find_short_budget(
 
 
 def _find_left_out_hosts(report: SearchReport, devices: Sequence[Device]) -> Iterator[LeftOut]:
-    """Yield the unused hosts if even the fastest layout over more hosts is slower."""
+    """Yield the hosts that the plan doesn't use because the network would make it slower."""
 
     def list_hosts(layout: Layout) -> list[str]:
         return list(dict.fromkeys(devices[i].host for i in layout.active))

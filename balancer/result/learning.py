@@ -1,4 +1,4 @@
-"""Estimate what the chosen batch size means for learning and for the learning rate."""
+"""Estimate what the recommended batch size means for learning and for the learning rate."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Point = tuple[int, float, float]
 
 
 def find_learning(request: Request, report: SearchReport) -> Learning | None:
-    """Return what the plan's global batch means for learning, or None if nothing is known.
+    """Return how the recommended global batch affects learning; None if nothing is known.
 
-    Needs the noise scale or the script's own batch size in the request.
+    The request must hold the gradient noise scale, or the batch size of the user's script.
     """
     layout = report.chosen.layout
     scale = request.noise_scale
@@ -43,10 +43,11 @@ def find_learning(request: Request, report: SearchReport) -> Learning | None:
 
 
 def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Learning:
-    """Return what a sample of the chosen batch is worth, and the same for faster batches.
+    """Return how much a sample contributes to learning in batches of the recommended size.
 
-    If the script's own batch was measured, the result also has the relative speed, and the factor
-    on the samples needed for the same loss.
+    The result also covers the other measured batches. If the speed at the script's own batch is
+    known, it includes the recommended batch's relative speed, and how many times as many samples it
+    needs to reach the same loss.
     """
     chosen = report.chosen
     batch = chosen.layout.global_batch
@@ -67,7 +68,7 @@ def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Lea
 
 
 def _find_frontier(scale: NoiseScale, report: SearchReport) -> tuple[Point, ...]:
-    """Return the measured batches that are faster than every smaller batch, in increasing order."""
+    """Return the measured batches that are faster than all smaller ones, smallest first."""
     # each has two rates: its samples/s, and samples/s in very small batches that improve the model
     # equally fast
     chosen = report.chosen

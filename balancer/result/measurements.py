@@ -31,14 +31,15 @@ CHANGED = 0.1  # relative difference of two measurements of one layout
 def find_doubts(
     seen: Sequence[Observation], chosen: Layout, error: float | None = None
 ) -> tuple[MeasurementDoubt, ...]:
-    """Return the warnings about a search's measurements, the worst of each code.
+    """Return the warnings about a search's measurements, at most one of each kind.
 
-    - A loss that was NaN or infinite, and measurements that disagree, count for every layout.
-      Other warnings count if they concern the chosen one.
-    - `ran_out` says how often the chosen layout ran out of memory.
-    - `error` is the relative error of the samples/s. It replaces the value of `noisy`, and
-      removes that warning if the search needed no better. None leaves it as measured.
-    - `few_steps` replaces `noisy` and `too_short` if the layout was timed by single steps only.
+    - A NaN or infinite loss, and measurements of one layout that disagree, count for all
+      layouts. Other warnings count only for the chosen one.
+    - "ran_out" says how often the chosen layout ran out of memory.
+    - "noisy" gets `error` as its value, the relative error of the final samples/s, and is
+      dropped if that is small enough. If `error` is None, it stays as measured.
+    - "few_steps" replaces "noisy" and "too_short" if the chosen layout was only timed by single
+      steps.
     """
     worst: dict[str, MeasurementDoubt] = {}
     for doubt in chain(_doubts_about(seen, chosen), _compare_repeats(seen)):
@@ -61,7 +62,7 @@ def find_doubts(
 
 
 def _count_lone_steps(seen: Iterable[Observation], chosen: Layout) -> int:
-    """Return the number of the layout's measurements if each is a single step, otherwise 0."""
+    """Return how many single steps were timed of the chosen layout; 0 if there was more."""
     own = [
         observation
         for observation in seen
@@ -71,13 +72,13 @@ def _count_lone_steps(seen: Iterable[Observation], chosen: Layout) -> int:
 
 
 def _weight(doubt: MeasurementDoubt) -> float:
-    """Return how serious a warning is, to compare it with others of the same code."""
+    """Return how serious a warning is compared with others of the same kind."""
     # a loss that was NaN or infinite is more serious, the earlier it happened
     return -doubt.value if doubt.code == "not_finite" else abs(doubt.value)
 
 
 def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[MeasurementDoubt]:
-    """Yield the warnings of single measurements that matter for the chosen layout."""
+    """Yield the measurements' own warnings, as far as they affect the chosen layout."""
     for observation in seen:
         if isinstance(observation, Timed):
             yield from (warning for warning in observation.warnings if warning.code == "not_finite")
@@ -98,7 +99,7 @@ def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Measu
 
 
 def _compare_repeats(seen: Iterable[Observation]) -> Iterator[MeasurementDoubt]:
-    """Yield a `changed` warning for each pair of measurements that clearly disagree."""
+    """Yield a warning for each pair of measurements of one layout that clearly disagree."""
     repeats: defaultdict[Layout, list[Timed]] = defaultdict(list)
     for observation in seen:
         if isinstance(observation, Timed):
@@ -115,7 +116,10 @@ def _compare_repeats(seen: Iterable[Observation]) -> Iterator[MeasurementDoubt]:
 def describe_doubts(
     doubts: Iterable[MeasurementDoubt], devices: Sequence[Device]
 ) -> tuple[VerdictDoubt, ...]:
-    """Replace the device positions in warnings by labels; "" stands for the whole step."""
+    """Return warnings with device labels instead of positions.
+
+    A warning about the whole step has the label "".
+    """
     return tuple(
         VerdictDoubt(
             doubt.code,
@@ -130,24 +134,26 @@ def describe_doubts(
 def find_taken_memory(
     seen: Iterable[Observation], devices: Sequence[Device]
 ) -> tuple[TakenMemory, ...]:
-    """List the devices on which other processes held memory, with the largest amount in bytes."""
+    """List the devices on which other processes used memory, with the most bytes seen."""
     found = sorted(find_taken_bytes(seen).items())
     return tuple(TakenMemory(devices[i].label, size) for i, size in found)
 
 
 def find_pass_statistics(chosen: Layout, layer: str) -> PassStatistics | None:
-    """Return the layer whose statistics depend on the pass size, and the smallest pass.
+    """Return the layer whose statistics change with the micro-batch, and the smallest one.
 
-    None if there is no such layer, or every share is computed in one pass.
+    Such as BatchNorm under gradient accumulation. None if the model has no such layer, or if the
+    layout uses no accumulation.
     """
     rows = [chosen.pass_rows[i] for i in chosen.active if chosen.passes(i) > 1]
     return PassStatistics(layer, min(rows)) if layer and rows else None
 
 
 def find_code_limit(seen: Iterable[Observation]) -> CodeLimit | None:
-    """Return how many rows ran and how many made the user's code raise an exception, or None.
+    """Return the batch size above which the user's code raises an exception, or None.
 
-    An error counts if all its failures have more rows than what ran on the same devices.
+    Found if all failures with one exception had more rows than every batch that ran on the same
+    devices.
     """
     ran: defaultdict[int, int] = defaultdict(int)
     failed: defaultdict[str, dict[int, int]] = defaultdict(dict)
@@ -173,9 +179,9 @@ PHASES = ("building", "preparing", "warming up", "measuring")
 
 
 def strip_location(detail: str) -> str:
-    """Return an error message without its device, phase and traceback path.
+    """Return an error message without the parts that differ between devices.
 
-    Equal errors from different devices then compare as equal.
+    These are the device, the phase and the traceback's path.
     """
     error = detail.partition(" (traceback in ")[0].rstrip(".")
     for phase in PHASES:
@@ -190,9 +196,10 @@ UNEQUAL_RATIO = 1.25
 def find_unequal_devices(
     seen: Iterable[Observation], devices: Sequence[Device]
 ) -> UnequalDevices | None:
-    """Find two devices of the same product of which one was much faster alone, at the same batch.
+    """Return two devices of the same product that differ much in speed, or None.
 
-    Returns the pair with the largest ratio, or None if all ratios are below 1.25.
+    Compared alone, at the same batch. Of several pairs, the one with the largest ratio; at least
+    1.25.
     """
     best: dict[tuple[int, int], float] = {}
     for observation in seen:
@@ -215,9 +222,9 @@ def find_unequal_devices(
 
 
 def find_taken_bytes(seen: Iterable[Observation]) -> dict[int, int]:
-    """Return the most bytes that other processes held on each device, by position.
+    """Return the most bytes that other processes used on each device, by position.
 
-    Devices on which they held nothing are missing.
+    Devices on which they used none are left out.
     """
     most: dict[int, int] = {}
     for observation in seen:
@@ -235,9 +242,9 @@ Reason = Literal["nothing_ran", "nothing_fits", "failed", "gone"]
 def find_left_out(
     seen: Sequence[Observation], devices: Sequence[Device], chosen: Layout
 ) -> tuple[LeftOut, ...]:
-    """Return the devices that can't be used, with the last failure on each.
+    """Return the devices that can't be used, each with its last failure.
 
-    A later successful probe removes the device from the list.
+    A device that trained successfully after its failure isn't listed.
     """
     found: dict[int, LeftOut] = {}
     ran: set[int] = set()
@@ -257,7 +264,10 @@ def find_left_out(
 def _why_left_out(
     failure: Failed | OutOfMemory, position: int, ran: bool, chosen: Layout
 ) -> Reason | None:
-    """Return why a failed probe excludes a device, or None if the device is still usable."""
+    """Return why a failure means that a device can't be used; None if it still can.
+
+    `ran` says whether a probe succeeded on the device before.
+    """
     # `ran`: a probe ran on it before
     if not ran:
         return "nothing_ran" if isinstance(failure, Failed) else "nothing_fits"
@@ -269,9 +279,9 @@ def _why_left_out(
 
 
 def find_short_epoch(chosen: Layout, rows: int) -> ShortEpoch | None:
-    """Return the steps of an epoch if it has fewer than 100 at the plan's global batch.
+    """Return the number of steps in an epoch if there are fewer than 100, or None.
 
-    None for longer epochs, or if `rows` is 0 (unknown).
+    At the chosen layout's global batch. `rows` is the size of the data set; 0 if unknown.
     """
     batch = chosen.global_batch
     if not 0 < rows < FEW_STEPS * batch:

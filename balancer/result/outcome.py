@@ -1,4 +1,4 @@
-"""Write the plan file's content and the result of a finished search."""
+"""Build the result of a finished search: its verdict, its text and the plan file's content."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ BLOCK_SLACK = 0.002
 
 
 def build_outcome(record: JournalContents, report: SearchReport, end: SearchEnd) -> Finished:
-    """Return the finished result of a search: its plan, verdict and text."""
+    """Return the result of a finished search: plan, verdict and text."""
     header, facts, chosen = record.header, record.facts, report.chosen
     request, knobs = header.request, chosen.layout.knobs
     verdict = judge(record, report, end)
@@ -79,7 +79,7 @@ def build_outcome(record: JournalContents, report: SearchReport, end: SearchEnd)
 
 
 def _as_read(verdict: Verdict) -> Verdict:
-    """Return the verdict as it reads after a round trip through JSON."""
+    """Return the verdict as it would be read back from its JSON."""
     # if a resumed run ends in the same way, the new end equals the recorded one and isn't written
     # again
     return msgspec.json.decode(msgspec.json.encode(verdict), type=Verdict)
@@ -88,7 +88,7 @@ def _as_read(verdict: Verdict) -> Verdict:
 def _list_evidence(
     report: SearchReport, devices: Sequence[Device], facts: Facts
 ) -> tuple[Evidence, ...]:
-    """List the measurements that the plan file keeps beside the chosen layout."""
+    """Return the measurements that the plan file stores to justify the recommended layout."""
     rivals = compare_all(report.chosen, report.ranking, report.results, report.single)
     found = [*_list_rivals(report, rivals, len(devices)), *_list_alone(report, rivals, devices)]
     return tuple(
@@ -102,7 +102,7 @@ _Named = tuple[str, EvidenceKind, ComparedLayout]
 def _list_rivals(
     report: SearchReport, rivals: Sequence[ComparedLayout], devices: int
 ) -> list[_Named]:
-    """Return the compared layouts with the names and kinds under which the plan keeps them."""
+    """Return the compared layouts with their names and kinds in the plan file."""
     chosen = report.chosen
     names = name_rivals(chosen, rivals, devices)
     found: list[_Named] = [
@@ -125,9 +125,9 @@ def _list_rivals(
 
 
 def _put_first(single: ComparedLayout, found: Sequence[_Named], devices: int) -> list[_Named]:
-    """Move the device that the verdict names before all other "best_device" entries.
+    """Return the entries with this single device before all other single devices.
 
-    It is added if it isn't among `found`.
+    It is the one that the verdict compares the plan with. It is added if it is missing.
     """
     known = [named for named in found if named[2].layout == single.layout]
     name = name_layout(single.candidate, devices, another=True, with_shares=True)
@@ -140,7 +140,10 @@ def _put_first(single: ComparedLayout, found: Sequence[_Named], devices: int) ->
 def _list_alone(
     report: SearchReport, rivals: Sequence[ComparedLayout], devices: Sequence[Device]
 ) -> Iterator[_Named]:
-    """Yield each device alone with its fastest batch and, if measured, with the plan's batch."""
+    """Yield the entries about each device alone.
+
+    These are its fastest batch and, if measured, the plan's batch.
+    """
     fastest = [one for one in report.solos if one is not None]
     for result in fastest:
         # a device that took part in the race has the result of the race
@@ -164,7 +167,7 @@ def _label(layout: Layout, devices: Sequence[Device]) -> str:
 
 
 def _find_kind(compared: ComparedLayout, devices: int) -> EvidenceKind:
-    """Return the kind of an entry in the plan's evidence."""
+    """Return the kind of a compared layout in the plan file, such as "best_device"."""
     traits = compared.layout.traits
     if compared.family is None or traits.sharded or not traits.by_shares:
         return "other"
@@ -183,10 +186,7 @@ def _write_evidence(
     facts: Facts,
     report: SearchReport,
 ) -> Evidence:
-    """Return an entry of the plan's evidence.
-
-    `contended` marks a device measured alone while the other devices were busy.
-    """
+    """Return the plan file's entry about a compared layout."""
     layout = compared.layout
     contended = layout.traits.alone and len(layout.shares) > 1 and layout not in report.others_idle
     return Evidence(
@@ -214,7 +214,10 @@ def _summarize(record: JournalContents, end: SearchEnd) -> SearchSummary:
 
 
 def _write_chosen(record: JournalContents, layout: Layout, report: SearchReport) -> PlanLayout:
-    """Return the chosen layout for the plan, with each device's time curve and memory."""
+    """Return the plan file's entry about the recommended layout.
+
+    It includes each device's compute time by rows, and its expected memory.
+    """
     devices, state = record.header.devices, record.facts.state
     written = _write_layout(layout, devices, record.facts, report)
     ran = [observation for observation in record.observations if isinstance(observation, Timed)]
@@ -233,7 +236,7 @@ def _write_chosen(record: JournalContents, layout: Layout, report: SearchReport)
 def _write_layout(
     layout: Layout, devices: Sequence[Device], facts: Facts, report: SearchReport
 ) -> PlanLayout:
-    """Return a layout as the plan file stores it."""
+    """Return a layout in the form of the plan file."""
     batch, costs = layout.global_batch, layout.costs
     ratios = find_ratios(layout, report.mean_length)
     shares = tuple(
@@ -259,7 +262,10 @@ def _write_layout(
 def _predict_memory(
     layout: Layout, position: int, ran: Sequence[Timed], state: ModelState | None
 ) -> tuple[int, int]:
-    """Return the state's bytes on a device and its expected peak in bytes; zeros without shards."""
+    """Return a device's bytes of state, and its expected peak bytes, in sharded training.
+
+    Both are 0 for layouts without shards.
+    """
     # the peak is the highest one measured in `ran`, plus BLOCK_SLACK
     if not (layout.traits.sharded and state and position in layout.active):
         return 0, 0
@@ -272,7 +278,10 @@ def _predict_memory(
 
 
 def _write_throughput(interval: Interval, layout: Layout, report: SearchReport) -> Throughput:
-    """Return the samples/s for the plan, with tokens/s, padding and power where known."""
+    """Return the samples/s in the form of the plan file.
+
+    With tokens/s, padding and power where they are known.
+    """
     low, high = max(0.0, min(interval.low, interval.value)), max(interval.high, interval.value)
     turns = report.turns_of(layout)
     tokens = (interval.value * report.mean_length, padding_share(turns))

@@ -1,4 +1,4 @@
-"""Compare the chosen layout with the others, and give each a name."""
+"""Compare the recommended layout with the others, and name them for users."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ KNOBS = {
 def name_layout(
     candidate: Candidate, devices: int, another: bool = False, with_shares: bool = False
 ) -> str:
-    """Return a layout's name for users.
+    """Return the name of a layout for users.
 
-    - `another`: for a layout whose usual name belongs to a better one.
-    - `with_shares`: append the rows per device.
+    - `another`: whether a better layout already has its usual name, so that it needs another
+      one.
+    - `with_shares`: whether to append the rows of each device.
     """
     layout = candidate.layout
     knobs = "".join(f", {KNOBS.get(knob, knob)}" for knob in layout.knobs)
@@ -41,7 +42,7 @@ def name_layout(
 
 
 def name_all(candidates: Sequence[Candidate], devices: int) -> tuple[str, ...]:
-    """Return distinct names for layouts that are listed together, best first."""
+    """Return distinct names for layouts of one list, which is sorted best first."""
     names: list[str] = []
     for candidate in candidates:
         name = name_layout(candidate, devices)
@@ -55,7 +56,7 @@ def name_all(candidates: Sequence[Candidate], devices: int) -> tuple[str, ...]:
 
 
 def list_samples(layout: Layout) -> str:
-    """Return the rows per device as text, such as "826 + 571"."""
+    """Return the rows of each device as text, such as "826 + 571"."""
     return join_shares([(layout.shares[i], layout.pass_rows[i]) for i in layout.computing])
 
 
@@ -65,10 +66,11 @@ NEAR = 2  # relative to a split's batch: the largest batch of a plan with which 
 
 
 class ComparedLayout(msgspec.Struct, frozen=True):
-    """A layout compared with the plan.
+    """A layout and how much faster the plan is.
 
-    `gain` is the plan's speed relative to it, minus 1. `unclear` marks a tie that may hide a large
-    difference. `paired` is set if the gain comes from alternating measurements.
+    - `gain`: the plan's samples/s relative to this layout's, minus 1.
+    - `unclear`: whether the two tie although the difference may be large.
+    - `paired`: whether the gain was measured by alternating the two.
     """
 
     candidate: Candidate
@@ -83,19 +85,19 @@ class ComparedLayout(msgspec.Struct, frozen=True):
 
     @property
     def layout(self) -> Layout:
-        """The layout itself."""
+        """The layout that the plan is compared with."""
         return self.candidate.layout
 
     @property
     def family(self) -> Family | None:
-        """The family that proposed the layout; None if it has knobs."""
+        """The kind of layout; None if it has tuning options."""
         return None if self.candidate.layout.knobs else self.candidate.family
 
     def gain_of(self, chosen: Result) -> float:
-        """Return the plan's gain over this layout.
+        """Return how much faster the plan is than this layout, as a fraction.
 
-        It comes from alternating measurements if they decided, otherwise from the samples/s as
-        printed.
+        From alternating measurements if these decided. Otherwise from the rounded samples/s, so
+        that it agrees with what users read.
         """
         return (
             self.gain
@@ -110,12 +112,12 @@ def compare_all(
     results: Sequence[Result] = (),
     single: Result | None = None,
 ) -> tuple[ComparedLayout, ...]:
-    """Compare the chosen layout with everything measured against it.
+    """Compare the plan with each layout that was measured for it.
 
-    - `ranking`: the final comparison, best first.
-    - `results`: all measured layouts. The fastest split among them is added if one device won
-      and that split isn't in the ranking.
-    - `single`: the best device alone, added if no single device is in the ranking.
+    - `ranking`: the layouts of the final comparison, best first.
+    - `results`: all measured layouts. If the plan uses one device, the fastest one over several
+      devices is added.
+    - `single`: the best single device, added if the final comparison had none.
     """
     won = ranking and ranking[0].candidate.layout == chosen.layout
     others = [ranked for ranked in ranking if ranked.candidate.layout != chosen.layout]
@@ -151,11 +153,11 @@ def _fastest_split(
 def compare(
     chosen: Result, rival: Candidate, interval: Interval, in_turn: RankedLayout | None = None
 ) -> ComparedLayout:
-    """Compare the chosen layout with another.
+    """Compare the plan with one other layout.
 
-    `in_turn` is the other layout's place in the ranking; None if the two weren't measured in
-    alternation. Otherwise that comparison decides about ties, and replaces a gain that disagrees
-    with it.
+    `in_turn` is the other layout's place in the final comparison, in which the two were measured
+    alternately. It decides whether they tie, and gives the gain if the separate samples/s
+    contradict it. None if there was no such comparison.
     """
     own, layout = chosen.throughput, rival.layout
     comparable = is_comparable(own, chosen.layout.shares, interval, layout.shares)
@@ -173,14 +175,14 @@ def compare(
 
 
 def _compare_rates(own: Interval, other: Interval) -> RateGap:
-    """Return the relative gap of two rates, with the bounds that their intervals allow."""
+    """Return the relative difference of two rates, with bounds from their intervals."""
     low = own.low / other.high - 1
     high = own.high / max(other.low, LEAST_RATE) - 1
     return RateGap(printed_gain(own.value, other.value), low, high)
 
 
 def _reverse_gap(against: Interval) -> RateGap:
-    """Turn a layout's measured gap to the plan into the plan's gap to the layout."""
+    """Turn "how much faster than the plan" into "how much faster the plan is"."""
     low, value, high = (
         1 / (1 + max(-0.99, each)) - 1 for each in (against.high, against.value, against.low)
     )
@@ -188,20 +190,20 @@ def _reverse_gap(against: Interval) -> RateGap:
 
 
 def find_own_family(layout: Layout) -> Family:
-    """Return the family that a layout belongs to; `EVEN` for equal shares over several devices."""
+    """Return the kind of a layout; equal shares over several devices are a separate kind."""
     whole = layout.traits.together and not layout.traits.sharded
     return EVEN if whole and is_even(layout) else family_of(layout)
 
 
 def name_rivals(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) -> tuple[str, ...]:
-    """Return names for the compared layouts, distinct from each other and from the plan's."""
+    """Return names for the compared layouts that differ from each other and from the plan's."""
     layout = chosen.layout
     own = Candidate(find_own_family(layout), layout)
     return name_all([own, *(rival.candidate for rival in rivals)], devices)[1:]
 
 
 def find_larger(chosen: Result, rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
-    """Return the fastest layout with a larger global batch that beats the plan, or None."""
+    """Return the fastest layout that beats the plan by a larger global batch, or None."""
     if not chosen.layout.traits.by_shares:
         return None
     faster = [rival for rival in rivals if rival.candidate.synchronous and rival.gain < 0]
@@ -212,12 +214,12 @@ def find_larger(chosen: Result, rivals: Sequence[ComparedLayout]) -> ComparedLay
 def is_comparable(
     own: Interval, own_shares: Sequence[int], other: Interval, shares: Sequence[int]
 ) -> bool:
-    """Whether a speed comparison between the plan and another layout is meaningful.
+    """Whether it makes sense to compare the plan's speed with another layout's.
 
-    - Both rates must be known, and the other one above 0.
-    - A split must have at least half of the plan's global batch.
-    - A single device is skipped if it did more samples/s within the plan than it did alone: its
-      solo measurement is then out of date.
+    - Both speeds must be known precisely enough.
+    - A layout over several devices needs at least half of the plan's global batch.
+    - A single device must not have been slower alone than it is within the plan: its solo
+      measurement is then out of date.
     """
     active = [i for i, share in enumerate(shares) if share]
     if not other.value or not is_known(own, other):
@@ -230,13 +232,19 @@ def is_comparable(
 
 
 def printed_gain(own: float, other: float) -> float:
-    """Return the relative difference of two rates, rounded as they are printed."""
+    """Return the relative difference of two rates, computed from their rounded values.
+
+    So it agrees with the rates that users read.
+    """
     first, second = (float(rate(one).replace(" ", "")) or one for one in (own, other))
     return first / second - 1
 
 
 def is_rough(*intervals: Interval) -> bool:
-    """Whether a rate's relative error is above 2 %, so that gains are printed in whole percents."""
+    """Whether one of the rates has a relative error above 2 %.
+
+    Gains are then written in whole percents.
+    """
     return any(
         relative_error(interval.value, interval.low, interval.high) > COARSE
         for interval in intervals
@@ -244,5 +252,5 @@ def is_rough(*intervals: Interval) -> bool:
 
 
 def write_gain(gain: float, *intervals: Interval) -> str:
-    """Return a gain as a percentage, with a decimal if the rates are precise enough."""
+    """Return a gain as a percentage, with a decimal if the rates are precise enough for it."""
     return percent(gain, 0 if is_rough(*intervals) and gain >= 0.005 else 1)

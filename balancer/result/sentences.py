@@ -61,7 +61,7 @@ PLAIN_PARALLEL = {
 
 
 class VerdictText(msgspec.Struct, frozen=True):
-    """The text of a verdict: recommendation, headline, remarks and warnings."""
+    """The result of a search as text for users."""
 
     description: str
     rate: str
@@ -73,19 +73,22 @@ class VerdictText(msgspec.Struct, frozen=True):
 
     @property
     def headline(self) -> str:
-        """The layout, its speed and its gains in one line."""
+        """The recommended layout, its speed and its gains over other layouts, in one line."""
         return BETWEEN.join(part for part in (self.description, self.rate, self.gains) if part)
 
     @property
     def text(self) -> str:
-        """The recommendation, the headline and the remarks, one per line, without warnings."""
+        """The recommendation, the headline and the remarks, one per line.
+
+        Warnings aren't included.
+        """
         return "\n".join(
             (*([self.recommendation] if self.recommendation else []), self.headline, *self.remarks)
         )
 
 
 def write_verdict(verdict: Verdict) -> VerdictText:
-    """Return a verdict as text."""
+    """Return the verdict of a search as text for users."""
     mark = SIMULATED if verdict.simulated else ""
     knobs = [KNOBS.get(knob, knob) for knob in verdict.chosen.knobs]
     with_knobs = f", with {join_words(knobs)}" if knobs else ""
@@ -104,7 +107,10 @@ def write_verdict(verdict: Verdict) -> VerdictText:
 
 
 def _write_advice(verdict: Verdict) -> str:
-    """Return the recommendation as a sentence; "So far: use …" if the search was stopped early."""
+    """Return the recommendation as a sentence.
+
+    It begins with "So far" if the search was stopped early, because another layout may be faster.
+    """
     text = _write_action(verdict)
     stopped = verdict.stopped in ("interrupted", "cut_off")
     # the search ended early, so another layout may be faster
@@ -139,7 +145,7 @@ PLANS: dict[LayoutKind, str] = {
 
 
 def _write_reason(verdict: Verdict, reason: str) -> str:
-    """Return why the user should measure again, without a final period."""
+    """Return why the user should measure again, as a clause without a final period."""
     # `reason` is "uncompared", "uncertain", or the code of one of the verdict's doubts
     value = max((doubt.value for doubt in verdict.doubts if doubt.code == reason), default=0.0)
     if reason == "disturbed":
@@ -167,7 +173,7 @@ def _write_reason(verdict: Verdict, reason: str) -> str:
 
 
 def write_error(measured: MeasuredRate) -> str:
-    """Return half of a rate's interval as a percentage of the rate, such as "± 3 %"."""
+    """Return the uncertainty of a measured speed as text, such as "± 3 %"."""
     return f"± {half_width(measured.samples_per_second, measured.low, measured.high)}"
 
 
@@ -187,7 +193,10 @@ def _write_plan_rate(verdict: Verdict) -> str:
 
 
 def _write_gains(verdict: Verdict) -> Iterator[str]:
-    """Yield the plan's gains over equal shares, the best split and a single device."""
+    """Yield how much faster the plan is than equal shares, the best split and one device.
+
+    Only comparisons that make sense for the plan's kind of layout.
+    """
     # only the comparisons that make sense for this kind of plan
     if not verdict.rate.known:
         return
@@ -205,7 +214,7 @@ def _write_gains(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
-    """Yield how much longer each job takes beside others on its device than it would alone."""
+    """Yield how many times longer one of several jobs on a device takes than it would alone."""
     chosen = verdict.chosen
     if chosen.trainings > 1 and single.gain is not None:
         seconds = chosen.global_batch * chosen.trainings / verdict.rate.samples_per_second
@@ -214,7 +223,7 @@ def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
 
 
 def _find_even_split(verdict: Verdict) -> Rival | None:
-    """Return the equal shares to compare an unequal or sharded plan with, or None."""
+    """Return the equal shares with which an unequal or sharded plan is compared, or None."""
     chosen, advice = verdict.chosen, verdict.recommendation
     if chosen.kind not in ("other_shares", "sharded"):
         return None
@@ -228,15 +237,15 @@ def _find_even_split(verdict: Verdict) -> Rival | None:
 
 
 def find_best_split(verdict: Verdict) -> Rival | None:
-    """Return the best layout over several devices that the text can mention, or None."""
+    """Return the best layout over several devices that can be compared with the plan, or None."""
     splits = [rival for rival in verdict.rivals if rival.kind in SPLITS]
     return next(filter(_can_be_stated, splits), None)
 
 
 def find_alone(verdict: Verdict) -> Rival | None:
-    """Return the single device to compare the plan with, or None.
+    """Return the single device that the text compares the plan with, or None.
 
-    Only the first one in the verdict is considered: the verdict chose it for this comparison.
+    It is the first one in the verdict.
     """
     alone = [rival for rival in verdict.rivals if rival.kind == "one_device"]
     if verdict.chosen.kind == "one_device":
@@ -245,7 +254,7 @@ def find_alone(verdict: Verdict) -> Rival | None:
 
 
 def _name_split(verdict: Verdict, split: Rival) -> str:
-    """Return a split's name with its rows per device."""
+    """Return the name of a layout over several devices, with the rows of each."""
     # the global batch is added if it isn't the plan's; for many devices, the shares are left out
     name = split.name if split.kind == "equal_shares" else f"the {split.name}"
     other = split.global_batch != verdict.chosen.global_batch
@@ -256,7 +265,7 @@ def _name_split(verdict: Verdict, split: Rival) -> str:
 
 
 def _can_be_stated(rival: Rival) -> bool:
-    """Whether a layout was compared with the plan, or is too uncertain to be."""
+    """Whether the text can say how a layout compares, or that it is too uncertain to compare."""
     return rival.gain is not None or not rival.rate.known
 
 
@@ -265,9 +274,9 @@ def _interval(measured: MeasuredRate) -> Interval:
 
 
 def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
-    """Return the plan's gain over a layout as text, such as "+20 % over equal shares".
+    """Return how much faster the plan is than a layout, such as "+20 % over equal shares".
 
-    `over` is the layout's name in the text.
+    `over` is the other layout's name in the sentence.
     """
     if not rival.rate.known or rival.gain is None:
         are = "are" if rival.kind == "equal_shares" else "is"
@@ -285,14 +294,17 @@ def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
 
 
 def _write_rough_gain(difference: RateGap, over: str) -> str:
-    """Return a gain that is smaller than its error as text."""
+    """Return text about a gain whose measurement error exceeds the gain itself.
+
+    Such as "at least 2 % over equal shares".
+    """
     if difference.low >= 0.01:
         return f"at least {percent(difference.low, 0)} over {over}"
     return f"whether it is faster than {over} isn't certain"
 
 
 def _write_gain_error(verdict: Verdict, rival: Rival) -> str:
-    """Return " ± …" for a gain whose rates are rough or doubtful, otherwise ""."""
+    """Return the error of a gain, such as " ± 2 %"; "" if the measurements are precise."""
     intervals = (_interval(verdict.rate), _interval(rival.rate))
     if rival.difference is None or not (is_rough(*intervals) or _is_doubtful(verdict)):
         return ""
@@ -305,14 +317,14 @@ def _is_doubtful(verdict: Verdict) -> bool:
 
 
 def _half_width(difference: RateGap) -> float:
-    """Return half of the interval of a relative gap, at least up to its upper end."""
+    """Return the error of a relative difference: half of its interval, or more if lopsided."""
     # the lower end can't be below -1, so the interval may be lopsided: the distance to its upper
     # end counts if it is larger
     return max(difference.high - difference.value, (difference.high - difference.low) / 2)
 
 
 def _write_tie(rival: Rival, over: str) -> str:
-    """Return the difference between the plan and a tied layout as text, with its error."""
+    """Return the difference between the plan and a layout that ties with it, with its error."""
     gap = rival.difference
     if gap is None:  # from an older version
         return f"as fast as {over}"
@@ -325,7 +337,7 @@ def _write_tie(rival: Rival, over: str) -> str:
 
 
 def _write_why_equal(gap: RateGap) -> str:
-    """Return why a difference counts as a tie: it is within its error, or too small to matter."""
+    """Return why a difference counts as a tie: smaller than its error, or too small to matter."""
     how = f"{ALTERNATELY}: " if gap.alternately else ""
     if gap.low <= 0 <= gap.high:
         return f"{how}too close to call"
@@ -336,7 +348,7 @@ def _write_why_equal(gap: RateGap) -> str:
 
 
 def _describe_limits(verdict: Verdict) -> Iterator[str]:
-    """Yield a sentence for each part of a step that limits the training, with cause and remedy."""
+    """Yield a sentence about each part of a step that could be removed, with its remedy."""
     for limit in verdict.limits:
         if limit.taken_away:  # the plan's gain already includes it
             continue
@@ -349,7 +361,7 @@ def _describe_limits(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_link(verdict: Verdict) -> Iterator[str]:
-    """Yield the link between the plan's devices, unless another sentence names it."""
+    """Yield the link between the plan's devices, unless another sentence mentions it."""
     named = any(limit.kind is LimitKind.EXCHANGE for limit in verdict.limits)
     # the sentence about an exchange that limits the training names the link
     if verdict.link is not None and not named:
@@ -360,7 +372,7 @@ MUCH_MORE = 3.0  # relative to a gain: a larger upper bound is meaningless
 
 
 def _write_promise(verdict: Verdict, limit: TrainingLimit) -> str:
-    """Return the samples/s to expect without a limit, as a sentence with the gain and its range."""
+    """Return a sentence with the samples/s to expect if a limit is removed."""
     speed = verdict.rate.samples_per_second
     low, high = rate(speed * (1 + limit.gain_low)), rate(speed * (1 + limit.gain_high))
     gain = f"+{percent(limit.gain)}"
@@ -389,13 +401,13 @@ def _describe_equal_shares(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_batch(verdict: Verdict) -> Iterator[str]:
-    """Yield the chosen global batch if the user gave none."""
+    """Yield the global batch that the search chose, if the user requested none."""
     if not verdict.batch_given and verdict.chosen.kind in (*SPLITS, "one_device"):
         yield f"You gave no --global-batch: evener chose {_samples(verdict)} a step."
 
 
 def _name_better_known_layouts(verdict: Verdict) -> Iterator[str]:
-    """Yield faster layouts with certain rates if the plan's own rate is uncertain."""
+    """Yield faster layouts with precise measurements, if the plan's own speed is imprecise."""
     if verdict.rate.known:
         return
     own = verdict.rate.samples_per_second
@@ -409,7 +421,7 @@ def _name_better_known_layouts(verdict: Verdict) -> Iterator[str]:
 
 
 def _suggest_one_device(verdict: Verdict) -> Iterator[str]:
-    """Yield a sentence if a single device is as fast as a split."""
+    """Yield a sentence that suggests a single device if it is as fast as several."""
     if verdict.chosen.kind == "one_device":
         split = find_best_split(verdict)
         if split is not None and split.tie:
@@ -425,7 +437,7 @@ def _suggest_one_device(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_split_loss(verdict: Verdict) -> Iterator[str]:
-    """Yield why the best split is slower than one device, or that no split was measured."""
+    """Yield why several devices are slower than one, or that they weren't measured together."""
     loss = verdict.split_loss
     if verdict.split_unmeasured:
         yield f"No split over several devices was measured near {_samples(verdict)}."
@@ -448,7 +460,7 @@ def _describe_split_loss(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_sum_loss(verdict: Verdict) -> Iterator[str]:
-    """Yield why the plan is slower than all devices alone added up."""
+    """Yield why the plan is slower than the sum of its devices' own speeds."""
     loss = verdict.sum_loss
     if loss is None:
         return
@@ -463,7 +475,7 @@ def _describe_sum_loss(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_cause(loss: SumLoss) -> str:
-    """Return the cause of time lost against the sum of all devices, with a final period."""
+    """Return the reason why training together loses time, as the end of a sentence."""
     cost = milliseconds(loss.exchange_seconds or 0.0)
     exchange = f"synchronizing the devices costs {cost} a step"
     longest = milliseconds(loss.longest_seconds or 0.0)
@@ -481,7 +493,7 @@ def _write_cause(loss: SumLoss) -> str:
 
 
 def _describe_state(verdict: Verdict) -> Iterator[str]:
-    """Yield which devices can hold the model's state."""
+    """Yield which devices can hold the model's parameters, gradients and optimizer state."""
     if verdict.state is not None:
         sentences = write_state_memory(verdict.state)
         # memory is no problem if one device ran the whole model and the plan isn't sharded
@@ -490,7 +502,7 @@ def _describe_state(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_idle_devices(verdict: Verdict) -> Iterator[str]:
-    """Yield a sentence for each working device that the plan leaves out."""
+    """Yield a sentence about each working device that the plan doesn't use."""
     for left_out in verdict.left_out:
         if left_out.reason == "not_faster" and verdict.rate.known:
             whole = ""
@@ -513,7 +525,10 @@ def _describe_idle_devices(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_loss(loss: float) -> str:
-    """Return a relative loss against the plan as text; a negative loss reads as "more"."""
+    """Return how much slower than the plan a layout is, as text.
+
+    A negative loss reads as "more".
+    """
     if abs(loss) < EXACT:
         return "no more than the plan"
     return f"{percent(abs(loss), 1)} {'less' if loss > 0 else 'more'} than the plan"
@@ -524,7 +539,7 @@ def _samples(verdict: Verdict) -> str:
 
 
 def _describe_faster_layouts(verdict: Verdict) -> Iterator[str]:
-    """Yield the layouts with more samples/s than the plan, and why they weren't chosen."""
+    """Yield the layouts that are faster than the plan, with the reason why they aren't used."""
     if not verdict.rate.known:
         return
     faster = [rival for rival in verdict.rivals if rival.why_not is not None]
@@ -548,9 +563,9 @@ def _describe_faster_layouts(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_faster(verdict: Verdict, rival: Rival) -> str:
-    """Return the samples/s of a faster layout, and its lead over the plan, as text.
+    """Return a layout's samples/s, and how much faster than the plan it is, as text.
 
-    A tie also gets the error and, where measured, the gap in alternating measurements.
+    If it ties with the plan, with the error of the difference.
     """
     speed = rate(rival.rate.samples_per_second)
     words = f"{speed} samples/s, {percent(_relative_gain(verdict, rival), 1)} more"
@@ -568,7 +583,10 @@ def _write_faster(verdict: Verdict, rival: Rival) -> str:
 
 
 def _relative_gain(verdict: Verdict, rival: Rival) -> float:
-    """Return a layout's speed relative to the plan, minus 1, from the samples/s as printed."""
+    """Return how much faster than the plan a layout is, as a fraction of the plan's speed.
+
+    Computed from the rounded samples/s that users read.
+    """
     return printed_gain(rival.rate.samples_per_second, verdict.rate.samples_per_second)
 
 
@@ -590,7 +608,7 @@ def _write_batches(rival: Rival) -> str:
 
 
 def _explain_plus_minus(verdict: Verdict) -> Iterator[str]:
-    """Yield what "±" means, if a comparison was too close to call."""
+    """Yield an explanation of "±", if a comparison was too close to call."""
     gaps = [
         rival.difference for rival in verdict.rivals if rival.tie and rival.difference is not None
     ]
@@ -600,7 +618,7 @@ def _explain_plus_minus(verdict: Verdict) -> Iterator[str]:
 
 
 def _explain_use_on_real_devices(verdict: Verdict) -> Iterator[str]:
-    """Yield how to train by a plan, after a search over simulated devices."""
+    """Yield how a plan is used, after a search over simulated devices."""
     planned = verdict.recommendation is not None and verdict.recommendation.action == "plan"
     if verdict.simulated and planned and verdict.chosen.kind in (*SPLITS, "one_device"):
         yield (
@@ -620,7 +638,7 @@ def _describe_earlier_rate(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_knobs(verdict: Verdict) -> Iterator[str]:
-    """Yield the gain or loss of each knob, except loader workers."""
+    """Yield the gain or loss of each tuning option, except data-loader workers."""
     if not verdict.rate.known:
         return
     for rival in verdict.rivals:
@@ -639,9 +657,9 @@ def _describe_knobs(verdict: Verdict) -> Iterator[str]:
 
 
 def _find_workers(verdict: Verdict, rival: Rival) -> str | None:
-    """Return how many loader workers a layout used, as text, or None.
+    """Return the number of data-loader workers of a layout as text.
 
-    None unless it is the plan's layout with another number of workers.
+    None if it doesn't differ from the plan in this number only.
     """
     knobs = (*rival.knobs, *verdict.chosen.knobs)
     same = (rival.devices, rival.batches) == (verdict.chosen.devices, verdict.chosen.batches)
@@ -651,7 +669,7 @@ def _find_workers(verdict: Verdict, rival: Rival) -> str | None:
 
 
 def _describe_workers(verdict: Verdict) -> Iterator[str]:
-    """Yield the samples/s for each number of loader workers, with advice."""
+    """Yield the samples/s with each number of data-loader workers, and what to use."""
     tried = [
         (how, rival.rate)
         for rival in verdict.rivals
@@ -676,13 +694,13 @@ WORKERS = {f"workers{count}": str(count) for count in (0, 2, 4, 8)}
 
 
 def _write_percent_lost(gain: float) -> str:
-    """Return as a percentage what a layout loses if the plan gains `gain` over it."""
+    """Return how much slower a layout is, in percent, if the plan is faster by `gain`."""
     loss = 1 - 1 / (1 + gain)
     return percent(loss, 0 if loss >= 0.02 else 1)
 
 
 def _describe_packs(verdict: Verdict) -> Iterator[str]:
-    """Yield how the plan compares with placements and with several jobs on one device."""
+    """Yield how the plan compares with several jobs on one device, and with placed layers."""
     others = [rival for rival in verdict.rivals if rival.kind in ("side_by_side", "placed")]
     yield from _describe_slower_layouts(verdict, others)
     # ties, and layouts that are too uncertain to compare, have sentences of their own
@@ -696,7 +714,7 @@ def _describe_packs(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_slower_layouts(verdict: Verdict, others: Sequence[Rival]) -> Iterator[str]:
-    """Yield the loss of the first slower layout of each kind."""
+    """Yield how much slower than the plan the best layout of each other kind is."""
     mentioned: set[str] = {verdict.chosen.kind}
     for rival in others:
         if rival.kind in mentioned or rival.gain is None or rival.tie or rival.gain < 0:
@@ -742,7 +760,7 @@ def _describe_code_limit(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_learning(verdict: Verdict) -> Iterator[str]:
-    """Yield what the global batch means for learning, with factors for the learning rate."""
+    """Yield what the global batch means for learning, and how to adapt the learning rate."""
     found = verdict.learning
     if found is None:
         # neither the noise scale nor the script's batch is known
@@ -774,12 +792,15 @@ def _describe_learning(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_range(middle: str, low: str, high: str) -> str:
-    """Return "middle (low - high)", or the middle alone if both ends are equal."""
+    """Return a value with its bounds, as "middle (low - high)".
+
+    The value alone if both bounds read the same.
+    """
     return middle if low == high else f"{middle} ({low} - {high})"
 
 
 def _describe_short_epoch(verdict: Verdict) -> Iterator[str]:
-    """Yield that an epoch has few steps, unless the user set the batch."""
+    """Yield a sentence about an epoch of few steps, unless the user chose the batch."""
     few = verdict.short_epoch
     if few is None or verdict.batch_given:
         return
@@ -847,7 +868,7 @@ def _warn_of_notes(verdict: Verdict) -> Iterator[str]:
 
 
 def _warn_of_left_out(verdict: Verdict) -> Iterator[str]:
-    """Yield the layouts that weren't compared, and requests that are impossible here."""
+    """Yield the layouts that weren't compared, and requests that can't be met on this machine."""
     yield from (left_out.detail for left_out in verdict.left_out if left_out.kind == "request")
     families = [left_out.name for left_out in verdict.left_out if left_out.reason == "by_rows"]
     if families:
@@ -889,7 +910,7 @@ def _warn_of_unfinished(verdict: Verdict) -> Iterator[str]:
 
 
 def write_unfinished(unfinished: Unfinished) -> str:
-    """Return a sentence about a start-up phase that had not ended."""
+    """Return a sentence about what a process was still doing at start-up when time was up."""
     what = {
         "importing": "Importing had not ended",
         "loading": f"The import of {unfinished.name} had not ended",
@@ -904,7 +925,7 @@ def write_unfinished(unfinished: Unfinished) -> str:
 def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
     """Yield the warnings about the measurements.
 
-    Noise is left out if repeated measurements differ by more.
+    The one about noise is left out if repeated measurements differ by more than their noise.
     """
     changed = max((doubt.value for doubt in verdict.doubts if doubt.code == "changed"), default=0.0)
     for doubt in verdict.doubts:
@@ -923,9 +944,9 @@ def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
 
 
 def write_doubt(doubt: VerdictDoubt, on_gpus: bool, longer: str = "a longer --budget") -> str:
-    """Return a warning about a measurement as a sentence, after the device's label if it has one.
+    """Return a warning about a measurement as a sentence, with the device's label if known.
 
-    `on_gpus` allows heat and power as causes. `longer` says how to measure longer.
+    `on_gpus` allows heat and power as possible causes. `longer` is how the user can measure longer.
     """
     value = doubt.value
     part = percent(doubt.taken)
@@ -1043,9 +1064,10 @@ WARNINGS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
 
 
 def write_end(verdict: Verdict, words: str) -> str:
-    """Return why the search ended, or "" if that would contradict advice to measure again.
+    """Return why the search ended, as a sentence.
 
-    `words` is the reason as the search gave it.
+    "" if this would contradict the recommendation to measure again. `words` is the reason that the
+    search itself gave.
     """
     # the search had nothing left to measure, but the recommendation is to measure again
     again = verdict.recommendation is not None and verdict.recommendation.action == "measure_again"
@@ -1069,10 +1091,11 @@ def write_end(verdict: Verdict, words: str) -> str:
 
 
 def write_next_steps(run: str, finished: Finished, path: str, measured: bool) -> tuple[str, ...]:
-    """Return the commands that a user may want next, one line each.
+    """Return the commands that are useful after a search, one line each.
 
     - `path`: the plan file that was written, or "".
-    - `measured`: False if a resumed run ended without a new measurement.
+    - `measured`: whether anything new was measured; False for a resumed run that had already
+      ended.
     """
     steps = [f"plan written to {path}"] if path else []
     if recommends_plan(finished):
@@ -1095,7 +1118,7 @@ def write_next_steps(run: str, finished: Finished, path: str, measured: bool) ->
 
 
 def _needs_time(finished: Finished) -> bool:
-    """Whether a longer search could make the result clear."""
+    """Whether the result is too uncertain, so that a longer search would help."""
     found = finished.found
     if found is None:
         return False
@@ -1104,7 +1127,7 @@ def _needs_time(finished: Finished) -> bool:
 
 
 def recommends_plan(finished: Finished) -> bool:
-    """Whether the recommendation is to train by the plan.
+    """Whether the user should train with the plan rather than without one.
 
     False for simulated devices. True for runs of older versions, which stored no recommendation.
     """
@@ -1115,9 +1138,9 @@ def recommends_plan(finished: Finished) -> bool:
 
 
 def find_one_device_command(finished: Finished) -> str:
-    """Return the shell command that trains on the recommended device alone.
+    """Return the shell command that runs the user's script on the recommended device alone.
 
-    "" unless the recommendation is one real device and the workload is in a script.
+    "" if something else than one real device is recommended, or if there is no script.
     """
     found = finished.found
     if found is None or found.recommendation is None or found.simulated:
@@ -1138,7 +1161,10 @@ def find_one_device_command(finished: Finished) -> str:
 
 
 def write_training_step(plan: Plan, path: str) -> str:
-    """Return how to train by the plan and on which hosts, or "" if it can't be launched."""
+    """Return a line with the command that trains with the plan, and on which hosts to run it.
+
+    "" if the plan can't be launched by a command.
+    """
     command = find_training_command(plan, path)
     hosts = [host for host in dict.fromkeys(share.host for share in plan.layout.active) if host]
     where = f", on {hosts[0] if len(hosts) == 1 else 'each of its hosts'}" if hosts else ""
@@ -1146,7 +1172,7 @@ def write_training_step(plan: Plan, path: str) -> str:
 
 
 def find_training_command(plan: Plan, path: str) -> str:
-    """Return the `evener launch` command for a plan.
+    """Return the `evener launch` command that trains with a plan.
 
     "" for simulated devices, built-in workloads, and layouts without shares.
     """

@@ -1,4 +1,7 @@
-"""Say which devices can hold a model's state, alone, in shards or with adapters."""
+"""Find which devices can hold a model's parameters, gradients and optimizer state.
+
+Alone, sharded, or if only adapters are trained.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,10 @@ FEW = 0.1  # fraction of a model's parameters: if no more are trained, they are 
 def find_state_memory(
     facts: Facts, seen: Sequence[Observation], devices: Sequence[Device], chosen: Layout | None
 ) -> StateMemory | None:
-    """Return where the model's state fits, or None if no sharded workload was built.
+    """Return which devices can hold the model's state; None if the workload can't be sharded.
 
-    For a model that is trained in full, the result includes the memory that LoRA and QLoRA would
-    take. `chosen` is None if no plan was found.
+    If all parameters are trained, the result also says how much memory LoRA and QLoRA would need
+    instead. `chosen` is the recommended layout, or None if there is none.
     """
     state = facts.state
     if state is None or not state.parameters:
@@ -48,7 +51,7 @@ def find_state_memory(
 
 
 def _holds_whole(observation: Observation) -> bool:
-    """Whether the probe ran with the whole model on each of its devices."""
+    """Whether a probe trained with the whole model on each of its devices."""
     layout = observation.probe.layout
     in_parts = observation.probe.stage in SHARDED or layout.traits.sharded or bool(layout.placement)
     return isinstance(observation, Timed) and not in_parts
@@ -63,7 +66,10 @@ def _find_adapters(
 
 
 def write_state_memory(memory: StateMemory) -> str:
-    """Return sentences about the state's memory, or "" if memory is no problem."""
+    """Return sentences about the memory of the model's state, for users.
+
+    "" if a device can hold it and the plan isn't sharded.
+    """
     if memory.fits_on and not memory.shard_bytes:
         return ""
     holders = join_words(memory.fits_on) if memory.fits_on else "no device"
@@ -76,7 +82,7 @@ def write_state_memory(memory: StateMemory) -> str:
 
 
 def write_adapters(memory: StateMemory) -> list[str]:
-    """Return a sentence for each kind of adapter, with its memory and the devices that hold it."""
+    """Return a sentence about each kind of adapter: its memory, and the devices that it fits on."""
     sentences = []
     for adapter in memory.adapters:
         fits = "no device holds that alone"

@@ -1,9 +1,8 @@
-"""Finds what limits a training with the chosen layout.
+"""Find what limits the training speed of the recommended layout, such as waiting for input.
 
-The limits are found from the measured parts of a step, such as waiting for input. Only probes with
-real children measure these parts, so simulated devices have no limits. Times are in seconds per
-optimizer step. Of all ranks, the one where a part takes longest counts, because the others wait for
-it.
+A limit is a part of the step time that could be removed. The parts are measured by probes on real
+devices, so simulated devices have no limits. Times are in seconds per optimizer step. Of all ranks,
+the one where a part takes longest counts, because the others wait for it.
 """
 
 from __future__ import annotations
@@ -73,9 +72,9 @@ KERAS_INPUT = (
 def find_training_limits(
     report: SearchReport, seen: Sequence[Observation], devices: Sequence[Device]
 ) -> tuple[TrainingLimit, ...]:
-    """Return what takes time in the chosen layout's step and could be removed, largest first.
+    """Return the parts of a step that could be removed to train faster, largest first.
 
-    Empty if the parts of its step weren't measured, or if it runs several jobs side by side.
+    Empty if the step's parts weren't measured, or if the layout runs several jobs side by side.
     """
     chosen = report.chosen
     layout = chosen.layout
@@ -98,7 +97,7 @@ def find_training_limits(
 
 
 def _find_turns(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
-    """Return the timed probes of a layout that know the parts of its step."""
+    """Return the probes of a layout in which the parts of its steps were measured."""
     found = [
         observation
         for observation in seen
@@ -108,14 +107,14 @@ def _find_turns(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
 
 
 def _find_looks(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
-    """Return the probes that also timed steps without input or without launch delays."""
+    """Return the probes of a layout that also timed steps without input or launch delays."""
     turns = _find_turns(seen, layout)
     # without input: one batch is reused; without waiting: all kernels are enqueued first
     return [turn for turn in turns if turn.kept is not None or turn.enqueued_seconds is not None]
 
 
 class _Measured:
-    """Mean parts of a layout's step, scaled to the step time of the verdict."""
+    """The measured parts of a layout's step, scaled to its final step time."""
 
     def __init__(
         self, layout: Layout, turns: Sequence[Timed], looks: Sequence[Timed], step_s: float
@@ -127,11 +126,14 @@ class _Measured:
         self.closer = looks[-1] if looks else None
 
     def parts_of(self, position: int) -> list[tuple[Timed, PartSeconds]]:
-        """Return the probes that know a device's parts of the step, with these parts."""
+        """Return the probes that measured the parts of a device's step, each with these parts."""
         return [(turn, part) for turn in self.turns if (part := turn.parts[position]) is not None]
 
     def share(self, position: int, name: str) -> float | None:
-        """Return the mean fraction of a step that a part takes on a device, or None if unknown."""
+        """Return the mean fraction of a step that a part takes on a device, or None if unknown.
+
+        `name` is a field of `PartSeconds`, such as "input_seconds".
+        """
         # `name`: a field of `PartSeconds`, such as "input_seconds"
         shares = [
             seconds / one.step_seconds
@@ -141,7 +143,7 @@ class _Measured:
         return fmean(shares) if shares else None
 
     def largest_s(self, name: str) -> float | None:
-        """Return the seconds of a part on the device where it is longest, or None if unknown."""
+        """Return the seconds of a part on the device where it takes longest; None if unknown."""
         shares = [self.share(position, name) for position in self.layout.computing]
         known = [share for share in shares if share is not None]
         return max(known) * self.step_s if known else None
@@ -156,13 +158,13 @@ class _Measured:
         return fmean(known) * self.step_s if known else 0.0
 
     def lost_s(self, position: int, kind: LimitKind) -> float:
-        """Return the seconds of a step that a device lost to heat or to a power limit."""
+        """Return the seconds per step that a device lost to heat or to its power limit."""
         own_s = self.own_s(position) or self.step_s
         name = "heat_seconds" if kind is LimitKind.HEAT else "power_seconds"
         return own_s * (self.share(position, name) or 0.0)
 
     def waited_for_neighbours(self, position: int) -> float:
-        """Return the seconds of a step in which a device's kernels waited for other processes."""
+        """Return the seconds per step in which other processes kept a device's kernels waiting."""
         parts = [part for _, part in self.parts_of(position)]
         parts = [part for part in parts if _is_whole_sample(part)] or parts
         if not parts:
@@ -180,12 +182,12 @@ class _Measured:
         return (self.own_s(position) or self.step_s) * fmean(waits)
 
     def list_last(self) -> list[int]:
-        """Return the devices that finish last, with a compute time near the longest."""
+        """Return the slowest devices: those within 10 % of the longest compute time."""
         longest = max((self.own_s(i) for i in self.layout.computing), default=0.0)
         return [i for i in self.layout.computing if self.own_s(i) >= LONGEST * longest]
 
     def launching_s(self) -> float:
-        """Return the seconds of a step that a GPU waits for kernel launches; 0 if unknown."""
+        """Return the seconds per step in which a GPU waits for kernel launches; 0 if unknown."""
         if self.closer is None or self.closer.enqueued_seconds is None:
             return 0.0
         step = self.closer.kept or self.closer
@@ -199,7 +201,7 @@ class _Measured:
 
 
 def _find_input(measured: _Measured) -> Iterator[StepPart]:
-    """Yield the time that a step waits for rows."""
+    """Yield the part of the step that waits for the data loader."""
     seconds = measured.largest_s("input_seconds")
     step = _find_step_without_input(measured)
     if step is None:
@@ -224,7 +226,10 @@ def _find_input(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _find_step_without_input(measured: _Measured) -> tuple[float, float] | None:
-    """Return the step time without input and its error, in seconds, or None if not measured."""
+    """Return the step time without waiting for data, and its error, in seconds.
+
+    None if that wasn't measured.
+    """
     scaled = []
     errors = []
     for look in measured.looks:
@@ -244,7 +249,7 @@ def _find_step_without_input(measured: _Measured) -> tuple[float, float] | None:
 
 
 def _find_host(measured: _Measured) -> Iterator[StepPart]:
-    """Yield the time lost to busy CPU cores, and to kernel launches on a GPU."""
+    """Yield the parts lost to CPU cores that other programs use, and to kernel launches."""
     # other programs use the cores
     starved = measured.largest_s("starved_seconds") or 0.0
     named = [
@@ -277,9 +282,10 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _seconds_saved_by_doubling(step_s: float, waits_s: float) -> float:
-    """Return the seconds per step that twice the batch saves where launches limit it.
+    """Return the seconds that doubling the batch saves for each batch of the present size.
 
-    They are per batch of the present size.
+    That is for a GPU that waits `waits_s` seconds of each step for kernel launches. Their number
+    doesn't grow with the batch.
     """
     # the host takes as long as before, and the device twice as long
     after_s = max(step_s, 2 * (step_s - waits_s))
@@ -287,7 +293,7 @@ def _seconds_saved_by_doubling(step_s: float, waits_s: float) -> float:
 
 
 def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
-    """Yield the exchange time that isn't hidden by computation."""
+    """Yield the part of the gradient exchange that computation doesn't hide."""
     layout = measured.layout
     if len(layout.computing) < 2 or not layout.traits.together:
         return
@@ -309,7 +315,7 @@ def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[S
 
 
 def _describe_link(measured: _Measured, devices: Sequence[Device]) -> str:
-    """Return the link between the devices as text, or the devices' labels if it is unknown."""
+    """Return a description of the link between the devices, or their labels if it is unknown."""
     link = find_link(measured.turns, measured.layout, devices)
     if link is None:
         return " – ".join(devices[i].label for i in measured.layout.active)
@@ -319,7 +325,7 @@ def _describe_link(measured: _Measured, devices: Sequence[Device]) -> str:
 def find_link(
     seen: Sequence[Observation], layout: Layout, devices: Sequence[Device]
 ) -> Link | None:
-    """Return the last measured link between exactly the layout's devices, or None."""
+    """Return the latest measurement of the link between the layout's devices, or None."""
     labels = tuple(devices[i].label for i in layout.active)
     for observation in reversed(seen):
         if not isinstance(observation, Timed) or observation.probe.layout.active != layout.active:
@@ -343,7 +349,7 @@ def _waiting_fraction(measured: _Measured, position: int, on_cpu: bool) -> float
 
 
 def _find_update(measured: _Measured) -> Iterator[StepPart]:
-    """Yield the time of the optimizer's step."""
+    """Yield the time of the optimizer's update."""
     update = measured.largest_s("update_seconds")
     if update is not None:
         # waiting for the host to launch kernels is another limit
@@ -361,7 +367,10 @@ def _find_update(measured: _Measured) -> Iterator[StepPart]:
 def _find_memory(
     measured: _Measured, seen: Sequence[Observation], devices: Sequence[Device]
 ) -> Iterator[StepPart]:
-    """Yield the time that gradient accumulation costs the slowest devices."""
+    """Yield the time lost because the slowest devices need gradient accumulation.
+
+    With more memory, they could compute their rows in one pass.
+    """
     layout = measured.layout
     for position in measured.list_last():
         passes = layout.passes(position)
@@ -378,7 +387,7 @@ def _find_memory(
 
 
 def _list_passes(seen: Sequence[Observation], position: int) -> list[tuple[int, float]]:
-    """Return the two largest shares that ran in a single pass on a device, with seconds."""
+    """Return the two largest batches that ran in one pass on a device, with their seconds."""
     fastest: dict[int, float] = {}
     for observation in seen:
         if not isinstance(observation, Timed) or not observation.probe.layout.by_rows:
@@ -393,9 +402,9 @@ def _list_passes(seen: Sequence[Observation], position: int) -> list[tuple[int, 
 def _seconds_saved_by_one_pass(
     known: Sequence[tuple[int, float]], passes: int, on_cpu: bool
 ) -> tuple[float, float]:
-    """Return the seconds saved if a share fitted in one pass, and their error.
+    """Return the seconds saved by one pass instead of several, and the error of this estimate.
 
-    `known` holds rows and seconds of two single passes.
+    `known` holds the rows and seconds of two measured passes.
     """
     (few, few_s), (many, many_s) = known
     now_s = passes * many_s
@@ -413,7 +422,7 @@ def _seconds_saved_by_one_pass(
 
 
 def _is_whole_sample(part: PartSeconds) -> bool:
-    """Whether the driver's sample of GPU use lies mostly within the measurement."""
+    """Whether the driver's sample of GPU use was taken mostly during the measurement."""
     # otherwise, most of the sample is from before the session's kernels began
     return part.busy is None or part.busy >= LEAST_BUSY
 
@@ -445,9 +454,10 @@ def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[Ste
 
 
 def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
-    """Return what equal shares would lose against the plan, as a limit that is already removed.
+    """Return the time that equal shares would lose and the plan's shares save.
 
-    Empty unless equal shares of the same batch were measured on the same devices.
+    It is a limit that the plan has already removed. Empty unless equal shares of the same batch
+    were measured on the same devices.
     """
     chosen = report.chosen
     layout = chosen.layout
