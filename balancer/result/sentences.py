@@ -173,7 +173,7 @@ def _write_reason(verdict: Verdict, reason: str) -> str:
 
 
 def write_error(measured: MeasuredRate) -> str:
-    """Return the uncertainty of a measured speed as text, such as "± 3 %"."""
+    """Return half of a speed's interval as a percentage of the speed, such as "± 3 %"."""
     return f"± {half_width(measured.samples_per_second, measured.low, measured.high)}"
 
 

@@ -194,7 +194,7 @@ class _Measured:
         return self.scale(max(0.0, step.step_seconds - self.closer.enqueued_seconds))
 
     def scale(self, seconds: float) -> float:
-        """Convert seconds in the last closer measurement to seconds of the verdict's step."""
+        """Convert seconds of a more detailed, slower probe to the layout's usual speed."""
         assert self.closer is not None
         # a measurement that looks at more of a step may be slower
         return seconds * self.step_s / self.closer.step_seconds

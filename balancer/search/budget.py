@@ -53,10 +53,7 @@ CERTAIN_TURN = 0.5
 
 
 class Budget:
-    """Plans the time of a search:
-
-    how long each probe may run, and which probes are worth their time.
-    """
+    """Plans a search's time: how long each probe may run, and which ones are worth it."""
 
     def __init__(
         self,

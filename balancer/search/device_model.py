@@ -97,18 +97,17 @@ class DeviceModel:
 
     @cached_property
     def optimistic(self) -> Curve | None:
-        """Lower bound on the step time by batch:
+        """Lower bound on the step time by batch, from the measurements so far.
 
-        the fastest curve that the measurements don't rule out.
-
-        Shows which batches are worth measuring next. None before the first probe.
+        It is the fastest curve that they don't rule out, and shows which batches are worth
+        measuring next. None before the first probe.
         """
         if self.solo_curve is None:
             return None
         return optimistic_curve(self.group_points, self.solo_curve)
 
     def seconds(self, layout: Layout, curve: Curve) -> float:
-        """Return the seconds that the device needs for its rows of a layout, by a curve."""
+        """Return the seconds a device needs for its rows of a layout, read from `curve`."""
         share = layout.shares[self.position]
         return step_in_passes(curve, share, layout.passes(self.position), self.extra_seconds)
 

@@ -59,7 +59,7 @@ class FamilyView:
 
     @cached_property
     def common_batch(self) -> int | None:
-        """The global batch for kinds of layouts for which no batch of their own is searched.
+        """The global batch for kinds of layouts whose best batch isn't searched.
 
         That is the requested batch, else the best batch of a single device. None if rows differ in
         length, or if no batch is known.

@@ -144,9 +144,9 @@ class MachineModel:
         return self._with_link(costs, max((k for k, *_ in samples), default=1))
 
     def _with_link(self, costs: ExchangeCosts, widest: int) -> ExchangeCosts:
-        """Raise exchange times to what the link's speed implies, where no split was measured.
+        """Raise predicted exchange times that are shorter than the link's speed allows.
 
-        That is for more than `widest` devices.
+        Only for more than `widest` devices: up to that number, the times were measured.
         """
         # links between hosts aren't known
         if self.problem.link is None or not self.by_rows or not self.split_curves or costs[2:]:

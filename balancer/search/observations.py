@@ -164,9 +164,9 @@ class Observations:
         return (*stages, Stage.SOLO) if self._problem.devices == 1 else stages
 
     def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
-        """Return the repeated measurements of a winner if they contradict the earlier ones.
+        """Return the repeated measurements of a winner if they are slower than all before.
 
-        They contradict them if they are slower than every earlier round. Later rounds are then
+        The machine has then changed, and earlier measurements no longer count. Later rounds are
         included. Empty otherwise.
         """
         checks = self._valid_checks(timed)

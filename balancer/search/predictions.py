@@ -86,9 +86,10 @@ class Predictions:
         )
 
     def split_within(self, seconds: float) -> Allocation | None:
-        """Return the fastest allocation to several devices with a limited step time.
+        """Return the fastest allocation to several devices whose step isn't too long.
 
-        `seconds` is the longest step. None if there is none, or if a global batch is requested.
+        `seconds` is the longest step. None if no allocation is that fast, or if a global batch is
+        requested.
         """
         if self.problem.global_batch is not None:
             return None
@@ -187,10 +188,7 @@ class Predictions:
         return min(reaching, key=lambda one: (one.global_batch, one.seconds), default=None)
 
     def _smallest_split_reaching(self, rate: float) -> Allocation | None:
-        """Return the allocation to several devices with the smallest batch for these samples/s.
-
-        None if no batch reaches `rate`.
-        """
+        """Return the smallest batch over several devices that reaches `rate` samples/s, or None."""
         shares = self.fastest_split.shares if self.fastest_split else ()
         hosts = {self.machine.hosts[i] for i, _ in shares}
         # only hosts of the fastest split

@@ -42,7 +42,7 @@ class RowPolicy:
         self.seen = machine.seen
 
     def why_none(self) -> End | None:
-        """Return None: there is no reason known in advance why no layout could work."""
+        """Return None, because nothing rules out all layouts in advance."""
         return None
 
     def is_sensible(self, layout: Layout) -> bool:
@@ -59,10 +59,10 @@ class RowPolicy:
         return self.problem.global_batch is not None or not layout.in_passes
 
     def apart_seconds(self, layout: Layout) -> float | None:
-        """Return the compute time of the slowest device, if each ran its rows with others idle.
+        """Return how long the slowest device takes for its rows without the others, in seconds.
 
-        In seconds. Compared with a measured step, it shows the cost of running together. None if no
-        device was measured.
+        A measured step that takes longer shows the cost of training together. None if no device was
+        measured.
         """
         seconds = []
         for position in layout.computing:

@@ -1,6 +1,6 @@
-"""Search for the fastest layout:
+"""Search for the fastest layout.
 
-`ask` returns the probes to run, `tell` takes what they observed.
+`ask` returns the probes to run, and `tell` takes what they observed.
 """
 
 from __future__ import annotations

@@ -416,7 +416,10 @@ class Sharding:
         )
 
     def _bytes_without_state(self, timed: Timed) -> tuple[int | None, ...]:
-        """Return each device's peak bytes minus its part of the state; None if meaningless."""
+        """Return each device's peak bytes minus its part of the state.
+
+        None where the memory is unknown, or shows nothing about the rows.
+        """
         layout = timed.probe.layout
         parts = layout.state or (MEASURED_PART,) * len(layout.shares)
         held = [part * state_bytes_at_peak(self._state, layout.in_passes) for part in parts]

@@ -86,7 +86,7 @@ class SoloStage:
         return self._round(quick, self._turn)
 
     def _next_small_batches(self, turn: int) -> Batches:
-        """Return the small batch of each device that is due for it in this round.
+        """Return the first or second small batch for each device that hasn't run it yet.
 
         `turn` is 0 for the first small batch and 1 for the second.
         """
@@ -189,7 +189,7 @@ class SoloStage:
         return due | idle
 
     def _cheap_round(self) -> tuple[Probe, ...]:
-        """Return probes that take little time, to check equal shares or near the best batch."""
+        """Return short probes of equal shares, or of batches near the fastest one so far."""
         wanted: Batches = {}
         for one in self._devices_of_split:
             # the equal share or, as the samples/s may have a peak there, the middle of a gap
@@ -265,15 +265,15 @@ class SoloStage:
 
     @cached_property
     def _optimistic(self) -> Allocation | None:
-        """The layout that would be fastest if each device reached its possible best speed.
+        """The layout that would be fastest if each device were as fast as measurements allow.
 
-        None if there is none.
+        None if no layout is possible.
         """
         return self._predictions.fastest_of(list(self._optimistic_curves.values()))
 
     @cached_property
     def _optimistic_batches(self) -> Batches:
-        """The batch to measure next on each device of that possibly fastest layout."""
+        """The batch worth measuring next on each device, for the layout that may be fastest."""
         found: Batches = {}
         for position, share in self._optimistic.shares if self._optimistic else ():
             one = self._machine.devices[position]
@@ -407,7 +407,8 @@ class SoloStage:
     def _choose_second_batch(self, device: DeviceModel, first: int, second: int) -> int:
         """Return the second batch to measure on a device.
 
-        It is reduced if steps are very slow, or if restarting after running out of memory would be.
+        It is smaller if steps are very slow, or if a restart after running out of memory takes
+        long.
         """
         surely = device.memory.largest_in_proportion()
         if surely is None:
@@ -439,10 +440,7 @@ class SoloStage:
 
 
 def _step_seconds(device: DeviceModel, batch: int) -> float:
-    """Return the step time of a batch predicted from earlier measurements; 0 without any.
-
-    In seconds.
-    """
+    """Return the predicted step time of a batch in seconds; 0 before any measurement."""
     if device.solo_curve is None:
         return 0.0
     if len(device.evidence.alone) == 1:

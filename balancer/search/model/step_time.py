@@ -242,8 +242,9 @@ def rising_line(
 def fit_pass_overhead(steps: Sequence[Point], curve: Curve, rows: int) -> float:
     """Return the overhead of each further gradient-accumulation pass, in seconds.
 
-    `steps` are measured steps with several passes, and `curve` gives the time of single passes. It
-    may be negative, but only as far as a pass of `rows` rows stays clearly longer than 0.
+    `steps` are measured steps with several passes, and `curve` gives the time of single passes. The
+    overhead may be negative, but a further pass of `rows` rows always takes at least 5 % of a
+    single pass.
     """
     # a pass of `rows` rows is assumed to take at least `LEVEL` (5 %) of the time of these rows, so
     # that further passes never seem nearly free
