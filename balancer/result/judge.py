@@ -203,7 +203,7 @@ def _has_equal_shares(layout: Layout) -> bool:
 def find_ratios(layout: Layout, row_tokens: float) -> tuple[float, ...]:
     """Return the fraction of each step's work that each device gets.
 
-    If rows are assigned by their cost, a device's fraction is that of its speed on rows of
+    If rows are assigned by cost, it is the device's fraction of the total speed on rows of
     `row_tokens` tokens.
     """
     if layout.costs:
@@ -212,7 +212,7 @@ def find_ratios(layout: Layout, row_tokens: float) -> tuple[float, ...]:
 
 
 def cost_ratios(costs: Sequence[Cost | None], row_tokens: float) -> tuple[float, ...]:
-    """Return each device's speed, on rows of `row_tokens` tokens, as a fraction of all speeds.
+    """Return each device's speed, on rows of `row_tokens` tokens, as a fraction of their total.
 
     0 for a device whose cost is None.
     """
@@ -347,9 +347,9 @@ def _list_singles(rivals: Sequence[ComparedLayout]) -> list[ComparedLayout]:
 
 
 def _find_fastest(report: SearchReport, known: set[Layout]) -> list[ComparedLayout]:
-    """Return the fastest measured layout, in a list, if it beats the plan and isn't known yet.
+    """Return the fastest measured layout, in a list, if it is faster than the plan.
 
-    `known` are the layouts that are already compared. Empty otherwise.
+    Empty otherwise, or if it is in `known`: the layouts that are compared anyway.
     """
     batch, chosen = report.problem.global_batch, report.chosen
     able = [result for result in report.results if batch in (None, result.layout.global_batch)]
@@ -464,10 +464,10 @@ NEARLY = 0.9  # fraction of the sum of all devices alone: anything less is expla
 def _find_sum_loss(
     report: SearchReport, rivals: Sequence[ComparedLayout], limits: Sequence[TrainingLimit]
 ) -> SumLoss | None:
-    """Return why the plan reaches less than 90 % of the sum of all devices' own samples/s.
+    """Return why the plan is slower than all devices alone, added up, by more than 10 %.
 
-    None if it reaches more, if waiting for data or busy CPU cores explain it, or if a device's
-    samples/s are unknown.
+    None if it isn't, if waiting for data or busy CPU cores explain it, or if a device's samples/s
+    are unknown.
     """
     chosen = report.chosen
     alone = list(map(_rate, _list_compared_alone(report, rivals)))
@@ -517,7 +517,7 @@ def _list_compared_alone(
 def _find_cause_of_lost_time(
     lost: float, by_share: float, by_exchange: float
 ) -> Literal["longest_part", "exchange", "both", "unexplained"]:
-    """Return what explains the time that a step loses compared with devices on their own.
+    """Return the cause of the time that a step loses compared with all devices alone.
 
     - `lost`: the seconds to explain.
     - `by_share`: seconds lost because the device with the most rows computes small, inefficient
@@ -698,9 +698,9 @@ def _round_enough(report: SearchReport) -> int:
 def find_short_budget(
     report: SearchReport, seen: Sequence[Observation], end: SearchEnd
 ) -> ShortBudget | None:
-    """Return how much of the budget went into starting processes, if it was too short.
+    """Return how much of a budget that was too short went into starting processes, or None.
 
-    It was too short if no step over several devices was tried. Otherwise None.
+    A budget is too short if it ends before any step over several devices was tried.
     """
     budget = report.problem.budget_seconds
     tried = any(len(observation.probe.layout.active) > 1 for observation in seen)

@@ -45,9 +45,9 @@ def find_learning(request: Request, report: SearchReport) -> Learning | None:
 def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Learning:
     """Return how much a sample contributes to learning in batches of the recommended size.
 
-    The result also covers the other measured batches. If the speed at the script's own batch is
-    known, it includes the recommended batch's relative speed, and how many times as many samples it
-    needs to reach the same loss.
+    It is relative to a sample in very small batches. The result also covers the other measured
+    batches. If the speed at the script's own batch is known, it includes the recommended batch's
+    relative speed, and how many times as many samples it needs to reach the same loss.
     """
     chosen = report.chosen
     batch = chosen.layout.global_batch

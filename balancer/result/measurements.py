@@ -62,7 +62,7 @@ def find_doubts(
 
 
 def _count_lone_steps(seen: Iterable[Observation], chosen: Layout) -> int:
-    """Return how many single steps were timed of the chosen layout; 0 if there was more."""
+    """Return how often the chosen layout was timed by a single step; 0 if ever by several."""
     own = [
         observation
         for observation in seen
@@ -198,8 +198,8 @@ def find_unequal_devices(
 ) -> UnequalDevices | None:
     """Return two devices of the same product that differ much in speed, or None.
 
-    Compared alone, at the same batch. Of several pairs, the one with the largest ratio; at least
-    1.25.
+    They were measured alone, at the same batch, and one is at least 1.25 times as fast as the
+    other. Of several pairs, it is the most unequal one.
     """
     best: dict[tuple[int, int], float] = {}
     for observation in seen:

@@ -112,7 +112,7 @@ def compare_all(
     results: Sequence[Result] = (),
     single: Result | None = None,
 ) -> tuple[ComparedLayout, ...]:
-    """Compare the plan with each layout that was measured for it.
+    """Compare the plan with the layouts of the final comparison, and a few others.
 
     - `ranking`: the layouts of the final comparison, best first.
     - `results`: all measured layouts. If the plan uses one device, the fastest one over several

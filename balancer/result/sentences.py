@@ -223,7 +223,10 @@ def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
 
 
 def _find_even_split(verdict: Verdict) -> Rival | None:
-    """Return the equal shares with which an unequal or sharded plan is compared, or None."""
+    """Return the layout with equal shares that an unequal or sharded plan is compared with.
+
+    None if there is none, or if the recommendation is to use one device.
+    """
     chosen, advice = verdict.chosen, verdict.recommendation
     if chosen.kind not in ("other_shares", "sharded"):
         return None
@@ -659,7 +662,7 @@ def _describe_knobs(verdict: Verdict) -> Iterator[str]:
 def _find_workers(verdict: Verdict, rival: Rival) -> str | None:
     """Return the number of data-loader workers of a layout as text.
 
-    None if it doesn't differ from the plan in this number only.
+    None unless this number is all that differs from the plan.
     """
     knobs = (*rival.knobs, *verdict.chosen.knobs)
     same = (rival.devices, rival.batches) == (verdict.chosen.devices, verdict.chosen.batches)
