@@ -52,10 +52,10 @@ class SearchView(Protocol):
 
     @property
     def singles(self) -> Sequence[Layout]:
-        """The best layout of one device, if there is one.
+        """The best layout of one device; empty if there is none.
 
-        If it needs several passes though its batch is known to fit at once, the same layout in one
-        pass follows.
+        If it uses gradient accumulation although one pass would surely fit, the layout with one
+        pass comes second.
         """
 
     @property

@@ -187,7 +187,10 @@ def _rival(
 
 
 def rivals(state: SessionState) -> tuple[RatedLayout, ...]:
-    """Return the best layout and what it is compared with; during the search, the best so far."""
+    """Return the rows of the comparison: the best layout, then those it is compared with.
+
+    While the search runs, it is the best layout so far.
+    """
     if state.finished is None:
         return _rivals_so_far(state)
     plan, labels = state.finished.plan, state.devices
@@ -225,7 +228,7 @@ def _list_solos(state: SessionState) -> list[Timed]:
 
 
 def _is_other(seen: Timed, best: Result | None) -> bool:
-    """Return whether a measurement is of another layout than the best."""
+    """Return whether a measurement is of a layout other than the best one."""
     # not the best layout itself, nor the same single device with another batch
     return best is None or not _is_same_layout(seen.probe.layout, best.layout)
 
@@ -314,7 +317,10 @@ def _plan_rival(plan: Plan, evidence: Evidence, labels: tuple[str, ...]) -> Rate
 
 
 def _name_even(plan: Plan, even: Evidence) -> str:
-    """Return the name of an even split, with its batch if the plan is even too."""
+    """Return the name of a layout with equal shares.
+
+    If the plan has equal shares too, the name says which of the two batches is larger.
+    """
     own, batch = plan.layout.batches, even.layout.global_batch
     if not all(own) or max(own) - min(own) > 1 or batch == sum(own):
         return EQUAL_SHARES
@@ -323,7 +329,10 @@ def _name_even(plan: Plan, even: Evidence) -> str:
 
 
 def _find_earlier(plan: Plan, single: Evidence) -> float:
-    """Return the higher throughput that a device had earlier at this batch, else 0."""
+    """Return the throughput of an earlier, faster measurement of this device at this batch.
+
+    0 if there is none.
+    """
     if single.kind not in ("best_device", "one_device"):
         return 0.0
     same = [
@@ -388,7 +397,10 @@ def throughput_interval(throughput: Throughput) -> Interval:
 
 
 def _sum(solos: list[Interval]) -> tuple[RatedLayout, ...]:
-    """Return the total of several throughputs as a row, if there are at least two."""
+    """Return the total throughput of single devices as a row of the comparison.
+
+    Empty for fewer than two devices.
+    """
     if len(solos) < 2:
         return ()
     total = Interval(*map(sum, zip(*map(msgspec.structs.astuple, solos), strict=True)))

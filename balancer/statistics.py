@@ -61,10 +61,11 @@ def find_correlation(values: Sequence[float]) -> float:
 
 
 def lone_error(first_seconds: float, seconds: float) -> float:
-    """Return the relative half-width of the 95 % interval of a single timed step.
+    """Return the error of a step time that rests on a single timed step.
 
-    Its difference to the step before it, which took `first_seconds`, adds to an assumed error,
-    unless that step was much slower, as first steps are.
+    It is half of the 95 % interval, as a fraction of the step time. It combines a typical error
+    with the difference to the step before, which took `first_seconds`. That step is ignored if it
+    was much slower, as first steps are.
     """
     # a first step that took over 20 % longer also traced or tuned kernels
     usual = 0 < first_seconds <= USUAL * seconds
@@ -72,9 +73,10 @@ def lone_error(first_seconds: float, seconds: float) -> float:
 
 
 def lone_error_of(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return the relative half-width of the 95 % interval for several probes of one step each.
+    """Return the typical error of step times that each rest on a single timed step.
 
-    `pairs` has (seconds of the untimed first step, seconds of the timed step) for each.
+    It is half of the 95 % interval, as a fraction of the step time. `pairs` holds, for each probe,
+    the seconds of its untimed first step and of the timed one.
     """
     ratios = [first / step - 1 for first, step in pairs if first > 0]
     # first steps may take longer in general
@@ -83,7 +85,10 @@ def lone_error_of(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def _pool_lone(differences: Sequence[float], fitted: int) -> float:
-    """Return a 95 % half-width from measured relative differences and an assumed error."""
+    """Combine measured differences between steps with a typical error.
+
+    Returns half of the 95 % interval of a single step, as a fraction of its time.
+    """
     variance = LONE_WEIGHT * LONE_ERROR**2 + math.fsum(
         difference**2 / 2 for difference in differences
     )
@@ -93,7 +98,10 @@ def _pool_lone(differences: Sequence[float], fitted: int) -> float:
 
 
 def relative_half_width(interval: Interval) -> float:
-    """Return half the width of an interval relative to its value, or inf if that isn't positive."""
+    """Return half the width of an interval, relative to its value.
+
+    inf if the value isn't positive.
+    """
     return (interval.high - interval.low) / 2 / interval.value if interval.value > 0 else math.inf
 
 

@@ -368,7 +368,10 @@ def _measure_first_batches(
 
 @contextmanager
 def _stopped_after(seconds: float | None, stop: threading.Event) -> Iterator[threading.Event]:
-    """Context manager that sets `stop` after some seconds; the yielded event says that it did."""
+    """Context manager that sets `stop` after some seconds, for example to end a dry run.
+
+    It yields an event that is set only then, not if the user stops.
+    """
     # set only when the time is up, not when the user stops
     over = threading.Event()
 

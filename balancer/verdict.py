@@ -147,9 +147,10 @@ class SplitLoss(msgspec.Struct, frozen=True):
 
 
 class SumLoss(msgspec.Struct, frozen=True):
-    """Why the plan doesn't reach the total throughput of its devices alone.
+    """Why the plan is slower than all of its devices alone, with their throughputs added up.
 
-    All times are in seconds per step; `lost_seconds` is the difference that is to be explained.
+    All times are in seconds per step. `lost_seconds` is how much longer a step takes than at the
+    added throughput.
     """
 
     # both: the two causes together explain it, and neither does alone
@@ -272,7 +273,10 @@ class PassStatistics(msgspec.Struct, frozen=True):
 
 
 class ObjectiveReached(msgspec.Struct, frozen=True):
-    """Value of another objective than speed, and the gain in it over the fastest layout."""
+    """The plan's value of an objective other than speed, such as samples per joule.
+
+    `gain` is how much better it is than the value of the fastest layout, as a fraction.
+    """
 
     objective: str
     value: float

@@ -143,7 +143,7 @@ class BlockTimer:
         return 0 if self._over() and not self._start_second_round() else self._block_steps()
 
     def _is_too_slow(self) -> bool:
-        """Return whether a single step took more than the whole time, so that it is the result."""
+        """Return whether one step took longer than the probe's time, so that no more are timed."""
         return len(self._windows) == 1 and self._windows == self._blocks
 
     def add(self, block: Block) -> None:
@@ -189,7 +189,10 @@ class BlockTimer:
         return max(1, min(wanted, 16 * last.steps))
 
     def _is_warmed_up(self) -> bool:
-        """Return whether two windows in a row agree, or the time for warming up is over."""
+        """Return whether step times have become steady, or the warm-up has taken long enough.
+
+        They are steady if two windows in a row agree.
+        """
         windows = self._windows
         if len(windows) < 2:
             return False
@@ -255,7 +258,10 @@ class BlockTimer:
         )
 
     def _list_undisturbed(self) -> list[Block]:
-        """Return the blocks without disturbance or growing memory, or all if too few are left."""
+        """Return the blocks that other programs didn't disturb and in which memory didn't grow.
+
+        All blocks if too few are left.
+        """
         undisturbed = [block for block in self._blocks if not block.disturbed]
         clean = [block for block in undisturbed if not block.grew]
         return clean if len(clean) >= FEWEST_BLOCKS else self._blocks
@@ -296,7 +302,7 @@ class BlockTimer:
 
 
 def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[MeasurementDoubt, bool]:
-    """Return a throttling warning, and whether it applies."""
+    """Return a throttling warning, and whether it should be reported."""
     # the warning's value is the larger of two fractions: the time in which devices report
     # throttling, and the distance of the mean step time from the blocks' median
     spent = sum(block.wall_seconds for block in clean)
@@ -373,7 +379,7 @@ def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
 
 
 def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
-    """Combine one rank's breakdowns of several blocks to a mean per step."""
+    """Return one rank's mean breakdown per step over several blocks."""
 
     def mean(seconds: Sequence[float | None]) -> float | None:
         known = [each for each in seconds if each is not None]
@@ -394,7 +400,10 @@ def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
 
 
 def _find_drift(means: Sequence[float]) -> tuple[float, bool]:
-    """Return the relative change between the halves of a measurement, and whether it matters."""
+    """Return the relative change between the first and second half of a measurement.
+
+    Also returns whether it is large enough to be reported.
+    """
     if len(means) < 2 * FEWEST_BLOCKS:
         return 0.0, False
     half = len(means) // 2

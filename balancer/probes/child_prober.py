@@ -264,7 +264,10 @@ class ChildProber:
         return True
 
     def _wants_closer_look(self, probe: Probe) -> bool:
-        """Return whether a probe also times steps without data loading."""
+        """Return whether a probe should also time steps without data loading.
+
+        The difference shows how long a step waits for data.
+        """
         # such steps are timed in a layout's first probes, if it may become the plan and its batches
         # come from host memory; once if it doesn't wait for input
         explores = probe.stage == Stage.SOLO and len(self._devices) > 1
@@ -332,7 +335,11 @@ class ChildProber:
         return tuple(short.get(i, 0) for i in range(len(self._devices))) if is_known else ()
 
     def _warm_up_share(self, probe: Probe, group: ChildGroup) -> int:
-        """Return the most rows of a smaller step that should run first; 0 for none."""
+        """Return the largest batch of an extra first step with another batch size; 0 for none.
+
+        TensorFlow traces a function for the first batch size, and anew for all sizes at the second
+        one, so that step keeps tracing out of the measurement.
+        """
         request = self._resolved.request
         # TensorFlow traces the first batch size separately, and the second one for all sizes: the
         # first step of new children has another share than the probe's own
@@ -498,7 +505,7 @@ class ChildProber:
         return () if failure.gpu is None else key.active[failure.gpu : failure.gpu + 1]
 
     def _explain_stop(self, probe: Probe, progress: ProgressReporter, stack: Stack) -> None:
-        """Report where the user's code was as a probe was stopped, and save the stack."""
+        """Report which line of the user's code ran when a probe was stopped, and save the stack."""
         labels = ", ".join(self._devices[i].label for i in probe.layout.active)
         # the stack is saved if it contains a line of the user's code
         saved = stack.where and self._save_output(

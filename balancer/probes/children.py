@@ -76,7 +76,7 @@ class RunningChild(ABC):
 
     @abstractmethod
     def find_stack(self) -> Stack | None:
-        """Return where its main thread is in the code, or None if it doesn't answer."""
+        """Return the stack of its main thread, or None if it doesn't answer."""
 
     def find_loss(self) -> str:
         """Return why its host was lost, or "" if it wasn't."""
@@ -156,7 +156,7 @@ class Child(RunningChild):
         return written.decode(errors="replace")
 
     def find_stack(self) -> Stack | None:
-        """Return where its main thread is, or None without an answer within STACK_SECONDS.
+        """Return the stack of its main thread, or None without an answer within STACK_SECONDS.
 
         Until the process runs, the stack is the fork server's.
         """

@@ -210,7 +210,11 @@ class InterferenceMonitor:
     def _find_persistent_short(
         self, position: int, own: Collection[int], clean: bool
     ) -> int | None:
-        """Return the bytes that others still hold after repeated readings, or None if unknown."""
+        """Return the bytes of a device that other programs hold for longer than a moment.
+
+        An increase is read again a few times, because a program that holds memory may be exiting.
+        None if unknown.
+        """
         # a number higher than last time is read again, because a process that holds memory may be
         # exiting
         reported = self._short.get(position, 0) + _unclear_bytes(
@@ -349,7 +353,11 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _unclear_bytes(memory_bytes: int) -> float:
-    """Return how many used bytes may be the driver's own."""
+    """Return how many bytes in use on a device may belong to the driver itself.
+
+    Smaller amounts don't show that another program holds memory. `memory_bytes` is the device's
+    total.
+    """
     return max(SPREAD * memory_bytes, min(SPREAD_BYTES, SPREAD_SMALL * memory_bytes))
 
 

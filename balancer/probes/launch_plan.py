@@ -148,7 +148,11 @@ def build_commands(
 
 
 def _make_stand_in(devices: int) -> tuple[float, ...]:
-    """Return fractions of the model's state for measuring one device by itself."""
+    """Return how to divide a model's state to measure one device of a sharded layout alone.
+
+    The first, running device gets a small fraction. The others, which don't run, get equal parts of
+    the rest.
+    """
     # the running device comes first; the others share what it doesn't hold
     others = devices - 1
     return (MEASURED_PART, *((1 - MEASURED_PART) / others for _ in range(others)))
@@ -243,7 +247,10 @@ class MemoryBudget:
         self._short: dict[int, int] = {}
 
     def estimate_held(self, position: int, peak_bytes: int) -> int:
-        """Return the bytes that a process keeps after a peak, with its allocator's free blocks."""
+        """Return how many bytes an idle process keeps, from the peak of its steps.
+
+        Allocators keep free blocks, so it may be more than the peak.
+        """
         return (
             round(peak_bytes * KEPT)
             if find_backend(self._devices[position].kind).own_memory
@@ -303,7 +310,7 @@ class MemoryBudget:
     def _lacks_memory(
         self, position: int, need: int | None, wanted: set[Layout], idle: HeldBytes
     ) -> bool:
-        """Return whether a GPU has too little memory while the other groups stay idle on it."""
+        """Return whether a GPU has too little memory for a probe beside its idle processes."""
         device = self._devices[position]
         if not find_backend(device.kind).own_memory:
             return False  # each slice has its own memory cap

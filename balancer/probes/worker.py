@@ -266,7 +266,10 @@ class Worker:
         )
 
     def _name_takers(self, starved: Starvation) -> str:
-        """Return the programs that took the cores, or "" if the process hardly lacked any."""
+        """Return the names of programs that competed for the process's CPU cores.
+
+        "" if they took hardly any CPU time from it.
+        """
         if starved.part < NAMED_FROM:
             return ""
         if time.perf_counter() - self._use.at_s >= LOOK_SECONDS:

@@ -597,7 +597,7 @@ def _lacks_split(chosen: Result, rivals: Sequence[ComparedLayout], devices: int)
 
 
 def _find_slow_bfloat16(record: JournalContents, layout: Layout) -> tuple[str, ...]:
-    """Return the plan's devices without bfloat16 hardware, if other devices of it have some.
+    """Return the plan's devices that lack bfloat16 hardware, if other devices of it have it.
 
     Empty if the workload doesn't use bfloat16.
     """

@@ -226,7 +226,11 @@ def _compare_quick_steps(
 
 
 def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]) -> float:
-    """Return by how many seconds per row rare work, such as checkpoints, has become slower."""
+    """Return how many more seconds per row the second run spends on rare work.
+
+    Such as checkpoints. 0 if the difference is within its error, or if other programs slowed the
+    runs too much to know.
+    """
     if not all(window.sums.steps for windows in trainings for window in windows):
         return 0.0
     # other programs slow rare work, such as checkpoints, as much as computing
@@ -244,7 +248,10 @@ def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]
 
 
 def _find_disturbed(windows: Sequence[StepsEntry], quick: _Mean) -> float:
-    """Return how many times longer the mean step computes than a quick step, at least 1."""
+    """Return how many times longer the mean step computes than a quick one; at least 1.
+
+    Other programs disturb quick steps least, so the ratio shows how much they slowed the run.
+    """
 
     def work(window: StepsEntry) -> float:
         sums: StepSums = window.sums

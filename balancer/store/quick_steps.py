@@ -60,7 +60,10 @@ class QuickStep(NamedTuple):
 
 
 class Slope(NamedTuple):
-    """How much steps slow down with the core: 1 means as much as the fixed product does."""
+    """How much steps slow down on a slower core, relative to the fixed matrix product.
+
+    1 means as much as the product; 0 means not at all, as for steps that wait for a GPU.
+    """
 
     mean: float
     deviation: float  # standard deviation
@@ -89,7 +92,10 @@ def compare_quick_steps(
 
 
 def _find_slowed(trainings: Sequence[Sequence[QuickWindow]], same_product: bool) -> list[float]:
-    """Return how much slower each run's core was than the fastest, as a logarithm."""
+    """Return how much slower the core of each run was than the fastest one.
+
+    As the logarithm of the ratio; 0 if the core speeds can't be compared.
+    """
     if not same_product or not all(
         window.core_s > 0 for training in trainings for window in training
     ):
@@ -101,7 +107,7 @@ def _find_slowed(trainings: Sequence[Sequence[QuickWindow]], same_product: bool)
 
 
 def find_slope(trainings: Sequence[Sequence[QuickWindow]]) -> Slope:
-    """Estimate how much steps slow down with the core.
+    """Estimate how much steps slow down on a slower core, relative to the fixed matrix product.
 
     Regresses log step time on the log time of the fixed product, with a common slope for all runs
     (analysis of covariance; Snedecor and Cochran, Statistical Methods, chapter 18). The noise of
@@ -126,7 +132,7 @@ def find_slope(trainings: Sequence[Sequence[QuickWindow]]) -> Slope:
 
 
 def _center(values: Sequence[float]) -> list[float]:
-    """Return the logarithms, less their mean."""
+    """Return the logarithms of the values, minus their mean."""
     logs = [math.log(value) for value in values]
     mean = fmean(logs)
     return [log - mean for log in logs]
