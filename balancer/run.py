@@ -106,10 +106,11 @@ def begin(job: Job) -> OpenRun:
 
 
 def reopen(name: str, request: Request, extend_seconds: float | None = None) -> OpenRun:
-    """Open an existing run to continue it; only some options may differ from its own.
+    """Open an existing run to continue it.
 
-    `extend_seconds` is added to the time already spent. Raises RequestError if other options or the
-    devices differ.
+    `pace` and `share` are taken from `request`, and a budget or a Ray address in it replaces the
+    run's own. `extend_seconds` is added to the time already spent. Raises RequestError if other
+    options or the devices differ, if the run is in progress, or if it has measured nothing.
     """
     folder = runs.run_folder(runs.find(name))
     with ExitStack() as locks:

@@ -143,9 +143,11 @@ def _check_micro(batches: Sequence[int], micro: Sequence[int]) -> None:
 def repeat_probe(
     resolved: Job, layout: Layout, repeat: int, length: ProbeLength, stop: threading.Event
 ) -> Iterator[Iterator[ProbeRepeat]]:
-    """Context manager that locks the devices, and yields an iterator over repetitions.
+    """Context manager that locks the devices, and yields an iterator that runs the layout.
 
-    The iterator ends early once `stop` is set, and raises NoLayoutError if a probe fails.
+    It runs the layout `repeat` times, and yields each result. It ends early once `stop` is set.
+    Devices that the request shares aren't locked. Raises NoLayoutError if a probe fails, and
+    DeviceError if another search has a device.
     """
     with _locked_prober(resolved, layout.active) as prober:
         yield _runs(prober, layout, resolved.devices, repeat, length, stop)
@@ -206,7 +208,7 @@ def _measure(prober: Prober, probe: Probe, stop: threading.Event) -> Observation
 
 
 def _require_timed(seen: Observation | None, devices: Sequence[Device]) -> Timed | None:
-    """Return the measurement, or raise NoLayoutError for a failure."""
+    """Return the measurement, or None if it was stopped; raise NoLayoutError for a failure."""
     if isinstance(seen, OutOfMemory):
         labels = ", ".join(devices[i].label for i in seen.devices)
         where = f" on {labels}" if labels else ""

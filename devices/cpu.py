@@ -1,6 +1,6 @@
-"""The CPU as a set of devices:
+"""The CPU as a set of devices, its cores in equal slices.
 
-its cores in equal slices, their readings, and the settings of processes on them.
+Reads the slices' metrics, and makes the settings of processes that train on them.
 """
 
 from __future__ import annotations
@@ -226,9 +226,7 @@ class CpuSlices(Backend):
         return CpuSource(discovery.devices, notes=discovery.notes)
 
     def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
-        """Return the settings of a process that trains on these slices:
-
-        variables, cores, memory, threads.
+        """Return the variables and limits of a process that trains on these slices.
 
         There is one thread per physical core. Memory limits are added up. TensorFlow gets the total
         by environment variables, PyTorch as `memory_bytes`. For TensorFlow, oneDNN is turned off if

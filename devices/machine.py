@@ -42,9 +42,9 @@ Curve = Annotated[Points, Meta(min_length=2)]
 
 
 class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Time of gradient synchronization:
+    """Time of gradient synchronization, within a host and across hosts.
 
-    a fixed cost and a cost per device, within and across hosts.
+    It is a fixed cost and a cost per device.
     """
 
     base_ms: Amount = 0.0
@@ -208,11 +208,10 @@ class SimulatedShards(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A change of one device for a period:
+    """A change of one device for a period.
 
-    memory taken by another process, lower speed, or failure.
-
-    Times are seconds from the start. Raises `ValueError` if the event doesn't end after it begins.
+    Another process takes memory, the device gets slower, or it fails. Times are seconds from the
+    start. Raises `ValueError` if the event doesn't end after it begins.
     """
 
     at_seconds: Amount
@@ -297,9 +296,9 @@ class Machine(msgspec.Struct, frozen=True):
         )
 
     def step_noise(self, shares: Sequence[int]) -> float:
-        """Return the relative standard deviation of a step's time:
+        """Return the relative standard deviation of a step's time.
 
-        the highest among devices with rows.
+        It is the highest among the devices with rows.
         """
         return max(
             (d.noise for d, share in zip(self.devices, shares, strict=True) if share > 0),

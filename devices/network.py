@@ -156,10 +156,7 @@ def parse_address(text: str, option: str) -> Address:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a Host header or `host:port` names this machine:
-
-    `localhost` or a loopback address.
-    """
+    """Return whether a Host header or `host:port` is `localhost` or a loopback address."""
     # This check protects a local server: a web page elsewhere can make a browser send a request to
     # this machine, but only under the page's own host name.
     try:

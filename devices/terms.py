@@ -131,9 +131,9 @@ def _parse_device(body: str, limit: Limit, before: Term | None) -> Term:
 
 
 def _parse_pick(body: str, limit: Limit, before: Term | None) -> Term:
-    """Parse a part without a kind:
+    """Parse a part of a device list that names no kind.
 
-    a device id, or the next pick of the term before, as in `gpu:0,2`.
+    It is a device id, or the next pick of the term before, as in `gpu:0,2`.
     """
     if "-" in body:
         # an id's prefix names its kind; anything else has the kind of the term before

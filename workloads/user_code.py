@@ -392,10 +392,7 @@ def _rank_model(name: str) -> int:
 
 
 def _could_build(function: ast.FunctionDef) -> bool:
-    """Return whether a function may build a model:
-
-    public, no data function, and returns a value.
-    """
+    """Return whether a function may build a model: public, returns a value, no data function."""
     # The data functions are `sample_batch`, `training_data` and `lengths`.
     if function.name.startswith("_") or function.name in _DATA_FUNCTIONS:
         return False

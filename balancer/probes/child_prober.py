@@ -577,7 +577,9 @@ def make_prober(
 ) -> Prober:
     """Return the prober for a job: simulated if its devices are, else with real processes.
 
-    `end_seconds` is the time on the session's clock at which a simulated prober stops.
+    `end_seconds` is the time on the session's clock at which a simulated prober stops. Its clock
+    starts at `start_seconds`. Tracebacks of processes are appended to `error_file`. `link` is the
+    saved speed of the link between the devices.
     """
     # the session stops real probes
     if job.machine is not None:

@@ -35,7 +35,10 @@ Step = Literal["importing", "loading", "building", "preparing"]
 
 
 class Build(msgspec.Struct, frozen=True, tag=True):
-    """Command: build the workload for this process."""
+    """Command: build the workload for this process.
+
+    The reply is `Built`.
+    """
 
     workload: str
     framework: str
@@ -52,7 +55,8 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     """Command: set shares and passes, and run the first step.
 
     With `costs`, rows are assigned by the cost of their length; `length` makes all rows equally
-    long. `micro` limits the rows per pass of each share; empty means one pass each.
+    long. `micro` limits the rows per pass of each share; empty means one pass each. The reply is
+    `Prepared`.
     """
 
     shares: tuple[int, ...]
@@ -63,24 +67,36 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunSteps(msgspec.Struct, frozen=True, tag=True):
-    """Command: run blocks of `steps` steps until `seconds` have passed, at least one block."""
+    """Command: run blocks of `steps` steps until `seconds` have passed, at least one block.
+
+    The reply is `Ran`.
+    """
 
     steps: int
     seconds: float = 0.0
 
 
 class KeepBatch(msgspec.Struct, frozen=True, tag=True):
-    """Command: reuse one batch for all steps, or load a new one for each again."""
+    """Command: reuse one batch for all steps, or load a new one for each again.
+
+    The reply is `BatchKept`.
+    """
 
     kept: bool
 
 
 class MeasureLink(msgspec.Struct, frozen=True, tag=True):
-    """Command: time all-reduces between the ranks."""
+    """Command: time all-reduces between the ranks.
+
+    The reply is `LinkMeasured`.
+    """
 
 
 class TimeOnDevice(msgspec.Struct, frozen=True, tag=True):
-    """Command: time a step on the GPU with all kernels enqueued beforehand."""
+    """Command: time a step on the GPU with all kernels enqueued beforehand.
+
+    The reply is `TimedOnDevice`.
+    """
 
 
 class ReleaseMemory(msgspec.Struct, frozen=True, tag=True):

@@ -157,7 +157,8 @@ def compare(
 
     `in_turn` is the other layout's place in the final comparison, in which the two were measured
     alternately. It decides whether they tie, and gives the gain if the separate samples/s
-    contradict it. None if there was no such comparison.
+    contradict it. None if there was no such comparison. `interval` is the samples/s of the other
+    layout.
     """
     own, layout = chosen.throughput, rival.layout
     comparable = is_comparable(own, chosen.layout.shares, interval, layout.shares)
@@ -220,6 +221,9 @@ def is_comparable(
     - A layout over several devices needs at least half of the plan's global batch.
     - A single device must not have been slower alone than it is within the plan: its solo
       measurement is then out of date.
+
+    `own` and `own_shares` describe the plan. Without `shares`, `other` is the sum of all devices
+    alone.
     """
     active = [i for i, share in enumerate(shares) if share]
     if not other.value or not is_known(own, other):

@@ -147,7 +147,11 @@ class Budget:
     def probes(
         self, layout: Layout, stage: Stage, turn: int, probes_left: int = 1, reserved: float = 0.0
     ) -> tuple[Probe, ...]:
-        """Return one probe of the layout, in a tuple; empty if there is no time for it."""
+        """Return one probe of the layout, in a tuple; empty if there is no time for it.
+
+        Of the time left, `reserved` seconds are kept for later, and `probes_left` probes, with this
+        one, share the rest.
+        """
         fewest = FEWEST_STEPS if stage == Stage.CHECK else None
         if not self.affords(layout, stage, turn=turn, reserved=reserved, steps=fewest):
             return ()

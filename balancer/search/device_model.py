@@ -261,7 +261,10 @@ class DeviceModel:
         return 0.0
 
     def in_passes(self, device: DeviceCurve) -> DeviceCurve:
-        """Extend a device's curve to more rows than fit in memory, by gradient accumulation."""
+        """Extend a device's curve to more rows than fit in memory, by gradient accumulation.
+
+        `device` is returned unchanged if that can't be used, or if its curve includes it already.
+        """
         rows = min(self.pass_rows, device.limit)
         if not rows or not isinstance(device.curve, Curve):
             return device

@@ -139,7 +139,11 @@ def same_measurement(one: Layout, other: Layout, near: float = TIE) -> bool:
 
 
 def is_no_larger(one: Layout, other: Layout) -> bool:
-    """Whether `one` needs at most as much memory as `other` on every device."""
+    """Whether `one` needs at most as much memory as `other` on every device.
+
+    Both have the same devices. If shares depend on the lengths of rows, only equal layouts give
+    True.
+    """
     if not (one.by_rows and other.by_rows):
         return one == other
     if (one.placement, one.knobs, one.state) != (other.placement, other.knobs, other.state):

@@ -101,7 +101,7 @@ class Observations:
     # ------------------------------------------------------------------ by probe, stage and layout
 
     def in_stage(self, *stages: Stage) -> list[Observation]:
-        """Return the observations of these stages, in an order that is always the same.
+        """Return the observations of these stages, sorted by stage, then by probe.
 
         Failures are missing while they can still be retried.
         """

@@ -86,10 +86,10 @@ class Predictions:
         )
 
     def split_within(self, seconds: float) -> Allocation | None:
-        """Return the fastest allocation to several devices whose step isn't too long.
+        """Return the fastest allocation to several devices with limited compute time, or None.
 
-        `seconds` is the longest step. None if no allocation is that fast, or if a global batch is
-        requested.
+        No device computes longer than `seconds`; the gradient exchange isn't counted. None if no
+        allocation is that fast, or if a global batch is requested.
         """
         if self.problem.global_batch is not None:
             return None
@@ -158,7 +158,10 @@ class Predictions:
         return max((one.samples_per_second for one in found if one), default=0.0)
 
     def single(self, position: int) -> Allocation | None:
-        """Return the fastest batch for this device alone, or None if it can't train alone."""
+        """Return the fastest batch for this device alone, or None if it can't train alone.
+
+        It can't if no batch fits, if it never ran alone, or if every layout must use all devices.
+        """
         device = self.machine.devices[position]
         if device.solo_curve is None or not device.largest_in_one_pass or self.problem.all_together:
             return None
@@ -204,7 +207,10 @@ class Predictions:
         )
 
     def _smallest_singles_reaching(self, rate: float) -> list[Allocation | None]:
-        """Return, for each device alone, its smallest batch with at least `rate` samples/s."""
+        """Return, for each device alone, its smallest batch with at least `rate` samples/s.
+
+        None for a device that doesn't reach it.
+        """
         found = []
         for curve in self.machine.split_curves:
             alone = self.machine.devices[curve.position].solo_curve

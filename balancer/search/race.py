@@ -47,7 +47,11 @@ class Race:
         self._seen = machine.seen
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """Return the next probe; empty if the comparison is decided or time is up."""
+        """Return the next probe; empty if the comparison is decided or time is up.
+
+        Each candidate is measured once, and packs with more and more processes. Then come more
+        rounds of the candidates that may still win, and last the winner's knobs.
+        """
         # packs on logical devices have as many trainings as the best pack of plain processes
         first = [one for one in self._unmeasured if one.layout.placement != "logical"]
         return (

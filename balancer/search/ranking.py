@@ -187,6 +187,8 @@ def undecided(
     - The list holds the fastest one and each layout that may still prove faster with the turns
       that are left. It is empty if there is none.
     - Layouts that may be faster, but can't be separated in that time, tie.
+
+    At most `turns_left` more measurements follow, and a layout gets at most `most_turns` in all.
     """
     # the fastest takes part because the two are compared within turns
     if len(ran) < 2:

@@ -164,7 +164,8 @@ class RowPolicy:
     def _most_efficient(self) -> list[Allocation]:
         """Return the splits with the highest samples/s per cost, such as per watt.
 
-        Only splits at most `max_slowdown` slower than the fastest layout are considered.
+        Only splits at most `max_slowdown` slower than the fastest layout are considered. The best
+        comes first. Empty until a cost is known.
         """
         objective = find_objective(self.problem.objective)
         costs = objective.costs(self.seen.timed(), self.problem.devices)

@@ -206,7 +206,10 @@ class Sharding:
         return [*(self._shard(one) for one in found if one.traits.together), *held]
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return the compute time by rows, and the row limit, of each device of a layout."""
+        """Return the compute time by rows, and the row limit, of each device of a layout.
+
+        Curves are empty if some devices have no rows, because shares aren't changed then.
+        """
         if _some_hold_only(layout):
             return NO_CURVE * len(layout.shares)
         return self.policy.curves(layout_of(layout.shares, layout.micro))
@@ -561,6 +564,7 @@ class StateRoom:
     - `limits`: usable bytes of each device.
     - `in_passes`: whether gradients are kept between gradient-accumulation passes, which takes
       memory.
+    - `without_rows`: positions of devices that only hold state.
     """
 
     def __init__(

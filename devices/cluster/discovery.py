@@ -199,10 +199,7 @@ def _join_notes(found: Mapping[str, Discovery]) -> list[str]:
 
 
 def _choose_kind(answers: Iterable[HostDevices]) -> str:
-    """Return the kind of device to use on all hosts:
-
-    CPU slices only if no host has an accelerator.
-    """
+    """Return the kind of device to use on all hosts; CPU slices only without an accelerator."""
     kinds = {device.kind for answer in answers for device in answer.found.devices}
     return next((kind for kind in BACKENDS if kind in kinds), "cpu")
 

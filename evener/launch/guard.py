@@ -30,12 +30,11 @@ class GuardedTraining:
 
 @contextmanager
 def start_guard(prefix: str) -> Iterator[GuardedTraining]:
-    """Context manager:
+    """Context manager: create a temporary folder, and delete it at the end.
 
-    create a temporary folder, and clean up at the end or if this process dies.
-
-    A separate watcher process deletes the folder. Unless the run succeeded, it first kills the
-    run's remaining processes. Raises RequestError if no temporary folder can be made.
+    A separate watcher process deletes the folder, also if this process dies. Unless the run
+    succeeded, it first kills the run's remaining processes. Raises RequestError if no temporary
+    folder can be made.
     """
     # the folder's name is unpredictable, and begins with `prefix`
     run = new_run_id()

@@ -70,10 +70,7 @@ class ProgramCommand(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Short name for messages:
-
-        the script that a launcher such as torchrun starts, or the program.
-        """
+        """Short name for messages: of the script that a launcher starts, or of the program."""
         started = _find_script(self.arguments) if self._is_launcher else ""
         return Path(started or self.identity).name
 

@@ -458,9 +458,9 @@ def _chain(sampler: Any) -> Iterator[Any]:
 
 
 def begin_dispatcher(wrapped: Any, outer: Any, *_: Any) -> Any:
-    """Hook of accelerate's `DataLoaderDispatcher`:
+    """Hook of accelerate's `DataLoaderDispatcher` that keeps shares equal.
 
-    keep shares equal, as one rank loads all rows.
+    One rank loads all rows there.
     """
     if PROGRAM.trains(outer):
         PROGRAM.stay_even(DISPATCHED)

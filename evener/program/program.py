@@ -146,10 +146,7 @@ class Program:
         return result
 
     def run_backward(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Hook of `autograd.backward`:
-
-        scale the loss by the rank's share if the model is sharded.
-        """
+        """Hook of `autograd.backward` that scales a sharded model's loss by the rank's share."""
         training = self.training
         # a backward pass inside another one, as with checkpointing
         is_inner = backward_number() != -1
@@ -235,10 +232,7 @@ class Program:
             exchanges.note_entered(exchanges.origins.read, "the rate of its optimizer")
 
     def note_update(self, optimizer: Any, *_: Any) -> None:
-        """Optimizer hook after a step:
-
-        record it, and print why shares can't differ if they can't.
-        """
+        """Optimizer hook that records a step, and prints why shares can't differ if they can't."""
         self._updated = True
         self._stepped = True
         if self._loop is not None:
@@ -431,9 +425,9 @@ class Program:
         return is_first_uneven or self._steps == self._look
 
     def _begin_step(self, loop: Any, training: PlannedTraining) -> None:
-        """Start a step with unequal shares:
+        """Start a step with unequal shares.
 
-        set gradient weights, and check the loss if it changed.
+        Sets the weights of gradients, and checks the loss if it changed.
         """
         # The loss needs a check if it has just changed, or if a setting that affects the loss has.
         # A guard disturbs the step's time, which isn't used for rebalancing.
@@ -790,9 +784,9 @@ class Program:
 
     @contextmanager
     def left_unchanged(self) -> Iterator[None]:
-        """Context manager:
+        """Context manager in which these hooks ignore training.
 
-        these hooks ignore training inside it, because a library's hooks handle it.
+        A library's hooks handle it there.
         """
         self._others += 1
         try:
@@ -815,9 +809,9 @@ class Program:
 
 
 def _find_common_fault(every: list[RankView]) -> str:
-    """Return why shares stay equal:
+    """Return why shares stay equal, or "".
 
-    the first rank's reason or a difference between ranks; or "".
+    It is the first rank's reason, or a difference between ranks.
     """
     if not every:
         # a rank is missing
@@ -837,10 +831,7 @@ def share_state(trainer: Any, kind: type[Any]) -> Any:
 
 @contextmanager
 def stays_if_refused(trainer: Any) -> Iterator[None]:
-    """Context manager:
-
-    if an EvenerError is raised inside, restore the trainer and keep shares equal.
-    """
+    """Context manager that restores the trainer and keeps shares equal on an EvenerError."""
     before = dict(vars(trainer))
     try:
         with kept_state():

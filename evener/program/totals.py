@@ -42,9 +42,9 @@ class Totals:
         self._mark_only(self._whole, tensor, place)
 
     def write_gathered(self, data: Any, place: str) -> None:
-        """Mark `data` as one sum per rank:
+        """Mark `data` as one sum per rank.
 
-        a tensor with an element per rank, or a list of tensors.
+        It is a tensor with an element per rank, or a list of tensors.
         """
         kind = self._gathered if isinstance(data, torch.Tensor) else self._parts
         for tensor in each_tensor_in(data):

@@ -181,9 +181,9 @@ _start = subprocess.Popen.__init__
 
 
 def _start_no_python(process: Any, words: Any, *more: Any, **options: Any) -> None:
-    """Replacement of `Popen.__init__`:
+    """Replacement of `Popen.__init__` that refuses to start Python or torchrun.
 
-    raise RequestError if the script starts Python or torchrun.
+    Raises RequestError if the script does.
     """
     # This replaces `subprocess.Popen.__init__`. The program would train there instead of in this
     # process.

@@ -301,10 +301,7 @@ class UnchangedTraining:
         return self._thread in (0, get_ident())
 
     def end_update(self, optimizer: Any, *_: Any) -> None:
-        """Optimizer hook after a step:
-
-        count it; without a DataLoader, a training step ends here.
-        """
+        """Optimizer hook that counts a step; without a DataLoader, a training step ends here."""
         if self._is_over or not self._is_own_thread:
             return
         timer = self._timer

@@ -141,7 +141,10 @@ class ChoiceDialog(Dialog[str]):
 def confirm(
     app: App[int], action: str, question: str, then: Callable[[], Any], title: str = ""
 ) -> None:
-    """Ask a question, and call `then` only if the user confirms `action`."""
+    """Ask a question, and call `then` only if the user confirms `action`.
+
+    `action` is also the dialog's title unless `title` is given.
+    """
 
     def draw(width: int) -> Iterable[Line]:
         return (line(Span(row)) for row in wrap(plain(question), width, 8))

@@ -244,7 +244,10 @@ def verdict_lines(
     found: Verdict | None = None,
     steps: Sequence[str] = (),
 ) -> list[str]:
-    """Return the recommendation, next steps, warnings, and how the search ended."""
+    """Return the recommendation, next steps, warnings, and how the search ended.
+
+    Without a structured verdict (`found`), the stored text `verdict` is used.
+    """
     first, *others = verdict.split("\n")
     written = VerdictText(
         first, "", "", remarks=tuple(others)

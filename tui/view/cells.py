@@ -200,7 +200,10 @@ def span_cells(spans: Iterable[Span]) -> int:
 
 
 def join_spans(spans: Iterable[Span]) -> list[tuple[str, Tone, str]]:
-    """Merge neighbouring spans of one tone, to draw them faster."""
+    """Merge neighbouring spans of one tone, to draw them faster.
+
+    Returns them as (text, tone, action). Spans with an action stay as they are.
+    """
     # Blanks have no visible tone, so they are merged with the span before them.
     joined: list[tuple[str, Tone, str]] = []
     text = action = ""

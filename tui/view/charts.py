@@ -86,7 +86,8 @@ def gib(count: float) -> str:
 def reading_text(reading: Reading, draw: Callable[[float], str], width: int) -> tuple[str, bool]:
     """Return the text of a reading, and whether it is a current value.
 
-    A missing value becomes a word or a mark; an old value has "~" in front.
+    A missing value becomes a word or a mark; an old value has "~" in front. `draw` formats the
+    value. Where both don't fit in `width` cells, "~" stands alone.
     """
     if reading.current is not None:
         return draw(reading.current), True

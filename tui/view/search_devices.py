@@ -28,7 +28,10 @@ LONG_SECONDS = 2.0  # seconds after which a phase shows how long it has lasted
 
 
 class SearchDeviceRow:
-    """A device of a search; `running` is the probe that uses it now, or None."""
+    """A device of a search; `running` is the probe that uses it now, or None.
+
+    `sample` is None in a replay.
+    """
 
     def __init__(
         self, state: SessionState, device: int, sample: DeviceSample | None = None

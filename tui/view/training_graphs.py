@@ -68,7 +68,7 @@ def training_graph_lines(
     """Draw the graphs of a training run in `size` (width and height in cells).
 
     `seconds` is the time to show, `interval_seconds` the time between readings. Without devices
-    that the monitor sees, returns a sentence that says so.
+    that the monitor sees, returns a sentence that says so. Without room, returns no lines.
     """
     width, height = size
     devices = {rank.device for rank in row.ranks}

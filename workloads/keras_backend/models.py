@@ -102,12 +102,11 @@ def _compiled(network: Any, learning_rate: float, loss: Any, **options: Any) -> 
 
 
 def tower_devices(setup: WorkerSetup) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the devices of each tower's layers:
+    """Return the devices of the layers of each tower.
 
-    embedding, convolution, pooling, flattening, dense.
-
-    With the placement "towers", the second tower is on the second device, except the shared
-    embedding. With "alternate", both towers change devices from layer to layer.
+    The layers are embedding, convolution, pooling, flattening and dense. With the placement
+    "towers", the second tower is on the second device, except the shared embedding. With
+    "alternate", both towers change devices from layer to layer.
     """
     first, second = setup.devices[:2]
     if setup.placement == "towers":

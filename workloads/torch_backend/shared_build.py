@@ -68,10 +68,7 @@ class BuiltRecipe:
 
 @contextmanager
 def noting_ranks(noting: Callable[[Callable[..., Any], str], Any]) -> Iterator[None]:
-    """Context manager:
-
-    calls that ask torch.distributed for the rank are passed through `noting`.
-    """
+    """Context manager that passes calls asking torch.distributed for the rank through `noting`."""
     before = {name: getattr(dist, name) for name in ASKS_RANK}
     for name, function in before.items():
         setattr(dist, name, noting(function, f"torch.distributed.{name}()"))

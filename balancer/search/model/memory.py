@@ -144,7 +144,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         """Return the largest micro-batch to try in a step over several devices.
 
         It is the predicted limit. Without a prediction, it is the largest that ran or, if `bold` is
-        set, more.
+        set, more. The result is a multiple of `quantum`, and at most `cap`.
         """
         unknown = self.limit_bytes is None or self.line is None
         if (unknown and not bold) or self._line_is_refuted:
@@ -160,7 +160,10 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return guess is None or self.smallest_failed is None or guess >= self.smallest_failed
 
     def largest_safe(self, cap: int, quantum: int = 1) -> int:
-        """Return the largest batch that is sure to fit: one that ran, or slightly more."""
+        """Return the largest batch that is sure to fit: one that ran, or slightly more.
+
+        The result is a multiple of `quantum`, and at most `cap`.
+        """
         safe = self.largest_ran
         guess = self.predict_largest()
         if self.smallest_failed is None and guess is not None and self.largest_ran:
@@ -170,7 +173,8 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def largest_within(self, limit_bytes: float) -> int:
         """Return the largest batch that needs at most `limit_bytes`.
 
-        Interpolated between the measured points, of which there must be at least one.
+        Interpolated between the measured points, of which there must be at least one, and
+        extrapolated beyond them. UNBOUNDED if memory doesn't grow with the batch.
         """
         points = self.points if len(self.points) > 1 else ((0, 0), *self.points)
         above = bisect_left(points, limit_bytes, key=lambda point: point[1])

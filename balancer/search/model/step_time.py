@@ -281,7 +281,8 @@ class Stairs(msgspec.Struct, frozen=True):
         """Return the step function as a curve up to the batch `largest`.
 
         The batch at which a level ends is known only as a range. With more devices (`among`), a
-        smaller batch of it is assumed, because one late device delays all.
+        smaller batch of it is assumed, because one late device delays all. `error` is the relative
+        standard error of a typical point. Beyond the steps, the curve is a straight line.
         """
         # the batch at which a level ends is known only to be in a range; the curve assumes a
         # smaller batch of this range for more devices

@@ -704,7 +704,10 @@ class StepTimer:
             self._begin_between()
 
     def last(self, count: int = KEPT_STEPS) -> list[TimedStep]:
-        """Return the times of the last `count` steps, as far as the device has finished them."""
+        """Return the times of the last `count` steps, as far as the device has finished them.
+
+        The oldest comes first.
+        """
         self._time_past()
         missing = sum(each.counts for each in self._marked)
         if count <= missing:

@@ -197,7 +197,8 @@ def exchange_values(
 ) -> list[bytes]:
     """Return the values of all ranks, in the order of ranks, through a store.
 
-    With `seconds`, the result is empty on all ranks if a value is missing after this time.
+    With `seconds`, the result is empty on all ranks if a value is missing after this time. No key
+    of the store may start with `prefix` yet. Every rank has to call this.
     """
     keys = [f"{prefix}/{each}" for each in range(world)]
     store.set(keys[rank], own)

@@ -479,17 +479,26 @@ class LengthSampler(UnevenBatchSampler):
     def sizes_at(
         self, first: int, epoch: int | None = None, schedule: Any = None
     ) -> tuple[int, ...]:
-        """Return the row count of each rank in the global batch that begins at `first`."""
+        """Return the row count of each rank in the global batch that begins at `first`.
+
+        `epoch` is by default the current one, and `schedule` is ignored.
+        """
         # `first` is a row's position in the epoch's order. Lengths determine the numbers of rows,
         # not `schedule`.
         return self.assignment_at(first, self.epoch if epoch is None else epoch).sizes
 
     def pass_sizes(self, first: int, epoch: int) -> tuple[int, ...]:
-        """Return the row count of each of this rank's passes; `(0,)` if it has no rows."""
+        """Return the row count of each of this rank's passes; `(0,)` if it has no rows.
+
+        The batch begins at row `first` of the epoch's order.
+        """
         return tuple(map(len, self.assignment_at(first, epoch).passes[self.rank])) or (0,)
 
     def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:
-        """Return this rank's token counts in a batch, without and with padding."""
+        """Return this rank's token counts in a batch, without and with padding.
+
+        The batch begins at row `first` of the epoch's order.
+        """
         assign = self.assignment_at(first, epoch)
         return assign.tokens[self.rank], assign.padded[self.rank]
 

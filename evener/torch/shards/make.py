@@ -356,7 +356,8 @@ def _reduce(tensor: torch.Tensor, operation: Any) -> None:
 def move(optimizer: Any, replaced: Iterable[Any], model: Any) -> None:
     """Replace an optimizer's parameters by the pieces of the sharded model.
 
-    Raises RequestError if the optimizer already has state.
+    Raises RequestError if the optimizer already has state. `replaced` are the model's parameters
+    before sharding, in the order of the new ones.
     """
     if optimizer.state:
         raise RequestError(

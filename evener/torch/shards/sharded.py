@@ -344,7 +344,7 @@ class Sharded:
             self.arm(self._batch)
 
     def accumulated_whole(self) -> None:
-        """Record that a gradient of an unsharded parameter was computed."""
+        """Prepare for a backward pass if an unsharded parameter gets the first gradient in it."""
         if self._task is None:
             self.arm(self._batch)
 

@@ -122,7 +122,7 @@ class BatchTracker:
         """Return the batch that `data` belongs to, or None, and mark it as used.
 
         `training` is whether the model is in training mode. Raises RequestError if several batches
-        with different weights are possible.
+        with different weights are possible. `match` selects the likeliest batches.
         """
         found = self._only
         if found is None:

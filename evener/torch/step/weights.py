@@ -171,7 +171,10 @@ class BatchWeights(BatchTracker):
         return [] if exchange is None else [exchange]
 
     def weigh_sharded(self, model: Any, sharded: Any, device: torch.device) -> None:
-        """Weight the gradients of a sharded model."""
+        """Weight the gradients of a sharded model.
+
+        Inputs of the model are moved to `device`.
+        """
         sharded.begun = partial(self._begin_backward, weakref.proxy(sharded))
         if self.by_loss:
             sharded.weigh(1.0 / self.shares.world)
@@ -226,7 +229,10 @@ class BatchWeights(BatchTracker):
         return self._own_exchanges[model]
 
     def watch_forward(self, model: Any, device: torch.device) -> None:
-        """Watch the forward passes of a model, which tell which batch its gradients belong to."""
+        """Watch the forward passes of a model, which tell which batch its gradients belong to.
+
+        Inputs of the model are moved to `device`.
+        """
         self.models.add(model)
         hook_forward(model, device, self.forward)
 

@@ -128,7 +128,10 @@ def gather_rows(
 
 
 def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Tensor:
-    """Return the sum of a value over all ranks, in float64, or in int64 for integer tensors."""
+    """Return the sum of a value over all ranks, in float64, or in int64 for integer tensors.
+
+    Every rank has to call this. The `timer` doesn't count the all-reduce as compute time.
+    """
     total = torch.as_tensor(value).detach()
     whole = total.ndim and not total.is_floating_point()
     total = total.to(device, torch.int64 if whole else torch.float64, copy=True)
@@ -139,7 +142,10 @@ def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Te
 
 
 def average(value: Any, sizes: Sequence[int], device: Any, timer: Any) -> Any:
-    """Return the mean of a value over ranks, weighted by their row counts."""
+    """Return the mean of a value over ranks, weighted by their row counts.
+
+    Every rank has to call this. The `timer` doesn't count the all-reduce as compute time.
+    """
     own = torch.as_tensor(value).detach().to(device, torch.float64).reshape(1)
     every = [torch.empty_like(own) for _ in sizes]
     with timer.collective():

@@ -88,7 +88,10 @@ class Exchange:
     - `broadcast_buffers`: whether to copy the first rank's buffers after they change.
     - `single_rank`: True without other ranks; then it serves only to undo failed passes.
 
-    Raises RequestError if ranks have different models, or if the model is sharded.
+    Raises RequestError if ranks have different models, or if the model is sharded. `begun` is
+    called with a batch and the one before when a backward pass reaches outputs of the batch;
+    `ready` once the last gradient is computed; `sent` once all buckets are sent; `done` once the
+    sums are complete.
     """
 
     def __init__(
@@ -193,7 +196,8 @@ class Exchange:
         """Prepare the backward pass from the model's outputs.
 
         If `sync` is False, gradients are accumulated without an all-reduce. Raises RequestError if
-        an earlier backward pass failed after sending gradients.
+        an earlier backward pass failed after sending gradients. `batch` is the batch of the
+        outputs, and is passed to `begun`.
         """
         if self.resting:
             return

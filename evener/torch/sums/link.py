@@ -74,7 +74,7 @@ class LinkMember:
 def measure_sums(group: Any, rank: int, members: Sequence[int], device: Any) -> LinkSums:
     """Return the latency and bandwidth of a group's all-reduces, and check their results.
 
-    All members have to call this at the same time.
+    All members have to call this at the same time. `rank` and `members` are global ranks.
     """
 
     def add_up(tensor: Any) -> None:
