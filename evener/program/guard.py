@@ -248,7 +248,7 @@ class Guard(Recorder):
             self._busy = False
 
     def _are_parts_added(self, record: LossRecord, tensor: torch.Tensor) -> bool:
-        """Return whether the results of two parts, added, are the result of both together."""
+        """Return whether a tensor computed from two parts of a batch adds up to that of both."""
         # The whole batch must give the tensor again, and two parts of a few rows must add up. A sum
         # of 0 proves nothing.
         few = next(iter(self._list_rows()), None)

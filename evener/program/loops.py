@@ -247,10 +247,10 @@ class SharedBatches:
         return EpochBatches(self)
 
     def draw(self, drawn: Iterator[Any], resumes: bool) -> Iterator[Any]:
-        """Yield this rank's shares of an epoch, or its own batches if rows can't be divided.
+        """Yield this rank's share of each global batch, or its own batches without division.
 
-        `drawn` iterates over the program's own batches, and `resumes` says that it starts in the
-        middle of an epoch.
+        `drawn` iterates over the batches of the script's own sampler. `resumes` is True if that
+        starts in the middle of an epoch.
         """
         # One of these is drawn for each batch. A loop may leave an epoch early, and the rows of the
         # next epoch may depend on how far the sampler got.

@@ -637,7 +637,7 @@ class Program:
         return next((each.fault for each in every if each.fault), "") if every else views.ALONE
 
     def _train_loop_by_shares(self, loop: Any) -> None:
-        """Decide after a step, together with all ranks, whether shares may differ from now on."""
+        """Decide with all ranks, after a step, whether this loop may use unequal shares."""
         # All ranks call this after the same step. If the program has exchanged values, wait one
         # more step, which may use them.
         every = self.exchange(self._make_record(loop), EXCHANGE_SECONDS)

@@ -89,7 +89,7 @@ class Totals:
     def _follow_whole(
         self, function: Any, tensors: list[torch.Tensor], result: Any, rows: Rows, place: str
     ) -> str:
-        """Follow a call on totals; mark its results as totals too."""
+        """Follow a call that uses totals; if shares can't change its result, it is a total too."""
         # Return `place` if the result may depend on the shares, and otherwise "". `place` is where
         # the sums were computed. A result that also uses this rank's own rows isn't marked. Own
         # rows with gradients are a part of the loss, which is computed again in parts.

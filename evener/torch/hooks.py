@@ -1,4 +1,4 @@
-"""Hooks and replaced functions that exist only while a training run needs them."""
+"""Hooks and replaced functions that are removed when no training run needs them any more."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Replacement:
 
 
 def _is_calling() -> bool:
-    """Return whether PyTorch is calling hooks in any thread."""
+    """Return whether PyTorch is running hooks in any thread; their list mustn't change then."""
     return any(code.co_filename in _CALLERS for code in _running_code())
 
 

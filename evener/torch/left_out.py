@@ -1,9 +1,9 @@
-"""Detect batches that only some ranks leave out, for example because of a NaN.
+"""Detect steps in which only some ranks skip their rows, for example because of a NaN.
 
-On one device, the program would leave out the whole batch or none of it. It leaves one out by
-training with a loss of 0, such as `loss * 0`. Audits don't notice this, because most steps compute
-the loss as usual. So each rank records the steps whose loss is 0, and the ranks compare their
-records through the store of their process group.
+On one device, the user's script would skip the whole batch or none of it. It skips a batch by
+training with a loss of 0, such as `loss * 0`. Audits, which compute a few rows again to check
+gradients, don't notice this, because most steps compute the loss as usual. So each rank records the
+steps whose loss is 0, and the ranks compare their records through the store of their process group.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class LeftOutBatches:
         self._left: list[int] = []  # steps that this rank hasn't written to the store yet
 
     def note(self, loss: torch.Tensor, made_of: Hashable) -> None:
-        """Record a loss and the operations it was computed by.
+        """Record, before the backward pass, whether the loss is 0.
 
-        Call this before the backward pass.
+        `made_of` identifies the operations that computed the loss.
         """
         # Reading a loss makes the host wait for the device. So operations whose loss was once other
         # than 0 aren't checked again.
@@ -57,9 +57,9 @@ class LeftOutBatches:
         return bool(self._usual)
 
     def begin(self, step: int, shares: Sequence[int]) -> tuple[int, list[int]] | None:
-        """Begin a step, and return an earlier step with the ranks that left it out.
+        """Begin a step; return an earlier one that only some ranks skipped, with these ranks.
 
-        The result is None unless some, but not all, ranks with rows did. All ranks have to call
+        The result is None if there is none. Ranks without rows don't count. All ranks have to call
         this for the same steps; each gets the same result.
         """
         if self._learns is False:
@@ -98,7 +98,7 @@ def _meets_in(step: int) -> bool:
 def _find_uneven(
     ranks: dict[int, list[int]], every: Collection[int]
 ) -> tuple[int, list[int]] | None:
-    """Return the first step that only some ranks left out, with these ranks, or None."""
+    """Return the first step that only some ranks skipped, with these ranks, or None."""
     # `ranks` has the ranks that left out each step, and `every` has the ranks with rows.
     for step in sorted(ranks):
         if not set(every) <= set(ranks[step]):

@@ -1,4 +1,4 @@
-"""Parameters and buffers of a model, listed again only after it has registered others."""
+"""Cache the list of a model's parameters and buffers until it registers a new one."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Members:
         self._registered = 0  # buffers and modules that the model has registered
 
     def note(self, parent: Any, parameters: bool = False, buffers: bool = False) -> None:
-        """Record that `parent` has registered a parameter, a buffer or a module."""
+        """Hook: a module of the model has registered a parameter, a buffer or a submodule."""
         if id(parent) not in self._modules:
             return
         if parameters:
@@ -98,5 +98,5 @@ class Members:
         ]
 
     def buffers_at(self) -> int:
-        """Return a number that changes when the model registers a buffer or a module."""
+        """Return a counter that increases when the model registers a buffer or a submodule."""
         return self._registered

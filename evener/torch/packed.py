@@ -16,7 +16,7 @@ def is_packed(tensor: Any) -> bool:
 
 
 def explain_unusable(tensor: Any) -> str:
-    """Return why a 4-bit weight can't be sharded, or "" if it can."""
+    """Return why a 4-bit weight of bitsandbytes can't be sharded, or "" if it can."""
     if tensor.requires_grad:
         return "Its 4-bit weights are trained, and bytes have no gradients."
     if tensor.bnb_quantized and not hasattr(tensor.quant_state, "to"):
@@ -27,7 +27,7 @@ def explain_unusable(tensor: Any) -> str:
 
 
 def pack_weights(model: Any, device: torch.device) -> None:
-    """Pack the model's 4-bit weights that aren't packed yet, and leave them on the CPU."""
+    """Pack the model's unpacked 4-bit weights one by one on `device`, and keep them on the CPU."""
     # each is moved to `device` to be packed, one at a time to save memory
     for module in model.modules():
         for name, tensor in own_parameters(module).items():

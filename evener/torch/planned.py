@@ -1,4 +1,4 @@
-"""The training run of one rank: rows, models and steps, by a plan."""
+"""One rank's part of a training run with unequal shares: its rows, models and steps."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from .training_audits import TrainingAudits
 
 
 class PlannedTraining:
-    """One rank of a training run with unequal shares, for loops and for trainers of libraries.
+    """One rank of a training run with unequal shares, for users' loops and for library trainers.
 
     Arguments:
 
     - `rank_shares`: the shares and this rank's device.
-    - `weigh`: "gradients" weights them in the all-reduce; with "loss", the loop calls `scale`;
-      with "trainer", a library's adapter multiplies the loss of each pass by its fraction of
-      the global batch times the number of ranks.
+    - `weigh`: how losses get their weights. With "gradients", the all-reduce weights gradients;
+      with "loss", the user's loop calls `scale`; with "trainer", a library's adapter multiplies
+      the loss of each pass by its fraction of the global batch times the number of ranks.
     - `strict`: whether to raise an error, instead of a warning, if the plan was made for
       another model or on other devices, or if a late audit fails.
     - `journal`: whether to record the training run.
@@ -137,7 +137,7 @@ class PlannedTraining:
         self._release()
 
     def leave(self) -> None:
-        """End this training run, so that another one can train the same models.
+        """End this training run and release its models, so that another one can train them.
 
         Every rank has to call this.
         """
@@ -172,7 +172,7 @@ class PlannedTraining:
         return LengthSampler(rows, chosen, self.rank, lengths=lengths, assigner=assigner, **options)
 
     def follow(self, sampler: UnevenBatchSampler, ahead: int) -> None:
-        """Let shares change in a sampler's batches; `ahead` is how many may be drawn ahead."""
+        """Let shares change in a sampler's batches; `ahead` is how many are drawn ahead at most."""
         sampler.changes |= self.rebalancing is not None or self.begins_even
         self._samplers.add(sampler)
         self.ahead = max(self.ahead, ahead)
@@ -180,13 +180,13 @@ class PlannedTraining:
     def compare_data(
         self, dataset: Any, collate: Callable[[list[Any]], Any], sampler: UnevenBatchSampler
     ) -> None:
-        """Compare a data set between ranks at the end of the first step."""
+        """Check at the end of the first step that all ranks have this same data set."""
         if self._data is not None:
             others = [each for each in self._data if each[0] is not dataset]
             self._data = [*others, (dataset, collate, sampler)]
 
     def summarize_data(self) -> list[RankData]:
-        """Return digests of the data sets to compare, and forget the data sets.
+        """Return summaries of the data sets, for comparing ranks, and forget the data sets.
 
         Data sets are compared once: later calls return [].
         """
@@ -195,7 +195,7 @@ class PlannedTraining:
 
     @property
     def _compares_data(self) -> bool:
-        """Whether data sets still have to be compared between ranks."""
+        """Whether data sets still have to be compared with those of other ranks."""
         # `evener run` (follows_launcher) compares data sets in its own way
         return self._data is not None and self.world > 1 and not self.audits.follows_launcher
 
@@ -213,7 +213,7 @@ class PlannedTraining:
                 raise RequestError(difference, same_data.REMEDY)
 
     def change_shares(self, shares: tuple[int, ...], micros: tuple[int, ...], ahead: int) -> None:
-        """Change the shares from `ahead` batches after the newest on.
+        """Change the shares; the first new batch comes `ahead` batches after the newest.
 
         `micros` are the maximum rows per pass of each rank.
         """
@@ -222,7 +222,7 @@ class PlannedTraining:
             sampler.change_shares(shares, ahead)
 
     def stay_even(self) -> None:
-        """Train with equal shares from now on, and stop rebalancing."""
+        """Keep shares equal for the rest of the training run, and stop rebalancing."""
         self._later = None
         if self.rebalancing is not None:
             self.rebalancing.stop()
@@ -233,11 +233,11 @@ class PlannedTraining:
 
     @property
     def begins_even(self) -> bool:
-        """Whether shares are equal for now."""
+        """Whether the training run is still in its first steps, with equal shares."""
         return self._later is not None
 
     def begin_even(self) -> None:
-        """Begin with equal shares, until `leave_even`.
+        """Train with equal shares until `leave_even` is called.
 
         Call this before the first step.
         """
@@ -248,7 +248,7 @@ class PlannedTraining:
         self.change_shares(even, even, 0)
 
     def leave_even(self, ahead: int) -> None:
-        """End equal shares after `ahead` batches."""
+        """Switch from equal shares to the plan's shares after `ahead` more batches."""
         if self._later is not None:
             shares, micros = self._later
             self._later = None
@@ -299,7 +299,7 @@ class PlannedTraining:
         return model
 
     def follow_averaged(self, model: Any) -> None:
-        """Watch a model whose gradients FSDP or DeepSpeed averages, so that losses are weighted.
+        """Scale the losses of a model whose gradients FSDP or DeepSpeed averages over ranks.
 
         Raises RequestError if it can't be trained with unequal shares.
         """
@@ -351,14 +351,14 @@ class PlannedTraining:
     def step(
         self, batch: Any, compute: OfPart, count: OfPart | None = None, check: bool = True
     ) -> Any:
-        """Compute the loss and the gradients of a batch, and return this rank's mean loss.
+        """Compute the loss and gradients of a batch, and return this rank's mean loss.
 
         Arguments:
 
-        - `compute`: returns the mean loss of a part.
+        - `compute`: returns the mean loss of a part of the batch.
         - `count`: returns the denominator of this mean, such as the part's token count;
           None means its row count.
-        - `check`: whether to audit the loss.
+        - `check`: whether to audit the loss, by computing a few rows again in parts.
 
         A pass that runs out of memory is computed again in smaller passes. Every rank has to call
         this for each batch.

@@ -65,7 +65,7 @@ def leave_modules_uncompiled(names: Iterable[str]) -> None:
 
 
 def take_apart(outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the leaves of nested outputs, and a function that builds outputs from other leaves."""
+    """Return the leaves of nested outputs, and a function that rebuilds outputs from new leaves."""
     leaves, spec = pytree.tree_flatten(outputs)
     return leaves, lambda items: pytree.tree_unflatten(items, spec)
 
@@ -213,7 +213,7 @@ def backend_name(group: Any, device: torch.device) -> str:
 
 
 def rendezvous_handlers() -> dict[str, Any]:
-    """Return PyTorch's rendezvous handlers by scheme, such as "env"; changes take effect."""
+    """Return PyTorch's own dict of rendezvous handlers by scheme, such as "env", for changing."""
     found: dict[str, Any] = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
     return found
 
@@ -231,7 +231,7 @@ LEAVING = {
 
 
 def count_collectives() -> dict[str, int]:
-    """Return the number of collectives that each process group has started, by group and device."""
+    """Return how many collectives each process group has started, by group and device."""
     groups = [group for group in list(dist.distributed_c10d._world.pg_map) if group.size() > 1]
     every = {
         group._get_backend(device): (group, device)

@@ -32,7 +32,7 @@ UNKNOWN = -1.0  # stands for NaN in an exchange
 
 
 def raise_no_shares() -> NoReturn:
-    """Raise the RequestError for rebalancing with rows that are assigned by length."""
+    """Raise RequestError, because shares can't be changed if rows are assigned by length."""
     raise RequestError(
         "Rows assigned by length have no shares to rebalance.",
         "Leave rebalance out, or make a new plan.",
@@ -75,7 +75,7 @@ class Rebalancing:
         self._fewest = FEWEST_WINDOWS
 
     def describe_pending(self) -> PendingShares | None:
-        """Return how many measurement windows are done and needed before a change.
+        """Return how many measurement windows are done, and how many a change of shares needs.
 
         The result is None if compute time doesn't limit the steps.
         """
@@ -160,7 +160,7 @@ class Rebalancing:
         )
 
     def _rows_that_fit(self) -> int:
-        """Return the estimated largest share of this rank, in rows, that fits; 0 if unknown."""
+        """Estimate this rank's largest share, in rows, that fits in memory; 0 if unknown."""
         # More memory is left free if rows differ in length, which makes running out of memory
         # likelier, and if the loop computes a batch at once, because that pass can't be repeated in
         # smaller ones.
@@ -173,7 +173,7 @@ class Rebalancing:
         return rows * passes
 
     def _rows_of_several_passes(self) -> int:
-        """Return the estimated largest pass, in rows, of a share with several passes."""
+        """Estimate the largest micro-batch, in rows, if this rank uses several per step."""
         # The result is 0 if it is unknown, or if the share can't be divided into more passes.
         # Memory must then also hold the gradients of earlier passes.
         if not self._divides or self._training.passes.recovery.uses_collectives:
@@ -187,11 +187,11 @@ class Rebalancing:
 
     @property
     def _divides(self) -> bool:
-        """Whether a rank may divide its share into more passes."""
+        """Whether a rank may compute its share in more passes than now."""
         return not self.passes and not self._training.weights.computes_at_once
 
     def _begin_exchange(self, metrics: RankTimes) -> tuple[Any, torch.Tensor]:
-        """Start to exchange measurements, and return the work handle and the tensor."""
+        """Start to send this rank's measurements to all ranks; return the work and its tensor."""
         # Each rank sends its compute time and pass limit of each window, these metrics, the rows
         # that fit in a single and in several passes, and the batches drawn ahead. Ranks have their
         # own positions in the tensor, and send zeros in the others.
@@ -239,7 +239,7 @@ class Rebalancing:
                 break
 
     def _adapt_timing(self, step_s: float, bottleneck: str) -> None:
-        """Set the length of windows, in steps, and whether every step is timed."""
+        """Set the number of steps in a measurement window, and whether all of them are timed."""
         steps = WINDOW_SECONDS / max(step_s, 1e-6)
         self._window_steps = int(min(max(FEWEST_STEPS, steps), MOST_STEPS))
         if not self._training.weights.are_averaged:
@@ -252,7 +252,7 @@ class Rebalancing:
     def _decide_shares(
         self, end: int, own_work_s: Sequence[float], seen: Mapping[str, Any], batches: int
     ) -> bool:
-        """Decide after a window whether to change the shares, and return whether they changed."""
+        """Decide after a measurement window whether shares change, and return whether they do."""
         before = self._training.ranks.batches
         if self._rule is None:
             self._rule = self._make_rule()

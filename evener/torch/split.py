@@ -44,7 +44,7 @@ Model = TypeVar("Model")
 
 
 def _check_by_length(training: bool, strategy: Any, rebalancing: Any) -> None:
-    """Raise a RequestError where rows can't be assigned by length."""
+    """Raise RequestError if the strategy or rebalancing doesn't allow rows assigned by length."""
     if not training:
         raise RequestError(
             "Rows of a validation aren't assigned by length, as its batches have one pass on "

@@ -37,7 +37,7 @@ def open_file_store(path: str) -> Any:
 
 
 def replace_rendezvous() -> None:
-    """Let process groups meet through a file if `evener launch` chose their address.
+    """Let process groups meet through a file, if `evener launch` set their address.
 
     This replaces PyTorch's handlers for env:// and tcp:// addresses, which still serve all others.
     """
@@ -50,7 +50,7 @@ def replace_rendezvous() -> None:
 
 
 def _rendezvous(original: Handler, url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    """Rendezvous handler: yield a store, the rank and the number of ranks."""
+    """Rendezvous handler: yield a store, this process's rank and the number of ranks."""
     place = dict(parse_qsl(urlsplit(url).query))
     rank = place.get("rank", os.environ.get("RANK"))
     world = place.get("world_size", os.environ.get("WORLD_SIZE"))
@@ -89,7 +89,7 @@ def _read_address(url: str) -> str:
 
 
 def _choose_prefix() -> str:
-    """Return the prefix under which the next process group stores its addresses."""
+    """Return a new key prefix in the store, for the addresses of the next process group."""
     # Each process group needs a new prefix, because the file still has the addresses of the
     # previous group. Groups are numbered in order of creation, which is the same in all of their
     # processes. A child process adds its parent's number, as in evener/group/1/0. Stores without a
@@ -106,7 +106,7 @@ def _choose_prefix() -> str:
 
 
 def _limit_tcp_stores() -> None:
-    """Let TCP stores listen at their own host's address, instead of at every address."""
+    """Make TCP stores listen at their own host's address only, instead of on all interfaces."""
     original = dist.TCPStore.__init__
     if hasattr(original, "__wrapped__"):
         return

@@ -1,4 +1,9 @@
-"""Schedule audits of a training run, compare their results between ranks, and act on them."""
+"""Audit a training run: from time to time, check that unequal shares don't change the gradient.
+
+An audit computes the loss of a few rows twice, as one batch and in the parts of unequal shares, and
+compares the gradients. This module chooses the steps, compares the ranks' results, and acts on a
+difference.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +99,7 @@ OTHER_NUMBERS = (
 
 
 class RankVerdict(msgspec.Struct):
-    """Result of an audit on one rank, as it is sent to the others."""
+    """What one rank's audit has found, as it is sent to the other ranks."""
 
     message: str = ""  # describes a difference, if any
     remedy: str = ""
@@ -110,9 +115,10 @@ class RankVerdict(msgspec.Struct):
 
 
 class TrainingAudits:
-    """Audits the loss of a training run in some of its steps, and after changes.
+    """Checks in some steps of a training run that unequal shares give the same gradient.
 
-    `training` is the PlannedTraining. Every rank has to call each method equally often.
+    An audit computes a few rows again, as one batch and in parts. `training` is the
+    PlannedTraining. Every rank has to call each method equally often.
     """
 
     def __init__(self, training: Any) -> None:
@@ -159,29 +165,29 @@ class TrainingAudits:
 
     @property
     def follows_change(self) -> bool:
-        """Whether the current step is audited because of a change, not by schedule."""
+        """Whether the current step is audited because the loss changed, not by schedule."""
         return self._due and not is_audited(self.judge.step)
 
     @property
     def have_agreed(self) -> bool:
-        """Whether ranks have compared their gradients and found no difference beyond rounding."""
+        """Whether ranks have compared their audits and found the same gradients up to rounding."""
         # a difference that may come from rounding is confirmed by the next audits
         return self._compared and not self._doubted
 
     @property
     def _measures(self) -> bool:
-        """Whether audits measure the effect of rounding in the current step."""
+        """Whether the current step's audit also measures how much rounding changes a gradient."""
         return not self.judge.over and self.judge.step <= self._measures_until
 
     def report(self, fault: str) -> None:
-        """Send this rank's result to the others: a fault, or "" if there is none.
+        """Send an audit's result to the other ranks: why gradients differ, or "" if they don't.
 
-        With a fault, all ranks go on with equal shares.
+        If any rank reports a difference, all ranks continue with equal shares.
         """
         self._publish(RankVerdict(fault, even=bool(fault)))
 
     def begin(self, batch: Any) -> bool:
-        """Begin a batch, and return whether its loss has to be audited.
+        """Begin a batch; return whether its gradients have to be audited.
 
         A second call with the same batch returns the same.
         """
@@ -199,7 +205,7 @@ class TrainingAudits:
         return self._due
 
     def note_loss(self, loss: Any, made_of: tuple[Any, ...], caller: FrameType) -> None:
-        """Record the operations of a loss, so that a change makes an audit due."""
+        """Before a backward pass, check if the loss is computed differently; then audit it soon."""
         if self.judge.over:
             return
         if self._batch is None:
@@ -215,10 +221,10 @@ class TrainingAudits:
         self._changed |= changed and not self._due
 
     def follow_launcher(self, go_even: Callable[[str], None]) -> None:
-        """Compare unequal shares with equal shares from now on, instead of with one device.
+        """From now on, compare unequal shares with equal shares instead of with a single device.
 
-        This is for programs that would train with equal shares under their own launcher. `go_even`
-        is called with a message when a difference is found, on every rank in the same step.
+        This is for scripts that would train with equal shares without evener. If gradients differ,
+        `go_even` is called with a message, on every rank in the same step.
         """
         self._go_even = go_even
         self.question = ""
@@ -226,13 +232,13 @@ class TrainingAudits:
 
     @property
     def follows_launcher(self) -> bool:
-        """Whether audits compare with equal shares, instead of with one device."""
+        """Whether audits compare unequal shares with equal shares, instead of with one device."""
         return self._go_even is not None
 
     def find_difference(self, find: Callable[[], Audited | None]) -> str:
-        """Run an audit, and return a message about a difference or a fault, or "".
+        """Run an audit; return how gradients differ or why they can't be compared, or "".
 
-        `find` runs it, or returns None if there is nothing to audit.
+        `find` runs the audit, or returns None if there is nothing to compare.
         """
         fault = ""
 
@@ -259,13 +265,13 @@ class TrainingAudits:
         function: Callable[..., Any],
         holders: Sequence[Any] = (),
     ) -> None:
-        """Audit a batch that a trainer has computed, if an audit is due.
+        """After a library's trainer has computed a batch, audit its loss if that is due.
 
         Arguments:
 
         - `find`: runs the audit, given whether it is the first.
-        - `function`: the loss function, whose variables are settings.
-        - `holders`: objects whose attributes are settings.
+        - `function`: the loss function; if its variables change, an audit is due.
+        - `holders`: objects whose attributes are watched for changes, too.
 
         Every rank has to call this in each step, before its optimizer uses the gradients. Raises
         RequestError if gradients differ.
@@ -286,11 +292,11 @@ class TrainingAudits:
             self._share_result(Replayed(self._try_audit(lambda: find(first))))
 
     def expect_function(self) -> None:
-        """Record that the loop computes its loss by a function for `split.step`."""
+        """Record that the user's loop passes its loss function to `split.step`."""
         self._is_loops = False
 
     def after_step(self, batch: Any, compute: OfPart, counted: OfPart | None) -> None:
-        """Audit a batch that `split.step` has computed, if an audit is due.
+        """After `split.step` has computed a batch, audit its loss if that is due.
 
         `compute` returns the mean loss of a part, and `counted` its denominator; None means the row
         count. Raises RequestError if gradients differ. Every rank has to call this after the
@@ -329,9 +335,9 @@ class TrainingAudits:
         rows: int,
         make_sketcher: Callable[[], GradientSketcher] | None = None,
     ) -> None:
-        """Check that a part of `rows` rows gives the same gradient in smaller parts.
+        """Check that up to `rows` rows give the same gradient in one pass and in smaller passes.
 
-        Raises RequestError if it doesn't, or if its rows can't be cut.
+        Raises RequestError if they don't, or if the rows can't be divided.
         """
         most = min(rows, part.rows)
         few = self._move_rows(choose_few_rows(cut_rows(part.batch, 0, most, part.rows), most))
@@ -351,7 +357,7 @@ class TrainingAudits:
     # ------------------------------------------------------------------ a loop of one's own
 
     def watch_loop(self, batch: Any) -> None:
-        """Record the next loss of a loop that calls `backward` itself, if an audit is due."""
+        """If an audit is due, record how the user's loop computes its next loss."""
         weights = self._training.weights
         due = self.begin(weights.current)
         self._is_loops = True
@@ -371,13 +377,13 @@ class TrainingAudits:
         self._recorder = Recorder(weights.models, batch, self._after_backward, rows)
 
     def close(self) -> None:
-        """Stop recording."""
+        """Stop recording the user's loss."""
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
 
     def watch_part(self, part: Part, counted: OfPart | None) -> None:
-        """Record the loss of a batch's first part, if an audit is due."""
+        """If an audit is due, record the loss of the first part of a batch."""
         weights = self._training.weights
         self.close()
         first = weights.current is not self._parted
@@ -391,7 +397,7 @@ class TrainingAudits:
             self._recorder = recorder
 
     def _after_backward(self, recorder: Recorder, loss: torch.Tensor) -> None:
-        """Audit the recorded loss of a loop that calls `backward` itself.
+        """After the user's loop has called `backward`, audit the loss that it recorded.
 
         Raises RequestError if gradients differ.
         """
@@ -415,7 +421,7 @@ class TrainingAudits:
         self._share_result(found, numbers, survives=True)
 
     def _after_part(self, counted: OfPart | None, recorder: Recorder, loss: torch.Tensor) -> None:
-        """Audit the recorded loss of a part."""
+        """Audit the recorded loss of a part; `end_parts` sends the result to the other ranks."""
         # `end_parts` sends the result to the other ranks after the last part
         if recorder.losses > 1 or recorder.rows < 2:
             return
@@ -426,7 +432,7 @@ class TrainingAudits:
             self._pending = self._audit_record(record, counted, 1.0)
 
     def _note_fault(self, replayed: Replayed) -> None:
-        """Warn if a recorded loss couldn't be audited, or only with the batch's own padding."""
+        """Warn why a loss couldn't be audited, or that padding limited what the audit shows."""
         # with that padding, the audit can't show whether other padding would change the loss
         fault = replayed.fault
         if replayed.cut and replayed.audited is not None and replayed.audited.difference is None:
@@ -435,7 +441,7 @@ class TrainingAudits:
             self._warn_once(NOT_AUDITED.format(fault) + self.question)
 
     def end_parts(self) -> None:
-        """Send the result of a part's audit to the other ranks, after the batch's last part."""
+        """After a batch's last part, send the audit of its first part to the other ranks."""
         # not earlier, because other ranks may still wait in the all-reduce of gradients
         self.close()
         found, self._pending = self._pending, None
@@ -443,7 +449,7 @@ class TrainingAudits:
             self._share_result(found, survives=True)
 
     def _trace_loss(self, recorder: Recorder, loss: torch.Tensor) -> LossRecord | str:
-        """Return the record of a loss, or why it can't be computed again."""
+        """Return the recorded calls that computed a loss, or why they can't be repeated."""
         if count_foreign() != self._met_before:
             return "its ranks exchange values before its backward pass"
         record = recorder.trace(loss)
@@ -457,7 +463,7 @@ class TrainingAudits:
         return fault or record
 
     def _audit_record(self, record: LossRecord, counted: OfPart | None, factor: float) -> Replayed:
-        """Return the result of an audit of a recorded loss."""
+        """Repeat the recorded calls of a loss for a few rows, and compare the gradients."""
 
         # The program had multiplied the loss by `factor` on this rank. `counted` returns the count
         # that weights a part's mean loss; None weights by rows.
@@ -490,7 +496,7 @@ class TrainingAudits:
             return Replayed(None)
 
     def _list_rows(self, record: LossRecord) -> list[FewRows]:
-        """Return the selections of rows to audit, the preferred one first."""
+        """Return several choices of a few rows for an audit, the preferred one first."""
         # fetched from the data set if possible, then cut from the batch
         taken = self._training.weights.current
         every = [self._take_rows(None, taken, record)]
@@ -506,7 +512,7 @@ class TrainingAudits:
     # ------------------------------------------------------------------ what is computed
 
     def _trained(self) -> int:
-        """Return a hash of the parameters that are trained."""
+        """Return a hash of which parameters are trained; another audit is due if it changes."""
         # another audit is due if it changes
         models = self._training.weights.models
         for model in models:
@@ -521,7 +527,7 @@ class TrainingAudits:
         return training.world == 1 and not training.ranks.in_passes
 
     def _is_apart(self) -> bool:
-        """Return whether this training run can't be, or needn't be, audited."""
+        """Return whether audits of this training run are impossible or unnecessary."""
         # that is so if one device computes each batch in one pass, if ranks synchronize in each
         # pass, or if there is no model
         weights = self._training.weights
@@ -530,7 +536,7 @@ class TrainingAudits:
     def _take_rows(
         self, batch: Any, taken: Any, record: LossRecord | None = None
     ) -> FewRows | None:
-        """Return a few rows of the current batch on this rank's device, or None."""
+        """Return a few rows of the current batch for an audit, on this rank's device, or None."""
         # `taken` is the batch as its loader yielded it; None without a loader. `batch`, or the
         # batch of `record`, is cut if rows can't be fetched from the data set. None if that fails,
         # too. Fetched rows are the same on every rank.
@@ -552,7 +558,7 @@ class TrainingAudits:
         return self._move_rows(few)
 
     def _move_rows(self, few: FewRows | None) -> FewRows | None:
-        """Return the rows on this rank's device, or None without rows."""
+        """Copy an audit's rows to this rank's device; None stays None."""
         if few is None:
             return None
         device = self._training.device
@@ -582,7 +588,7 @@ class TrainingAudits:
     def make_sketcher(
         self, models: Iterable[Any], optimizers: Iterable[Any] = (), **options: Any
     ) -> GradientSketcher:
-        """Return a sketcher of the models' gradients.
+        """Return an object that computes and summarizes gradients of the models for audits.
 
         `optimizers` may train further tensors. `options` are arguments of GradientSketcher.
         """
@@ -611,7 +617,7 @@ class TrainingAudits:
         return ROWS if self.judge.thorough or self.judge.step <= EARLY else FEWER
 
     def take_rows(self, dataset: Any, collate: Any, numbers: Sequence[int]) -> FewRows | None:
-        """Return a few of the rows with these indices, on this rank's device, or None."""
+        """Fetch a few rows with these indices for an audit, on this rank's device, or None."""
         return self._move_rows(fetch_rows(dataset, collate, numbers, self._most_rows))
 
     @contextmanager
@@ -630,7 +636,10 @@ class TrainingAudits:
     def make_computations(
         self, few: FewRows, compute: OfPart, counted: OfPart | None
     ) -> Computations:
-        """Return the computations for a few rows: on one device, and as in the training run."""
+        """Return what an audit compares: a few rows on one device, and in unequal parts.
+
+        If audits follow the script's own launcher, two equal parts replace the one device.
+        """
         in_passes = self._training.ranks.in_passes
         loss = refuse_collectives(compute)
         if self._training.world > 1:
@@ -646,7 +655,7 @@ class TrainingAudits:
     # ------------------------------------------------------------------ what follows
 
     def _try_audit(self, find: Callable[[], Audited | None]) -> Audited | None:
-        """Return the result of an audit, or None with a warning if it fails."""
+        """Run an audit and return its result; if it fails, warn and return None."""
         try:
             return find()
         except WholeBatchLoss:
@@ -666,7 +675,7 @@ class TrainingAudits:
     def _share_result(
         self, replayed: Replayed, numbers: list[Number] | None = None, survives: bool = False
     ) -> None:
-        """Send the result of an audit to the other ranks, and act on a difference."""
+        """Send this rank's audit to the other ranks; if gradients differ, warn, fail or go even."""
         # A difference leads to a warning, RequestError or equal shares. This doesn't wait for the
         # other ranks' results. `numbers` are those used in the loss, if known. With `survives`,
         # passes are retried if memory runs out. A retry needs no further check if this audit found
@@ -692,7 +701,7 @@ class TrainingAudits:
             self._warn_once(f"{verdict.message} {verdict.remedy}")
 
     def _publish(self, own: RankVerdict) -> None:
-        """Write this rank's result to the store."""
+        """Write this rank's result to the process group's store, where all ranks read it later."""
         # ranks usually audit the same step, so all verdicts on it can be compared
         training = self._training
         if not self._can_exchange:
@@ -705,14 +714,14 @@ class TrainingAudits:
 
     @property
     def _can_exchange(self) -> bool:
-        """Whether the ranks of this training run form the default process group."""
+        """Whether ranks can exchange audit results through the default process group's store."""
         world: int = self._training.world
         return world > 1 and dist.is_initialized() and dist.get_world_size() == world
 
     def _compare_left_out(self) -> None:
-        """Warn, or raise a RequestError, if only some ranks left out a batch.
+        """Act on a batch that only some ranks skipped: warn, or raise RequestError if `strict`.
 
-        If equal shares are the reference, go on with these instead.
+        Under `evener run`, shares become equal for the rest of the training run instead.
         """
         if self.judge.over or not self._can_exchange:
             return
@@ -732,7 +741,7 @@ class TrainingAudits:
             self._apply(Action.REFUSE if strict else Action.WARN, verdict)
 
     def _compare_verdicts(self) -> None:
-        """Compare the ranks' results of earlier audits."""
+        """Read all ranks' results of audits some steps ago, and act on them."""
         # READ_AFTER steps after an audit, all ranks have written: each step in between has an
         # all-reduce, which no rank completes before the others take part
         for step, keys in list(self._published.items()):
@@ -746,7 +755,7 @@ class TrainingAudits:
                 del self._published[step]
 
     def _compare_results(self, every: Sequence[RankVerdict], step: int) -> None:
-        """Act on the ranks' results of an audit."""
+        """Act on all ranks' results of one audit: warn, raise RequestError or make shares equal."""
         if self.judge.over:
             return
         self._compared = True
@@ -764,13 +773,13 @@ class TrainingAudits:
         self._apply(Action.REFUSE if strict else Action.WARN, worst)
 
     def _warn_of_guesses(self, every: Sequence[RankVerdict]) -> None:
-        """Warn if a difference may come from a constant that counts rows."""
+        """Warn if gradients may differ only because a constant in the loss counts rows."""
         guessed = any(each.message and not each.certain for each in every)
         if guessed and not any(each.fine for each in every):
             self._warn_once(NOT_AUDITED.format(MAY_COUNT) + self.question)
 
     def _judge_result(self, audited: Audited) -> RankVerdict:
-        """Return this rank's result of an audit, with a message if gradients differ."""
+        """Return this rank's result of an audit for other ranks, with a message on a difference."""
         if audited.changed:
             self._warn_once(CHANGED.format(audited.changed[0]))
         if audited.fault:
@@ -792,7 +801,7 @@ class TrainingAudits:
         return verdict
 
     def _compare_ranks(self, every: Sequence[RankVerdict], step: int) -> RankVerdict | None:
-        """Return a verdict if gradients of the same rows differ between ranks, or None."""
+        """Return a verdict if ranks have different gradients of the same rows, or None."""
         # for a difference that may come from rounding, the next audits measure rounding
         if len({each.rows for each in every}) > 1:
             return None
@@ -813,7 +822,7 @@ class TrainingAudits:
         return RankVerdict(message, self.remedies["state"], difference.relative)
 
     def _compare_numbers(self, every: Sequence[list[Number]]) -> None:
-        """Warn if ranks use different numeric constants in their losses."""
+        """Warn if ranks compute their losses with different numbers, such as running means."""
         # `every` has each rank's numbers, in the order in which its loss uses them. Not compared if
         # some ranks have used more numbers than others.
         if len({len(each) for each in every}) != 1:
@@ -832,7 +841,7 @@ class TrainingAudits:
 
 
 def describe_error(error: Exception) -> str:
-    """Return why a loss can't be computed again, as part of a message."""
+    """Return why a loss can't be computed again, from the error that was raised."""
     return CANT.format(type(error).__name__, str(error).partition("\n")[0])
 
 
@@ -841,7 +850,7 @@ def _list_ranks(ranks: Sequence[int]) -> str:
 
 
 def _read_verdicts(keys: Sequence[str]) -> list[RankVerdict]:
-    """Return the results of all ranks, or [] if they aren't complete."""
+    """Return all ranks' audit results from the store; [] if one is missing."""
     # [] until all ranks have written theirs, and if the rank that hosts the store has exited
     store = default_store()
     try:
@@ -860,7 +869,9 @@ def is_sharded_model(models: Iterable[Any]) -> bool:
 def make_share_computations(
     few: FewRows, loss: OfPart, counted: OfPart | None = None, micro: int = 0
 ) -> Computations:
-    """Return the computations for some rows: at once, and in the parts of unequal shares.
+    """Return what an audit compares:
+
+    a few rows as one batch, and in the parts of unequal shares.
 
     Arguments:
 
@@ -884,7 +895,7 @@ def make_share_computations(
 def make_launcher_computations(
     few: FewRows, loss: OfPart, counted: OfPart | None = None, micro: int = 0
 ) -> Computations:
-    """Return the computations for some rows: with equal shares, and with unequal shares.
+    """Return what an audit compares: a few rows in two equal parts, and in two unequal parts.
 
     The arguments are those of `make_share_computations`.
     """
@@ -909,7 +920,7 @@ def make_launcher_computations(
 
 
 def add_unweighted(computations: Computations) -> Computations:
-    """Return computations for a loss that is a sum over rows: parts have no weights."""
+    """Return an audit's computations for losses that are sums over rows: parts get no weights."""
     # causes that only apply to a mean are left out
     trained = computations.changes["sum"].trained
     changes = {"sum": AuditChange(trained)}
@@ -922,7 +933,7 @@ def add_unweighted(computations: Computations) -> Computations:
 
 
 def weigh_gradients(computations: Computations, scale: float) -> Computations:
-    """Return computations that multiply each loss by `scale` for its backward pass."""
+    """Return an audit's computations with losses multiplied by `scale` before the backward pass."""
     changes = {
         name: _scale_losses_of_change(change, scale)
         for name, change in computations.changes.items()
@@ -945,19 +956,19 @@ def _scale_losses_of_change(change: AuditChange, scale: float) -> AuditChange:
 
 
 def _scale_losses(computation: Computation, scale: float) -> Computation:
-    """Return the computation with `scale` as the factor of each loss before its backward pass."""
+    """Return passes whose losses are multiplied by `scale` before the backward pass."""
     return [msgspec.structs.replace(piece, scale=scale) for piece in computation]
 
 
 def _scale_losses_by_weight(computation: Computation, scale: float) -> Computation:
-    """Return the computation with each loss scaled by `scale` times its weight."""
+    """Return passes whose losses are multiplied by `scale` and by the weight of the pass."""
     return [msgspec.structs.replace(piece, scale=scale * piece.weight) for piece in computation]
 
 
 def _make_computation(
     loss: OfPart, counted: OfPart | None, batches: Sequence[Any], sizes: Sequence[int], micro: int
 ) -> Computation:
-    """Return the passes that compute the gradient of some batches, with their weights."""
+    """Return the weighted passes that together compute the gradient of some batches."""
     # `sizes` are the batches' numbers of rows. Passes have up to `micro` rows; 0 means a single
     # pass. Losses are weighted by rows or, if `counted` isn't None, by its counts.
     parts: list[Part] = []
@@ -983,7 +994,7 @@ def _unscaled(loss: Any) -> Any:
 
 
 def _place(error: BaseException) -> str:
-    """Return the program's file and line in an error's traceback, as text in parentheses, or ""."""
+    """Return the user's file and line from an error's traceback, in parentheses, or ""."""
     own = [
         each
         for each in traceback.extract_tb(error.__traceback__)
@@ -995,7 +1006,7 @@ def _place(error: BaseException) -> str:
 
 
 def _compute(loss: OfPart, part: Part) -> Any:
-    """Compute the loss of a part, on a copy that the program may change."""
+    """Compute the loss of a copy of a part, because the user's function may change the part."""
     # a part is computed more than once, and the program may remove items from the batch
     own = copy.copy(part)
     own.batch = each_tensor(lambda tensor: tensor, part.batch)

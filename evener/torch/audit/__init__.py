@@ -1,1 +1,1 @@
-"""Audits: check during training that the loss gives the same gradient with unequal shares."""
+"""Audits: compute a few rows again, to check that unequal shares don't change the gradient."""

@@ -1,4 +1,4 @@
-"""Save and restore the variables and objects that a loss function may change."""
+"""Save and restore the variables that a user's loss function may change when an audit calls it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,8 @@ _FOREIGN = {
 def keep_closure(function: Callable[..., Any] | None) -> Callable[[], None]:
     """Save the state that a function can change, and return a function that restores it.
 
-    Nothing is saved for None.
-
     This covers its variables, the global ones that it names, and the objects and random generators
-    in them.
+    in them. For None, nothing is saved.
     """
     kept = _SavedValues()
     kept.look_at(function, DEPTH)
@@ -50,7 +48,7 @@ class _SavedValues:
         self._memo: dict[int, Any] = {}
 
     def look_at(self, value: Any, depth: int) -> None:
-        """Save a value and everything that it refers to."""
+        """Save a value and everything that it refers to, up to some depth."""
         # `depth` limits the recursion. Values that are already saved, and those that belong to
         # libraries, are skipped.
         if depth < 0 or id(value) in self._seen:
@@ -115,7 +113,7 @@ def is_foreign(module: str) -> bool:
 
 
 def list_names(code: CodeType) -> set[str]:
-    """Return the names that a function's code, and functions nested in it, look up globally."""
+    """Return the global names that a function's code, and functions nested in it, may use."""
     # the result includes names of attributes, which Python stores in the same list
     found = set(code.co_names)
     for const in code.co_consts:
@@ -125,7 +123,7 @@ def list_names(code: CodeType) -> set[str]:
 
 
 def read_cell(cell: CellType) -> Any:
-    """Return the content of a closure's cell, or `_EMPTY` if it has none."""
+    """Return the value of a closure variable, or `_EMPTY` if it has none yet."""
     try:
         return cell.cell_contents
     except ValueError:  # the variable has no value yet
@@ -137,7 +135,7 @@ def _is_data(value: Any) -> bool:
 
 
 def is_own_object(value: Any) -> bool:
-    """Return whether an object is of a class of the program itself.
+    """Return whether an object is of a class that the user's script defines.
 
     Modules, optimizers and data sets don't count.
     """

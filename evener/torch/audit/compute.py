@@ -1,4 +1,4 @@
-"""Compute gradients for an audit, without changing the training run's state."""
+"""Compute a gradient for an audit, and leave the training run's state as it was."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ COPIED, SAMPLED = 1 << 14, 64
 
 
 class Piece(msgspec.Struct, frozen=True, eq=False):
-    """One pass of an audit: the function that returns its loss, and its weight."""
+    """One forward and backward pass of an audit:
+
+    a function that returns its loss, and its weight.
+    """
 
     loss: Callable[[], Any]  # returns the loss of the pass
     weight: Any = 1.0  # factor of the pass's gradient in the sum
@@ -45,7 +48,7 @@ class Piece(msgspec.Struct, frozen=True, eq=False):
 
 
 class GradientSketcher:
-    """Computes random projections of each tensor's gradient, by which audits compare gradients.
+    """Computes gradients for audits, and reduces each to a few random sums, its sketch.
 
     Arguments:
 
@@ -98,10 +101,10 @@ class GradientSketcher:
 
     @contextmanager
     def open(self, moves: bool = False) -> Iterator[GradientSketcher]:
-        """Context manager in which sketches are computed, in full precision and without dropout.
+        """Context manager to compute gradients in, with full precision and without dropout.
 
-        With `moves`, noise is added to weights that have a single value throughout. On exit,
-        everything is restored.
+        With `moves`, noise is added to weights that have a single value throughout, such as a head
+        initialized to zero. On exit, everything is restored.
         """
         # Weights with only equal values, as in a head initialized to zero, can make the gradients
         # of others zero.
@@ -140,7 +143,7 @@ class GradientSketcher:
 
         - `disturbance`: seed of random errors as large as rounding errors; 0 adds none.
         - `seed`: determines the random numbers in the passes.
-        - `modes`: contexts to compute the passes in, one each, in place of EvenRandomness.
+        - `modes`: one context for each pass, instead of EvenRandomness.
         """
         # These errors change the gradient about as much as rounding may. Exceptions that the
         # program's own code raises aren't caught.
@@ -161,13 +164,13 @@ class GradientSketcher:
 
     @property
     def may_be_quick(self) -> bool:
-        """Whether quick passes may be used, which don't intercept random numbers."""
+        """Whether passes may run faster, without intercepting PyTorch's random operations."""
         # not if passes draw random numbers, only losses can be computed, or rounding is always
         # measured
         return not (self._known.draws or self.losses_only or self.measures)
 
     def sum_quickly(self, computation: Sequence[Piece]) -> GradientSums | None:
-        """Return the gradient sums of quick passes, or None if they draw random numbers."""
+        """Return gradient sums of passes without interception; None if they draw random numbers."""
         # Random numbers must be the same for a row in any batch, which needs interception. If
         # nothing is known about the passes, the first piece is intercepted to find out.
         sums = GradientSums(self._tensors, SIGNS, self._at_once)
@@ -186,13 +189,13 @@ class GradientSketcher:
         return sums
 
     def sketch_fast(self, computation: Sequence[Piece]) -> Sketch:
-        """Return a sketch by quick passes if possible."""
+        """Return a gradient's sketch, without intercepting random operations if it draws none."""
         # quick passes take about half the time, but mustn't draw random numbers
         sums = None if self._known.draws else self.sum_quickly(computation)
         return self.sketch(computation) if sums is None else self.read(sums)
 
     def read(self, sums: GradientSums) -> Sketch:
-        """Return the sketch of sums from `sum_quickly`."""
+        """Return the sketch of gradient sums that `sum_quickly` returned."""
         return sums.sketch(self._known.computed)
 
     def _compute_piece(self, piece: Piece, sums: GradientSums, mode: Any, seed: int) -> None:
@@ -215,7 +218,7 @@ class GradientSketcher:
                 restore()
 
     def add(self, loss: torch.Tensor, **options: Any) -> None:
-        """Add a loss to the pass that is being computed.
+        """Add the gradients of a loss to the pass that is running.
 
         Computations with several backward passes call this instead of returning a loss. `options`
         are those of `GradientSums.add`.
@@ -224,7 +227,7 @@ class GradientSketcher:
         self._adds(loss, **options)
 
     def _list_buffers(self) -> dict[str, tuple[int, int]]:
-        """Return the id and version of each buffer, by name."""
+        """Return the object id and version counter of each buffer by name, to detect changes."""
         # a pass that replaces or changes a buffer changes one of them
         return {
             f"{name}.{own}" if name else own: (id(buffer), buffer._version)
@@ -239,7 +242,7 @@ class GradientSketcher:
 
 
 def _has_room(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether memory has room for all gradients at once."""
+    """Return whether memory has room for the gradients of all tensors at the same time."""
     # twice their size is needed, because they are copied to be projected together
     sizes: dict[torch.device, int] = {}
     for tensor in tensors:
@@ -249,7 +252,7 @@ def _has_room(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def _measure_room(device: torch.device) -> int:
-    """Return the bytes that an audit may allocate on a device."""
+    """Return how many bytes an audit may allocate on a device."""
     # on a GPU, the peak usage minus the current usage, so that an audit doesn't raise the peak
     if device.type != "cuda":
         return HOST_ROOM

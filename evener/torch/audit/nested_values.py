@@ -1,4 +1,4 @@
-"""Values in nested tuples, lists, dicts and slices."""
+"""Functions on the values in nested tuples, lists, dicts and slices."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def leaves_in(data: Any) -> list[Any]:
 
 
 def is_arithmetic(function: Any) -> bool:
-    """Return whether a function such as `mul` computes with numeric arguments."""
+    """Return whether a PyTorch function, such as `mul`, computes with number arguments."""
     name = str(getattr(function, "__name__", "")).strip("_").removeprefix("foreach_")
     return bool({name, name[1:]} & _ARITHMETIC)
 

@@ -1,4 +1,4 @@
-"""Batches that are objects with tensors among their attributes."""
+"""Handle batches that are objects with tensors in their attributes, such as graph batches."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def is_object(data: Any) -> bool:
 
 
 def unfold(data: Any) -> Any:
-    """Return the data with each object that has tensors replaced by a dict of its attributes."""
+    """Return the data with each object that has tensors replaced by a dict of their attributes."""
     return _collect_tensors(data, set()) if find_objects(data) else data
 
 
 def _collect_tensors(data: Any, containers: set[int]) -> Any:
-    """Return nested data as dicts and lists of tensors, or None if it has no tensors.
+    """Return nested data as plain dicts and lists of tensors, or None if it has no tensors.
 
-    `containers` has the ids of the objects around it.
+    `containers` has the ids of the enclosing objects, to stop at circular references.
     """
     if isinstance(data, torch.Tensor):
         return data
@@ -43,13 +43,13 @@ def _collect_tensors(data: Any, containers: set[int]) -> Any:
 
 
 def _collect_values(mapping: Mapping[Any, Any], containers: set[int]) -> dict[Any, Any] | None:
-    """Return the values of a mapping that have tensors, or None."""
+    """Return the values of a mapping that contain tensors, or None if there are none."""
     values = {name: _collect_tensors(mapping[name], containers) for name in mapping}
     return {name: value for name, value in values.items() if value is not None} or None
 
 
 def _collect_items(items: Sequence[Any], containers: set[int]) -> list[Any] | None:
-    """Return the items that have tensors, or None."""
+    """Return the items that contain tensors, or None if there are none."""
     collected = [_collect_tensors(item, containers) for item in items]
     return [item for item in collected if item is not None] or None
 
@@ -64,9 +64,10 @@ def find_objects(data: Any) -> list[Any]:
 
 
 def remake(fresh: Any, recorded: Any, known: Mapping[int, Any]) -> Any:
-    """Return a copy of object `fresh` in which tensors are replaced.
+    """Return a copy of an object whose tensors are replaced.
 
-    `known` has the replacements, by the id of the tensor in the same place of `recorded`.
+    The tensor in the same place of `recorded` identifies each one: `known` has the replacements by
+    its id.
     """
     return _remake(fresh, recorded, known, set())
 

@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def full_precision(keeps_autocast: bool = False) -> Iterator[None]:
-    """Context manager in which neither autocast, unless `keeps_autocast`, nor TF32 is used."""
+    """Context manager without TF32, and without autocast unless `keeps_autocast`."""
     with ExitStack() as stack:
         if not keeps_autocast:
             stack.enter_context(_without_autocast())
@@ -69,7 +69,7 @@ def _without_tf32() -> Iterator[None]:
 
 
 def _read(setting: Callable[[], Any]) -> Any:
-    """Return a setting of PyTorch, or None if it can't be read."""
+    """Return the value of a PyTorch setting, or None if it can't be read."""
     # Older settings can't be read once the program has changed a newer one. PyTorch then raises an
     # error when `setting` reads the older one.
     try:

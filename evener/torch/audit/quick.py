@@ -1,4 +1,4 @@
-"""Quick passes: compute gradients without intercepting PyTorch's operations."""
+"""Faster passes of an audit, which don't intercept PyTorch's random operations."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 class KnownPasses(msgspec.Struct):
-    """Dtypes of earlier passes, and whether these passes draw random numbers.
+    """What earlier audits found out about a loss:
 
-    `draws` is None if it isn't known yet.
+    its dtypes, and whether it draws random numbers.
+
+    `draws` is None if that isn't known yet.
     """
 
     computed: set[torch.dtype] = set()
@@ -38,7 +40,7 @@ class KnownPasses(msgspec.Struct):
 
 
 class QuickPass:
-    """Context manager that detects whether a pass draws random numbers."""
+    """Context manager that detects whether random numbers are drawn inside."""
 
     # a row's random numbers may then depend on the size of its batch
 
@@ -65,7 +67,7 @@ def without_dropout() -> Iterator[None]:
 
 
 def _list_replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Return the functions with dropout: owner, name and a replacement without dropout."""
+    """Return, for each function with dropout, its owner, its name and a version without dropout."""
     made: list[tuple[Any, str, Callable[..., Any]]] = [
         (owner, name, partial(_drop_nothing, name.endswith("_")))
         for owner in (functional, torch)
@@ -94,6 +96,6 @@ def _attend(attend: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any
 
 
 def _recur(recur: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a recurrent layer's function without dropout."""
+    """Call a recurrent layer's function with a dropout rate of 0."""
     # the dropout rate is its only float argument
     return recur(*(0.0 if isinstance(argument, float) else argument for argument in arguments))

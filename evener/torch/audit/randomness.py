@@ -1,4 +1,4 @@
-"""Random numbers in an audit: each row gets the same, whatever batch it is in."""
+"""Give each row the same random numbers in an audit, whatever batch or part it is in."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, so that the mode stays active in compiled code."""
+        """Return False, so that random operations are also intercepted in compiled code."""
         return False
 
     def __torch_dispatch__(
@@ -73,7 +73,7 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         return result
 
     def _run_equal_per_row(self, function: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
-        """Run an operation without dropout and with equal random numbers in each row."""
+        """Run an operation, with equal random numbers in each row and without dropout."""
         # This is called only for operations that may drop values or draw random numbers.
         places = _find_dropout(function)
         if places:  # without dropout, these draw nothing
@@ -88,7 +88,7 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         return result
 
     def _draw(self, function: Any, arguments: list[Any], keywords: dict[str, Any]) -> Any:
-        """Return the result of an operation that draws, and whether it is random."""
+        """Run an operation that draws; return its result, and whether the result is random."""
         return draw_equal_rows(function, arguments, keywords, self._seed + self.draws)
 
     def _add_rounding_errors(self, name: str, arguments: Any, result: Any) -> None:
@@ -124,7 +124,7 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
 
 
 def _each(result: Any) -> Sequence[Any]:
-    """Return the results of an operation as a sequence."""
+    """Return an operation's results as a sequence, also if there is a single one."""
     return result if isinstance(result, tuple | list) else (result,)
 
 
@@ -154,7 +154,7 @@ _CUDNN = "_cudnn_init_dropout_state"  # its result isn't used without dropout
 
 
 class _Draw(msgspec.Struct, frozen=True, eq=False):
-    """A call of a random operation."""
+    """A call of an operation that draws random numbers."""
 
     function: Any
     arguments: list[Any]
@@ -176,7 +176,7 @@ class _Draw(msgspec.Struct, frozen=True, eq=False):
 def draw_equal_rows(
     function: Any, arguments: list[Any], keywords: dict[str, Any], seed: int
 ) -> Any:
-    """Return the result of a random operation with equal rows, and whether it is random."""
+    """Run an operation that draws, with equal rows; return its result, and whether it is random."""
     # Dropout keeps all values, and a permutation moves each entry by one place, so their results
     # aren't random.
     draw = _Draw(function, arguments, keywords)
@@ -197,7 +197,7 @@ def draw_equal_rows(
 
 
 def _fixed_instead_of_random(draw: _Draw) -> Any:
-    """Return a fixed result for a permutation, dropout or a dropout mask, or None for others."""
+    """Return a fixed result for a permutation, dropout or a dropout mask; None for others."""
     # A permutation moves each entry to the place before it. Dropout keeps all values. A mask from
     # bernoulli_(1 - p) is filled with 1 - p, if that is at least 0.5. If rows are mixed with others
     # of their batch, as by mixup, the permutation gives a row other partners in a part than in the
@@ -216,7 +216,7 @@ def _fixed_instead_of_random(draw: _Draw) -> Any:
 
 
 def _draw_by_arguments(draw: _Draw) -> Any:
-    """Return a fixed result for distributions whose parameters are tensors, or None for others."""
+    """Return a fixed result for a distribution with tensors as parameters; None for others."""
     # parameters, such as means, may differ from row to row
     if draw.name in _DISTRIBUTIONS and not isinstance(draw.arguments[0], float):
         return _DISTRIBUTIONS[draw.name](*draw.arguments)
@@ -224,7 +224,7 @@ def _draw_by_arguments(draw: _Draw) -> Any:
 
 
 def _draw_size(draw: _Draw) -> Any:
-    """Return a result with equal rows if the operation has a size argument, or None."""
+    """Draw one row and repeat it, for operations with a `size` argument; None for others."""
     names = draw.names()
     if "size" not in names:
         return None
@@ -238,7 +238,7 @@ def _draw_size(draw: _Draw) -> Any:
 
 
 def _fill_equal_rows(draw: _Draw) -> Any:
-    """Return a result with equal rows if the operation fills or imitates one tensor, or None."""
+    """Draw one row and repeat it, for operations that fill or imitate a tensor; None for others."""
     # A new tensor has the argument's shape. With several tensor arguments, the result depends on
     # all of them.
     arguments = draw.arguments
@@ -253,7 +253,7 @@ def _fill_equal_rows(draw: _Draw) -> Any:
 
 @cache
 def _find_dropout(function: Any) -> tuple[tuple[int, str], ...]:
-    """Return the index and the name of each dropout rate among an operation's arguments."""
+    """Return index and name of each dropout rate among an operation's arguments."""
     # fused attention and recurrent layers have such arguments, and so do their backward passes
     if function.overloadpacket.__name__ == _CUDNN:
         return ()
@@ -283,7 +283,7 @@ def _turn_dropout_off(
 
 
 def _needs_generator(function: Any) -> bool:
-    """Return whether an operation has a `generator` argument without a default."""
+    """Return whether an operation can't be called without its `generator` argument."""
     for argument in function._schema.arguments:
         if argument.name == "generator":
             return not argument.has_default_value()
@@ -291,7 +291,7 @@ def _needs_generator(function: Any) -> bool:
 
 
 def _one_row(draw: _Draw) -> Any:
-    """Return one row of an operation's result."""
+    """Call a random operation for a single row of its tensor argument."""
     # A row extends along the last axis. With fewer than two axes, each row is a single value. Rows
     # of different lengths start with the same values.
     like, *others = draw.arguments
@@ -299,7 +299,7 @@ def _one_row(draw: _Draw) -> Any:
 
 
 def _one_line(like: Any) -> Any:
-    """Return an uninitialized tensor for one row."""
+    """Return an uninitialized tensor to draw one row of `like` into."""
     # The rows are those of `like`, along its last axis. The returned tensor has as many values as
     # `_stable_length` returns for a row, or a single value if `like` has fewer than two axes.
     if like.ndim < 2:
@@ -312,7 +312,7 @@ def _shorten(line: Any, like: Any) -> Any:
 
 
 def _stable_length(length: int) -> int:
-    """Return how many values to draw for a row."""
+    """Return how many values to draw for a row, equal for rows of most lengths."""
     # PyTorch's random values depend on how many are drawn at once. The same number is drawn for all
     # rows of up to LONGEST values, so that rows of different lengths start with the same values.
     return max(LONGEST, length)
@@ -373,7 +373,7 @@ class RandomState:
 
 
 def _find_place(state: Any) -> tuple[Any, ...]:
-    """Return values that change with each draw from Python's generator."""
+    """Return a few numbers that change with each draw from Python's random generator."""
     # The index of the next number in the block of 624 numbers, the block's first number, and a
     # normally distributed value saved for the next draw. Comparing the whole block would take
     # longer.
@@ -381,7 +381,7 @@ def _find_place(state: Any) -> tuple[Any, ...]:
 
 
 class _NumpyState:
-    """State of NumPy's global generator, copied only if it has changed."""
+    """Cached state of NumPy's global random generator, which is slow to copy."""
 
     # NumPy takes 0.1 ms to copy the state. So the generator's memory is first compared with its
     # content at the last copy, through the `ctypes` interface that NumPy documents. The memory
@@ -426,7 +426,7 @@ _NUMPY = _NumpyState()
 
 
 def digest_draws() -> int:
-    """Return a hash that changes when Python's or NumPy's generator is used."""
+    """Return a hash of the states of Python's and NumPy's random generators."""
     drawn: Any = numpy.random.get_state()
     return hash((random.getstate(), drawn[1].tobytes(), drawn[2]))
 

@@ -1,4 +1,4 @@
-"""Record how a training loop computes its loss, to compute it again for other rows."""
+"""Record which functions compute the user's loss, so that audits can repeat them on other rows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ AS_WRITTEN, ROW_COUNTS, MULTIPLES = range(3)  # which numbers in a record are co
 
 
 class RowNumber(int):
-    """Row count of a batch, or a multiple, marked so that a replay can replace it."""
+    """An int that the user's script read as its row count; repeated calls get the new row count."""
 
     each = 1
 
@@ -60,7 +60,7 @@ class RowNumber(int):
 
 
 class GeneratorState(msgspec.Struct, frozen=True, eq=False):
-    """A random generator with its state."""
+    """A PyTorch random generator with its saved state."""
 
     generator: torch.Generator
     state: torch.Tensor
@@ -86,14 +86,14 @@ class WrittenCall(msgspec.Struct, frozen=True, eq=False):
 
 
 class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
-    """Records the calls of PyTorch functions and models from creation until `close`.
+    """Records the calls of PyTorch functions and models that compute the user's loss.
 
-    Arguments:
+    Recording begins when the object is created and ends with `close`. Arguments:
 
     - `models`: the models; their inner calls aren't recorded.
     - `batch`: the batch that the loss is computed from.
     - `after`: called after each backward pass with this recorder and the loss.
-    - `rows`: number of rows in the batch; 0 takes it from the first tensor.
+    - `rows`: row count of the batch; 0 takes it from the first tensor.
     """
 
     def __init__(
@@ -165,14 +165,14 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return result
 
     def note_call(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
-        """Called after each call, for subclasses; here it does nothing."""
+        """Called after each recorded call; does nothing here, for subclasses to override."""
 
     def take_inner(self, model: Any) -> Any:
-        """Return the model inside a wrapper, or the model itself."""
+        """Return the model inside a wrapper such as DistributedDataParallel, if there is one."""
         return getattr(model, "module", model)
 
     def read_loss(self, loss: torch.Tensor) -> float:
-        """Return the value of a loss."""
+        """Return the value of a loss as a float."""
         return float(loss.detach().double().sum())
 
     def end_backward(self, loss: torch.Tensor) -> None:
@@ -239,7 +239,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return found
 
     def _mark_size(self, tensor: Any, result: Any) -> Any:
-        """Return a size that the program has read, with the row count marked."""
+        """Return a tensor size that the user's code reads, its row count marked as a RowNumber."""
         # `result` is the size that the program read from the tensor. Its number of entries becomes
         # a RowNumber if the tensor has one entry for each row of the batch. A replay with other
         # rows converts the RowNumber to their number.
@@ -254,7 +254,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _record_number_use(self, function: Any, given: Any) -> None:
-        """Record the numeric constants in arithmetic with weights or gradients."""
+        """Record numbers, such as decay rates, that are combined with weights or gradients."""
         # an example is the decay rate in a moving average of the weights
         if not is_arithmetic(function):
             return
@@ -265,7 +265,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             self.uses += tuple(numbers)
 
     def _has_at(self, places: set[int]) -> bool:
-        """Return whether a weight or its gradient is at one of these addresses."""
+        """Return whether a weight or gradient has its storage at one of these addresses."""
         # The addresses are those of the tensors' storages.
         weights = (weight for model in self.models for weight in model.parameters())
         own = (each for weight in weights for each in (weight, weight.grad))
@@ -274,9 +274,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     # ------------------------------------------------------------------ reading it
 
     def trace(self, loss: torch.Tensor) -> LossRecord | str:
-        """Return the record of how a loss was computed.
+        """Return the recorded calls from which a loss was computed.
 
-        If it can't be computed again, the result is the reason, as part of a message.
+        If they can't be repeated, the result is the reason, as part of a message.
         """
         needed = self._find_needed(loss)
         if isinstance(needed, str):
@@ -300,7 +300,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _find_needed(self, loss: torch.Tensor) -> list[int] | str:
-        """Return the indices of the calls that a loss depends on, or the reason if it fails."""
+        """Return the indices of the recorded calls that a loss depends on, or why that fails."""
         # The indices are in the order of the calls.
         places, reached, is_known = self._find_computing_calls(loss)
         if not is_known:
@@ -314,7 +314,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return sorted(places)
 
     def _find_computing_calls(self, wanted: torch.Tensor) -> tuple[set[int], bool, bool]:
-        """Return the indices of the calls that a tensor depends on.
+        """Return the indices of the recorded calls that a tensor depends on.
 
         The other results are whether it depends on the batch, and whether all of these calls are
         known.
@@ -341,7 +341,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return places, reached, is_known
 
     def _is_made_of_rows(self, entry: WrittenCall) -> bool:
-        """Return whether a call created a tensor of rows from Python numbers."""
+        """Return whether a call made a tensor with an entry per row from plain Python numbers."""
         # The created tensor has one entry for each row of the batch. A replay couldn't replace such
         # rows, because they aren't tensors of the batch.
         if entry.function not in _MAKERS or nested_tensors((entry.arguments, entry.keywords)):
@@ -351,13 +351,13 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _is_after_read(self, place: int) -> bool:
-        """Return whether a call follows the first read of a model's result."""
+        """Return whether the user's code had read a model output, as by `item()`, before a call."""
         # `place` is the index of the call. The program reads a number of the result, for example,
         # with `item()`.
         return self._first_read is not None and place >= self._first_read
 
     def _may_use_read(self, place: int) -> bool:
-        """Return whether a call may use a value that was read from a model's result."""
+        """Return whether a call may use a number that the user's code read from a model output."""
         # `place` is the index of the call. The program reads it with `item()`, for example, and may
         # compute a number for the call.
         entry = self._tape[place]
@@ -367,7 +367,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return self._is_after_read(place) and any(isinstance(each, float) for each in given)
 
     def _find_numbers(self, entry: WrittenCall) -> list[Number]:
-        """Return the numeric constants that a call combines with results of the model."""
+        """Return the constants, such as task weights, that a call combines with model outputs."""
         # The numbers are the factors, divisors and summands of arithmetic, and summaries of small
         # tensors such as task weights.
         arguments = leaves_in((entry.arguments, entry.keywords))
@@ -383,7 +383,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return [Number(number, entry.place) for number in numbers]
 
     def _is_given(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor comes from the program, such as task weights."""
+        """Return whether a tensor is a small constant of the user's, such as task weights."""
         # Tensors of the batch don't count, and neither do parameters and buffers of models.
         if id(tensor) in self._made or not 0 < tensor.numel() <= FEW_NUMBERS:
             return False
@@ -394,7 +394,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
 
 def _sum_up(tensor: torch.Tensor) -> list[float]:
-    """Return a tensor's only value, or two sums that identify its values."""
+    """Return a tensor's only value, or two sums that change if its values or their order do."""
     values = [float(each) for each in tensor.detach().reshape(-1).tolist()]
     if len(values) == 1:
         return values
@@ -403,23 +403,23 @@ def _sum_up(tensor: torch.Tensor) -> list[float]:
 
 
 class Number(msgspec.Struct, frozen=True):
-    """A numeric constant in a record, with the file and line where it was used, or ""."""
+    """A numeric constant in the user's loss, with the file and line of its use, or ""."""
 
     value: float
     place: str
 
 
 class LossRecord:
-    """How a loss was computed: the calls, the batch, and the state of random generators before.
+    """The recorded calls that computed a loss, which can be repeated for other rows.
 
     Arguments:
 
-    - `rows`: number of rows in the batch.
+    - `rows`: row count of the batch.
     - `entries`: the calls, in order.
     - `value`: value of the loss.
     - `random`: state of the random generators before the first call.
     - `numbers`: numeric constants in the calls.
-    - `reads`: whether a call may use a value that was read from a model's result.
+    - `reads`: whether a call may use a number that was read from a model's output.
     - `objects`: objects in the batch that have tensors.
     """
 
@@ -467,11 +467,11 @@ class LossRecord:
         return made
 
     def may_count_rows(self) -> bool:
-        """Return whether a constant in the calls may be a count of rows."""
+        """Return whether a constant in the calls may be a row count, or a multiple of it."""
         return any(may_count(self.rows, number.value) for number in self.numbers)
 
     def has_other_rows(self) -> bool:
-        """Return whether a call uses a tensor outside the batch that has as many rows."""
+        """Return whether a call uses a tensor with an entry per row from outside the batch."""
         # a replay can't replace the rows of such a tensor
         known = {id(each) for each in self.batch}
         for model in self.models:
@@ -487,7 +487,7 @@ class LossRecord:
         return bool(tensor.ndim) and len(tensor) == self.rows
 
     def find_change(self) -> str:
-        """Compute the loss of the same rows again, and return a message if it differs, or ""."""
+        """Repeat the calls on the same rows; return a message if the loss differs, or ""."""
         kinds = {
             tensor.dtype
             for entry in self._entries
@@ -509,7 +509,7 @@ class LossRecord:
         )
 
     def _compute_again(self) -> float:
-        """Return the loss of the same rows, computed again."""
+        """Repeat the calls on the same rows with the same random numbers, and return the loss."""
         # gradients are enabled only if the loss needs them, for example for a gradient penalty
         for enabled in (False, True):
             self._random.restore()
@@ -524,7 +524,7 @@ class LossRecord:
 
 
 def _find_place() -> str:
-    """Return the program's file and line at the current call, or ""."""
+    """Return the user's file and line at the current call, or ""."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -535,7 +535,7 @@ def _find_place() -> str:
 
 
 def _scale_row_count(counts: int, was: int, now: int, number: Any) -> Any:
-    """Convert a number that counts rows from a batch of `was` rows to a batch of `now` rows."""
+    """Convert a number that counts rows from a batch of `was` rows to one of `now` rows."""
     # Other numbers are returned unchanged. `counts` selects which numbers are counts; see
     # `LossRecord.compute`.
     is_plain = _is_number(number)
@@ -553,12 +553,12 @@ def _scale_row_count(counts: int, was: int, now: int, number: Any) -> Any:
 
 
 def may_count(rows: int, number: float) -> bool:
-    """Return whether a number may be a count of rows, a multiple or an inverse of it."""
+    """Return whether a number may be a row count, or a multiple or an inverse of it."""
     return bool(_scale_row_count(MULTIPLES, rows, 2 * rows, number) != number)
 
 
 def _find_draw(keywords: Any) -> GeneratorState | None:
-    """Return the generator among keyword arguments with its state, or None."""
+    """Return the random generator in a call's keyword arguments with its state, or None."""
     generator = keywords.get("generator")
     if not isinstance(generator, torch.Generator):
         return None
@@ -573,12 +573,12 @@ def replay(
     wanted: int,
     fresh: Mapping[type, Any] = MappingProxyType({}),
 ) -> Any:
-    """Run recorded calls again, and return the new value of the tensor whose id is `wanted`.
+    """Repeat recorded calls on new rows; return the new value of the tensor with id `wanted`.
 
     Arguments:
 
     - `known`: replacements of tensors by id, extended with the results.
-    - `rows`: number of rows in the new batch.
+    - `rows`: row count of the new batch.
     - `number`: converts each numeric argument.
     - `fresh`: replacements of objects, by class; None for an object that can't be replaced.
 
@@ -603,7 +603,7 @@ def _replay_entries(
     number: Callable[[Any], Any],
     fresh: Mapping[type, Any],
 ) -> None:
-    """Run recorded calls again, and add their results to `known`."""
+    """Repeat recorded calls in order, and add their results to `known`."""
     # Tensors among the arguments are replaced by those in `known`.
     for entry in entries:
         if entry.draw is not None:
@@ -629,7 +629,7 @@ def _replay_entries(
 
 
 def _find_only(kind: type, objects: Sequence[Any]) -> Any:
-    """Return the only object of a class, or None."""
+    """Return the single object of a class; None if there are several or none."""
     found = [each for each in objects if type(each) is kind]
     return found[0] if len(found) == 1 else None
 
@@ -650,7 +650,7 @@ def _replace_argument(
     fresh: Mapping[type, Any],
     each: Any,
 ) -> Any:
-    """Return the replacement of a recorded argument.
+    """Return what a repeated call gets in place of a recorded argument.
 
     Raises ValueError for an object that can't be cut into rows.
     """

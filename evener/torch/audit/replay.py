@@ -1,4 +1,4 @@
-"""Audit a recorded loss: compute it for a few rows, as one batch and in parts."""
+"""Audit a recorded loss: repeat its calls for a few rows, as one batch and in unequal parts."""
 
 from __future__ import annotations
 
@@ -45,14 +45,15 @@ def audit_record(
     counts: Sequence[int] = EVERY_COUNT,
     moves: bool = False,
 ) -> Replayed:
-    """Audit a recorded loss on the first of some selections of rows that it can be computed for.
+    """Audit a recorded loss on the first choice of rows for which its calls can be repeated.
 
     Arguments:
 
-    - `rows`: selections of rows, the preferred one first.
-    - `sketcher`: returns a new sketcher.
-    - `computations`: returns what to compute for a selection.
-    - `counts`: which constants in the record to treat as counts of rows, tried in this order.
+    - `rows`: choices of rows, the preferred one first.
+    - `sketcher`: returns a new GradientSketcher.
+    - `computations`: returns what to compute for a choice of rows.
+    - `counts`: which constants to treat as row counts (AS_WRITTEN, ROW_COUNTS or MULTIPLES),
+      tried in this order.
     - `moves`: whether to add noise to weights that have a single value throughout.
 
     Raises RequestError if the loss communicates with other ranks.
@@ -85,7 +86,7 @@ def audit_record(
 
 
 class _Interpretations:
-    """Audits of one selection of rows, with different readings of the record's constants."""
+    """Audits the same rows under several assumptions on which constants in the loss count rows."""
 
     # An assumption says which numbers in the record are counts of rows. The rows are the same.
 
@@ -105,7 +106,7 @@ class _Interpretations:
         count: int,
         moves: bool,
     ) -> None:
-        """Audit under one assumption, and keep the result if it is the best so far."""
+        """Audit under one assumption; keep the result if no earlier one showed agreement."""
         # `count` is AS_WRITTEN, ROW_COUNTS or MULTIPLES. See `audit_record` for the other
         # parameters.
         try:
@@ -131,7 +132,7 @@ def _compute(record: LossRecord, counts: int, batch: Any, rows: int) -> Any:
 
 
 def _ignores_last_row(record: LossRecord, few: FewRows, sketcher: GradientSketcher) -> bool:
-    """Return whether the loss stays the same if the last row is replaced."""
+    """Return whether the loss stays the same if the last row is replaced by the first."""
     # The row is the last one in `few`. If the loss doesn't depend on this row, the recorded calls
     # don't cover all rows. To find out, the last row is replaced by a copy of the first one.
 
@@ -151,7 +152,7 @@ def _ignores_last_row(record: LossRecord, few: FewRows, sketcher: GradientSketch
 
 
 def _is_padded_otherwise(first: FewRows, used: FewRows) -> bool:
-    """Return whether rows are padded to other lengths than the preferred rows."""
+    """Return whether the used rows are padded to other lengths than the preferred ones."""
     # The rows then differ in axes other than the first, which counts rows.
     if first is used:
         return False

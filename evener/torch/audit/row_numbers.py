@@ -1,9 +1,8 @@
-"""Compare losses whose random numbers go with the rows.
+"""Compare losses whose random numbers belong to rows, to find a random divisor of the loss.
 
-Usually an audit draws the same numbers for every row. It then doesn't see that a loss is divided by
-a count that is random itself, such as that of the tokens which a mask of the model's own has drawn:
-every row has equally many. Here other rows have other numbers, and a row has the same ones in any
-batch.
+Usually an audit draws the same numbers for every row. It then misses a loss that is divided by a
+random count, such as the number of tokens that the model masks: every row has the same count. Here
+rows have different random numbers, and each row keeps its own in any batch.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ APART = 7919  # between the seeds of two rows
 
 
 class RowRandomness(EvenRandomness):
-    """Context manager in which random operations give each row numbers of its own.
+    """Context manager in which random operations draw separate numbers for each row.
 
-    Arguments:
+    A row gets the same ones in any batch. Arguments:
 
     - `first`: index of the pass's first row.
-    - `rows`: number of rows in the pass.
+    - `rows`: row count of the pass.
     - `by_row`: which random operations have an entry for each row, by their count in the pass;
       the others give every row the same numbers.
     """
@@ -67,14 +66,14 @@ def _find_size(function: Any) -> int | None:
 
 
 def _count_entries(given: Any, sized: int | None) -> int:
-    """Return the length of a drawn tensor's first axis, or 0 without axes."""
+    """Return how many entries a random operation draws on its first axis; 0 without axes."""
     if sized is not None:
         return int(given[0]) if given else 0
     return len(given) if isinstance(given, torch.Tensor) and given.ndim else 0
 
 
 def _cut(argument: Any, is_size: bool, row: int, rows: int) -> Any:
-    """Return an argument of a random operation for one row."""
+    """Return an argument of a random operation, reduced to one row."""
     if is_size:
         return [1, *argument[1:]]
     if isinstance(argument, torch.Tensor) and argument.ndim and len(argument) == rows:
@@ -85,10 +84,10 @@ def _cut(argument: Any, is_size: bool, row: int, rows: int) -> Any:
 def find_loss_by_rows(
     sketcher: GradientSketcher, computations: Computations, few: FewRows
 ) -> tuple[float, float] | None:
-    """Compare losses of equal and unequal shares, with other random numbers for each row.
+    """Compute the loss in equal and in unequal parts, with separate random numbers for each row.
 
     Return both losses if they differ, else None. `sketcher` computes only losses. The result is
-    None if no random operation has an entry for each row.
+    also None if no random operation has an entry for each row.
     """
     passes = [
         (piece, first, rows)
@@ -119,7 +118,7 @@ def find_loss_by_rows(
 
 
 def _place(computation: Sequence[Piece], sizes: Sequence[int]) -> list[tuple[Piece, int, int]]:
-    """Return each pass with the index of its first row and its row count."""
+    """Return each pass with the index of its first row, and its row count."""
     if len(computation) != len(sizes):
         return []
     firsts = [sum(sizes[:place]) for place in range(len(sizes))]

@@ -25,7 +25,7 @@ _IGNORED = -100
 
 
 class FewRows(msgspec.Struct, frozen=True, eq=False):
-    """A small batch for an audit, whole and cut into the parts of two devices."""
+    """A few rows of a batch for an audit: together, and in the parts of two devices."""
 
     whole: Any  # the batch
     parts: tuple[Any, ...]  # one part for each of two devices
@@ -39,12 +39,12 @@ class FewRows(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
+        """Row count of both parts together."""
         return sum(self.sizes)
 
     @property
     def pads(self) -> bool:
-        """Whether parts that are collated separately are padded to other lengths."""
+        """Whether the parts, if collated separately, are padded to other lengths than together."""
         if self.cut is None or self.cut is self.parts:
             return False
         shapes = [
@@ -59,7 +59,7 @@ def fetch_rows(
     numbers: Sequence[int],
     most: int = ROWS,
 ) -> FewRows | None:
-    """Return up to `most` different rows of a data set, collated whole and in parts, or None.
+    """Fetch up to `most` different rows for an audit, collated together and in two parts.
 
     They are chosen from the rows with the indices `numbers`. The result is None if there are fewer
     than two.
@@ -99,9 +99,9 @@ def fetch_rows(
 
 
 def copy_dataset(dataset: Any, copies: dict[int, Any] | None = None) -> Any:
-    """Return a copy of a data set and of its nested data sets, without copying their rows.
+    """Return a copy of a data set and its nested data sets, to read rows without side effects.
 
-    `copies` has copies by the id of the original.
+    The rows themselves aren't copied. `copies` has copies by the id of the original.
     """
     # with their own random generators, so that reading rows doesn't change the program's data sets
     if not hasattr(dataset, "__dict__") or isinstance(dataset, torch.Tensor):
@@ -122,7 +122,7 @@ def copy_dataset(dataset: Any, copies: dict[int, Any] | None = None) -> Any:
 
 
 def _copy_member(name: str, value: Any, copies: dict[int, Any]) -> Any:
-    """Return a copy of an attribute of a data set, if reading rows may change it."""
+    """Return a copy of a data set's attribute if reading rows may change it, or the attribute."""
     if name == "dataset" or isinstance(value, Dataset):
         # a file that is opened for the first row must not be inherited by worker processes
         return copy_dataset(value, copies)
@@ -138,7 +138,7 @@ def _copy_member(name: str, value: Any, copies: dict[int, Any]) -> Any:
 def choose_few_rows(
     batch: Any, rows: int, in_order: bool = False, most: int = ROWS
 ) -> FewRows | None:
-    """Return up to `most` different rows of a batch, or None if it can't be cut into rows.
+    """Choose up to `most` different rows of a batch for an audit; None if it can't be cut.
 
     With `in_order`, they have the order of the batch.
     """
@@ -165,12 +165,12 @@ def choose_few_rows(
 
 
 def _rows_of_first_part(rows: int) -> int:
-    """Return the row count of the first of two unequal parts."""
+    """Return the row count of the first of two unequal parts, about 3/8 of the rows."""
     return max(1, rows * 3 // 8)
 
 
 def _choose(items: Sequence[Any], signs: Sequence[tuple[float, ...]], most: int) -> list[Any]:
-    """Return up to `most` items that differ as much as possible."""
+    """Return up to `most` items whose features, `signs`, differ as much as possible."""
     # `signs` has numbers for each item, such as its class and length. The chosen items are evenly
     # spaced when sorted by these numbers.
     places = spread_places(signs, most)
@@ -196,7 +196,7 @@ def spread_places(signs: Sequence[tuple[float, ...]], most: int = ROWS) -> list[
 
 
 def _pick_rows(batch: Any, rows: int, in_order: bool, most: int) -> Any:
-    """Return up to `most` different rows of a batch."""
+    """Return up to `most` rows of a batch that differ as much as possible, as a smaller batch."""
     # `rows` is the batch's number of rows. If each tensor has an entry per row, `spread_places`
     # chooses the rows. Otherwise the first rows are returned.
     tensors = [each for each in tensors_in(batch) if each.ndim]
@@ -212,7 +212,7 @@ def _pick_rows(batch: Any, rows: int, in_order: bool, most: int) -> Any:
 
 
 def _join(rows: Sequence[Any]) -> Any:
-    """Join single rows to a batch."""
+    """Join batches of a single row each to one batch."""
     first = rows[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(rows)) if first.ndim else first
@@ -227,7 +227,7 @@ def _join(rows: Sequence[Any]) -> Any:
 
 
 def _join_sequences(rows: Sequence[Any]) -> Any:
-    """Join tuples or lists: their items, or if these are plain, the sequences themselves."""
+    """Join tuples or lists item by item; if the items are plain, append the sequences."""
     # If the elements contain no tensors, the tuples or lists are concatenated.
     first = rows[0]
     kind = type(first)
@@ -239,7 +239,7 @@ def _join_sequences(rows: Sequence[Any]) -> Any:
 
 
 def _cut(whole: Any, first: int, rows: int) -> tuple[Any, Any] | None:
-    """Return the first rows and the others, or None if the batch can't be cut."""
+    """Return the first rows and the rest as two batches, or None if the batch can't be cut."""
     try:
         return cut_rows(whole, 0, first, rows), cut_rows(whole, first, rows, rows)
     except RequestError:
@@ -247,7 +247,7 @@ def _cut(whole: Any, first: int, rows: int) -> tuple[Any, Any] | None:
 
 
 def _sign_item(item: Any, collated: Callable[[Sequence[Any]], Any]) -> tuple[float, ...]:
-    """Return numeric features of one row of a data set, such as its class and length."""
+    """Return features of one row of a data set, such as its class and length, as numbers."""
     # The result is () if the row can't be collated alone. Collating fails, for example, if rows
     # come in pairs.
     try:
@@ -257,7 +257,7 @@ def _sign_item(item: Any, collated: Callable[[Sequence[Any]], Any]) -> tuple[flo
 
 
 def _sign_rows(tensor: torch.Tensor) -> list[float]:
-    """Return a number for each row of a tensor: its class, or its length without padding."""
+    """Return one number per row of a tensor: its class, or its length without padding."""
     # An integer per row is taken for a class. Padding is 0 or -100 in integers, infinite or NaN in
     # others.
     exact = not tensor.is_floating_point() and not tensor.is_complex()

@@ -1,7 +1,7 @@
-"""Check that all ranks have the same data set, as a plan divides rows by index.
+"""Check that all ranks have the same data set, because a plan divides rows by index.
 
 An index has to mean the same row on every rank. It doesn't if each rank draws its own data set, as
-with torch.randn, random_split or a shuffle without a common seed. It doesn't either if the program
+with torch.randn, random_split or a shuffle without a common seed. Nor does it if the user's script
 has already divided its data set by rank.
 """
 
@@ -35,7 +35,7 @@ REMEDY = (
 
 
 class TensorSums(msgspec.Struct, frozen=True):
-    """Sums over a tensor's elements, to compare it between ranks."""
+    """Sums over a tensor's elements, to compare a row between ranks without sending it."""
 
     plain: float
     # each element is multiplied by a number from 1 to 2 that grows with its position
@@ -43,14 +43,14 @@ class TensorSums(msgspec.Struct, frozen=True):
     allowed: float  # the difference that rounding may cause
 
     def is_near(self, other: TensorSums) -> bool:
-        """Return whether both tensors are equal except for rounding."""
+        """Return whether the sums differ by no more than rounding."""
         allowed = max(self.allowed, other.allowed)
         differences = (self.plain - other.plain, self.by_place - other.by_place)
         return not any(abs(difference) > allowed for difference in differences)
 
 
 class RankData(msgspec.Struct, frozen=True):
-    """Summary of a rank's data set: its length, its order and sums of a few rows."""
+    """Summary of a rank's data set, to compare with other ranks: length, order and a few rows."""
 
     length: int  # number of rows in an epoch
     # digest of the program's own order of these rows; None if there is none
@@ -61,7 +61,7 @@ class RankData(msgspec.Struct, frozen=True):
 
 
 def summarize(dataset: Any, collate: Callable[[list[Any]], Any], sampler: Any) -> RankData:
-    """Return the summary of a rank's data set."""
+    """Return a summary of this rank's data set, to compare with other ranks."""
     # Rows are read from a copy of the data set, with the same random numbers on every rank. A data
     # set that can't be copied or read has no rows in the summary.
     try:
@@ -76,7 +76,7 @@ def summarize(dataset: Any, collate: Callable[[list[Any]], Any], sampler: Any) -
 def _sum_rows(
     dataset: Any, collate: Callable[[list[Any]], Any], numbers: Sequence[int]
 ) -> dict[str, list[TensorSums]]:
-    """Return the sums of some rows by index, or {} if reading rows isn't reproducible."""
+    """Return the sums of some rows by index; {} if a row differs when it is read again."""
     # The result is {} if a second read of a row differs. If a row isn't the same again, the data
     # set has a transform with its own generator, or keeps rows that this rank drew at random.
     # Whether reading draws random numbers is compared, too.
@@ -96,7 +96,7 @@ def _sum_rows(
 
 
 def find_difference(every: Sequence[RankData]) -> str:
-    """Return a sentence about the first difference between the ranks' data sets, or ""."""
+    """Return a sentence about how the ranks' data sets differ, or "" if they don't."""
     if not every:
         return ""
     first = every[0]
@@ -120,14 +120,14 @@ def find_difference(every: Sequence[RankData]) -> str:
 
 
 class RowRead(NamedTuple):
-    """Sums of one row, and whether reading it drew random numbers."""
+    """Sums over one row's tensors, and whether reading the row drew random numbers."""
 
     sums: list[TensorSums]
     is_drawn: bool
 
 
 def _read(dataset: Any, collate: Any, number: int) -> RowRead:
-    """Read and collate one row."""
+    """Read and collate one row, with fixed random numbers, and return its sums."""
     seed_all(SEED)
     seeded = RandomState()
     batch = collate([dataset[number]])

@@ -1,9 +1,9 @@
-"""Detect changes of the settings that affect a loss.
+"""Detect that the user's script has changed a setting that affects its loss.
 
 A setting is a number, flag or object that the loss depends on. It is used by a function of the
-program, or stored in a module whose class the program defines. If one changes after staying the
-same, as a flag does in a later epoch, another audit is needed. Counters change in every step and
-are ignored.
+user's script, or stored in a module whose class the script defines. If one changes after staying
+the same, as a flag does in a later epoch, another audit is needed. Counters change in every step
+and are ignored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Key = tuple[int, Any]  # the id of the setting's holder, and the setting's name
 
 
 class LossSettings:
-    """Settings that a loss may depend on, with their values at the last checks."""
+    """Remembers the settings that a loss may depend on, to detect changes between steps."""
 
     def __init__(self) -> None:
         self._checks = 0
@@ -80,7 +80,7 @@ class LossSettings:
 
 
 class _Known:
-    """Values of settings, each with the check since which it hasn't changed."""
+    """Remembers the values of settings, and since when each has stayed the same."""
 
     # The values are those of the last check.
 
@@ -88,7 +88,7 @@ class _Known:
         self._values: dict[Key, tuple[Any, int]] = {}
 
     def note(self, settings: Mapping[Key, Any], check: int) -> bool:
-        """Record the current values, and return whether a stable one has changed."""
+        """Record the current values; return whether one has changed that had stayed the same."""
         # `settings` has the current values, and `check` is the number of this check.
         changed = False
         before, self._values = self._values, {}
@@ -101,7 +101,7 @@ class _Known:
 
 
 class _ModuleSettings:
-    """Settings among the attributes of one module."""
+    """The settings among the attributes of one module of the user's model."""
 
     # Most modules have only numbers, flags and tensors. For these it is enough to check that their
     # attributes are the same objects, of the same types, as before.
@@ -116,7 +116,7 @@ class _ModuleSettings:
         self._ids: dict[str, int] = {}  # of the tensors, to which no references are held
 
     def has_changed(self, check: int) -> bool:
-        """Return whether a stable setting of the module has changed."""
+        """Return whether a setting of the module has changed after staying the same."""
         # `check` is the number of this check.
         if self._is_flat and self._is_same():
             return False
@@ -145,7 +145,7 @@ class _ModuleSettings:
 def _collect_settings(
     holder: int, name: Any, value: Any, depth: int, settings: dict[Key, Any]
 ) -> None:
-    """Add the settings in a value to `settings`."""
+    """Add a value, or the settings inside it, to `settings`."""
     # `holder` is the id of the object that has the attribute or variable. `name` and `value` are
     # those of the attribute or variable. Its settings are the value itself, or the settings inside
     # an object or function. Nested objects are read up to `depth` levels deep.
@@ -173,7 +173,7 @@ def _collect_settings(
 
 
 def _collect_object(value: Any, depth: int, settings: dict[Key, Any]) -> None:
-    """Add the settings in an object's attributes and its class."""
+    """Add the settings in an object's attributes and in its class to `settings`."""
     # Classes that a library defines are left out. Objects inside `value` are read up to `depth`
     # levels deep.
     for kind in type(value).__mro__:
@@ -185,7 +185,7 @@ def _collect_object(value: Any, depth: int, settings: dict[Key, Any]) -> None:
 def _collect_held(
     holder: Any, held: Mapping[Any, Any], depth: int, settings: dict[Key, Any]
 ) -> None:
-    """Add the settings among attributes or items whose names don't begin with an underscore."""
+    """Add attributes or items to `settings`, except names that begin with an underscore."""
     # With `depth` 0, only numbers, flags and strings are added. `held` has the attributes or items
     # of the object `holder`.
     for name, each in list(held.items()):

@@ -36,7 +36,7 @@ BLOCK = 1 << 24  # number of values that are converted at once
 
 
 class Signs:
-    """Random signs for projections, the same for all gradients."""
+    """Random signs by which gradients are multiplied and summed, the same for all gradients."""
 
     # A value's sign is the product of its line's sign and its column's sign. The standard deviation
     # of the gradient's sum with such signs is the gradient's norm, just as if each value had an
@@ -47,7 +47,7 @@ class Signs:
         self._layouts: dict[tuple[Any, ...], _Layout] = {}
 
     def take(self, count: int, which: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the signs of some lines (`which` 0) or columns (1).
+        """Return random signs for `count` lines (`which` 0) or columns (1).
 
         The shape is (count, PROJECTIONS). `like` gives device and dtype.
         """
@@ -60,7 +60,7 @@ class Signs:
         return self._pools[key][:count]
 
     def lay_out(self, sizes: tuple[int, ...], width: int, like: torch.Tensor) -> _Layout:
-        """Return how gradients of these sizes are arranged in lines of `width` values."""
+        """Return how gradients of these sizes form one matrix with rows of `width` values."""
         key = sizes, width, like.device, like.dtype
         if key not in self._layouts:
             if len(self._layouts) >= MOST_LAYOUTS:
@@ -90,7 +90,7 @@ class _Layout(msgspec.Struct, frozen=True, eq=False):
 
 
 class LineSums(msgspec.Struct, frozen=True, eq=False):
-    """Projections of each line of some gradients, one gradient after the other.
+    """Random sums of each line of some gradients, one gradient after the other.
 
     `counts` are the gradients' line counts. `lines` has shape (lines, PROJECTIONS), in float64.
     """
@@ -105,7 +105,7 @@ SIGNS = Signs()  # shared by all sketches, so that they can be compared
 
 
 def project(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
-    """Return the projections of a gradient, in float64."""
+    """Reduce a gradient to a few random sums, in float64."""
     if gradient.is_sparse:
         return _project_sparse(gradient.coalesce(), signs)
     if gradient.numel() <= JOINED:
@@ -131,7 +131,7 @@ def _none(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def sum_lines(gradients: Sequence[torch.Tensor], signs: Signs) -> LineSums:
-    """Return the projections of each line of some gradients of one device and dtype."""
+    """Return the random sums of each line of some gradients of one device and dtype."""
     # a gradient's sums don't depend on the other gradients
     flat = [_flatten(gradient) for gradient in gradients]
     width = _line_width(flat[0])
@@ -143,7 +143,7 @@ def sum_lines(gradients: Sequence[torch.Tensor], signs: Signs) -> LineSums:
 
 
 def add_lines(sums: Sequence[LineSums]) -> list[list[float]]:
-    """Return the projections of each gradient, as the totals of its lines."""
+    """Add up the sums of each gradient's lines, and return them on the host."""
     # The sums of all lines are copied to the host together.
     lines = torch.cat([each.lines for each in sums]).cpu().numpy()
     counts = [count for each in sums for count in each.counts]
@@ -167,7 +167,7 @@ def _widen(values: torch.Tensor) -> torch.Tensor:
 
 
 def _project_sparse(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
-    """Return the projections of a sparse gradient, as if it were dense."""
+    """Reduce a sparse gradient to the random sums that it would have as a dense one."""
     # Each stored row of the gradient is one line. A line's sign depends on its index in the dense
     # gradient, not on the other stored lines.
     lines = torch.zeros(gradient._nnz(), dtype=torch.long, device=gradient.device)
@@ -180,7 +180,7 @@ def _project_sparse(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
 
 
 class GradientSums:
-    """Sums of projected gradients over some passes.
+    """Adds up the random sums of gradients over several passes.
 
     Arguments:
 
@@ -247,7 +247,11 @@ class GradientSums:
     def _differentiate(
         self, loss: torch.Tensor, trained: Mapping[str, torch.Tensor], retain_graph: bool | None
     ) -> dict[str, torch.Tensor]:
-        """Return the gradients of a loss by name; {} if hooks have already added them."""
+        """Compute a loss's gradients, and return them by name.
+
+        If memory is short, hooks add each gradient to the sums at once and free it; the result is
+        then {}.
+        """
         with ExitStack() as stack:
             for name, each in trained.items():
                 if each._backward_hooks or not self._at_once:
@@ -262,7 +266,7 @@ class GradientSums:
         return {name: gradient for name, gradient in pairs if gradient is not None}
 
     def _exchange(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """Add a gradient as soon as it is computed, and return zeros in its place."""
+        """Gradient hook: add a gradient to the sums, and return zeros in its place to free it."""
         # This is a hook of the tensor `name`. The zeros are expanded from a single element, so that
         # the gradient's memory is freed.
         with torch.no_grad(), without_modes():
@@ -275,7 +279,7 @@ class GradientSums:
             return self._zeros[kind].expand(gradient.shape)
 
     def _take(self, name: str, gradient: torch.Tensor) -> None:
-        """Add a gradient, or keep it to be projected with others."""
+        """Add a gradient to the sums; small ones wait until several can be processed together."""
         # `name` is the name of the gradient's tensor. A small gradient is saved until several can
         # be projected together.
         if gradient.is_sparse or not 0 < gradient.numel() <= self._joined:
@@ -298,7 +302,7 @@ class GradientSums:
         self._size = 0
 
     def sketch(self, computed: Collection[torch.dtype] = ()) -> Sketch:
-        """Return the sketch; `computed` has the dtypes that the loss was computed in."""
+        """Return all sums as a Sketch; `computed` has the dtypes that the loss was computed in."""
         made = Sketch(loss=math.fsum(read_scalars(self._losses)))
         for device in {sums.lines.device for _, sums in self._sums}:
             own = [(names, sums) for names, sums in self._sums if sums.lines.device == device]
@@ -311,14 +315,14 @@ class GradientSums:
 
 
 def read_scalars(values: Sequence[torch.Tensor]) -> list[float]:
-    """Return the values of scalar tensors, in one copy if they are on one device."""
+    """Return the values of scalar tensors as floats, with one copy if they share a device."""
     if len({value.device for value in values}) == 1:
         return list(torch.stack(list(values)).tolist())
     return [float(value) for value in values]
 
 
 def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:
-    """Return the name of the precision of a gradient."""
+    """Return the name of a gradient's precision: the coarsest dtype it was computed in."""
     # `kind` is the gradient's dtype, and `computed` has the dtypes used for the loss. The result is
     # bfloat16 or float16 if that is in `computed`, and otherwise `kind`. For a float64 gradient of
     # a loss that was computed in float32, it is MIXED.
@@ -332,7 +336,7 @@ def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:
 
 @contextmanager
 def _only_hook(tensor: torch.Tensor, function: Callable[[Any], Any] | None) -> Iterator[None]:
-    """Context manager in which `function` is a tensor's only gradient hook; None means no hook."""
+    """Context manager in which a tensor has no gradient hook but `function`, if that isn't None."""
     # None means no hook. The tensor's other hooks, which belong to the training step, are restored
     # on exit.
     own = dict(tensor._backward_hooks or {})
@@ -349,7 +353,7 @@ def _only_hook(tensor: torch.Tensor, function: Callable[[Any], Any] | None) -> I
 
 
 def _plain(name: str) -> str:
-    """Return the name of a weight without the prefixes of wrappers."""
+    """Return a weight's name without the prefixes of torch.compile and DistributedDataParallel."""
     # The result is the weight's name in the model itself.
     for wrapper in ("_orig_mod.", "module.", "_orig_mod."):
         name = name.removeprefix(wrapper)
@@ -357,9 +361,9 @@ def _plain(name: str) -> str:
 
 
 def name_tensors(models: Iterable[Any], others: Iterable[torch.Tensor] = ()) -> dict[str, Any]:
-    """Return the trained parameters of the models, and other trained tensors, by name.
+    """Return all trained tensors by name: the models' parameters, and others of optimizers.
 
-    Other tensors are named by index and shape.
+    The others are named by index and shape.
     """
     # A parameter has its name in the model. If there are several models, the model's number,
     # counted from 1, is appended.

@@ -1,4 +1,4 @@
-"""Save and restore attributes of modules that a pass changes."""
+"""Save and restore attributes of modules that an audit's passes change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EMPTY = ()  # restores a container that was empty
 
 
 class _Items(msgspec.Struct, frozen=True, eq=False):
-    """Content of a list, dict or deque, to restore it."""
+    """Saved content of a list, dict or deque, from which it is restored."""
 
     keys: list[Any] | None  # the keys of a dict; None for others
     items: list[Any]
@@ -62,7 +62,7 @@ def keep_with_frozen(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], N
 
 
 def _copy_frozen(holders: Iterable[Any]) -> list[Any]:
-    """Return the frozen parameters with copies, or [] if they are most of the weights."""
+    """Return the frozen parameters with copies; [] if they are more than half of the weights."""
     every = [
         each
         for holder in holders
@@ -112,7 +112,7 @@ def kept_state(holders: Iterable[Any] = (), apart: Iterable[Any] = ()) -> Iterat
 
 
 def copy_data(value: Any, memo: dict[int, Any], most_bytes: float = math.inf) -> Any:
-    """Return the copy from which `restore_value` restores data, or None if it can't change.
+    """Return a copy from which `restore_value` restores data; None if the data can't change.
 
     `memo` has the ids of objects to skip.
     """
@@ -148,7 +148,7 @@ def _copy_items(value: Any, memo: dict[int, Any], most_bytes: float) -> _Items:
 
 
 def _copy_tensor(value: torch.Tensor, memo: dict[int, Any], most_bytes: float) -> Any:
-    """Return a tensor's version and copy, or None if it isn't copied."""
+    """Return a tensor's version counter and copy, or None if it isn't copied."""
     # not copied: a parameter, one that requires a gradient, was made in inference mode, has more
     # than `most_bytes`, or has no memory, such as weights that FSDP1 has freed
     if isinstance(value, torch.nn.Parameter) or value.requires_grad or value.is_inference():

@@ -1,4 +1,7 @@
-"""Audit a training step: compare the gradient on one device with the sum over unequal shares."""
+"""Compare two gradients of the same few rows: correct, and as the training run computes it.
+
+The correct one comes from one device or equal parts, the other from the parts of unequal shares.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +37,14 @@ NEAR = 1e-5  # relative difference of two losses that are equal except for round
 
 
 class AuditChange(msgspec.Struct, frozen=True, eq=False):
-    """Variant of an audit's computations that excludes one possible cause of a difference."""
+    """Repetition of an audit without one possible cause of a difference, to test that cause."""
 
     trained: Computation  # the training run's computation without the cause
     reference: Computation | None = None  # the reference without it; None if that is the same
 
 
 class Computations(msgspec.Struct, frozen=True, eq=False):
-    """Computations of an audit: right gradient, actual gradient, and variants to find a cause."""
+    """What an audit computes: the correct gradient, the training run's, and tests of causes."""
 
     reference: Computation  # the correct computation
     trained: Computation  # the training run's computation
@@ -53,7 +56,7 @@ class Computations(msgspec.Struct, frozen=True, eq=False):
 
 
 class Audited(msgspec.Struct, frozen=True):
-    """Result of an audit."""
+    """Result of an audit: how two gradients of the same rows differ, and the likeliest cause."""
 
     difference: GradientDifference | None  # between the two gradients
     cause: str  # the difference's likeliest cause, or ""
@@ -93,7 +96,7 @@ def audit(sketcher: GradientSketcher, computations: Computations, moves: bool = 
 def _try_quick_passes(
     sketcher: GradientSketcher, computations: Computations, moves: bool
 ) -> Audited | None:
-    """Return the result of an audit by quick passes, or None if they don't show agreement."""
+    """Audit with faster passes; return None if these can't show that gradients agree."""
     if not sketcher.may_be_quick:
         return None
     with sketcher.open(moves):
@@ -113,7 +116,7 @@ def _audit(sketcher: GradientSketcher, computations: Computations, moves: bool) 
 
 
 class _Comparison:
-    """Comparison of two gradients."""
+    """Compares two gradients of the same rows, and looks for the cause of a difference."""
 
     # both gradients are computed on creation, and more gradients to explain a difference
 
@@ -129,7 +132,7 @@ class _Comparison:
         self._noises: Mapping[str, float] | None = None
 
     def judge(self) -> Audited:
-        """Return the result of the audit."""
+        """Compare the gradients, allowing for rounding, and return the result."""
         sketcher, computation = self._sketcher, self._computations.reference
         if compare(self._reference, self._trained) is None and not sketcher.measures:
             return self._result()
@@ -142,7 +145,7 @@ class _Comparison:
         return self._result() if difference is None else self._explain_difference(difference)
 
     def _explain_difference(self, difference: GradientDifference) -> Audited:
-        """Return the result for gradients that differ, with the likeliest cause."""
+        """Return the result for gradients that differ, after testing possible causes."""
         changes = self._computations.changes
         answers = {name: partial(self._is_right, each) for name, each in changes.items()}
         # if random numbers may explain the difference, the result has none
@@ -157,12 +160,12 @@ class _Comparison:
         return self._result(difference, cause)
 
     def _do_draws_matter(self) -> bool:
-        """Return whether the gradient depends on the random numbers drawn."""
+        """Return whether the gradient changes if other random numbers are drawn."""
         others = self._sketcher.sketch(self._computations.reference, seed=SEED + 1)
         return compare(self._reference, others, self._repeats) is not None
 
     def _is_right(self, change: AuditChange) -> bool:
-        """Return whether gradients agree without a certain cause."""
+        """Return whether gradients agree if one possible cause of a difference is removed."""
         wanted = self._reference
         if change.reference is not None:
             wanted = self._sketcher.sketch(change.reference)
@@ -189,7 +192,7 @@ class _Comparison:
 def _report_agreement(
     sketcher: GradientSketcher, computations: Computations, reference: Sketch
 ) -> Audited:
-    """Return the result for gradients that agree."""
+    """Return the result of an audit that found no difference."""
     return Audited(
         difference=None,
         cause="",
@@ -205,7 +208,7 @@ def _report_agreement(
 def compare_losses(
     sketcher: GradientSketcher, computations: Computations
 ) -> tuple[GradientDifference, str] | None:
-    """Compare only the losses of two computations, each computed once.
+    """Compare only the losses of two computations, not their gradients; each is computed once.
 
     The result is None if they agree, else the difference and its likeliest cause: "sum" if the loss
     is a sum over rows, or "rows".
